@@ -1,0 +1,40 @@
+"""specc: compiler and runtime for lossless speculative decoding of large language models."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specc.api import compile as compile
+    from specc.config import CompileConfig as CompileConfig
+    from specc.config import SamplingParams as SamplingParams
+    from specc.errors import SpeccError as SpeccError
+    from specc.runtime.engine import Engine as Engine
+    from specc.runtime.llm import LLM as LLM
+    from specc.tree import TokenTree as TokenTree
+
+__version__ = "0.1.0"
+
+# lazy (PEP 562): specc is both the bottom and the top of the import graph, and a deployed engine
+# must not import the compiler
+_EXPORTS = {
+    "compile": "specc.api",
+    "CompileConfig": "specc.config",
+    "SamplingParams": "specc.config",
+    "SpeccError": "specc.errors",
+    "Engine": "specc.runtime.engine",
+    "LLM": "specc.runtime.llm",
+    "TokenTree": "specc.tree",
+}
+__all__ = ["LLM", "CompileConfig", "Engine", "SamplingParams", "SpeccError", "TokenTree", "compile"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'specc' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

@@ -1,0 +1,73 @@
+"""Errors that users see: what was found, what was needed, what to do.
+
+Every bad input ends in one of these classes. The command line prints the three lines and exits
+with code 2. `assert` and built-in exceptions are for specc's own bugs only.
+"""
+
+
+class SpeccError(Exception):
+    """Base class of every error that a user can cause or repair.
+
+    Args:
+        found: what specc saw, with the values.
+        needed: what would have been valid.
+        do: the next action for the user.
+    """
+
+    def __init__(self, found: str, needed: str, do: str) -> None:
+        self.found = found
+        self.needed = needed
+        self.do = do
+        super().__init__(f"found:  {found}\nneeded: {needed}\ndo:     {do}")
+
+
+class ModelNotFoundError(SpeccError):
+    """The path of a model is absent or holds no checkpoint."""
+
+
+class NotCausalLMError(SpeccError):
+    """The model does not map token ids to next-token logits."""
+
+
+class UnsupportedAttentionError(SpeccError):
+    """An attention layer does something that `specc::tree_attention` does not express."""
+
+
+class UnsupportedRotaryError(SpeccError):
+    """Rotary frequencies depend on the tokens of a pass, so a tree pass would change numbers."""
+
+
+class UnsupportedGraphError(SpeccError):
+    """The traced graph holds something that no pass and no runtime operator covers."""
+
+
+class WeightError(SpeccError):
+    """A checkpoint misses a tensor, or holds it in another shape or dtype."""
+
+
+class VocabMismatchError(SpeccError):
+    """Draft and target do not share one token map."""
+
+
+class TreeError(SpeccError):
+    """A token tree is malformed or too deep for the model."""
+
+
+class ConfigError(SpeccError):
+    """An option has a value outside its range."""
+
+
+class OutputError(SpeccError):
+    """The engine directory cannot be written."""
+
+
+class EngineError(SpeccError):
+    """An engine directory is incomplete, altered, or made for another runtime."""
+
+
+class RequestError(SpeccError):
+    """A request cannot be served: empty, too long, or with invalid parameters."""
+
+
+class InputFileError(SpeccError):
+    """A file of prompts cannot be read."""
