@@ -1,0 +1,203 @@
+"""FX graphs as JSON: readable, diffable, and without pickle.
+
+Only operators of the `aten`, `prims` and `specc` namespaces, a few `operator` functions and calls
+of named modules can be stored, so that loading a graph cannot execute anything else.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from specc.errors import EngineError, UnsupportedGraphError
+
+_NAMESPACES = ("aten", "prims", "specc")
+_PYTHON_FUNCTIONS = {
+    f"operator.{name}": getattr(operator, name)
+    for name in (
+        "getitem",
+        "add",
+        "sub",
+        "mul",
+        "floordiv",
+        "mod",
+        "neg",
+        "le",
+        "lt",
+        "ge",
+        "gt",
+        "eq",
+    )
+}
+_PYTHON_NAMES = {function: name for name, function in _PYTHON_FUNCTIONS.items()}
+# Python's own sum and product of symbolic sizes
+_PYTHON_NAMES |= {torch.sym_max: "torch.sym_max", torch.sym_min: "torch.sym_min"}
+_PYTHON_FUNCTIONS |= {"torch.sym_max": torch.sym_max, "torch.sym_min": torch.sym_min}
+
+
+def target_name(target: Any) -> str:
+    """Stable name of a call_function target, e.g. `aten.linear.default` or `operator.getitem`.
+
+    Raises:
+        UnsupportedGraphError: the target is outside the namespaces that a program may call.
+    """
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES:
+        return str(target)
+    if target in _PYTHON_NAMES:
+        return _PYTHON_NAMES[target]
+    raise UnsupportedGraphError(
+        f"the graph calls {target}",
+        f"operators of {', '.join(_NAMESPACES)} or {', '.join(sorted(_PYTHON_FUNCTIONS))}",
+        "report the architecture: a pass has to replace this operator",
+    )
+
+
+def graph_to_json(graph: fx.Graph) -> dict[str, Any]:
+    """Encode a graph of placeholders, calls and one output.
+
+    Raises:
+        UnsupportedGraphError: an operator or an argument type that a program may not hold.
+    """
+    nodes: list[dict[str, Any]] = []
+    for node in graph.nodes:
+        if node.op == "output":
+            return {"nodes": nodes, "output": _encode(node.args[0])}
+        entry: dict[str, Any] = {"name": node.name, "op": node.op}
+        if node.op == "call_function":
+            entry["target"] = target_name(node.target)
+        elif node.op == "call_module":
+            entry["target"] = node.target
+        elif node.op != "placeholder":
+            raise UnsupportedGraphError(
+                f"node {node.name} is a {node.op}",
+                "placeholders, calls and one output",
+                "report the architecture: a pass has to remove this node",
+            )
+        if node.args:
+            entry["args"] = [_encode(arg) for arg in node.args]
+        if node.kwargs:
+            entry["kwargs"] = {key: _encode(arg) for key, arg in node.kwargs.items()}
+        if (value := describe_value(node.meta.get("val"))) is not None:
+            entry["val"] = value
+        nodes.append(entry)
+    raise UnsupportedGraphError("a graph without an output", "one output", "report this")
+
+
+def graph_from_json(
+    data: Mapping[str, Any], modules: Mapping[str, torch.nn.Module] | None = None
+) -> fx.GraphModule:
+    """Decode a graph; `modules` are what its call_module nodes name.
+
+    Raises:
+        EngineError: an unknown operator, an unknown node, or a malformed entry.
+    """
+    graph = fx.Graph()
+    env: dict[str, fx.Node] = {}
+    try:
+        for entry in data["nodes"]:
+            args = tuple(_decode(arg, env) for arg in entry.get("args", ()))
+            kwargs = {key: _decode(arg, env) for key, arg in entry.get("kwargs", {}).items()}
+            if entry["op"] == "placeholder":
+                node = graph.placeholder(entry["name"])
+            elif entry["op"] == "call_module":
+                node = graph.call_module(entry["target"], args, kwargs)
+            else:
+                node = graph.call_function(resolve_target(entry["target"]), args, kwargs)
+            if "val" in entry:
+                node.meta["described"] = entry["val"]
+            env[entry["name"]] = node
+        graph.output(_decode(data["output"], env))
+        return fx.GraphModule(dict(modules or {}), graph)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise EngineError(
+            f"a program that cannot be decoded: {type(error).__name__}: {error}",
+            "a graph written by this version of specc",
+            "compile the engine again",
+        ) from error
+
+
+def resolve_target(name: str) -> Any:
+    """The operator behind a name of `target_name`.
+
+    Raises:
+        EngineError: the name is not one that a program may call, or torch does not have it.
+    """
+    if name in _PYTHON_FUNCTIONS:
+        return _PYTHON_FUNCTIONS[name]
+    parts = name.split(".")
+    if len(parts) == 3 and parts[0] in _NAMESPACES:
+        packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
+        overload = getattr(packet, parts[2], None) if packet is not None else None
+        if overload is not None:
+            return overload
+    raise EngineError(
+        f"operator {name}",
+        "an operator of this torch and this specc",
+        "compile the engine again with the installed versions",
+    )
+
+
+def describe_value(value: Any) -> str | None:
+    """A node's value as `float32[1, s0, 64]`; sizes that are not fixed keep their symbol."""
+    if isinstance(value, torch.Tensor):
+        return f"{_short(value.dtype)}[{', '.join(str(size) for size in value.shape)}]"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(describe_value(item) or "None" for item in value) + ")"
+    return str(value) if isinstance(value, (torch.SymInt, int)) else None
+
+
+def _short(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _encode(arg: Any) -> Any:
+    if arg is None or isinstance(arg, (bool, int, str)):
+        return arg
+    if isinstance(arg, float):
+        return arg if math.isfinite(arg) else {"float": str(arg)}
+    if isinstance(arg, fx.Node):
+        return {"node": arg.name}
+    if isinstance(arg, (list, tuple)):
+        return [_encode(item) for item in arg]
+    if isinstance(arg, dict):
+        return {"dict": {key: _encode(item) for key, item in arg.items()}}
+    if isinstance(arg, slice):
+        return {"slice": [_encode(arg.start), _encode(arg.stop), _encode(arg.step)]}
+    for kind in ("dtype", "layout", "memory_format"):
+        if isinstance(arg, getattr(torch, kind)):
+            return {kind: _short(arg)}
+    if isinstance(arg, torch.device):
+        return {"device": str(arg)}
+    raise UnsupportedGraphError(
+        f"an argument of type {type(arg).__name__}: {arg}",
+        "numbers, strings, nodes, lists, dtypes, layouts, memory formats or devices",
+        "report the architecture: a pass has to remove this argument",
+    )
+
+
+def _decode(data: Any, env: Mapping[str, fx.Node]) -> Any:
+    if isinstance(data, list):
+        return [_decode(item, env) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, value),) = data.items()
+    if kind == "node":
+        return env[value]
+    if kind == "float":
+        return float(value)
+    if kind == "dict":
+        return {key: _decode(item, env) for key, item in value.items()}
+    if kind == "slice":
+        return slice(*(_decode(item, env) for item in value))
+    if kind == "device":
+        return torch.device(value)
+    if kind in ("dtype", "layout", "memory_format"):
+        decoded = getattr(torch, value)
+        if isinstance(decoded, getattr(torch, kind)):
+            return decoded
+    raise ValueError(f"unknown argument {data}")
