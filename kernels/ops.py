@@ -1,0 +1,83 @@
+"""Schemas and fake implementations of the `specc::` operators; importing this registers them.
+
+The default implementation of each operator is its oracle in `specc.kernels.reference`. Other
+lowerings register for their own dispatch key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specc.kernels import reference
+
+_LIBRARY = torch.library.Library("specc", "DEF")
+
+
+def _define(schema: str, implementation: Callable, fake: Callable) -> torch._ops.OpOverload:
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"specc::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.specc, name).default
+
+
+def _tree_attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object
+) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+def _tree_expand_fake(logits: Tensor, num_children: int) -> Tensor:
+    return logits.new_empty(logits.shape[0], num_children, dtype=torch.int64)
+
+
+def _accept_greedy_fake(
+    logits: Tensor, tokens: Tensor, parents: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = tokens.shape[0]
+    return (
+        tokens.new_empty(batch, max_depth + 1, dtype=torch.int32),
+        tokens.new_empty(batch, dtype=torch.int32),
+        tokens.new_empty(batch, max_depth + 1, dtype=torch.int64),
+    )
+
+
+def _commit_kv_fake(slab: Tensor, source: Tensor, target: Tensor, block_table: Tensor) -> None:
+    return None
+
+
+def _grouped_mm_fake(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+tree_attention = _define(
+    "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+    " Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors,"
+    " Tensor block_table, *, float scale, int window=0, int sink=0) -> Tensor",
+    reference.tree_attention_reference,
+    _tree_attention_fake,
+)
+tree_expand = _define(
+    "tree_expand(Tensor logits, int num_children) -> Tensor",
+    reference.tree_expand_reference,
+    _tree_expand_fake,
+)
+accept_greedy = _define(
+    "accept_greedy(Tensor logits, Tensor tokens, Tensor parents, int max_depth)"
+    " -> (Tensor path, Tensor num_accepted, Tensor output_tokens)",
+    reference.accept_greedy_reference,
+    _accept_greedy_fake,
+)
+commit_kv = _define(
+    "commit_kv(Tensor(a!) slab, Tensor source, Tensor target, Tensor block_table) -> ()",
+    reference.commit_kv_reference,
+    _commit_kv_fake,
+)
+grouped_mm = _define(
+    "grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor",
+    reference.grouped_mm_reference,
+    _grouped_mm_fake,
+)

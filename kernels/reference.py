@@ -1,0 +1,199 @@
+"""Oracles of specc's operators in plain torch; every other lowering is tested against these.
+
+They favor clarity over speed and may read values on the host, which no GPU lowering does.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from specc.tree import WORD_BITS
+
+
+def tree_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    position: Tensor,
+    slot: Tensor,
+    cache_len: Tensor,
+    ancestors: Tensor | None,
+    block_table: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    sink: int = 0,
+) -> Tensor:
+    """Write the in-flight K and V to the paged cache, then attend to prefix and tree ancestors.
+
+    Args:
+        q: [H, Nt, D] queries of the in-flight tokens of all B sequences, flat.
+        k: [HK, Nt, D] keys; HK divides H.
+        v: [HK, Nt, D] values.
+        k_cache: [blocks, block_size, HK, D], mutated.
+        v_cache: [blocks, block_size, HK, D], mutated.
+        q_start: [B + 1] int32; sequence b owns tokens q_start[b] … q_start[b + 1] - 1.
+        position: [Nt] int64 position of each token in its sequence (what rotary embedding used).
+        slot: [Nt] int64 row of its sequence's cache that each token is written to; -1 is a dead
+            token: nothing is written and its output is zero.
+        cache_len: [B] int32 committed rows. Region node j lives in slot cache_len + j.
+        ancestors: [Nt, W] int64; bit j of word w allows region node 64w + j. None is causal: a
+            token attends to slots 0 … position, which needs slot == position.
+        block_table: [B, n] int32 block ids of each sequence, in slot order.
+        scale: factor of the scores.
+        window: keys at positions ≤ position - window are cut; 0 is no limit.
+        sink: the first `sink` keys are never cut.
+    Returns:
+        [H, Nt, D] in the dtype of q; softmax and accumulation are in float32.
+    Source: tree attention of SpecInfer, arXiv:2305.09781 §4.
+    """
+    num_heads, num_tokens, head_dim = q.shape
+    num_kv_heads = k.shape[0]
+    group = num_heads // num_kv_heads
+    block_size = k_cache.shape[1]
+    flat_k = k_cache.view(-1, *k_cache.shape[2:])
+    flat_v = v_cache.view(-1, *v_cache.shape[2:])
+    out = q.new_zeros(num_heads, num_tokens, v.shape[-1])
+    starts = q_start.tolist()
+    lens = cache_len.tolist()
+    for b, (first, last) in enumerate(itertools.pairwise(starts)):
+        if first == last:
+            continue
+        slots = slot[first:last]
+        live = slots >= 0
+        length = int(slots.max()) + 1
+        if length <= 0:
+            continue
+        columns = torch.arange(length, device=q.device)
+        rows = block_table[b].long()[columns // block_size] * block_size + columns % block_size
+        slots = slots.long()
+        flat_k[rows[slots[live]]] = k[:, first:last][:, live].transpose(0, 1).to(flat_k.dtype)
+        flat_v[rows[slots[live]]] = v[:, first:last][:, live].transpose(0, 1).to(flat_v.dtype)
+
+        positions = position[first:last, None]
+        if ancestors is None:
+            allowed = columns <= positions  # [T, S]
+            in_prefix = torch.ones_like(columns, dtype=torch.bool)
+        else:
+            node = (columns - lens[b]).clamp(min=0)
+            words = ancestors[first:last][:, node // WORD_BITS]
+            in_prefix = columns < lens[b]
+            allowed = in_prefix | ((words >> (node % WORD_BITS)) & 1).bool()
+        if window:
+            allowed = allowed & ((columns > positions - window) | (columns < sink) | ~in_prefix)
+        keys = flat_k[rows].permute(1, 2, 0).float()  # [HK, D, S]
+        values = flat_v[rows].transpose(0, 1).float()  # [HK, S, D]
+        queries = q[:, first:last].float().reshape(num_kv_heads, -1, head_dim)  # [HK, G·T, D]
+        scores = (queries @ keys) * scale
+        scores = scores.view(num_kv_heads, group, last - first, length)
+        scores = scores.masked_fill(~allowed, float("-inf"))
+        probs = torch.softmax(scores, dim=-1).view(num_kv_heads, -1, length)
+        result = (probs @ values).view(num_heads, last - first, -1)
+        out[:, first:last] = torch.where(live[None, :, None], result, 0.0).to(out.dtype)
+    return out
+
+
+def tree_expand_reference(logits: Tensor, num_children: int) -> Tensor:
+    """Children of each frontier node: its most likely tokens.
+
+    Args:
+        logits: [R, V] draft logits, one row a frontier node.
+        num_children: k, at least 1.
+    Returns:
+        [R, k] int64 token ids by descending logit; equal logits by ascending id, so that a draft
+        equal to its target proposes the target's own argmax even at an exact tie.
+    """
+    if num_children == 1:
+        return logits.argmax(dim=-1, keepdim=True)
+    left = logits.clone()
+    tokens = []
+    for _ in range(num_children):
+        best = left.argmax(dim=-1, keepdim=True)
+        tokens.append(best)
+        left.scatter_(1, best, float("-inf"))
+    return torch.cat(tokens, dim=1)
+
+
+def accept_greedy_reference(
+    logits: Tensor, tokens: Tensor, parents: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk each tree from its root along the target's argmax.
+
+    Args:
+        logits: [B * N, V] target logits of all nodes.
+        tokens: [B, N] int64 token of each node; column 0 is the root.
+        parents: [B, N] int32, `parents[:, 0] == -1`; siblings carry distinct tokens.
+        max_depth: levels below the root.
+    Returns:
+        path: [B, max_depth + 1] int32 accepted node ids from the root on, then -1.
+        num_accepted: [B] int32 accepted draft tokens, bonus not counted.
+        output_tokens: [B, max_depth + 1] int64 accepted tokens and the bonus token, then -1.
+    Source: greedy verification of SpecInfer, arXiv:2305.09781 algorithm 2.
+    """
+    batch, num_nodes = tokens.shape
+    best = logits.argmax(dim=-1).view(batch, num_nodes)
+    node = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
+    alive = torch.ones(batch, dtype=torch.bool, device=tokens.device)
+    path = torch.full((batch, max_depth + 1), -1, dtype=torch.int32, device=tokens.device)
+    output = torch.full((batch, max_depth + 1), -1, dtype=torch.int64, device=tokens.device)
+    num_accepted = torch.zeros(batch, dtype=torch.int32, device=tokens.device)
+    path[:, 0] = 0
+    for depth in range(max_depth + 1):
+        wanted = best.gather(1, node[:, None])  # [B, 1]
+        output[:, depth] = torch.where(alive, wanted[:, 0], output[:, depth])
+        if depth == max_depth:
+            break
+        match = (parents == node[:, None]) & (tokens == wanted)
+        alive = alive & match.any(dim=1)
+        node = torch.where(alive, match.int().argmax(dim=1), node)
+        path[:, depth + 1] = torch.where(alive, node.int(), -1)
+        num_accepted += alive.int()
+    return path, num_accepted, output
+
+
+def commit_kv_reference(slab: Tensor, source: Tensor, target: Tensor, block_table: Tensor) -> None:
+    """Move accepted rows of all layers to the end of the committed prefix.
+
+    Args:
+        slab: [L, 2, blocks, block_size, HK, D], mutated.
+        source: [B, P] int64 slot to read of each move, -1 for none.
+        target: [B, P] int64 slot to write of each move, -1 for none.
+        block_table: [B, n] int32.
+
+    All rows are read before any is written: sources and targets may overlap.
+    """
+    block_size = slab.shape[3]
+    live = (source >= 0) & (target >= 0) & (source != target)
+    sequence = live.nonzero()[:, 0]
+
+    def rows(slots: Tensor) -> Tensor:
+        slots = slots[live].long()
+        return block_table[sequence, slots // block_size].long() * block_size + slots % block_size
+
+    flat = slab.view(slab.shape[0], 2, -1, *slab.shape[4:])
+    flat[:, :, rows(target)] = flat[:, :, rows(source)]
+
+
+def grouped_mm_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each run of rows with its expert's matrix.
+
+    Args:
+        x: [M, K] rows sorted by expert.
+        weight: [E, K, N], any strides.
+        ends: [E] int32; expert e owns rows ends[e - 1] … ends[e] - 1.
+    Returns:
+        [M, N]; rows from ends[E - 1] on are zero.
+    """
+    out = x.new_zeros(x.shape[0], weight.shape[2])
+    first = 0
+    for expert, last in enumerate(ends.tolist()):
+        if last > first:
+            torch.mm(x[first:last], weight[expert], out=out[first:last])
+        first = last
+    return out
