@@ -1,0 +1,56 @@
+"""Facts that passes require and ensure."""
+
+from __future__ import annotations
+
+import torch
+
+from specc.kernels import ops
+from specc.passes.program import RUNTIME_INPUTS, Program
+
+aten = torch.ops.aten
+
+
+def has_runtime_inputs(program: Program) -> bool:
+    """The graph takes every runtime input."""
+    names = {node.target for node in program.graph.find_nodes(op="placeholder")}
+    return names.issuperset(RUNTIME_INPUTS)
+
+
+def is_flat_call_graph(program: Program) -> bool:
+    """No nested graph, no attribute: placeholders, calls and one output."""
+    return all(
+        node.op in ("placeholder", "call_function", "output") for node in program.graph.nodes
+    )
+
+
+def is_off_meta_device(program: Program) -> bool:
+    """No operator creates a tensor on the meta device."""
+    return not any(
+        isinstance(device := node.kwargs.get("device"), torch.device) and device.type == "meta"
+        for node in program.graph.nodes
+    )
+
+
+def masks_are_classified(program: Program) -> bool:
+    """Every attention node has a known window."""
+    return all(
+        node.name in program.windows
+        for node in program.calls(aten.scaled_dot_product_attention.default)
+    )
+
+
+def has_no_dense_attention(program: Program) -> bool:
+    """No scaled_dot_product_attention node is left."""
+    return not list(program.calls(aten.scaled_dot_product_attention.default))
+
+
+def attention_is_a_tree(program: Program) -> bool:
+    """Every layer attends through specc::tree_attention with caches of its own."""
+    count = len(list(program.calls(ops.tree_attention)))
+    return count > 0 and count == len(program.layers) and len(program.caches) == 2 * count
+
+
+def logits_are_selected(program: Program) -> bool:
+    """Only the rows that are asked for reach the output."""
+    (output,) = program.graph.find_nodes(op="output")
+    return bool(program.placeholder("logit_rows").users) and output.args[0].meta["val"].dim() == 2

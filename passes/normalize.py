@@ -1,0 +1,173 @@
+"""Bring a fresh trace into canonical form: flat, on no device, without bookkeeping nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from specc.passes.base import Pass, PassResult
+from specc.passes.facts import has_runtime_inputs, is_flat_call_graph, is_off_meta_device
+from specc.passes.program import Program, bind_args, emit_call, replace
+
+aten = torch.ops.aten
+
+_CHECKS = (
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+)
+_IDENTITIES = (
+    aten.detach.default,
+    aten.detach_.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+    aten.lift_fresh.default,
+)
+_DROPOUTS = (aten.dropout.default, aten.native_dropout.default, aten.feature_dropout.default)
+_CONVERSIONS = (
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten._to_copy.default,
+)
+# x.op_(…) → op(x, …), where nothing reads x afterwards
+_FUNCTIONAL = {
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.sub_.Tensor: aten.sub.Tensor,
+    aten.mul_.Scalar: aten.mul.Scalar,
+    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
+    aten.index_put_.default: aten.index_put.default,
+    aten.scatter_.src: aten.scatter.src,
+    aten.scatter_.value: aten.scatter.value,
+}
+
+
+class Normalize(Pass):
+    """Inline nested graphs, drop checks and identities, make in-place ops functional.
+
+    Devices named in the trace (meta) become the CPU: a program names no device but the one that
+    its tensors live on, and a backend moves them.
+    """
+
+    requires = (has_runtime_inputs,)
+    ensures = (is_flat_call_graph, is_off_meta_device)
+
+    def run(self, program: Program) -> PassResult:
+        result = PassResult()
+        graph = program.graph
+        for node in list(graph.nodes):
+            if node.op == "call_function" and _is_wrapper(node):
+                _inline(program.graph_module, node)
+                result.rewrites += 1
+        for node in list(graph.nodes):
+            if node.op != "call_function":
+                continue
+            if node.target in _CHECKS:
+                graph.erase_node(node)
+            elif node.target in _IDENTITIES or _is_inactive_dropout(node):
+                replace(node, node.args[0])
+            elif node.target in _CONVERSIONS:
+                _simplify_conversion(node)
+            elif node.target in _FUNCTIONAL:
+                if _is_read_later(node):
+                    result.decline(node.name, "its input is read after the in-place update")
+                    continue
+                _make_functional(node)
+            else:
+                if not _set_device(node):
+                    continue
+            result.rewrites += 1
+        result.rewrites += _drop_dead(graph)
+        program.graph_module.delete_all_unused_submodules()
+        return result
+
+
+def _is_wrapper(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", "") or getattr(node.target, "_name", "")
+    return name in ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+
+
+def _inline(graph_module: fx.GraphModule, node: fx.Node) -> None:
+    """Replace a higher-order call by the nodes of its body."""
+    at = next(
+        i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr"
+    )
+    body = graph_module.get_submodule(node.args[at].target)  # type: ignore[union-attr]
+    holders = body.graph.find_nodes(op="placeholder")
+    env: dict[fx.Node, Any] = dict(zip(holders, node.args[at + 1 :], strict=True))
+    graph, outputs = node.graph, ()
+    with graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op == "output":
+                outputs = fx.map_arg(inner.args[0], lambda item: env[item])
+            elif inner.op != "placeholder":
+                env[inner] = graph.node_copy(inner, lambda item: env[item])
+    for user in list(node.users):
+        replace(user, outputs[user.args[1]])
+    attribute = node.args[at]
+    graph.erase_node(node)
+    if not attribute.users:
+        graph.erase_node(attribute)
+
+
+def _is_inactive_dropout(node: fx.Node) -> bool:
+    if node.target not in _DROPOUTS:
+        return False
+    bound = bind_args(node)
+    return not bound["train"] or not bound["p"]
+
+
+def _simplify_conversion(node: fx.Node) -> None:
+    """Keep a dtype conversion that converts; drop devices, layouts and copies."""
+    source, dtype = node.args[0], node.meta["val"].dtype
+    if source.meta["val"].dtype == dtype:
+        replace(node, source)
+        return
+    with node.graph.inserting_before(node):
+        plain = emit_call(node.graph, aten.to.dtype, source, dtype)
+    _copy_meta(node, plain)
+    replace(node, plain)
+
+
+def _is_read_later(node: fx.Node) -> bool:
+    """Whether anything but the in-place node reads its input afterwards."""
+    return any(user is not node and user > node for user in node.args[0].users)
+
+
+def _make_functional(node: fx.Node) -> None:
+    with node.graph.inserting_before(node):
+        plain = emit_call(node.graph, _FUNCTIONAL[node.target], *node.args, **node.kwargs)
+    _copy_meta(node, plain)
+    replace(node, plain)
+
+
+def _set_device(node: fx.Node) -> bool:
+    changed = False
+    if isinstance(node.kwargs.get("device"), torch.device):
+        node.update_kwarg("device", torch.device("cpu"))
+        changed = True
+    if "pin_memory" in node.kwargs:
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "pin_memory"}
+        changed = True
+    return changed
+
+
+def _copy_meta(source: fx.Node, target: fx.Node) -> None:
+    for key in ("nn_module_stack", "stack_trace"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+
+
+def _drop_dead(graph: fx.Graph) -> int:
+    count = 0
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op in ("call_function", "get_attr"):
+            graph.erase_node(node)
+            count += 1
+    return count

@@ -1,0 +1,141 @@
+"""The phases of the compiler, in one list, and what runs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specc.errors import SpeccError
+from specc.graph_io import describe_value
+from specc.passes.base import Fact, Pass
+from specc.passes.classify_masks import ClassifyMasks
+from specc.passes.fuse_projections import FuseGateUp, FuseQKV
+from specc.passes.normalize import Normalize
+from specc.passes.program import Declined, Program
+from specc.passes.replace_grouped_mm import ReplaceGroupedMM
+from specc.passes.rewrite_tree_attention import RewriteTreeAttention
+from specc.passes.select_logits import SelectLogits
+from specc.passes.verify_graph import verify_graph
+
+# phases by name, each a list of passes (classes, or functions that make one)
+Phases = tuple[tuple[str, tuple[Callable[[], Pass], ...]], ...]
+
+# the compiler at a glance: phases by name, each a list of passes; verified after every phase
+PHASES: Phases = (
+    ("normalize", (Normalize, ReplaceGroupedMM)),
+    ("attention", (ClassifyMasks, RewriteTreeAttention)),
+    ("logits", (SelectLogits,)),
+    ("fuse", (FuseQKV, FuseGateUp)),
+)
+
+
+class PassError(RuntimeError):
+    """A pass broke its contract: a bug of specc, reported with the passes that ran before."""
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did to one program."""
+
+    program: str
+    phase: str
+    name: str
+    rewrites: int
+    seconds: float
+    declined: tuple[Declined, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "program": self.program,
+            "phase": self.phase,
+            "pass": self.name,
+            "rewrites": self.rewrites,
+            "seconds": round(self.seconds, 4),
+            "declined": [{"node": item.node, "reason": item.reason} for item in self.declined],
+        }
+
+
+@dataclass
+class Pipeline:
+    """Runs phases over a program.
+
+    Args:
+        phases: what to run.
+        dump_dir: directory that gets the graph after each phase as text, or None.
+        on_phase: called with (program name, phase) before each phase.
+    """
+
+    phases: Phases = PHASES
+    dump_dir: Path | None = None
+    on_phase: Callable[[str, str], None] = lambda program, phase: None
+    records: list[PassRecord] = field(default_factory=list)
+
+    def run(self, program: Program) -> list[PassRecord]:
+        """Rewrite in place; returns the records of this program.
+
+        Raises:
+            SpeccError: the model cannot be compiled.
+            PassError: a pass broke the program.
+        """
+        first = len(self.records)
+        self._dump(program, 0, "trace")
+        for number, (phase, passes) in enumerate(self.phases, start=1):
+            self.on_phase(program.name, phase)
+            for kind in passes:
+                self._run_pass(kind(), program, phase)
+            self._guard(
+                partial(verify_graph, program, phase, is_final=number == len(self.phases)),
+                program,
+                f"verification after {phase}",
+            )
+            self._dump(program, number, phase)
+        return self.records[first:]
+
+    def _run_pass(self, item: Pass, program: Program, phase: str) -> None:
+        self._check(item, program, item.requires, "requires")
+        start = time.perf_counter()
+        result = self._guard(partial(item.run, program), program, item.name)
+        seconds = time.perf_counter() - start
+        record = PassRecord(
+            program.name, phase, item.name, result.rewrites, seconds, tuple(result.declined)
+        )
+        self.records.append(record)
+        self._check(item, program, item.ensures, "ensures")
+
+    def _check(self, item: Pass, program: Program, facts: tuple[Fact, ...], verb: str) -> None:
+        for fact in facts:
+            if not fact(program):
+                raise PassError(
+                    f"{item.name} {verb} that {fact.__name__} holds for {program.name}:"
+                    f" {fact.__doc__} It does not. {self._history(program)}"
+                )
+
+    def _guard(self, action: Callable[[], Any], program: Program, what: str) -> Any:
+        try:
+            return action()
+        except SpeccError:
+            raise
+        except Exception as error:
+            raise PassError(
+                f"{what} failed on {program.name}: {type(error).__name__}: {error}."
+                f" {self._history(program)}"
+            ) from error
+
+    def _history(self, program: Program) -> str:
+        names = [record.name for record in self.records if record.program == program.name]
+        return f"Passes that ran before: {', '.join(names) or 'none'}."
+
+    def _dump(self, program: Program, number: int, phase: str) -> None:
+        if self.dump_dir is None:
+            return
+        self.dump_dir.mkdir(parents=True, exist_ok=True)
+        lines = []
+        for node in program.graph.nodes:
+            value = describe_value(node.meta.get("val"))
+            lines.append(f"{node.format_node()}" + (f"  # {value}" if value else ""))
+        path = self.dump_dir / f"{program.name}.{number}-{phase}.txt"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,159 @@
+"""What passes rewrite: one model's graph, its inputs by kind, and where its weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+# inputs of every model program, in order, before the caches; shapes in kernels/reference.py
+RUNTIME_INPUTS = (
+    "tokens",
+    "positions",
+    "q_start",
+    "slot",
+    "cache_len",
+    "ancestors",
+    "block_table",
+    "logit_rows",
+)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight input: the concatenation of these model parameters along dim 0."""
+
+    parameters: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """Name in the engine's weight file."""
+        return self.parameters[0] if len(self.parameters) == 1 else "+".join(self.parameters)
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer, in the order of execution."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A node that a pass looked at and left alone, and why."""
+
+    node: str
+    reason: str
+
+
+@dataclass
+class Program:
+    """A model graph in the making.
+
+    Args:
+        name: `target`, `draft_0`, …
+        graph_module: placeholders are weights, constants, then RUNTIME_INPUTS, then caches; the
+            output is one tensor of logits.
+        weights: placeholder name → where its values come from.
+        constants: placeholder name → small tensor (rotary frequencies, embedding scales).
+        caches: placeholder name → (layer, "k" or "v").
+        layers: filled by the tree-attention rewrite.
+        windows: attention node name → window (0 = none); filled by mask classification.
+    """
+
+    name: str
+    graph_module: fx.GraphModule
+    weights: dict[str, Weight]
+    constants: dict[str, Tensor]
+    caches: dict[str, tuple[int, str]] = field(default_factory=dict)
+    layers: list[AttentionLayer] = field(default_factory=list)
+    windows: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.graph_module.graph
+
+    def placeholder(self, name: str) -> fx.Node:
+        return next(iter(self.graph.find_nodes(op="placeholder", target=name)))
+
+    def calls(self, *targets: Any) -> list[fx.Node]:
+        """Nodes that call one of these operators, in order."""
+        found = [n for t in targets for n in self.graph.find_nodes(op="call_function", target=t)]
+        return sorted(found)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, each counted once where models tie them."""
+        unique = {weight.key: weight.shape for weight in self.weights.values()}
+        return sum(torch.Size(shape).numel() for shape in unique.values())
+
+
+def emit_call(graph: fx.Graph, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call and compute its `meta["val"]` from those of its arguments."""
+    node = graph.call_function(target, args, kwargs)
+    value_of = lambda item: item.meta["val"]  # noqa: E731
+    fake_args = fx.map_arg(args, value_of)
+    fake_kwargs = fx.map_arg(kwargs, value_of)
+    mode = next((v.fake_mode for v in _tensors((fake_args, fake_kwargs))), None)
+    if mode is None:
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    else:
+        with mode:
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+    return node
+
+
+def add_placeholder(program: Program, name: str, value: Tensor, after: fx.Node) -> fx.Node:
+    """Add an input behind `after`; value is fake."""
+    with program.graph.inserting_after(after):
+        node = program.graph.placeholder(name)
+    node.meta["val"] = value
+    return node
+
+
+def last_placeholder(graph: fx.Graph) -> fx.Node:
+    return list(graph.find_nodes(op="placeholder"))[-1]
+
+
+def bind_args(node: fx.Node) -> dict[str, Any]:
+    """Arguments of an operator call by schema name, defaults filled in."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    bound: dict[str, Any] = {}
+    for i, argument in enumerate(schema.arguments):
+        if i < len(node.args):
+            bound[argument.name] = node.args[i]
+        elif argument.name in node.kwargs:
+            bound[argument.name] = node.kwargs[argument.name]
+        else:
+            bound[argument.name] = argument.default_value
+    return bound
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module that made this node, e.g. `model.layers.0.self_attn`; may be empty."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for entry in stack.values():
+        path = entry[0]
+    return path.removeprefix("model.").removeprefix("L['self'].").strip(".")
+
+
+def replace(node: fx.Node, replacement: fx.Node) -> None:
+    """Replace all uses of a node and erase it, explicitly: dead-code elimination keeps some ops."""
+    node.replace_all_uses_with(replacement)
+    node.graph.erase_node(node)
+
+
+def _tensors(tree: Any) -> Iterator[Any]:
+    for leaf in torch.utils._pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor) and hasattr(leaf, "fake_mode"):
+            yield leaf

@@ -1,0 +1,183 @@
+"""Rewrite dense attention into `specc::tree_attention` over caches that are program inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from specc.errors import UnsupportedAttentionError
+from specc.kernels import ops
+from specc.passes.base import Pass, PassResult
+from specc.passes.facts import (
+    attention_is_a_tree,
+    has_no_dense_attention,
+    is_off_meta_device,
+    masks_are_classified,
+)
+from specc.passes.program import (
+    AttentionLayer,
+    Program,
+    add_placeholder,
+    bind_args,
+    emit_call,
+    last_placeholder,
+    module_path,
+    replace,
+)
+
+aten = torch.ops.aten
+_RESHAPES = (
+    aten.reshape.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.contiguous.default,
+    aten.clone.default,
+)
+
+
+class RewriteTreeAttention(Pass):
+    """`aten.scaled_dot_product_attention(q, k, v, mask)` → `specc.tree_attention(q, k, v, …)`.
+
+    Repeated key and value heads are followed back to the HK heads that the model computes, so the
+    cache holds those. The replaced node is erased by hand: it is tagged nondeterministic and
+    would survive dead-code elimination, with the whole mask behind it.
+    """
+
+    requires = (masks_are_classified, is_off_meta_device)
+    ensures = (has_no_dense_attention, attention_is_a_tree)
+
+    def run(self, program: Program) -> PassResult:
+        result = PassResult()
+        graph = program.graph
+        geometry = program.placeholder("geometry")
+        inputs = [
+            program.placeholder(name)
+            for name in ("q_start", "positions", "slot", "cache_len", "ancestors", "block_table")
+        ]
+        last = last_placeholder(graph)
+        for layer, node in enumerate(program.calls(aten.scaled_dot_product_attention.default)):
+            q, k, v, scale = _operands(node)
+            folded_k, folded_v = fold_repeat(k), fold_repeat(v)
+            if folded_k is not None and folded_v is not None and _same_heads(folded_k, folded_v):
+                k, v = folded_k, folded_v
+            elif _was_repeated(k):
+                result.decline(
+                    node.name, "repeated heads are not a plain repeat_kv: cached as they are"
+                )
+            description = _describe(program, node, q, k, v)
+            caches = []
+            for part in ("k", "v"):
+                value = _cache_value(geometry, description, k)
+                last = add_placeholder(program, f"{part}_cache_{layer}", value, last)
+                program.caches[last.target] = (layer, part)
+                caches.append(last)
+            with graph.inserting_before(node):
+                flat = [emit_call(graph, aten.squeeze.dim, item, 0) for item in (q, k, v)]
+                attended = emit_call(
+                    graph,
+                    ops.tree_attention,
+                    *flat,
+                    *caches,
+                    *inputs,
+                    scale=scale,
+                    window=description.window,
+                )
+                output = emit_call(graph, aten.unsqueeze.default, attended, 0)
+            attended.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+            program.layers.append(description)
+            program.windows.pop(node.name)
+            replace(node, output)
+            result.rewrites += 1
+        graph.erase_node(geometry)
+        graph.eliminate_dead_code()
+        _require_positions(program)
+        return result
+
+
+def fold_repeat(node: fx.Node) -> fx.Node | None:
+    """The [1, HK, T, D] node behind `repeat_kv`, or None where the heads are not repeated so.
+
+    Only the order of repeat_kv counts (head h reads key head h // G): unsqueeze behind the head
+    dimension, expand, reshape.
+    """
+    value = node.meta["val"]
+    while node.target in _RESHAPES:
+        node = node.args[0]
+    if node.target is not aten.expand.default or node.meta["val"].dim() != 5:
+        return None
+    source = node.args[0]
+    if source.target is not aten.unsqueeze.default or source.args[1] not in (2, -3):
+        return None
+    source = source.args[0]
+    heads, group = node.meta["val"].shape[1:3]
+    if value.shape[1] != heads * group or source.meta["val"].shape[1] != heads:
+        return None
+    return source
+
+
+def _require_positions(program: Program) -> None:
+    """With the mask gone, what still reads the positions is the model's own embedding of them."""
+    shape_only = (aten.unsqueeze.default, aten.to.dtype, *_RESHAPES)
+    stack, readers = [program.placeholder("positions")], set()
+    while stack:
+        for user in stack.pop().users:
+            if user.target in shape_only:
+                stack.append(user)
+            elif user.target not in (aten.sym_size.int, ops.tree_attention):
+                readers.add(user)
+    if not readers:
+        raise UnsupportedAttentionError(
+            "the model does not read position_ids: its positions are places in the pass",
+            "a model that takes position_ids, since tokens of a tree share positions",
+            "choose a model of a supported architecture (see README, What is supported)",
+        )
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, float]:
+    bound = bind_args(node)
+    scale = bound["scale"]
+    if scale is None:
+        scale = float(bound["query"].meta["val"].shape[-1]) ** -0.5
+    return bound["query"], bound["key"], bound["value"], float(scale)
+
+
+def _same_heads(k: fx.Node, v: fx.Node) -> bool:
+    return k.meta["val"].shape[1] == v.meta["val"].shape[1]
+
+
+def _was_repeated(node: fx.Node) -> bool:
+    while node.target in _RESHAPES:
+        node = node.args[0]
+    return node.target in (
+        aten.expand.default,
+        aten.repeat.default,
+        aten.repeat_interleave.self_int,
+    )
+
+
+def _describe(
+    program: Program, node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node
+) -> AttentionLayer:
+    name = module_path(node) or node.name
+    num_heads, head_dim = int(q.meta["val"].shape[1]), int(q.meta["val"].shape[3])
+    num_kv_heads, value_dim = int(k.meta["val"].shape[1]), int(v.meta["val"].shape[3])
+    if value_dim != head_dim:
+        raise UnsupportedAttentionError(
+            f"layer {name}: key heads of {head_dim} and value heads of {value_dim}",
+            "keys and values of one head dimension",
+            "choose a model of a supported architecture (see README, What is supported)",
+        )
+    if num_heads % num_kv_heads:
+        raise UnsupportedAttentionError(
+            f"layer {name}: {num_heads} query heads and {num_kv_heads} key heads",
+            "a multiple of the key heads",
+            "check the model's configuration",
+        )
+    return AttentionLayer(name, num_heads, num_kv_heads, head_dim, program.windows[node.name])
+
+
+def _cache_value(geometry: fx.Node, layer: AttentionLayer, like: fx.Node) -> torch.Tensor:
+    """Fake [blocks, block_size, HK, D] with the symbolic sizes that `geometry` lends."""
+    blocks, block_size = geometry.meta["val"].shape
+    value = like.meta["val"]
+    return value.new_empty(blocks, block_size, layer.num_kv_heads, layer.head_dim)

@@ -1,0 +1,85 @@
+"""Project only the rows that are asked for to the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from specc.errors import NotCausalLMError
+from specc.passes.base import Pass, PassResult
+from specc.passes.facts import has_runtime_inputs, logits_are_selected
+from specc.passes.program import Program, emit_call
+
+aten = torch.ops.aten
+
+# between the vocabulary projection and the output: element by element, one tensor input
+_ELEMENTWISE = (
+    aten.to.dtype,
+    aten.tanh.default,
+    aten.div.Tensor,
+    aten.mul.Tensor,
+    aten.div.Scalar,
+    aten.mul.Scalar,
+    aten.contiguous.default,
+    aten.clone.default,
+)
+
+
+class SelectLogits(Pass):
+    """Gather `logit_rows` in front of the vocabulary projection; the output becomes [R, V]."""
+
+    requires = (has_runtime_inputs,)
+    ensures = (logits_are_selected,)
+
+    def run(self, program: Program) -> PassResult:
+        result = PassResult()
+        graph = program.graph
+        (output,) = graph.find_nodes(op="output")
+        logits, rows = output.args[0], program.placeholder("logit_rows")
+        if logits.meta["val"].dim() != 3:
+            raise NotCausalLMError(
+                f"an output of shape {tuple(logits.meta['val'].shape)}",
+                "logits [1, tokens, vocabulary]",
+                "pass a causal language model",
+            )
+        chain, projection = [], logits
+        while projection.target in _ELEMENTWISE and len(projection.all_input_nodes) == 1:
+            chain.append(projection)
+            projection = projection.args[0]
+        if projection.target is aten.linear.default and len(projection.users) == 1:
+            _select_input(projection, rows)
+            for node in reversed(chain):
+                node.meta["val"] = (
+                    node.args[0]
+                    .meta["val"]
+                    .new_empty(node.args[0].meta["val"].shape, dtype=node.meta["val"].dtype)
+                )
+            result.rewrites += 1
+        else:
+            reason = f"the output comes from {projection.target}, not from a linear projection"
+            result.decline(projection.name, reason + ": all rows are projected, then selected")
+            with graph.inserting_before(output):
+                logits = emit_call(graph, aten.index_select.default, logits, 1, rows)
+        with graph.inserting_before(output):
+            output.args = (emit_call(graph, aten.squeeze.dim, logits, 0),)
+        graph.eliminate_dead_code()
+        return result
+
+
+def _select_input(projection: fx.Node, rows: fx.Node) -> None:
+    graph, hidden = projection.graph, projection.args[0]
+    # logits_to_keep=0 leaves a slice of everything
+    while hidden.target is aten.slice.Tensor and _is_whole(hidden):
+        hidden = hidden.args[0]
+    with graph.inserting_before(projection):
+        selected = emit_call(graph, aten.index_select.default, hidden, 1, rows)
+    projection.update_arg(0, selected)
+    value = projection.meta["val"]
+    projection.meta["val"] = value.new_empty(*selected.meta["val"].shape[:-1], value.shape[-1])
+
+
+def _is_whole(node: fx.Node) -> bool:
+    start = node.args[2] if len(node.args) > 2 else None
+    stop = node.args[3] if len(node.args) > 3 else None
+    step = node.args[4] if len(node.args) > 4 else 1
+    return start in (None, 0) and (stop is None or stop >= 2**31) and step == 1
