@@ -1,0 +1,111 @@
+"""Files on disk: hashing, fsync, leftovers, free space, and failed writes as errors."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from specc.errors import OutputError
+
+HASH_CHUNK_BYTES = 4 << 20
+
+
+def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> str:
+    """Return the sha256 of a file in hex, read in chunks; `progress` gets the bytes of each."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(HASH_CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            digest.update(buffer[:num_bytes])
+            if progress:
+                progress(num_bytes)
+    return digest.hexdigest()
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file's content, or a directory's entries, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Format for people: `1.5 GiB`, `200 bytes`."""
+    value = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def output_error(path: Path, error: OSError) -> OutputError:
+    """Turn an OSError of a write into an OutputError."""
+    found = f"writing {path} failed: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return OutputError(
+            found,
+            "enough free space (and quota) for the engine",
+            "free some space, or choose an output on another file system",
+        )
+    return OutputError(
+        found, "a directory that this user may write to", "choose another output directory"
+    )
+
+
+def check_free_space(path: Path, num_bytes: int) -> None:
+    """Fail before a long write rather than at its end.
+
+    Raises:
+        OutputError: the file system of `path` has less than `num_bytes` left.
+    """
+    try:
+        free = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        raise output_error(path, error) from error
+    if free < num_bytes:
+        raise OutputError(
+            f"{format_bytes(free)} free for {path}",
+            f"{format_bytes(num_bytes)}",
+            "free some space, or choose an output on another file system",
+        )
+
+
+def remove_stale(output: Path, active: Collection[Path]) -> None:
+    """Clear what killed writers of `output` left; bring back an engine they were replacing.
+
+    Args:
+        output: the directory that is about to be written.
+        active: staging directories that this process is writing.
+    Raises:
+        OutputError: a leftover cannot be removed.
+    """
+    pattern = re.compile(rf"\.{re.escape(output.name)}\.(partial|old)-(\d+)")
+    for path in output.parent.iterdir():
+        match = pattern.fullmatch(path.name)
+        if not match or path in active or _is_other_process(int(match[2])):
+            continue
+        try:
+            if match[1] == "old" and not output.exists():
+                path.rename(output)
+            else:
+                shutil.rmtree(path)
+        except OSError as error:
+            raise output_error(path, error) from error
+
+
+def _is_other_process(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()
