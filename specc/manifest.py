@@ -1,0 +1,315 @@
+"""The manifest of an engine directory: typed, validated, and the same facts in JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from specc.errors import EngineError
+
+SCHEMA_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """One attention layer; its cache is row `index` of slab `slab`. window 0 is no limit."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    slab: int
+    index: int
+
+
+@dataclass(frozen=True)
+class SlabEntry:
+    """Caches of equal geometry: [num_layers, 2, blocks, block_size, num_kv_heads, head_dim]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """The target or a draft: `dir` holds program.json and weights.safetensors."""
+
+    name: str
+    dir: str
+    architecture: str
+    model_type: str
+    vocab_size: int
+    num_parameters: int
+    max_position: int
+    layers: tuple[LayerEntry, ...]
+    slabs: tuple[SlabEntry, ...]
+    source: str
+
+    @property
+    def program_file(self) -> str:
+        return f"{self.dir}/program.json"
+
+    @property
+    def weights_file(self) -> str:
+        return f"{self.dir}/weights.safetensors"
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """A speculation plan and the file of its step program."""
+
+    name: str
+    widths: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True)
+class LimitsEntry:
+    """Sizes that the engine was compiled for; block_size 0 is dense, one block a sequence."""
+
+    max_batch_size: int
+    max_seq_len: int
+    block_size: int
+    prefill_chunk: int
+    max_nodes: int
+
+
+@dataclass(frozen=True)
+class TokenizerEntry:
+    """The tokenizer; file None where the engine takes token ids only."""
+
+    file: str | None
+    map_sha256: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    add_bos: bool
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """Bytes that one model takes at run time."""
+
+    weights: int
+    cache: int
+    logits: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.logits + self.workspace
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Content of one file of the engine."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """manifest.json. `memory_plan` in JSON also has a key `total`, which is derived.
+
+    Args:
+        torch_version: without the local part (`+cpu`).
+        created: ISO 8601.
+        models: the target first.
+        memory_plan: model name → bytes.
+        probe: what the compiler measured at the end, or None.
+        files: every file but the manifest, path with `/` relative to the engine → content.
+    """
+
+    specc_version: str
+    torch_version: str
+    created: str
+    backend: str
+    device: str
+    dtype: str
+    models: tuple[ModelEntry, ...]
+    plans: tuple[PlanEntry, ...]
+    default_plan: str
+    limits: LimitsEntry
+    tokenizer: TokenizerEntry
+    memory_plan: dict[str, MemoryEntry]
+    probe: dict[str, Any] | None = None
+    files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def total_memory(self) -> int:
+        return sum(entry.total for entry in self.memory_plan.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON-ready data, `schema_version` first."""
+        data = {"schema_version": self.schema_version} | _plain(dataclasses.asdict(self))
+        data["memory_plan"]["total"] = self.total_memory
+        return data
+
+    @classmethod
+    def from_json(cls, data: Any) -> Manifest:
+        """Decode and validate.
+
+        Raises:
+            EngineError: the schema is newer, or a field is absent, unknown, of another type, or
+                names something that does not exist.
+        """
+        if not isinstance(data, dict) or type(data.get("schema_version")) is not int:
+            raise _invalid("it has no schema_version", f"schema_version {SCHEMA_VERSION}")
+        version = data["schema_version"]
+        if version > SCHEMA_VERSION:
+            raise EngineError(
+                f"an engine of schema version {version}, written by a newer specc "
+                f"({data.get('specc_version')})",
+                f"schema version {SCHEMA_VERSION}",
+                "update specc, or compile the engine again with this version",
+            )
+        if version < SCHEMA_VERSION:
+            raise EngineError(
+                f"an engine of schema version {version}, written by an older specc "
+                f"({data.get('specc_version')})",
+                f"schema version {SCHEMA_VERSION}",
+                "compile the engine again with this version",
+            )
+        memory = data.get("memory_plan")
+        if not isinstance(memory, dict) or "total" not in memory:
+            raise _invalid("memory_plan has no total", "an object with a total")
+        models_memory = {name: entry for name, entry in memory.items() if name != "total"}
+        manifest = _decode(cls, data | {"memory_plan": models_memory}, "")
+        if memory["total"] != manifest.total_memory:
+            raise _invalid(
+                f"memory_plan.total is {memory['total']!r}", f"the sum {manifest.total_memory}"
+            )
+        manifest.validate()
+        return manifest
+
+    def validate(self) -> None:
+        """Check what types cannot say.
+
+        Raises:
+            EngineError: a path leaves the directory, or a reference has no referent.
+        """
+        for model in self.models:
+            check_relative(model.dir)
+            for layer in model.layers:
+                if not 0 <= layer.slab < len(model.slabs):
+                    raise _invalid(
+                        f"{model.name}.{layer.name} has slab {layer.slab}",
+                        f"one of {len(model.slabs)} slabs",
+                    )
+                slab = model.slabs[layer.slab]
+                geometry = (layer.num_kv_heads, layer.head_dim)
+                if (slab.num_kv_heads, slab.head_dim) != geometry or not (
+                    0 <= layer.index < slab.num_layers
+                ):
+                    raise _invalid(
+                        f"{model.name}.{layer.name} does not fit slab {layer.slab}",
+                        f"{slab.num_layers} layers of {slab.num_kv_heads} heads, "
+                        f"head_dim {slab.head_dim}",
+                    )
+        if not self.models:
+            raise _invalid("models is empty", "the target, then drafts")
+        names = [plan.name for plan in self.plans]
+        if self.default_plan not in names:
+            raise _invalid(f"default_plan is {self.default_plan}", f"one of {', '.join(names)}")
+        unplanned = {model.name for model in self.models} ^ set(self.memory_plan)
+        if unplanned:
+            raise _invalid(
+                f"memory_plan and models disagree about {', '.join(sorted(unplanned))}",
+                "one entry for each model",
+            )
+        _check_non_negative(self.limits, "limits")
+        for name, memory in self.memory_plan.items():
+            _check_non_negative(memory, f"memory_plan.{name}")
+        for path, entry in self.files.items():
+            check_relative(path)
+            if path == MANIFEST_FILE or not re.fullmatch("[0-9a-f]{64}", entry.sha256):
+                raise _invalid(f"files.{path} is {entry}", "the sha256 and size of another file")
+            _check_non_negative(entry, f"files.{path}")
+        for path in self.required_files:
+            if path not in self.files:
+                raise _invalid(f"{path} is used but not listed in files", "every file, with hash")
+
+    @property
+    def required_files(self) -> tuple[str, ...]:
+        """Files that the runtime opens; each is listed in `files`."""
+        files = [f for model in self.models for f in (model.program_file, model.weights_file)]
+        files += [plan.file for plan in self.plans]
+        return (*files, self.tokenizer.file) if self.tokenizer.file else tuple(files)
+
+
+def check_relative(path: str) -> None:
+    """Accept paths inside the engine directory only: `a/b.json`, no `..`, not absolute.
+
+    Raises:
+        EngineError: the path could name a file elsewhere.
+    """
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path:
+        raise _invalid(f"the path {path!r}", "a path inside the engine directory")
+
+
+def _check_non_negative(entry: Any, where: str) -> None:
+    for field in dataclasses.fields(entry):
+        value = getattr(entry, field.name)
+        if isinstance(value, int) and value < 0:
+            raise _invalid(f"{where}.{field.name} is {value}", "0 or more")
+
+
+def _invalid(found: str, needed: str) -> EngineError:
+    return EngineError(
+        f"the manifest is invalid: {found}", needed, "compile or copy the engine again"
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """Decode JSON data to an annotated type; `where` is the path of the value for messages."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        inner = next(arg for arg in args if arg is not type(None))
+        return None if value is None else _decode(inner, value, where)
+    if dataclasses.is_dataclass(kind):
+        return _decode_object(kind, value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: _decode(args[1], item, f"{where}.{key}") for key, item in value.items()}
+    # bool is an int in Python; a manifest keeps them apart
+    if kind is Any or type(value) is kind:
+        return value
+    names = {tuple: "a list", dict: "an object"}
+    raise _invalid(f"{where} is {value!r}", names.get(origin) or f"a value of type {kind.__name__}")
+
+
+def _decode_object(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise _invalid(f"{where} is {value!r}", "an object")
+    fields = {field.name for field in dataclasses.fields(kind)}
+    for name in sorted(fields ^ value.keys()):
+        state = "is missing" if name in fields else "is unknown"
+        raise _invalid(f"{_join(where, name)} {state}", _listed(fields))
+    hints = typing.get_type_hints(kind)
+    return kind(**{n: _decode(hints[n], item, _join(where, n)) for n, item in value.items()})
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _listed(fields: Iterable[str]) -> str:
+    return f"the fields {', '.join(sorted(fields))}"
