@@ -82,11 +82,11 @@ def _fuse(program: Program, result: PassResult, linears: list[fx.Node], at: str)
             offset += size
             linear.replace_all_uses_with(piece)
     for linear in linears:
+        parts = [operand for operand in (linear.args[1], _bias(linear)) if operand is not None]
         graph.erase_node(linear)
-    for node in [n for n in graph.find_nodes(op="placeholder") if n.target in program.weights]:
-        if not node.users:
-            program.weights.pop(node.target)
-            graph.erase_node(node)
+        for part in parts:
+            program.weights.pop(part.target)
+            graph.erase_node(part)
     result.rewrites += 1
 
 

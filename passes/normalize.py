@@ -9,7 +9,7 @@ from torch import fx
 
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import has_runtime_inputs, is_flat_call_graph, is_off_meta_device
-from specc.passes.program import Program, bind_args, emit_call, replace
+from specc.passes.program import Program, bind_args, emit_call, is_view, replace
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ class Normalize(Pass):
                 _simplify_conversion(node)
             elif node.target in _FUNCTIONAL:
                 if _is_read_later(node):
-                    result.decline(node.name, "its input is read after the in-place update")
+                    result.decline(node.name, "what it updates in place is read afterwards")
                     continue
                 _make_functional(node)
             else:
@@ -136,8 +136,19 @@ def _simplify_conversion(node: fx.Node) -> None:
 
 
 def _is_read_later(node: fx.Node) -> bool:
-    """Whether anything but the in-place node reads its input afterwards."""
-    return any(user is not node and user > node for user in node.args[0].users)
+    """Whether anything reads what the node updates afterwards, also through another view of it."""
+    root = node.args[0]
+    while is_view(root):
+        root = root.args[0]
+    if root.op == "placeholder":
+        return True
+    aliases, stack = {root}, [root]
+    while stack:
+        views = [user for user in stack.pop().users if is_view(user) and user not in aliases]
+        aliases.update(views)
+        stack += views
+    readers = {user for alias in aliases for user in alias.users}
+    return any(reader is not node and reader > node for reader in readers)
 
 
 def _make_functional(node: fx.Node) -> None:

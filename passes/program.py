@@ -138,6 +138,15 @@ def bind_args(node: fx.Node) -> dict[str, Any]:
     return bound
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a call may return a view of its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns or not node.args:
+        return False
+    alias = schema.returns[0].alias_info
+    return alias is not None and not alias.is_write and isinstance(node.args[0], fx.Node)
+
+
 def module_path(node: fx.Node) -> str:
     """Path of the module that made this node, e.g. `model.layers.0.self_attn`; may be empty."""
     stack = node.meta.get("nn_module_stack") or {}

@@ -1,0 +1,48 @@
+"""Write a program as the runtime reads it: inputs by kind, then the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specc.graph_io import graph_to_json
+from specc.passes.program import RUNTIME_INPUTS, Program
+
+
+def constant_key(placeholder: str) -> str:
+    """Name of a constant in the engine's weight file."""
+    return f"constant.{placeholder}"
+
+
+def program_to_json(program: Program) -> dict[str, Any]:
+    """JSON of a program; the order of inputs is that of its placeholders."""
+    inputs: list[dict[str, Any]] = []
+    for node in program.graph.find_nodes(op="placeholder"):
+        name = node.target
+        entry: dict[str, Any] = {"name": name}
+        if name in program.weights:
+            weight = program.weights[name]
+            entry |= {"kind": "weight", "key": weight.key, "dtype": _dtype(weight.dtype)}
+            entry["shape"] = list(weight.shape)
+        elif name in program.constants:
+            value = program.constants[name]
+            entry |= {"kind": "constant", "key": constant_key(name), "dtype": _dtype(value.dtype)}
+            entry["shape"] = list(value.shape)
+        elif name in program.caches:
+            layer, part = program.caches[name]
+            entry |= {"kind": "cache", "layer": layer, "part": part}
+        else:
+            assert name in RUNTIME_INPUTS, name
+            entry["kind"] = "input"
+        inputs.append(entry)
+    return {
+        "schema_version": 1,
+        "name": program.name,
+        "inputs": inputs,
+        "graph": graph_to_json(program.graph),
+    }
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

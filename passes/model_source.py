@@ -1,0 +1,115 @@
+"""Where a model comes from: a Hugging Face directory or a module in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specc.errors import ConfigError
+from specc.passes import hf_model
+from specc.passes.checkpoint import CheckpointMap
+from specc.passes.emit import constant_key
+from specc.passes.program import Program
+from specc.safetensors_io import SafetensorsReader, TensorReader
+from specc.weights import MemoryReader, Source, WeightSpec
+
+
+@dataclass
+class ModelSource:
+    """A model to compile.
+
+    Args:
+        name: `target` or `draft_0`.
+        label: what the user called it.
+        module: on the meta device if it comes from a directory, else with its weights.
+        directory: of the checkpoint, or None.
+        config: the module's configuration, or None.
+        warnings: what the user should know.
+    """
+
+    name: str
+    label: str
+    module: nn.Module
+    directory: Path | None
+    config: Any
+    warnings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, name: str, model: str | Path | nn.Module, dtype: torch.dtype) -> ModelSource:
+        """Open a directory without reading a weight, or take a module as it is.
+
+        Raises:
+            ModelNotFoundError, NotCausalLMError, UnsupportedRotaryError: see hf_model.
+            ConfigError: a module in another dtype.
+        """
+        if isinstance(model, nn.Module):
+            config = getattr(model, "config", None)
+            label = type(model).__name__
+            if config is not None:
+                hf_model.check_rotary(config, label)
+            _require_dtype(model, label, dtype)
+            return cls(name, label, model.eval(), None, config)
+        directory = hf_model.resolve_directory(model)
+        config = hf_model.load_config(directory)
+        module = hf_model.build_on_meta(config, dtype)
+        return cls(name, str(model), module, directory, config)
+
+    @property
+    def architecture(self) -> str:
+        return type(self.module).__name__
+
+    @property
+    def model_type(self) -> str:
+        return getattr(self.config, "model_type", self.architecture)
+
+    @property
+    def max_position(self) -> int | None:
+        return hf_model.max_position(self.config) if self.config is not None else None
+
+    def open_reader(self) -> TensorReader:
+        """The tensors of the checkpoint, or of the module.
+
+        Raises:
+            WeightError: no safetensors checkpoint, or a malformed one.
+        """
+        if self.directory is None:
+            return MemoryReader.from_module(self.module)
+        return SafetensorsReader(self.directory)
+
+    def weight_specs(self, program: Program, reader: TensorReader) -> list[WeightSpec]:
+        """What to write for each weight and constant of a program.
+
+        Raises:
+            WeightError: a parameter has no tensor in the checkpoint.
+        """
+        if self.directory is None:
+            sources_of = lambda name: (Source(name),)  # noqa: E731
+        else:
+            sources_of = CheckpointMap(self.module, reader).sources
+        specs = []
+        for weight in program.weights.values():
+            sources = tuple(s for name in weight.parameters for s in sources_of(name))
+            specs.append(WeightSpec(weight.key, weight.dtype, weight.shape, sources))
+        for name, value in program.constants.items():
+            specs.append(WeightSpec.from_tensor(constant_key(name), value))
+        return specs
+
+
+def _require_dtype(module: nn.Module, label: str, dtype: torch.dtype) -> None:
+    """A module is traced as it is: its own dtype is that of the program and its caches."""
+    found = {p.dtype for p in module.parameters() if p.dtype.is_floating_point}
+    if found - {dtype}:
+        names = ", ".join(sorted(_name(item) for item in found))
+        raise ConfigError(
+            f"{label} has parameters of {names}; dtype is {_name(dtype)}",
+            "one dtype",
+            f"pass the module as .to(torch.{_name(dtype)}), or another dtype",
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,158 @@
+"""How much memory an engine needs: weights, caches, logits and workspace of each model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specc.kernels import ops
+from specc.passes.program import Program, is_view
+
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """Sizes of one model pass.
+
+    Args:
+        num_tokens: in-flight tokens of all sequences.
+        num_rows: rows that get logits.
+        batch_size: sequences.
+        longest: in-flight tokens of one sequence.
+        context: cache rows that one sequence may attend to.
+    """
+
+    num_tokens: int
+    num_rows: int
+    batch_size: int
+    longest: int
+    context: int
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes of one model."""
+
+    weights: int
+    cache: int
+    logits: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.logits + self.workspace
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def plan_memory(
+    program: Program, dtype: torch.dtype, cache_rows: int, shapes: list[PassShape]
+) -> ModelMemory:
+    """Memory of one model, from its final graph.
+
+    Args:
+        program: after its last phase.
+        dtype: of weights and caches.
+        cache_rows: cache rows of all sequences.
+        shapes: the largest passes: prefill and step. The workspace is the largest of theirs.
+    """
+    row = sum(2 * layer.num_kv_heads * layer.head_dim for layer in program.layers)
+    constants = sum(value.nbytes for value in program.constants.values())
+    (output,) = program.graph.find_nodes(op="output")
+    logits = output.args[0].meta["val"]
+    rows = max(shape.num_rows for shape in shapes)
+    return ModelMemory(
+        weights=program.num_parameters * dtype.itemsize + constants,
+        cache=row * cache_rows * dtype.itemsize,
+        logits=rows * int(logits.shape[-1]) * logits.dtype.itemsize,
+        workspace=max(peak_bytes(program, shape) for shape in shapes),
+    )
+
+
+def peak_bytes(program: Program, shape: PassShape) -> int:
+    """Most bytes of intermediate values that live at one time, in order of execution.
+
+    Views take no memory of their own: they extend the life of what they look into.
+    """
+    sizes = _Sizes(program, shape)
+    owner: dict[fx.Node, fx.Node] = {}
+    last_use: dict[fx.Node, int] = {}
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    for place, node in enumerate(nodes):
+        source = node.args[0] if node.args else None
+        looks_into = _has_no_memory(node) and isinstance(source, fx.Node)
+        owner[node] = owner.get(source, source) if looks_into else node
+        for used in node.all_input_nodes:
+            if owner.get(used, used).op == "call_function":
+                last_use[owner[used]] = place
+    (output,) = program.graph.find_nodes(op="output")
+    result = owner.get(output.args[0])
+    releases: dict[int, list[fx.Node]] = {}
+    for node, place in last_use.items():
+        releases.setdefault(place, []).append(node)
+    live = peak = 0
+    for place, node in enumerate(nodes):
+        # the logits are counted apart
+        if owner[node] is node and node is not result:
+            live += sizes.of(node)
+        peak = max(peak, live + sizes.scratch(node))
+        live -= sum(sizes.of(item) for item in releases.get(place, ()) if item is not result)
+    return peak
+
+
+class _Sizes:
+    """Bytes of values whose sizes are symbols, for one shape of pass."""
+
+    def __init__(self, program: Program, shape: PassShape) -> None:
+        self.shape = shape
+        self.known: dict[str, int] = {}
+        values = {
+            "tokens": (shape.num_tokens,),
+            "positions": (shape.num_tokens,),
+            "q_start": (shape.batch_size + 1,),
+            "logit_rows": (shape.num_rows,),
+        }
+        self.symbols: dict[Any, int] = {}
+        for name, numbers in values.items():
+            value = program.placeholder(name).meta["val"]
+            for size, number in zip(value.shape, numbers, strict=True):
+                if isinstance(size, torch.SymInt):
+                    self.symbols.setdefault(size.node.expr, number)
+
+    def of(self, node: fx.Node) -> int:
+        leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        return sum(self._bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+
+    def scratch(self, node: fx.Node) -> int:
+        """What tree attention needs inside: gathered keys and values, scores and probabilities."""
+        if node.target is not ops.tree_attention:
+            return 0
+        num_heads = int(node.args[0].meta["val"].shape[0])
+        num_kv_heads, _, head_dim = node.args[1].meta["val"].shape
+        scores = 2 * num_heads * self.shape.longest * self.shape.context
+        gathered = 2 * int(num_kv_heads) * int(head_dim) * self.shape.context
+        return _FLOAT_BYTES * (scores + gathered)
+
+    def _bytes(self, value: Tensor) -> int:
+        count = 1
+        for size in value.shape:
+            count *= self._size(size)
+        return count * value.dtype.itemsize
+
+    def _size(self, size: int | torch.SymInt) -> int:
+        if isinstance(size, int):
+            return size
+        key = str(size)
+        if key not in self.known:
+            self.known[key] = int(size.node.expr.subs(self.symbols))
+        return self.known[key]
+
+
+def _has_no_memory(node: fx.Node) -> bool:
+    is_operator = hasattr(node.target, "_schema")
+    return is_view(node) or not is_operator  # getitem, arithmetic on sizes

@@ -1,0 +1,160 @@
+"""`specc.compile`: compile a pair in Python, with the probe that the command line runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specc.compiler import Compilation, build
+from specc.config import CompileConfig, SpecPlan
+from specc.errors import ConfigError
+from specc.progress import ProgressEvent
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_PROBE_PROMPTS = (
+    "def read_file(path):\n    ",
+    "The capital of France is",
+    "1, 2, 3, 4, 5,",
+    "import os\nimport sys\n\n\nclass ",
+)
+_PROBE_TOKENS = 16
+# below this share of accepted first draft tokens, a pair hardly belongs together
+_LOW_ACCEPTANCE = 0.05
+
+
+def compile(
+    target: str | Path | nn.Module,
+    draft: str | Path | nn.Module | None = None,
+    output: str | Path = "engine",
+    *,
+    tree: Sequence[int] | None = None,
+    num_speculative_tokens: int | None = None,
+    dtype: str = "float32",
+    max_batch_size: int = 8,
+    max_seq_len: int | None = None,
+    block_size: int = 16,
+    prefill_chunk: int = 512,
+    tokenizer: str | Path | None = None,
+    force: bool = False,
+    dump_graphs: str | Path | None = None,
+    probe: bool = True,
+    listen: Callable[[ProgressEvent], None] = lambda event: None,
+) -> Compilation:
+    """Compile a target and a draft into an engine directory.
+
+        specc.compile("target/", "draft/", "engine/", num_speculative_tokens=4)
+
+    Args:
+        target: Hugging Face directory or id, or a module (input_ids, position_ids) → logits.
+        draft: likewise, with the target's token map; None decodes plainly.
+        output: engine directory to make.
+        tree: children per frontier node and level, e.g. (3, 2, 1).
+        num_speculative_tokens: length of a chain; instead of `tree`. 4 where neither is given.
+        dtype: float32 or bfloat16, of both models.
+        max_batch_size: sequences that decode together.
+        max_seq_len: tokens of prompt and output together.
+        block_size: rows of a KV cache block; 0 is dense.
+        prefill_chunk: tokens of one prefill pass.
+        tokenizer: directory or tokenizer.json, where the target is a module.
+        force: replace an existing engine.
+        dump_graphs: directory that gets each program's graph after each phase.
+        probe: generate a few dozen tokens at the end and report acceptance.
+        listen: called as phases begin, advance and end.
+    Returns:
+        the manifest, what each pass did, and warnings.
+    Raises:
+        SpeccError: found / needed / do; nothing is left behind.
+    """
+    config = CompileConfig(
+        plans=plans_of(tree, num_speculative_tokens),
+        dtype=dtype,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+        prefill_chunk=prefill_chunk,
+        probe=probe,
+    )
+    return compile_with(
+        target,
+        draft,
+        output,
+        config,
+        tokenizer=tokenizer,
+        force=force,
+        dump_graphs=Path(dump_graphs) if dump_graphs else None,
+        listen=listen,
+    )
+
+
+def compile_with(
+    target: str | Path | nn.Module,
+    draft: str | Path | nn.Module | None,
+    output: str | Path,
+    config: CompileConfig,
+    **options: Any,
+) -> Compilation:
+    """`build` with the probe; adds a warning where the pair hardly accepts anything."""
+    compilation = build(target, draft, output, config, probe=probe_engine, **options)
+    result = compilation.manifest.probe
+    if draft is not None and result and result["num_spec_steps"]:
+        first = (result["accepted_per_depth"] or [0.0])[0]
+        if first < _LOW_ACCEPTANCE:
+            compilation.warnings.append(
+                f"the target accepted {first:.0%} of the draft's first tokens in the probe: is"
+                " this the right pair? Output stays correct, but speculation only costs time"
+            )
+    return compilation
+
+
+def plans_of(
+    tree: Sequence[int] | None, num_speculative_tokens: int | None
+) -> tuple[SpecPlan, ...]:
+    """The plan that the options name; empty where they name none.
+
+    Raises:
+        ConfigError: both are given, or a negative length.
+        TreeError: a width below 1, or too many nodes.
+    """
+    if tree is not None and num_speculative_tokens is not None:
+        raise ConfigError(
+            "both a tree and a number of speculative tokens",
+            "one of them: a chain of K is the tree 1,1,…,1",
+            "pass --tree or --num-speculative-tokens",
+        )
+    if tree is not None:
+        if not tree:
+            raise ConfigError("an empty tree", "one or more widths", "for example --tree 3,2,1")
+        return (SpecPlan.from_widths(tuple(tree)),)
+    if num_speculative_tokens is None:
+        return ()
+    if num_speculative_tokens < 0:
+        raise ConfigError(
+            f"--num-speculative-tokens {num_speculative_tokens}",
+            "0 (off) or more",
+            "choose a length such as 4",
+        )
+    return (SpecPlan.from_widths((1,) * num_speculative_tokens),)
+
+
+def probe_engine(directory: Path) -> dict[str, Any]:
+    """Generate a few dozen tokens on built-in prompts; returns acceptance figures."""
+    from specc.config import SamplingParams
+    from specc.runtime.llm import LLM
+
+    llm = LLM(directory, verify=False)
+    limits = llm.engine.manifest.limits
+    room = limits.max_seq_len // 2
+    prompts = [ids for text in _PROBE_PROMPTS if (ids := llm.tokenizer.encode(text).ids[:room])]
+    params = SamplingParams(max_tokens=min(_PROBE_TOKENS, room), ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    stats = llm.get_metrics()
+    return {
+        "num_tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
+        "num_spec_steps": stats.num_spec_steps,
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
+        "acceptance_rate": round(stats.acceptance_rate, 4),
+        "accepted_per_depth": [round(share, 4) for share in stats.accepted_per_depth],
+    }
