@@ -4,6 +4,8 @@ Every bad input ends in one of these classes. The command line prints the three 
 with code 2. `assert` and built-in exceptions are for specc's own bugs only.
 """
 
+from __future__ import annotations
+
 
 class SpeccError(Exception):
     """Base class of every error that a user can cause or repair.
@@ -19,6 +21,9 @@ class SpeccError(Exception):
         self.needed = needed
         self.do = do
         super().__init__(f"found:  {found}\nneeded: {needed}\ndo:     {do}")
+
+    def __reduce__(self) -> tuple[type[SpeccError], tuple[str, str, str]]:
+        return type(self), (self.found, self.needed, self.do)
 
 
 class ModelNotFoundError(SpeccError):

@@ -6,6 +6,7 @@ of named modules can be stored, so that loading a graph cannot execute anything 
 
 from __future__ import annotations
 
+import keyword
 import math
 import operator
 from collections.abc import Mapping
@@ -17,6 +18,18 @@ from torch import fx
 from specc.errors import EngineError, UnsupportedGraphError
 
 _NAMESPACES = ("aten", "prims", "specc")
+# reads and creates files
+_FORBIDDEN = ("aten.from_file.default", "aten.from_file.out")
+_MALFORMED = (
+    KeyError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    RuntimeError,
+    AssertionError,
+    SyntaxError,
+    RecursionError,
+)
 _PYTHON_FUNCTIONS = {
     f"operator.{name}": getattr(operator, name)
     for name in (
@@ -46,7 +59,7 @@ def target_name(target: Any) -> str:
     Raises:
         UnsupportedGraphError: the target is outside the namespaces that a program may call.
     """
-    if isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES:
+    if isinstance(target, torch._ops.OpOverload) and _is_allowed(target):
         return str(target)
     if target in _PYTHON_NAMES:
         return _PYTHON_NAMES[target]
@@ -64,10 +77,15 @@ def graph_to_json(graph: fx.Graph) -> dict[str, Any]:
         UnsupportedGraphError: an operator or an argument type that a program may not hold.
     """
     nodes: list[dict[str, Any]] = []
+    names: dict[fx.Node, str] = {}
     for node in graph.nodes:
+        names.setdefault(node, node.name)
         if node.op == "output":
-            return {"nodes": nodes, "output": _encode(node.args[0])}
+            return {"nodes": nodes, "output": _encode(node.args[0], names)}
         entry: dict[str, Any] = {"name": node.name, "op": node.op}
+        if node.op == "placeholder":
+            # fx renames a placeholder that shadows a builtin; inputs are bound by target
+            entry["name"] = names[node] = str(node.target)
         if node.op == "call_function":
             entry["target"] = target_name(node.target)
         elif node.op == "call_module":
@@ -79,9 +97,9 @@ def graph_to_json(graph: fx.Graph) -> dict[str, Any]:
                 "report the architecture: a pass has to remove this node",
             )
         if node.args:
-            entry["args"] = [_encode(arg) for arg in node.args]
+            entry["args"] = [_encode(arg, names) for arg in node.args]
         if node.kwargs:
-            entry["kwargs"] = {key: _encode(arg) for key, arg in node.kwargs.items()}
+            entry["kwargs"] = {k: _encode(arg, names) for k, arg in node.kwargs.items()}
         if (value := describe_value(node.meta.get("val"))) is not None:
             entry["val"] = value
         nodes.append(entry)
@@ -98,22 +116,32 @@ def graph_from_json(
     """
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
+    modules = dict(modules or {})
     try:
         for entry in data["nodes"]:
+            name = _identifier(entry["name"])
+            if name in env:
+                raise ValueError(f"two nodes are called {name}")
             args = tuple(_decode(arg, env) for arg in entry.get("args", ()))
-            kwargs = {key: _decode(arg, env) for key, arg in entry.get("kwargs", {}).items()}
+            kwargs = {
+                _identifier(key): _decode(arg, env) for key, arg in entry.get("kwargs", {}).items()
+            }
             if entry["op"] == "placeholder":
-                node = graph.placeholder(entry["name"])
+                node = graph.placeholder(name)
             elif entry["op"] == "call_module":
+                if entry["target"] not in modules:
+                    raise ValueError(f"no module {entry['target']}")
                 node = graph.call_module(entry["target"], args, kwargs)
-            else:
+            elif entry["op"] == "call_function":
                 node = graph.call_function(resolve_target(entry["target"]), args, kwargs)
+            else:
+                raise ValueError(f"node {name} is a {entry['op']}")
             if "val" in entry:
                 node.meta["described"] = entry["val"]
-            env[entry["name"]] = node
+            env[name] = node
         graph.output(_decode(data["output"], env))
-        return fx.GraphModule(dict(modules or {}), graph)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return fx.GraphModule(modules, graph)
+    except _MALFORMED as error:
         raise EngineError(
             f"a program that cannot be decoded: {type(error).__name__}: {error}",
             "a graph written by this version of specc",
@@ -133,7 +161,8 @@ def resolve_target(name: str) -> Any:
     if len(parts) == 3 and parts[0] in _NAMESPACES:
         packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
         overload = getattr(packet, parts[2], None) if packet is not None else None
-        if overload is not None:
+        is_operator = isinstance(overload, torch._ops.OpOverload) and str(overload) == name
+        if is_operator and _is_allowed(overload):
             return overload
     raise EngineError(
         f"operator {name}",
@@ -155,19 +184,32 @@ def _short(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _encode(arg: Any) -> Any:
+def _is_allowed(operator_: torch._ops.OpOverload) -> bool:
+    return operator_.namespace in _NAMESPACES and str(operator_) not in _FORBIDDEN
+
+
+def _identifier(name: Any) -> str:
+    """Names become Python code in fx: nothing but plain identifiers may."""
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"the name {name!r}")
+    return name
+
+
+def _encode(arg: Any, names: Mapping[fx.Node, str]) -> Any:
     if arg is None or isinstance(arg, (bool, int, str)):
         return arg
     if isinstance(arg, float):
         return arg if math.isfinite(arg) else {"float": str(arg)}
     if isinstance(arg, fx.Node):
-        return {"node": arg.name}
-    if isinstance(arg, (list, tuple)):
-        return [_encode(item) for item in arg]
+        return {"node": names[arg]}
+    if isinstance(arg, list):
+        return [_encode(item, names) for item in arg]
+    if isinstance(arg, tuple):
+        return {"tuple": [_encode(item, names) for item in arg]}
     if isinstance(arg, dict):
-        return {"dict": {key: _encode(item) for key, item in arg.items()}}
+        return {"dict": {key: _encode(item, names) for key, item in arg.items()}}
     if isinstance(arg, slice):
-        return {"slice": [_encode(arg.start), _encode(arg.stop), _encode(arg.step)]}
+        return {"slice": [_encode(item, names) for item in (arg.start, arg.stop, arg.step)]}
     for kind in ("dtype", "layout", "memory_format"):
         if isinstance(arg, getattr(torch, kind)):
             return {kind: _short(arg)}
@@ -190,6 +232,8 @@ def _decode(data: Any, env: Mapping[str, fx.Node]) -> Any:
         return env[value]
     if kind == "float":
         return float(value)
+    if kind == "tuple":
+        return tuple(_decode(item, env) for item in value)
     if kind == "dict":
         return {key: _decode(item, env) for key, item in value.items()}
     if kind == "slice":
