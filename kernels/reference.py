@@ -40,7 +40,7 @@ def tree_attention_reference(
         v_cache: [blocks, block_size, HK, D], mutated.
         q_start: [B + 1] int32; sequence b owns tokens q_start[b] … q_start[b + 1] - 1.
         position: [Nt] int64 position of each token in its sequence (what rotary embedding used).
-        slot: [Nt] int64 row of its sequence's cache that each token is written to; -1 is a dead
+        slot: [Nt] int32 row of its sequence's cache that each token is written to; -1 is a dead
             token: nothing is written and its output is zero.
         cache_len: [B] int32 committed rows. Region node j lives in slot cache_len + j.
         ancestors: [Nt, W] int64; bit j of word w allows region node 64w + j. None is causal: a
@@ -88,7 +88,10 @@ def tree_attention_reference(
         if window:
             allowed = allowed & ((columns > positions - window) | (columns < sink) | ~in_prefix)
         keys = flat_k[rows].permute(1, 2, 0).float()  # [HK, D, S]
-        values = flat_v[rows].transpose(0, 1).float()  # [HK, S, D]
+        # rows that no live token sees may hold anything, and 0 · NaN is NaN
+        seen = (allowed & live[:, None]).any(dim=0)
+        values = flat_v[rows].float().masked_fill(~seen[:, None, None], 0.0)
+        values = values.transpose(0, 1)  # [HK, S, D]
         queries = q[:, first:last].float().reshape(num_kv_heads, -1, head_dim)  # [HK, G·T, D]
         scores = (queries @ keys) * scale
         scores = scores.view(num_kv_heads, group, last - first, length)
@@ -111,7 +114,8 @@ def tree_expand_reference(logits: Tensor, num_children: int) -> Tensor:
     """
     if num_children == 1:
         return logits.argmax(dim=-1, keepdim=True)
-    left = logits.clone()
+    # a token that is out by -inf still ranks before one that is taken
+    left = logits.clamp(min=torch.finfo(logits.dtype).min)
     tokens = []
     for _ in range(num_children):
         best = left.argmax(dim=-1, keepdim=True)

@@ -1,0 +1,108 @@
+"""Fixtures of all tests: one thread, one seed, poisoned uninitialized memory, a tiny pair."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+SEED = 42
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seed torch before every test, so that a failure repeats when the test runs alone."""
+    torch.manual_seed(SEED)
+    return SEED
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fill what `torch.empty` and its relatives return: NaN for floats, the maximum for integers.
+
+    A result that was allocated and not fully written then differs from any oracle.
+    """
+    was_on = torch.are_deterministic_algorithms_enabled()
+    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = was_filling
+    torch.use_deterministic_algorithms(was_on, warn_only=was_warn_only)
+
+
+@dataclass(frozen=True)
+class TinyModels:
+    """Directories of two random Llama checkpoints with one byte-level tokenizer.
+
+    The tokenizer's last id, 256, is EOS; the models have 260 ids, 128 positions.
+    """
+
+    target: Path
+    draft: Path
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    root = tmp_path_factory.mktemp("models")
+    models = TinyModels(root / "target", root / "draft")
+    for seed_, num_layers, path in ((1, 2, models.target), (2, 1, models.draft)):
+        save_tiny_llama(path, seed_, num_layers)
+    return models
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine of the tiny models, with a tree, a chain and off; read only."""
+    from specc.api import compile_with
+    from specc.config import CompileConfig, SpecPlan
+
+    path = tmp_path_factory.mktemp("engines") / "tiny"
+    plans = (SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1)))
+    config = CompileConfig(plans=plans, max_seq_len=96, max_batch_size=4)
+    compile_with(str(tiny_models.target), str(tiny_models.draft), path, config)
+    return path
+
+
+def save_tiny_llama(path: Path, seed: int, num_layers: int = 1, **options: Any) -> None:
+    """Save a random Llama and a byte-level tokenizer; `options` go to its configuration."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        **{
+            "vocab_size": 260,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "bos_token_id": None,
+            "eos_token_id": 256,
+            "initializer_range": 0.2,
+        }
+        | options
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.save(str(path / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def save_llama() -> Any:
+    return save_tiny_llama
