@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 
 # inputs of every model program, in order, before the caches; shapes in kernels/reference.py
 RUNTIME_INPUTS = (
@@ -107,7 +108,8 @@ def emit_call(graph: fx.Graph, target: Callable, *args: Any, **kwargs: Any) -> f
     if mode is None:
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     else:
-        with mode:
+        # composite operators see symbolic sizes only with the Python dispatcher (torch 2.11)
+        with mode, enable_python_dispatcher():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
 

@@ -94,7 +94,13 @@ def export_flat(model: nn.Module) -> ExportedProgram:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             exported = torch.export.export(
-                wrapper, (), inputs, dynamic_shapes=dynamic, strict=False
+                wrapper,
+                (),
+                inputs,
+                dynamic_shapes=dynamic,
+                strict=False,
+                # torch 2.11 otherwise guards on comparisons of strides that hold for any length
+                prefer_deferred_runtime_asserts_over_guards=True,
             )
     except TypeError as error:
         raise NotCausalLMError(
