@@ -1,0 +1,170 @@
+"""A loaded engine: programs bound to their weights and caches, and the facts that requests need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tokenizers import Tokenizer
+
+from specc.artifact import open_engine
+from specc.config import OFF, SpecPlan
+from specc.errors import ConfigError, EngineError
+
+# importing this registers the operators that programs call
+from specc.kernels import ops as _ops  # noqa: F401
+from specc.runtime.kv_cache import CacheShape, KVCache
+from specc.runtime.program import ModelProgram, StepProgram
+
+if TYPE_CHECKING:
+    from specc.manifest import Manifest, ModelEntry
+
+BACKENDS = ("eager",)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DO = "compile the engine again"
+
+
+@dataclass
+class Engine:
+    """Everything `LLM` needs; `Engine.load` makes one from an engine directory.
+
+    Args:
+        target: the target's program.
+        drafts: programs of the drafts, draft_0 first.
+        steps: plan name → step program; `off` is among them.
+        cache: that all programs are bound to.
+        default_plan: name of a plan.
+        prefill_chunk: tokens of a causal pass at most.
+        vocab_size: token ids of the target; the compiler fits drafts to it.
+        position_limit: positions 0 … position_limit - 1 exist in every model.
+        tokenizer: None where the engine has none; prompts are token ids then.
+        eos_token_ids: end an output.
+        bos_token_id: put in front of a text prompt where `add_bos`.
+        manifest: None for an engine made by hand.
+    """
+
+    target: ModelProgram
+    drafts: list[ModelProgram]
+    steps: dict[str, StepProgram]
+    cache: KVCache
+    default_plan: str
+    prefill_chunk: int
+    vocab_size: int
+    position_limit: int
+    tokenizer: Tokenizer | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    bos_token_id: int | None = None
+    add_bos: bool = False
+    manifest: Manifest | None = None
+
+    @property
+    def plans(self) -> dict[str, SpecPlan]:
+        return {name: step.plan for name, step in self.steps.items()}
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.cache.shape.max_seq_len
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        verify: bool = True,
+        num_threads: int | None = None,
+        max_num_seqs: int | None = None,
+    ) -> Engine:
+        """Open an engine directory; weights stay in the memory-mapped files.
+
+        Args:
+            path: the engine directory.
+            verify: compare every file with its hash in the manifest.
+            num_threads: threads of torch, for the whole process; None leaves them alone.
+            max_num_seqs: sequences that run together, and the size of the caches; None is what
+                the engine was compiled for.
+        Raises:
+            EngineError: the directory is no engine, is altered, or needs another runtime.
+            ConfigError: more sequences or fewer threads than possible.
+        """
+        path = Path(path)
+        manifest = open_engine(path, verify, backends=BACKENDS)
+        if manifest.device != "cpu" or manifest.dtype not in _DTYPES:
+            raise EngineError(
+                f"an engine for device {manifest.device}, dtype {manifest.dtype}",
+                f"device cpu, dtype {' or '.join(_DTYPES)}",
+                _DO,
+            )
+        if num_threads is not None:
+            if num_threads < 1:
+                raise ConfigError(f"num_threads {num_threads}", "1 or more", "raise num_threads")
+            torch.set_num_threads(num_threads)
+        cache = _make_cache(manifest, max_num_seqs)
+        models = {
+            model.name: ModelProgram.load(path / model.dir, _layer_caches(model, cache))
+            for model in manifest.models
+        }
+        steps = {}
+        for plan in manifest.plans:
+            step = StepProgram.load(path / plan.file, models)
+            if step.plan != SpecPlan(plan.name, plan.widths):
+                raise EngineError(f"{plan.file} holds {step.plan}", f"plan {plan.name}", _DO)
+            steps[plan.name] = step
+        if OFF.name not in steps:
+            raise EngineError(f"plans {', '.join(steps)}", f"plan {OFF.name} among them", _DO)
+        target, *drafts = models.values()
+        return cls(
+            target=target,
+            drafts=drafts,
+            steps=steps,
+            cache=cache,
+            default_plan=manifest.default_plan,
+            prefill_chunk=manifest.limits.prefill_chunk,
+            vocab_size=manifest.models[0].vocab_size,
+            position_limit=min(
+                cache.shape.max_seq_len, *(model.max_position for model in manifest.models)
+            ),
+            tokenizer=_load_tokenizer(path, manifest.tokenizer.file),
+            eos_token_ids=frozenset(manifest.tokenizer.eos_token_ids),
+            bos_token_id=manifest.tokenizer.bos_token_id,
+            add_bos=manifest.tokenizer.add_bos,
+            manifest=manifest,
+        )
+
+
+def _make_cache(manifest: Manifest, max_num_seqs: int | None) -> KVCache:
+    limits = manifest.limits
+    if max_num_seqs is None:
+        max_num_seqs = limits.max_batch_size
+    if not 1 <= max_num_seqs <= limits.max_batch_size:
+        raise ConfigError(
+            f"max_num_seqs {max_num_seqs}",
+            f"1 … {limits.max_batch_size}, the engine's max_batch_size",
+            "choose a number in this range, or compile with a larger --max-batch-size",
+        )
+    max_seq_len = min(limits.max_seq_len, manifest.models[0].max_position)
+    shape = CacheShape(max_seq_len, limits.max_nodes, limits.block_size, max_num_seqs)
+    specs = {
+        model.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.slabs]
+        for model in manifest.models
+    }
+    return KVCache(shape, specs, _DTYPES[manifest.dtype])
+
+
+def _layer_caches(model: ModelEntry, cache: KVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    slabs = cache.slabs[model.name]
+    rows = [slabs[layer.slab][layer.index] for layer in model.layers]
+    return [(layer[0], layer[1]) for layer in rows]
+
+
+def _load_tokenizer(directory: Path, file: str | None) -> Tokenizer | None:
+    if file is None:
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(directory / file))
+    except Exception as error:  # the library raises plain Exception for a malformed file
+        raise EngineError(f"{directory / file}: {error}", "a tokenizer.json", _DO) from error
+    # settings of training runs: a prompt must neither be cut nor padded silently
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

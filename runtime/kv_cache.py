@@ -1,0 +1,122 @@
+"""Paged KV caches: slabs that hold the rows of all layers, and the blocks that sequences own.
+
+Target and drafts share block ids: block 3 of a sequence names block 3 of every slab.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Rows of a cache and how they divide into blocks.
+
+    Args:
+        max_seq_len: tokens of a sequence at most.
+        max_nodes: nodes of the largest tree; their rows lie behind the committed ones.
+        block_size: rows of a block; 0 is dense: one block a sequence.
+        max_num_seqs: sequences that run together.
+    """
+
+    max_seq_len: int
+    max_nodes: int
+    block_size: int
+    max_num_seqs: int
+
+    @property
+    def rows_per_block(self) -> int:
+        return self.block_size or self.max_seq_len + self.max_nodes
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """Width of the block table: enough for S_max = max_seq_len + max_nodes rows."""
+        return -(-(self.max_seq_len + self.max_nodes) // self.rows_per_block)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.max_num_seqs * self.blocks_per_sequence
+
+    def blocks_for(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Blocks a request can need at worst, so that it is never preempted."""
+        num_tokens = min(num_prompt_tokens + max_tokens, self.max_seq_len)
+        return -(-(num_tokens + self.max_nodes) // self.rows_per_block)
+
+
+class BlockAllocator:
+    """Free list of block ids 0 … num_blocks - 1."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = deque(range(num_blocks))
+        self._used: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks; the caller has looked at `num_free`."""
+        if count > len(self._free):
+            raise RuntimeError(f"{count} blocks asked for, {len(self._free)} free")
+        blocks = [self._free.popleft() for _ in range(count)]
+        self._used.update(blocks)
+        return blocks
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give blocks back; one that is free already, or not of this pool, is specc's own bug."""
+        for block in blocks:
+            if block not in self._used:
+                raise RuntimeError(f"block {block} freed but not in use")
+            self._used.remove(block)
+            self._free.append(block)
+
+
+class KVCache:
+    """Slabs of all models and the allocator of their common blocks.
+
+    Args:
+        shape: rows and blocks.
+        slab_specs: model name → (num_layers, num_kv_heads, head_dim) of each of its slabs.
+        dtype: of the rows.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        slab_specs: Mapping[str, Sequence[tuple[int, int, int]]],
+        dtype: torch.dtype,
+    ) -> None:
+        self.shape = shape
+        self.allocator = BlockAllocator(shape.num_blocks)
+        # zeros, not empty: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
+        self.slabs: dict[str, list[Tensor]] = {
+            model: [
+                torch.zeros(
+                    layers, 2, shape.num_blocks, shape.rows_per_block, heads, dim, dtype=dtype
+                )
+                for layers, heads, dim in specs
+            ]
+            for model, specs in slab_specs.items()
+        }
+
+    @property
+    def environment(self) -> dict[str, Tensor]:
+        """Slabs under the names that step programs know: `target_slab_0`, `draft_0_slab_0`, …"""
+        return {
+            f"{model}_slab_{i}": slab
+            for model, slabs in self.slabs.items()
+            for i, slab in enumerate(slabs)
+        }
+
+    def block_table(self, block_lists: Sequence[Sequence[int]]) -> Tensor:
+        """[B, n] int32; entries behind a sequence's own blocks are 0 and never used."""
+        width = self.shape.blocks_per_sequence
+        return torch.tensor(
+            [[*blocks, *[0] * (width - len(blocks))] for blocks in block_lists], dtype=torch.int32
+        )

@@ -1,0 +1,281 @@
+"""`LLM(engine_dir).generate(prompts, SamplingParams(...))`, as vLLM's users know it."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Sequence_
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from specc.config import SamplingParams
+from specc.errors import RequestError
+from specc.metrics import SpecStats
+from specc.runtime.detokenizer import Detokenizer
+from specc.runtime.engine import Engine
+from specc.runtime.outputs import RequestOutput, StreamOutput
+from specc.runtime.policy import FixedPolicy, Policy
+from specc.runtime.runner import Runner
+from specc.runtime.scheduler import Scheduler
+from specc.runtime.sequence import Sequence
+
+# text, token ids, or {"prompt": text}, {"prompt_token_ids": token ids}
+Prompt = str | Sequence_[int] | Mapping[str, Any]
+
+
+class LLM:
+    """A loaded engine that serves requests; for one thread.
+
+    Args:
+        engine: engine directory, or an `Engine` that was loaded before.
+        plan: speculation plan of every step; None is the engine's default.
+        max_num_seqs: sequences that run together; None is what the engine was compiled for. Not
+            with a loaded `Engine`, which has its caches already.
+        policy: picks the plan of each step instead of `plan`.
+        verify: compare the files with the hashes of the manifest.
+        num_threads: threads of torch, for the whole process; None leaves them alone.
+    Raises:
+        EngineError: the engine cannot be loaded.
+        RequestError: the engine has no such plan.
+    """
+
+    def __init__(
+        self,
+        engine: str | Path | Engine,
+        plan: str | None = None,
+        max_num_seqs: int | None = None,
+        *,
+        policy: Policy | None = None,
+        verify: bool = True,
+        num_threads: int | None = None,
+    ) -> None:
+        if not isinstance(engine, Engine):
+            engine = Engine.load(
+                engine, verify=verify, num_threads=num_threads, max_num_seqs=max_num_seqs
+            )
+        plan = engine.default_plan if plan is None else plan
+        if plan not in engine.plans:
+            raise RequestError(
+                f"plan {plan!r}",
+                f"a plan of this engine: {', '.join(engine.plans)}",
+                "choose one of them, or compile the engine with this plan",
+            )
+        self.engine = engine
+        self._runner = Runner(
+            engine.target, engine.drafts, engine.steps, engine.cache, engine.prefill_chunk
+        )
+        self._scheduler = Scheduler(
+            engine.cache,
+            engine.plans,
+            policy or FixedPolicy(plan),
+            engine.prefill_chunk,
+            engine.position_limit,
+        )
+        self._num_requests = 0
+        self._special_token_ids = _special_token_ids(engine.tokenizer)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None where the engine has none."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence_[Prompt],
+        params: SamplingParams | Sequence_[SamplingParams] | None = None,
+        progress: Callable[[int, int, int], object] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete all prompts, batched continuously.
+
+        Args:
+            prompts: one prompt or a list; each a text, token ids, or a dict with `prompt` or
+                `prompt_token_ids`.
+            params: for all prompts, or one for each.
+            progress: called after every iteration with the number of finished requests, of all
+                requests, and of output tokens so far.
+        Returns:
+            one output a prompt, in order.
+        Raises:
+            RequestError: a prompt or its parameters are invalid; no work has started then.
+        """
+        sequences = self._make_sequences(prompts, params, is_streamed=False)
+        for _ in self._serve(sequences):
+            if progress is not None:
+                finished = sum(s.is_finished for s in sequences)
+                num_tokens = sum(s.stats.num_output_tokens for s in sequences)
+                progress(finished, len(sequences), num_tokens)
+        return [sequence.to_output() for sequence in sequences]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence_[Prompt],
+        params: SamplingParams | Sequence_[SamplingParams] | None = None,
+    ) -> Iterator[StreamOutput]:
+        """Complete all prompts and yield every token as it comes, `index` naming its prompt.
+
+        Requests enter the engine with the first `next`; closing the iterator drops them. Several
+        streams and `generate` may overlap: each moves all requests forward.
+
+        Raises:
+            RequestError: as `generate`, at the call.
+        """
+        sequences = self._make_sequences(prompts, params, is_streamed=True)
+        return self._stream(sequences)
+
+    def get_metrics(self) -> SpecStats:
+        """Counters of all requests since the engine was loaded; a copy."""
+        return self._scheduler.stats.copy()
+
+    def _stream(self, sequences: list[Sequence]) -> Iterator[StreamOutput]:
+        for _ in self._serve(sequences):
+            yield from _drain(sequences)
+        # another stream may have moved these requests to their end
+        yield from _drain(sequences)
+
+    def _serve(self, sequences: list[Sequence]) -> Iterator[None]:
+        """Queue requests and move the engine on until they have ended; yield between iterations.
+
+        Whatever ends this early (an error, a closed stream) drops the requests.
+        """
+        try:
+            for sequence in sequences:
+                self._scheduler.add(sequence)
+            while not all(sequence.is_finished for sequence in sequences):
+                self._advance()
+                yield
+        finally:
+            for sequence in sequences:
+                self._scheduler.abort(sequence)
+
+    def _advance(self) -> None:
+        begin = time.perf_counter()
+        batch = self._scheduler.schedule()
+        result = self._runner.run(batch)
+        self._scheduler.postprocess(batch, result)
+        self._scheduler.stats.elapsed_s += time.perf_counter() - begin
+
+    def _make_sequences(
+        self,
+        prompts: Prompt | Sequence_[Prompt],
+        params: SamplingParams | Sequence_[SamplingParams] | None,
+        is_streamed: bool,
+    ) -> list[Sequence]:
+        prompt_list = _as_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params_list = [params or SamplingParams()] * len(prompt_list)
+        else:
+            params_list = list(params)
+        if len(params_list) != len(prompt_list):
+            raise RequestError(
+                f"{len(prompt_list)} prompts and {len(params_list)} SamplingParams",
+                "one SamplingParams for all prompts, or one for each",
+                "pass lists of equal length",
+            )
+        return [
+            self._make_sequence(index, prompt, params, is_streamed)
+            for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
+        ]
+
+    def _make_sequence(
+        self, index: int, prompt: Prompt, params: SamplingParams, is_streamed: bool
+    ) -> Sequence:
+        text, token_ids = self._tokenize(index, prompt)
+        self._check(index, token_ids, params)
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(
+                self.tokenizer,
+                token_ids,
+                params.stop_strings,
+                params.include_stop_str_in_output,
+                self._special_token_ids if params.skip_special_tokens else frozenset(),
+            )
+        self._num_requests += 1
+        return Sequence(
+            str(self._num_requests - 1),
+            token_ids,
+            params,
+            max_seq_len=self.engine.max_seq_len,
+            eos_token_ids=self.engine.eos_token_ids,
+            num_drafts=len(self.engine.drafts),
+            detokenizer=detokenizer,
+            index=index,
+            prompt=text,
+            is_streamed=is_streamed,
+        )
+
+    def _tokenize(self, index: int, prompt: Prompt) -> tuple[str | None, list[int]]:
+        content: Any = prompt
+        if isinstance(prompt, Mapping):
+            content = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(content, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    f"prompt {index} is text",
+                    "token ids: this engine has no tokenizer",
+                    "pass {'prompt_token_ids': [...]}",
+                )
+            token_ids = self.tokenizer.encode(content).ids
+            bos = self.engine.bos_token_id
+            if self.engine.add_bos and bos is not None and token_ids[:1] != [bos]:
+                token_ids = [bos, *token_ids]
+            return content, token_ids
+        try:
+            token_ids = [operator.index(token) for token in content]
+        except TypeError as error:
+            raise RequestError(
+                f"prompt {index} of type {type(content).__name__}",
+                "text, a list of token ids, or a dict with prompt or prompt_token_ids",
+                "pass one of these",
+            ) from error
+        return (prompt.get("prompt") if isinstance(prompt, Mapping) else None), token_ids
+
+    def _check(self, index: int, token_ids: list[int], params: SamplingParams) -> None:
+        max_seq_len, vocab_size = self.engine.max_seq_len, self.engine.vocab_size
+        if not token_ids:
+            raise RequestError(
+                f"prompt {index} has no tokens", "at least one token", "pass a non-empty prompt"
+            )
+        if len(token_ids) >= max_seq_len:
+            raise RequestError(
+                f"prompt {index} has {len(token_ids)} tokens",
+                f"at most {max_seq_len - 1}: the engine's max_seq_len is {max_seq_len}",
+                "shorten the prompt, or compile with a larger --max-seq-len",
+            )
+        wrong = next((t for t in token_ids if not 0 <= t < vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"prompt {index} holds token id {wrong}",
+                f"0 … {vocab_size - 1}",
+                "tokenize with the engine's own tokenizer",
+            )
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError(
+                f"prompt {index} has stop strings",
+                "stop_token_ids: this engine has no tokenizer",
+                "pass stop_token_ids",
+            )
+
+
+def _drain(sequences: list[Sequence]) -> Iterator[StreamOutput]:
+    for sequence in sequences:
+        while sequence.events:
+            yield sequence.events.popleft()
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or many; a flat list of integers is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    prompt_list = list(prompts)
+    return [prompt_list] if prompt_list and isinstance(prompt_list[0], int) else prompt_list
+
+
+def _special_token_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    if tokenizer is None:
+        return frozenset()
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)

@@ -1,0 +1,58 @@
+"""What a caller gets back, named as vLLM's users know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specc.metrics import SpecStats
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """The output of one request.
+
+    Args:
+        token_ids: emitted tokens; an EOS or stop token that ended the output is included.
+        text: their text, without the stop string and without the token that ended the output.
+        finish_reason: `stop` (EOS, stop token, stop string) or `length` (max_tokens, context).
+        stop_reason: the stop token id or stop string; None for EOS and length.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request; `prompt` is None where the caller passed token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: SpecStats
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class StreamOutput:
+    """One more token of a request; the texts of all of them, joined, are the final text.
+
+    Args:
+        index: which of the streamed prompts.
+        token_id: the new token.
+        text: characters that became certain; may be empty.
+        metrics: of the whole request, with the last token only.
+    """
+
+    request_id: str
+    index: int
+    token_id: int
+    text: str
+    finished: bool = False
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    metrics: SpecStats | None = None

@@ -1,0 +1,161 @@
+"""Runs a batch: builds the inputs of each pass, calls the programs, reads the results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specc.runtime.kv_cache import KVCache
+from specc.runtime.program import ModelProgram, StepProgram
+from specc.runtime.scheduler import Batch, Span, StepGroup
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did for its B sequences.
+
+    Args:
+        num_accepted: [B] accepted draft tokens.
+        output_tokens: [B][P] accepted tokens, bonus token, then -1.
+        next_cache_len: [B] committed rows of the target.
+        draft_lens: draft → [B] committed rows of it.
+        stage_s: seconds of each stage.
+    """
+
+    num_accepted: list[int]
+    output_tokens: list[list[int]]
+    next_cache_len: list[int]
+    draft_lens: dict[int, list[int]]
+    stage_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What an iteration did; `first_tokens` is None where a prompt is not finished yet."""
+
+    first_tokens: list[int | None] = field(default_factory=list)
+    prefill_s: float = 0.0
+    steps: list[StepResult] = field(default_factory=list)
+
+
+class Runner:
+    """Runs the programs of an engine over its caches.
+
+    Args:
+        target: the target's program.
+        drafts: programs of the drafts, draft_0 first.
+        steps: plan name → step program.
+        cache: that all programs are bound to.
+        prefill_chunk: tokens of a causal pass at most.
+    """
+
+    def __init__(
+        self,
+        target: ModelProgram,
+        drafts: list[ModelProgram],
+        steps: Mapping[str, StepProgram],
+        cache: KVCache,
+        prefill_chunk: int,
+    ) -> None:
+        self._target = target
+        self._drafts = drafts
+        self._steps = steps
+        self._cache = cache
+        self._prefill_chunk = prefill_chunk
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> RunResult:
+        """Prefill, then one step for each group; sequences are read, never changed."""
+        begin = time.perf_counter()
+        first_tokens = self._prefill(batch.prefill)
+        prefill_s = time.perf_counter() - begin
+        return RunResult(first_tokens, prefill_s, [self._step(group) for group in batch.groups])
+
+    def _prefill(self, spans: list[Span]) -> list[int | None]:
+        if not spans:
+            return []
+        logits = self._causal_pass(self._target, spans, [span.is_last for span in spans])
+        for i, draft in enumerate(self._drafts):
+            if mine := [span for span in spans if i in span.drafts]:
+                self._causal_pass(draft, mine, [False] * len(mine))
+        tokens = iter(logits.argmax(dim=-1).tolist())
+        return [next(tokens) if span.is_last else None for span in spans]
+
+    def _step(self, group: StepGroup) -> StepResult:
+        begin = time.perf_counter()
+        drafts = range(len(self._drafts)) if group.plan.widths else range(0)
+        for draft in drafts:
+            self._catch_up(draft, group)
+        catch_up_s = time.perf_counter() - begin
+        sequences = group.sequences
+        environment = {
+            "last_tokens": torch.tensor([(s.token_ids[-2], s.token_ids[-1]) for s in sequences]),
+            "cache_len": _int32([s.cache_len for s in sequences]),
+            "block_table": self._cache.block_table([s.blocks for s in sequences]),
+            **self._cache.environment,
+        }
+        stage_s = self._steps[group.plan.name].run(environment)
+        if "draft" in stage_s:
+            stage_s["draft"] += catch_up_s
+        return StepResult(
+            environment["num_accepted"].tolist(),
+            environment["output_tokens"].tolist(),
+            environment["next_cache_len"].tolist(),
+            {draft: environment[f"draft_{draft}_len"].tolist() for draft in drafts},
+            stage_s,
+        )
+
+    def _catch_up(self, draft: int, group: StepGroup) -> None:
+        """Feed a draft the committed tokens that its first level does not reach back to."""
+        behind = [
+            Span(s, s.draft_lens[draft], s.cache_len)
+            for s in group.sequences
+            if s.draft_lens[draft] < s.cache_len - 1
+        ]
+        for spans in _split(behind, self._prefill_chunk):
+            self._causal_pass(self._drafts[draft], spans, [False] * len(spans))
+
+    def _causal_pass(
+        self, model: ModelProgram, spans: list[Span], wants_logits: list[bool]
+    ) -> Tensor:
+        """Feed spans of several sequences; returns [R, V], a row for each wanted last token."""
+        tokens = [token for s in spans for token in s.sequence.token_ids[s.start : s.end]]
+        positions = torch.tensor([p for s in spans for p in range(s.start, s.end)])
+        ends = torch.tensor([s.end - s.start for s in spans]).cumsum(0)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+        return model(
+            torch.tensor(tokens),
+            positions,
+            starts.int(),
+            positions.int(),
+            _int32([s.start for s in spans]),
+            None,
+            self._cache.block_table([s.sequence.blocks for s in spans]),
+            ends[torch.tensor(wants_logits)] - 1,
+        )
+
+
+def _split(spans: list[Span], limit: int) -> Iterator[list[Span]]:
+    """Passes of at most `limit` tokens; parts of one sequence keep their order."""
+    current: list[Span] = []
+    room = limit
+    for span in spans:
+        start = span.start
+        while start < span.end:
+            end = min(span.end, start + room)
+            current.append(Span(span.sequence, start, end))
+            room -= end - start
+            start = end
+            if room == 0:
+                yield current
+                current, room = [], limit
+    if current:
+        yield current
+
+
+def _int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)

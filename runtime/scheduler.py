@@ -1,0 +1,190 @@
+"""Continuous batching: who prefills, who steps, and what a pass has changed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from specc.config import OFF, SpecPlan
+from specc.errors import RequestError
+from specc.metrics import SpecStats
+from specc.runtime.kv_cache import KVCache
+from specc.runtime.policy import Policy
+from specc.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from specc.runtime.runner import RunResult
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens start … end - 1 of a sequence, to be fed causally.
+
+    Args:
+        drafts: drafts that take the same tokens in the same iteration.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        """Ends the prompt, so that its last row yields the first output token."""
+        return self.end == self.sequence.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class StepGroup:
+    """Sequences that run one plan's step together."""
+
+    plan: SpecPlan
+    sequences: list[Sequence]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One iteration: at most one prefill pass, then a step for each plan in use."""
+
+    prefill: list[Span] = field(default_factory=list)
+    groups: list[StepGroup] = field(default_factory=list)
+
+
+class Scheduler:
+    """Admits requests in order of arrival, whenever a slot and blocks are free.
+
+    A request reserves the blocks of its worst case, so none is ever preempted.
+
+    Args:
+        cache: whose blocks sequences own.
+        plans: the engine's plans by name, `off` included.
+        policy: picks the plan of each step.
+        prefill_chunk: tokens of a prefill pass at most.
+        position_limit: positions 0 … position_limit - 1 exist in every model; no draft token may
+            lie behind them.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        plans: Mapping[str, SpecPlan],
+        policy: Policy,
+        prefill_chunk: int,
+        position_limit: int,
+    ) -> None:
+        self.stats = SpecStats()
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._cache = cache
+        self._plans = plans
+        self._policy = policy
+        self._prefill_chunk = prefill_chunk
+        self._position_limit = position_limit
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it needs more blocks than the cache has.
+        """
+        needed, available = self._blocks_for(sequence), self._cache.allocator.num_blocks
+        if needed > available:
+            raise RequestError(
+                f"request {sequence.request_id} needs {needed} KV cache blocks",
+                f"at most {available}",
+                "lower max_tokens, or shorten the prompt",
+            )
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Drop a request, wherever it is; one that ended is left alone."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self.running:
+            self._release(sequence)
+
+    def schedule(self) -> Batch:
+        """Pick the work of the next iteration."""
+        self._admit()
+        ready = [sequence for sequence in self.running if sequence.is_prefilled]
+        plan = self._plans[self._policy.choose(len(ready), self.stats)]
+        speculating = [sequence for sequence in ready if self._speculates(sequence, plan)]
+        plain = [sequence for sequence in ready if not self._speculates(sequence, plan)]
+        groups = [StepGroup(plan, speculating), StepGroup(OFF, plain)]
+        return Batch(self._prefill_spans(plan), [group for group in groups if group.sequences])
+
+    def postprocess(self, batch: Batch, result: RunResult) -> None:
+        """Commit what the passes did: lengths, tokens, counters; release requests that ended."""
+        if batch.prefill:
+            self.stats.record_prefill_pass(result.prefill_s)
+        for span, token in zip(batch.prefill, result.first_tokens, strict=True):
+            sequence = span.sequence
+            sequence.stats.record_prefill_pass(result.prefill_s)
+            sequence.cache_len = span.end
+            for draft in span.drafts:
+                sequence.draft_lens[draft] = span.end
+            if token is not None:
+                sequence.append_first(token)
+                self.stats.record_first_token(sequence.stats.first_token_s)
+                self.stats.num_prompt_tokens += sequence.num_prompt_tokens
+        for group, step in zip(batch.groups, result.steps, strict=True):
+            self.stats.record_step_pass(step.stage_s)
+            for i, sequence in enumerate(group.sequences):
+                num_accepted = step.num_accepted[i]
+                num_emitted = sequence.append(step.output_tokens[i][: num_accepted + 1])
+                sequence.cache_len = step.next_cache_len[i]
+                for draft, lengths in step.draft_lens.items():
+                    sequence.draft_lens[draft] = lengths[i]
+                sequence.stats.record_step_pass(step.stage_s)
+                for stats in (sequence.stats, self.stats):
+                    stats.record_step(group.plan.widths, num_accepted, num_emitted)
+        for sequence in [s for s in self.running if s.is_finished]:
+            self._release(sequence)
+            self.stats.num_requests += 1
+
+    def _admit(self) -> None:
+        allocator = self._cache.allocator
+        while self.waiting and len(self.running) < self._cache.shape.max_num_seqs:
+            needed = self._blocks_for(self.waiting[0])
+            if needed > allocator.num_free:
+                return
+            sequence = self.waiting.popleft()
+            sequence.admit(allocator.allocate(needed))
+            self.running.append(sequence)
+
+    def _prefill_spans(self, plan: SpecPlan) -> list[Span]:
+        spans = []
+        budget = self._prefill_chunk
+        for sequence in self.running:
+            start = sequence.cache_len
+            if sequence.is_prefilled or budget == 0:
+                continue
+            end = min(sequence.num_prompt_tokens, start + budget)
+            budget -= end - start
+            drafts: tuple[int, ...] = ()
+            if self._speculates(sequence, plan, sequence.num_prompt_tokens):
+                # a draft that lags behind catches up later, in front of its first step
+                drafts = tuple(i for i, n in enumerate(sequence.draft_lens) if n == start)
+            spans.append(Span(sequence, start, end, drafts))
+        return spans
+
+    def _speculates(self, sequence: Sequence, plan: SpecPlan, cache_len: int | None = None) -> bool:
+        """The plan drafts, the request wants it, and its deepest node has a position."""
+        cache_len = sequence.cache_len if cache_len is None else cache_len
+        fits = cache_len + len(plan.widths) < self._position_limit
+        return bool(plan.widths) and sequence.params.speculative and fits
+
+    def _blocks_for(self, sequence: Sequence) -> int:
+        return self._cache.shape.blocks_for(sequence.num_prompt_tokens, sequence.max_tokens)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._cache.allocator.free(sequence.blocks)
+        sequence.blocks = []

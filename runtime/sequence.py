@@ -1,0 +1,154 @@
+"""State of one request, and the rules by which it ends."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Set
+
+from specc.config import SamplingParams
+from specc.metrics import SpecStats
+from specc.runtime.detokenizer import Detokenizer
+from specc.runtime.outputs import CompletionOutput, RequestOutput, StreamOutput
+
+
+class Sequence:
+    """A request from arrival to its last token.
+
+    `cache_len` and `draft_lens` count committed rows of the target and of each draft; only the
+    scheduler moves them, after a pass. Once prefill is done, the sequence has `cache_len + 1`
+    tokens: the last one, the root of the next tree, has no row.
+
+    Args:
+        request_id: name of the request.
+        prompt_token_ids: at least one, fewer than `max_seq_len`.
+        params: options of the request.
+        max_seq_len: tokens of prompt and output together.
+        eos_token_ids: end the output unless `ignore_eos`.
+        num_drafts: drafts of the engine.
+        detokenizer: None leaves the text empty.
+        index: which of the caller's prompts.
+        prompt: the caller's text.
+        is_streamed: keep an event for every token.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_seq_len: int,
+        eos_token_ids: Set[int] = frozenset(),
+        num_drafts: int = 0,
+        detokenizer: Detokenizer | None = None,
+        index: int = 0,
+        prompt: str | None = None,
+        is_streamed: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.prompt = prompt
+        self.params = params
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_tokens = min(params.max_tokens, max_seq_len - self.num_prompt_tokens)
+        self.cache_len = 0
+        self.draft_lens = [0] * num_drafts
+        self.blocks: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.stats = SpecStats()
+        self.events: deque[StreamOutput] = deque()
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._detokenizer = detokenizer
+        self._is_streamed = is_streamed
+        self._arrival = time.perf_counter()
+        self._admitted = self._arrival
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.cache_len >= self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def text(self) -> str:
+        return self._detokenizer.text if self._detokenizer else ""
+
+    def admit(self, blocks: list[int]) -> None:
+        self.blocks = blocks
+        self._admitted = time.perf_counter()
+
+    def append_first(self, token_id: int) -> None:
+        """Take the token that the prefill pass yields."""
+        self.stats.num_prompt_tokens = self.num_prompt_tokens
+        self.stats.record_first_token(time.perf_counter() - self._arrival)
+        self.append([token_id])
+
+    def append(self, token_ids: list[int]) -> int:
+        """Take tokens in order, up to the one at which plain decoding would end.
+
+        Returns:
+            tokens taken, at least 1; the others lie behind the end.
+        """
+        for count, token_id in enumerate(token_ids, start=1):
+            self.token_ids.append(token_id)
+            self._update_end(token_id)
+            if self._is_streamed:
+                self.events.append(self._event(token_id))
+            if self.is_finished:
+                self._close()
+                return count
+        return len(token_ids)
+
+    def to_output(self) -> RequestOutput:
+        completion = CompletionOutput(
+            0, self.output_token_ids, self.text, self.finish_reason, self.stop_reason
+        )
+        prompt_token_ids = self.token_ids[: self.num_prompt_tokens]
+        return RequestOutput(
+            self.request_id, self.prompt, prompt_token_ids, [completion], self.stats
+        )
+
+    def _update_end(self, token_id: int) -> None:
+        """End by token, then by length; a stop string that this token completes goes first."""
+        if token_id in self._eos_token_ids:
+            self.finish_reason = "stop"
+        elif token_id in self._stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token_id
+        # the text of a token that ends the output is left out, as a stop string is
+        has_text = self.finish_reason is None or self.params.include_stop_str_in_output
+        if len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens:
+            self.finish_reason = self.finish_reason or "length"
+        if self._detokenizer is None:
+            return
+        stop = self._detokenizer.push(token_id) if has_text else None
+        if stop is None and self.is_finished:
+            stop = self._detokenizer.flush()
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+
+    def _event(self, token_id: int) -> StreamOutput:
+        text = self._detokenizer.take_delta(self.is_finished) if self._detokenizer else ""
+        return StreamOutput(
+            self.request_id,
+            self.index,
+            token_id,
+            text,
+            finished=self.is_finished,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            metrics=self.stats if self.is_finished else None,
+        )
+
+    def _close(self) -> None:
+        self.stats.num_requests = 1
+        self.stats.elapsed_s = time.perf_counter() - self._admitted

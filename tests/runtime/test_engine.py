@@ -1,0 +1,153 @@
+"""Loading an engine directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from specc.config import SamplingParams
+from specc.errors import ConfigError, EngineError
+from specc.manifest import LimitsEntry, PlanEntry, TokenizerEntry
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+
+PROMPTS = [[1, 2, 3], [40] * 20, [7]]
+
+
+@pytest.fixture
+def engine_copy(saved_engine, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved_engine.path, tmp_path / "engine"))
+
+
+@pytest.mark.parametrize("plan", ["off", "chain-4", "tree-3-2-1"])
+def test_loaded_engine_decodes_like_the_dense_model(saved_engine, plan: str) -> None:
+    llm = LLM(saved_engine.path, plan=plan)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.outputs[0].token_ids == saved_engine.greedy(prompt, 12)
+    if plan == "chain-4":
+        assert llm.get_metrics().acceptance_rate == 1.0
+
+
+def test_facts_of_a_loaded_engine(saved_engine) -> None:
+    engine = Engine.load(str(saved_engine.path))
+    assert list(engine.plans) == ["off", "chain-4", "tree-3-2-1"]
+    assert engine.default_plan == "chain-4"
+    assert (engine.vocab_size, engine.max_seq_len, engine.position_limit) == (61, 64, 64)
+    assert engine.eos_token_ids == {60}
+    assert len(engine.drafts) == 1
+    assert engine.cache.slabs["target"][0].shape == (1, 2, 3 * 5, 16, 1, 16)
+    assert engine.tokenizer is not None
+    assert engine.manifest is not None
+
+
+def test_max_num_seqs_sizes_the_caches(saved_engine) -> None:
+    engine = Engine.load(saved_engine.path, max_num_seqs=1)
+    assert engine.cache.shape.num_blocks == 5
+    for number in (0, 4):
+        with pytest.raises(ConfigError, match="max_num_seqs"):
+            Engine.load(saved_engine.path, max_num_seqs=number)
+
+
+def test_num_threads(saved_engine) -> None:
+    before = torch.get_num_threads()
+    try:
+        Engine.load(saved_engine.path, num_threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ConfigError, match="num_threads 0"):
+        Engine.load(saved_engine.path, num_threads=0)
+
+
+def test_tokenizer_settings_of_training_are_dropped(engine_copy: Path, save_engine_to) -> None:
+    engine = Engine.load(engine_copy)
+    tokenizer = engine.tokenizer
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    (engine_copy / "tokenizer.json").write_text(tokenizer.to_str())
+    manifest = json.loads((engine_copy / "manifest.json").read_text())
+    manifest["files"]["tokenizer.json"]["bytes"] = (engine_copy / "tokenizer.json").stat().st_size
+    (engine_copy / "manifest.json").write_text(json.dumps(manifest))
+    reloaded = Engine.load(engine_copy, verify=False).tokenizer
+    assert reloaded.encode("abcd").ids == [0, 1, 2, 3]
+
+
+def test_altered_file(engine_copy: Path) -> None:
+    file = engine_copy / "target/weights.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(EngineError, match=r"weights\.safetensors"):
+        Engine.load(engine_copy)
+    Engine.load(engine_copy, verify=False)
+
+
+def test_no_engine(tmp_path: Path) -> None:
+    with pytest.raises(EngineError):
+        Engine.load(tmp_path)
+    with pytest.raises(EngineError):
+        Engine.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"dtype": "float16"}, "dtype float16", id="dtype"),
+        pytest.param(
+            {"plans": (PlanEntry("chain-4", (1, 1, 1, 1), "steps/chain-4.json"),)},
+            "plan off among them",
+            id="no-off",
+        ),
+        pytest.param(
+            {"plans": (PlanEntry("chain-4", (1, 1), "steps/off.json"),)},
+            r"steps/off\.json holds",
+            id="plan-and-file-differ",
+        ),
+    ],
+)
+def test_unusable_manifest(save_engine_to, tmp_path: Path, changes, message) -> None:
+    saved = save_engine_to(tmp_path / "engine", **changes)
+    with pytest.raises(EngineError, match=message):
+        Engine.load(saved.path)
+
+
+def test_malformed_tokenizer(engine_copy: Path) -> None:
+    file = engine_copy / "tokenizer.json"
+    file.write_bytes(b"{" * file.stat().st_size)
+    with pytest.raises(EngineError, match=r"tokenizer\.json"):
+        Engine.load(engine_copy, verify=False)
+
+
+def test_dense_caches_and_no_tokenizer(save_engine_to, tmp_path: Path) -> None:
+    saved = save_engine_to(
+        tmp_path / "engine",
+        limits=LimitsEntry(3, 64, 0, 32, 16),
+        tokenizer=TokenizerEntry(None, "", (60,), None, False),
+    )
+    llm = LLM(saved.path)
+    assert llm.tokenizer is None
+    assert llm.engine.cache.slabs["target"][0].shape == (1, 2, 3, 80, 1, 16)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.outputs[0].token_ids == saved.greedy(prompt, 12)
+
+
+def test_running_an_engine_imports_no_compiler(saved_engine) -> None:
+    code = f"""
+import sys
+from specc import LLM, SamplingParams
+LLM({str(saved_engine.path)!r}).generate("abc", SamplingParams(max_tokens=3))
+bad = ("transformers", "specc.passes", "specc.compiler", "specc.api", "typer", "rich")
+print([m for m in sys.modules if m.startswith(bad)])
+"""
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

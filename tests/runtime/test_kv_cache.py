@@ -1,0 +1,87 @@
+"""Blocks, slabs and block tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specc.runtime.kv_cache import BlockAllocator, CacheShape, KVCache
+
+
+@given(st.lists(st.integers(0, 6)), st.randoms())
+def test_allocator_hands_out_every_block_once(sizes: list[int], random) -> None:
+    allocator = BlockAllocator(16)
+    held: list[list[int]] = []
+    for size in sizes:
+        if size > allocator.num_free and held:
+            allocator.free(held.pop(random.randrange(len(held))))
+        if size <= allocator.num_free:
+            held.append(allocator.allocate(size))
+        used = [block for blocks in held for block in blocks]
+        assert len(used) == len(set(used)) == 16 - allocator.num_free
+        assert set(used) <= set(range(16))
+    for blocks in held:
+        allocator.free(blocks)
+    assert allocator.num_free == 16
+
+
+def test_double_free_and_foreign_blocks_are_detected() -> None:
+    allocator = BlockAllocator(4)
+    blocks = allocator.allocate(2)
+    allocator.free(blocks)
+    with pytest.raises(RuntimeError, match="freed but not in use"):
+        allocator.free(blocks)
+    with pytest.raises(RuntimeError, match="block 9"):
+        allocator.free([9])
+    with pytest.raises(RuntimeError, match="5 blocks asked for, 4 free"):
+        allocator.allocate(5)
+    assert allocator.num_free == 4
+
+
+@pytest.mark.parametrize(
+    ("block_size", "rows", "per_sequence"),
+    [pytest.param(16, 16, 7, id="paged"), pytest.param(0, 105, 1, id="dense")],
+)
+def test_shape(block_size: int, rows: int, per_sequence: int) -> None:
+    shape = CacheShape(max_seq_len=100, max_nodes=5, block_size=block_size, max_num_seqs=3)
+    assert shape.rows_per_block == rows
+    assert shape.blocks_per_sequence == per_sequence
+    assert shape.num_blocks == 3 * per_sequence
+    # the worst case of any request fits, so a free slot always has its blocks
+    assert shape.blocks_for(99, 10**6) == per_sequence
+
+
+def test_blocks_for_covers_the_region_behind_the_last_token() -> None:
+    shape = CacheShape(max_seq_len=100, max_nodes=5, block_size=4, max_num_seqs=1)
+    assert shape.blocks_for(3, 4) == 3  # 7 tokens and 5 nodes
+    assert shape.blocks_for(3, 5) == 4
+
+
+def test_slabs_and_environment() -> None:
+    shape = CacheShape(max_seq_len=10, max_nodes=2, block_size=4, max_num_seqs=2)
+    cache = KVCache(
+        shape, {"target": [(3, 2, 8), (1, 1, 4)], "draft_0": [(1, 2, 8)]}, torch.bfloat16
+    )
+    assert cache.allocator.num_free == 6
+    environment = cache.environment
+    assert list(environment) == ["target_slab_0", "target_slab_1", "draft_0_slab_0"]
+    assert environment["target_slab_0"].shape == (3, 2, 6, 4, 2, 8)
+    assert environment["target_slab_1"].shape == (1, 2, 6, 4, 1, 4)
+    assert all(slab.dtype == torch.bfloat16 for slab in environment.values())
+    assert environment["target_slab_0"] is cache.slabs["target"][0]
+
+
+def test_slabs_hold_no_nan() -> None:
+    """A masked row contributes 0 times its value, which NaN would spoil."""
+    shape = CacheShape(max_seq_len=10, max_nodes=2, block_size=0, max_num_seqs=2)
+    (slab,) = KVCache(shape, {"target": [(2, 1, 4)]}, torch.float32).slabs["target"]
+    assert slab.isfinite().all()
+
+
+def test_block_table_is_padded() -> None:
+    shape = CacheShape(max_seq_len=10, max_nodes=2, block_size=4, max_num_seqs=2)
+    table = KVCache(shape, {}, torch.float32).block_table([[4], [5, 1, 2]])
+    assert table.dtype == torch.int32
+    assert table.tolist() == [[4, 0, 0], [5, 1, 2]]

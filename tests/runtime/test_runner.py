@@ -1,0 +1,242 @@
+"""Passes over a tiny pair: outputs never depend on who shares a batch, drafts keep up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specc.config import SamplingParams
+from specc.metrics import SpecStats
+from specc.runtime.engine import Engine
+from specc.runtime.runner import Runner, _split
+from specc.runtime.scheduler import Scheduler, Span
+from specc.runtime.sequence import Sequence
+
+PLANS = ("off", "chain-4", "tree-3-2-1")
+
+
+@dataclass
+class ScriptedPolicy:
+    """Runs through a list of plans, again and again."""
+
+    plans: list[str]
+    step: int = -1
+
+    def choose(self, num_running: int, stats: SpecStats) -> str:
+        self.step += 1
+        return self.plans[self.step % len(self.plans)]
+
+
+def make_loop(engine: Engine, plans: list[str]) -> tuple[Scheduler, Runner]:
+    chunk, limit = engine.prefill_chunk, engine.position_limit
+    policy = ScriptedPolicy(plans)
+    return (
+        Scheduler(engine.cache, engine.plans, policy, chunk, limit),
+        Runner(engine.target, engine.drafts, engine.steps, engine.cache, chunk),
+    )
+
+
+def make_sequence(engine: Engine, prompt: list[int], name: str = "0", **params) -> Sequence:
+    sampling = SamplingParams(**{"max_tokens": 20, **params})
+    return Sequence(name, prompt, sampling, max_seq_len=engine.max_seq_len, num_drafts=1)
+
+
+def advance(scheduler: Scheduler, runner: Runner) -> None:
+    batch = scheduler.schedule()
+    scheduler.postprocess(batch, runner.run(batch))
+
+
+def run_all(engine: Engine, plans: list[str], sequences: list[Sequence]) -> SpecStats:
+    scheduler, runner = make_loop(engine, plans)
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while scheduler.has_work:
+        advance(scheduler, runner)
+    return scheduler.stats
+
+
+@dataclass
+class Arrival:
+    prompt: int
+    max_tokens: int
+    speculative: bool
+    time: int
+    abort_time: int
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        st.integers(0, 6),
+        st.integers(1, 20),
+        st.sampled_from([True, True, False]),
+        st.integers(0, 8),
+        st.sampled_from([3, 6, 1000, 1000, 1000]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@pytest.fixture(scope="session")
+def cached_engine(make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+    """Engines are used again, so caches hold rows of requests before."""
+    return cache(make_engine)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    ARRIVALS,
+    st.lists(st.sampled_from(PLANS), min_size=1, max_size=4),
+    st.sampled_from([0, 3, 4]),
+    st.integers(1, 3),
+    st.sampled_from([1, 7, 16]),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_any_interleaving_yields_what_each_request_yields_alone(
+    cached_engine, prompts, greedy, arrivals, plans, block_size, max_num_seqs, chunk, dtype
+) -> None:
+    engine = cached_engine(
+        block_size=block_size, max_num_seqs=max_num_seqs, prefill_chunk=chunk, dtype=dtype
+    )
+    scheduler, runner = make_loop(engine, plans)
+    waiting = [
+        (
+            arrival,
+            make_sequence(
+                engine,
+                prompts[arrival.prompt],
+                str(i),
+                max_tokens=arrival.max_tokens,
+                speculative=arrival.speculative,
+            ),
+        )
+        for i, arrival in enumerate(arrivals)
+    ]
+    clock = 0
+    while scheduler.has_work or clock <= 8:
+        for arrival, sequence in waiting:
+            if arrival.time == clock:
+                scheduler.add(sequence)
+        advance(scheduler, runner)
+        for arrival, sequence in waiting:
+            if arrival.abort_time == clock:
+                scheduler.abort(sequence)
+        for sequence in scheduler.running:
+            if sequence.is_prefilled:
+                assert len(sequence.token_ids) == sequence.cache_len + 1
+            assert all(n <= sequence.cache_len for n in sequence.draft_lens)
+        clock += 1
+    for arrival, sequence in waiting:
+        want = greedy(prompts[arrival.prompt], arrival.max_tokens)
+        got = sequence.output_token_ids
+        assert got == want[: len(got)]
+        assert sequence.is_finished or arrival.abort_time < 1000
+        assert not sequence.is_finished or got == want
+        if not arrival.speculative:
+            assert sequence.stats.num_draft_tokens == 0
+    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        pytest.param(["chain-4"], id="fixed"),
+        pytest.param(["off", "off", "off", "off", "chain-4"], id="catch-up-after-off"),
+        pytest.param(["off", "chain-4"], id="catch-up-of-one-token"),
+        pytest.param(["off", "tree-3-2-1", "chain-4"], id="mixed"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_a_draft_equal_to_its_target_is_always_accepted(
+    make_engine, prompts, plans: list[str], chunk: int
+) -> None:
+    """Wrong rows in a draft's cache cost acceptance only: no other test sees them."""
+    engine = make_engine(noise=0.0, prefill_chunk=chunk)
+    scheduler, runner = make_loop(engine, plans)
+    for prompt in prompts:
+        scheduler.add(make_sequence(engine, prompt))
+    while scheduler.has_work:
+        batch = scheduler.schedule()
+        result = runner.run(batch)
+        for group, step in zip(batch.groups, result.steps, strict=True):
+            assert set(step.num_accepted) == {len(group.plan.widths)}
+        scheduler.postprocess(batch, result)
+    stats = scheduler.stats
+    assert stats.num_spec_steps > 0
+    if plans == ["chain-4"]:
+        assert stats.acceptance_rate == 1.0
+        assert stats.num_output_tokens == len(prompts) * 20
+
+
+def test_a_useless_draft_changes_nothing(make_engine, prompts, greedy) -> None:
+    engine = make_engine(draft_seed=99)
+    sequences = [make_sequence(engine, prompt) for prompt in prompts]
+    stats = run_all(engine, ["tree-3-2-1"], sequences)
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert sequence.output_token_ids == greedy(prompt, 20)
+    assert stats.acceptance_rate < 0.1
+
+
+def test_off_never_runs_the_draft(make_engine, prompts) -> None:
+    engine = make_engine()
+    run_all(engine, ["off"], [make_sequence(engine, prompt) for prompt in prompts])
+    run_all(engine, ["chain-4"], [make_sequence(engine, p, speculative=False) for p in prompts])
+    assert engine.drafts[0].num_tokens == []
+
+
+def test_prefill_passes_keep_to_the_chunk(make_engine, prompts) -> None:
+    engine = make_engine(prefill_chunk=7, max_num_seqs=7)
+    stats = run_all(engine, ["off"], [make_sequence(engine, p, max_tokens=1) for p in prompts])
+    num_tokens = sum(len(prompt) for prompt in prompts)
+    assert max(engine.target.num_tokens) == 7
+    assert sum(engine.target.num_tokens) == num_tokens
+    assert len(engine.target.num_tokens) == stats.num_prefill_passes == -(-num_tokens // 7)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("block_size", [0, 4])
+def test_context_limit(make_engine, greedy, prompts, plan: str, block_size: int) -> None:
+    """Decoding up to the last position; a node behind it would be an IndexError in the models."""
+    engine = make_engine(max_seq_len=40, draft_positions=40, block_size=block_size)
+    sequences = [make_sequence(engine, prompt, max_tokens=1000) for prompt in prompts]
+    run_all(engine, [plan], sequences)
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert sequence.finish_reason == "length"
+        assert len(sequence.token_ids) == 40
+        assert sequence.output_token_ids == greedy(prompt, 40 - len(prompt))
+
+
+def test_a_draft_of_a_smaller_context(make_engine, greedy, prompts) -> None:
+    engine = make_engine(draft_positions=20, noise=0.0)
+    sequences = [make_sequence(engine, prompt, max_tokens=40) for prompt in prompts]
+    run_all(engine, ["chain-4"], sequences)
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert sequence.output_token_ids == greedy(prompt, 40)
+        assert (sequence.stats.num_spec_steps > 0) == (len(prompt) + 4 < 20)
+
+
+def test_split_covers_spans_in_order(make_engine) -> None:
+    sequences = [make_sequence(make_engine(), [1], str(i)) for i in range(3)]
+    spans = [Span(sequences[0], 2, 5), Span(sequences[1], 0, 9), Span(sequences[2], 3, 4)]
+    passes = [[(int(s.sequence.request_id), s.start, s.end) for s in p] for p in _split(spans, 4)]
+    assert passes == [
+        [(0, 2, 5), (1, 0, 1)],
+        [(1, 1, 5)],
+        [(1, 5, 9)],
+        [(2, 3, 4)],
+    ]
+    assert list(_split([], 4)) == []
+
+
+def test_stage_times_are_reported(make_engine, prompts) -> None:
+    engine = make_engine()
+    stats = run_all(engine, ["chain-4"], [make_sequence(engine, prompts[1])])
+    assert min(stats.prefill_s, stats.draft_s, stats.verify_s, stats.commit_s) > 0
+    assert stats.num_step_passes == stats.num_steps
