@@ -161,8 +161,12 @@ def resolve_target(name: str) -> Any:
     if len(parts) == 3 and parts[0] in _NAMESPACES:
         packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
         overload = getattr(packet, parts[2], None) if packet is not None else None
-        is_operator = isinstance(overload, torch._ops.OpOverload) and str(overload) == name
-        if is_operator and _is_allowed(overload):
+        # attributes of Python objects have such names too: only the operator itself answers to it
+        if (
+            isinstance(overload, torch._ops.OpOverload)
+            and str(overload) == name
+            and _is_allowed(overload)
+        ):
             return overload
     raise EngineError(
         f"operator {name}",
