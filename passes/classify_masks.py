@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from specc.errors import UnsupportedAttentionError
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import is_flat_call_graph, masks_are_classified
-from specc.passes.program import Program, bind_args, module_path
+from specc.passes.program import Program, bind_args, module_path, upstream
 
 aten = torch.ops.aten
 
@@ -83,13 +83,7 @@ class MaskEvaluator:
     def __init__(self, attention: fx.Node, mask: fx.Node) -> None:
         self.attention = attention
         self.mask = mask
-        needed, stack = {mask}, [mask]
-        while stack:
-            for node in stack.pop().all_input_nodes:
-                if node not in needed:
-                    needed.add(node)
-                    stack.append(node)
-        self.nodes = sorted(needed)
+        self.nodes = sorted(upstream(mask))
         inputs = {node.target for node in self.nodes if node.op == "placeholder"}
         if foreign := inputs - {"positions", "tokens"}:
             raise _error(attention, f"a mask computed from {', '.join(sorted(map(str, foreign)))}")
@@ -166,8 +160,8 @@ def describe_foreign_attention(program: Program) -> tuple[str, str, str]:
     if not softmaxes:
         return "the model has no attention layer", needed, do
     node = softmaxes[0]
-    upstream = _upstream(node, 12)
-    targets = {item.target for item in upstream}
+    nearby = _nearby(node, 12)
+    targets = {item.target for item in nearby}
     if aten.tanh.default in targets:
         reason = "scores pass through tanh (softcap)"
     elif targets & {aten.baddbmm.default}:
@@ -177,7 +171,7 @@ def describe_foreign_attention(program: Program) -> tuple[str, str, str]:
     return f"layer {module_path(node) or node.name}: {reason}", needed, do
 
 
-def _upstream(node: fx.Node, levels: int) -> set[fx.Node]:
+def _nearby(node: fx.Node, levels: int) -> set[fx.Node]:
     seen, frontier = {node}, {node}
     for _ in range(levels):
         frontier = {item for inner in frontier for item in inner.all_input_nodes} - seen

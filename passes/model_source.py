@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,10 @@ class ModelSource:
         Raises:
             WeightError: a parameter has no tensor in the checkpoint.
         """
-        if self.directory is None:
-            sources_of = lambda name: (Source(name),)  # noqa: E731
-        else:
-            sources_of = CheckpointMap(self.module, reader).sources
+        sources_of: Callable[[str], tuple[Source, ...]] = _own_source
+        if self.directory is not None:
+            module: Any = self.module
+            sources_of = CheckpointMap(module, reader).sources
         specs = []
         for weight in program.weights.values():
             sources = tuple(s for name in weight.parameters for s in sources_of(name))
@@ -97,6 +98,10 @@ class ModelSource:
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
         return specs
+
+
+def _own_source(name: str) -> tuple[Source, ...]:
+    return (Source(name),)
 
 
 def _require_dtype(module: nn.Module, label: str, dtype: torch.dtype) -> None:

@@ -7,9 +7,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from specc.errors import UnsupportedAttentionError, UnsupportedGraphError
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import has_runtime_inputs, is_flat_call_graph, is_off_meta_device
-from specc.passes.program import Program, bind_args, emit_call, is_view, replace
+from specc.passes.program import (
+    Program,
+    bind_args,
+    emit_call,
+    is_view,
+    module_path,
+    replace,
+    upstream,
+)
 
 aten = torch.ops.aten
 
@@ -85,7 +94,34 @@ class Normalize(Pass):
             result.rewrites += 1
         result.rewrites += _drop_dead(graph)
         program.graph_module.delete_all_unused_submodules()
+        _refuse_nested(program)
         return result
+
+
+def _refuse_nested(program: Program) -> None:
+    """Name the layer whose mask torch.export could only keep as a program inside the program."""
+    nested = {
+        node
+        for node in program.graph.nodes
+        if node.op in ("get_attr", "call_module", "call_method")
+        or isinstance(node.target, torch._ops.HigherOrderOperator)
+    }
+    if not nested:
+        return
+    for node in program.calls(aten.scaled_dot_product_attention.default):
+        mask = bind_args(node)["attn_mask"]
+        if isinstance(mask, fx.Node) and not nested.isdisjoint(upstream(mask)):
+            raise UnsupportedAttentionError(
+                f"layer {module_path(node) or node.name}: a mask built by a function of positions"
+                " that the trace keeps closed (bidirectional or custom attention)",
+                "causal attention, optionally with one sliding window",
+                "choose a model of a supported architecture (see README, What is supported)",
+            )
+    raise UnsupportedGraphError(
+        f"{program.name}: node {min(nested).name} is a program inside the program",
+        "a trace of plain operators",
+        "report the architecture",
+    )
 
 
 def _is_wrapper(node: fx.Node) -> bool:

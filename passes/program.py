@@ -140,6 +140,17 @@ def bind_args(node: fx.Node) -> dict[str, Any]:
     return bound
 
 
+def upstream(node: fx.Node) -> set[fx.Node]:
+    """A node and everything that it depends on."""
+    found, stack = {node}, [node]
+    while stack:
+        for item in stack.pop().all_input_nodes:
+            if item not in found:
+                found.add(item)
+                stack.append(item)
+    return found
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a call may return a view of its first argument."""
     schema = getattr(node.target, "_schema", None)

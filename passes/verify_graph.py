@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from specc.errors import UnsupportedGraphError, UnsupportedRotaryError
 from specc.graph_io import target_name
-from specc.passes.program import Program, module_path
+from specc.passes.program import Program, module_path, upstream
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def verify_graph(program: Program, phase: str, is_final: bool) -> None:
 def _check_call(node: fx.Node, phase: str) -> None:
     name = target_name(node.target)
     operator = name.rpartition(".")[0]
-    if name in _MAXIMA and _derives_from_positions(node):
+    if name in _MAXIMA and _reads_positions(node):
         raise UnsupportedRotaryError(
             f"layer {module_path(node) or node.name}: {name} over the positions of the pass",
             "rotary frequencies that depend on each token's own position only",
@@ -96,16 +96,8 @@ def _has_token_dimension(node: fx.Node) -> bool:
     return value.dim() > 0 and not isinstance(value.shape[dim], int)
 
 
-def _derives_from_positions(node: fx.Node) -> bool:
-    seen, stack = {node}, [node]
-    while stack:
-        for item in stack.pop().all_input_nodes:
-            if item.op == "placeholder" and item.target == "positions":
-                return True
-            if item not in seen and item.op == "call_function":
-                seen.add(item)
-                stack.append(item)
-    return False
+def _reads_positions(node: fx.Node) -> bool:
+    return any(item.op == "placeholder" and item.target == "positions" for item in upstream(node))
 
 
 def _error(node: fx.Node, phase: str, reason: str) -> UnsupportedGraphError:

@@ -145,9 +145,10 @@ def probe_engine(directory: Path) -> dict[str, Any]:
     from specc.runtime.llm import LLM
 
     llm = LLM(directory, verify=False)
-    limits = llm.engine.manifest.limits
-    room = limits.max_seq_len // 2
-    prompts = [ids for text in _PROBE_PROMPTS if (ids := llm.tokenizer.encode(text).ids[:room])]
+    room = llm.engine.max_seq_len // 2
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None, "build probes engines with a tokenizer only"
+    prompts = [ids for text in _PROBE_PROMPTS if (ids := tokenizer.encode(text).ids[:room])]
     params = SamplingParams(max_tokens=min(_PROBE_TOKENS, room), ignore_eos=True)
     outputs = llm.generate(prompts, params)
     stats = llm.get_metrics()

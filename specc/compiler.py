@@ -7,6 +7,7 @@ import datetime
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ def _compile_models(
             program = trace(source.module, source.name)
         layout = PHASES
         if source.name != "target":
-            layout = (*PHASES, ("vocabulary", (lambda ids=num_ids: FitVocabulary(ids),)))
+            layout = (*PHASES, ("vocabulary", (partial(FitVocabulary, num_ids),)))
         with phases.phase(f"rewrite {source.name}"):
             records += Pipeline(layout, dump).run(program)
         entry = _describe(source, program)
