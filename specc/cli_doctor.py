@@ -1,0 +1,269 @@
+"""`specc doctor`: what this machine can do, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specc import cli_render as render
+from specc.files import format_bytes
+
+# what matters of /proc/cpuinfo, on x86 and ARM
+_INSTRUCTION_SETS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+    "sve",
+    "bf16",
+    "i8mm",
+)
+_MEMORY_KEYS = ("MemTotal", "MemAvailable")
+_COMPILERS = ("c++", "g++", "clang++")
+_RANGE = re.compile(r"(>=|<=|==|<|>)\s*([\d.]+)")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that specc uses or will use.
+
+    Args:
+        name: as users know it.
+        state: `ok`, `missing` or `unsupported`.
+        detail: version, path, or what was found instead.
+        needed_for: what does not work without it.
+        how: how to get it; empty where it is there.
+    """
+
+    name: str
+    state: str
+    detail: str
+    needed_for: str
+    how: str = ""
+
+
+def run_doctor(*, as_json: bool) -> None:
+    """Print the machine and the checks; missing optional parts are no error."""
+    data = examine()
+    if as_json:
+        print(json.dumps(data, indent=1))
+        return
+    console = render.make_console()
+    cpu, memory = data["cpu"], data["memory"]
+    facts = render.make_table(("", ""))
+    facts.show_header = False
+    facts.add_row("CPU", cpu["model"])
+    facts.add_row("cores", f"{cpu['usable_cores']} usable of {cpu['cores']}")
+    facts.add_row("instruction sets", " ".join(cpu["instruction_sets"]) or "none of interest")
+    facts.add_row(
+        "memory",
+        f"{_size(memory['total'])}, {_size(memory['available'])} available"
+        + (f", limited to {_size(memory['limit'])}" if memory["limit"] else ""),
+    )
+    facts.add_row("Python", f"{data['python']} on {data['platform']}")
+    console.print(facts)
+    console.print()
+    table = render.make_table(("", "", "found", "needed for"))
+    for check in data["checks"]:
+        table.add_row(check["state"], check["name"], check["detail"], check["needed_for"])
+    console.print(table)
+    lacking = [check for check in data["checks"] if check["how"]]
+    if lacking:
+        console.print()
+    for check in lacking:
+        console.print(f"{check['name']}: {check['how']}", soft_wrap=True)
+
+
+def examine() -> dict[str, Any]:
+    """Everything that doctor knows, ready for JSON."""
+    checks = [
+        _package("torch", "everything"),
+        _package("transformers", "specc compile (a deployed engine runs without it)", "compile"),
+        _compiler(),
+        _gpu(),
+        *_later_packages(),
+    ]
+    return {
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)),
+            "instruction_sets": _instruction_sets(),
+        },
+        "memory": _memory(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "checks": [asdict(check) for check in checks],
+    }
+
+
+def _package(name: str, needed_for: str, extra: str = "") -> Check:
+    """A Python package and the range of versions that specc supports."""
+    needed = supported_range(name)
+    how = f'pip install "{name}{needed}"'
+    if extra:
+        how = f'pip install "specc[{extra}]", or {how}'
+    try:
+        version = importlib.metadata.version(name)
+        importlib.import_module(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "missing", f"supported: {needed}", needed_for, how)
+    except (
+        Exception
+    ) as error:  # a broken installation fails in many ways; all of them are a finding
+        return Check(name, "missing", f"{version} fails: {_first_line(error)}", needed_for, how)
+    if not is_within(version, needed):
+        return Check(name, "unsupported", f"{version}; supported: {needed}", needed_for, how)
+    return Check(name, "ok", f"{version} (supported: {needed})", needed_for)
+
+
+def supported_range(name: str) -> str:
+    """Versions of a dependency that specc declares, such as `<2.14,>=2.11`."""
+    for requirement in importlib.metadata.requires("specc") or ():
+        match = re.match(r"[\w.-]+", requirement)
+        if match and match[0] == name:
+            return requirement[match.end() :].split(";")[0].strip()
+    return ""
+
+
+def is_within(version: str, needed: str) -> bool:
+    """Whether a version fits bounds such as `<2.14,>=2.11`; a local part is ignored."""
+    own = _numbers(version.split("+")[0])
+    for sign, bound_text in _RANGE.findall(needed):
+        bound = _numbers(bound_text)
+        length = max(len(own), len(bound))
+        left = own + (0,) * (length - len(own))
+        right = bound + (0,) * (length - len(bound))
+        holds = {
+            ">=": left >= right,
+            "<=": left <= right,
+            "==": left == right,
+            "<": left < right,
+            ">": left > right,
+        }
+        if not holds[sign]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _compiler() -> Check:
+    needed_for = "compiled CPU engines (not in this version)"
+    for name in (os.environ.get("CXX"), *_COMPILERS):
+        path = shutil.which(name) if name else None
+        if path:
+            version = _output([path, "--version"]).partition("\n")[0]
+            return Check("C++ compiler", "ok", f"{path}: {version}", needed_for)
+    return Check("C++ compiler", "missing", "", needed_for, "apt-get install g++")
+
+
+def _gpu() -> Check:
+    """A GPU that torch can use; the driver and torch's build may disagree."""
+    needed_for = "CUDA engines (not in this version)"
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+            return Check("GPU", "ok", f"{', '.join(names)}, CUDA {torch.version.cuda}", needed_for)
+        build = "this torch is a CPU build" if torch.version.cuda is None else "torch sees none"
+    except Exception as error:  # see _package
+        build = f"torch fails: {_first_line(error)}"
+    query = "--query-gpu=name,driver_version,memory.total"
+    path = shutil.which("nvidia-smi")
+    seen = _output([path, query, "--format=csv,noheader"]) if path else ""
+    if seen:
+        detail = f"{'; '.join(seen.splitlines())}; {build}"
+        return Check("GPU", "unsupported", detail, needed_for, "install torch's CUDA build")
+    return Check("GPU", "missing", build, needed_for, "use a machine with an NVIDIA GPU and driver")
+
+
+def _later_packages() -> list[Check]:
+    packages = (
+        ("TensorRT", "tensorrt", "tensorrt", "TensorRT engines"),
+        ("TensorRT-RTX", "tensorrt_rtx", "tensorrt-rtx", "TensorRT engines on RTX GPUs"),
+        ("ONNX Runtime", "onnxruntime", "onnxruntime", "ONNX engines"),
+        ("Triton", "triton", "triton", "GPU kernels"),
+    )
+    checks = []
+    for name, module, package, needed_for in packages:
+        needed_for += " (not in this version)"
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError:
+            how = f"pip install {package}"
+            checks.append(Check(name, "missing", "", needed_for, how))
+        except Exception as error:  # see _package
+            how = f"pip install --force-reinstall {package}"
+            checks.append(Check(name, "missing", _first_line(error), needed_for, how))
+        else:
+            checks.append(Check(name, "ok", getattr(found, "__version__", "?"), needed_for))
+    return checks
+
+
+def _cpu_model() -> str:
+    for key in ("model name", "Model", "cpu model"):
+        match = re.search(rf"^{key}\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+        if match:
+            return match[1]
+    return platform.processor() or platform.machine()
+
+
+def _instruction_sets() -> list[str]:
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    flags = set(match[1].split()) if match else set()
+    return [name for name in _INSTRUCTION_SETS if name in flags]
+
+
+def _memory() -> dict[str, int | None]:
+    text = _read("/proc/meminfo")
+    sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    kib = {key: int(sizes[key]) * 1024 if key in sizes else None for key in _MEMORY_KEYS}
+    return {
+        "total": kib["MemTotal"],
+        "available": kib["MemAvailable"],
+        "limit": int(limit) if limit.isdigit() else None,
+    }
+
+
+def _size(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else format_bytes(num_bytes)
+
+
+def _read(path: str) -> str:
+    """Text of a file of the system; empty where there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _output(command: list[str]) -> str:
+    """What a program prints; empty where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
