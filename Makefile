@@ -1,0 +1,96 @@
+# specc: `make demo` and `make test` set up everything themselves, in .venv, with the versions of
+# constraints.txt. PYTHON=… chooses the interpreter (3.11 or 3.12); TORCH_PIP_ARGS=… adds options
+# to the installation of torch alone, for example the package index of its CPU builds.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+TORCH_PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
+# what one thread computes does not depend on the number of cores
+RUN := OMP_NUM_THREADS=1
+TYPES := build/types/specc
+
+.PHONY: help demo test test-full lint clean distclean
+
+help:
+	@echo "make demo       compile examples/pair, generate with it, measure"
+	@echo "make test       formatting, lint, types, and all tests but the slow ones"
+	@echo "make test-full  the slow tests too"
+	@echo "make lint       formatting, lint and types only"
+	@echo "make clean      remove build outputs and caches; make distclean: and .venv"
+
+demo: $(VENV)/.compile
+	@$(RUN) $(BIN)/python examples/demo.py
+
+test: lint
+	@$(RUN) $(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+
+test-full: lint
+	@$(RUN) $(BIN)/pytest $(PYTEST_ARGS)
+
+# specc is laid out as specc/ passes/ runtime/ kernels/ and imported as specc.*: links give the
+# type checker the same view
+lint: $(VENV)/.dev
+	@echo "specc: ruff"
+	@$(BIN)/ruff format --check --quiet . || { echo "run: $(BIN)/ruff format ."; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@echo "specc: mypy"
+	@rm -rf $(TYPES) && mkdir -p $(TYPES) && ln -s $(CURDIR)/specc/* $(TYPES) \
+		&& ln -s $(CURDIR)/passes $(CURDIR)/runtime $(CURDIR)/kernels $(TYPES)
+	@MYPYPATH=build/types $(BIN)/mypy --no-error-summary -p specc
+
+clean:
+	rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+# A stamp is younger than what it was made from, so a second run installs nothing.
+$(VENV)/.dev: $(VENV)/.compile
+	@echo "specc: installing pytest, ruff and mypy"
+	@$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.compile: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "specc: installing transformers, tokenizers and specc"
+	@$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[compile]"
+	@touch $@
+
+# torch comes first and alone: nothing that depends on it may choose another build
+$(VENV)/.torch: $(VENV)/.python constraints.txt
+	@echo "specc: installing $$(grep '^torch==' constraints.txt) (the largest download)"
+	@$(PIP) --constraint constraints.txt setuptools
+	@$(PIP) --constraint constraints.txt $(TORCH_PIP_ARGS) torch
+	@touch $@
+
+$(VENV)/.python:
+	@$(MAKE_VENV)
+	@touch $@
+
+# the first interpreter of a supported version that can make an environment
+define MAKE_VENV
+set -e; \
+supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'; \
+if $(BIN)/python -c "$$supported" 2>/dev/null; then exit 0; fi; \
+for python in $(or $(PYTHON),python3 python3.11 python3.12); do \
+	version=$$($$python --version 2>/dev/null) || continue; \
+	$$python -c "$$supported" || { echo "specc: $$python is $$version: not supported" >&2; continue; }; \
+	if ! $$python -c 'import venv, ensurepip' 2>/dev/null; then \
+		echo "found:  $$version without the modules venv and ensurepip" >&2; \
+		echo "needed: both, to make $(VENV)" >&2; \
+		echo "do:     apt-get install python3-venv" >&2; exit 1; \
+	fi; \
+	echo "specc: making $(VENV) with $$version"; \
+	$$python -m venv --clear $(VENV); exit 0; \
+done; \
+echo "found:  no Python 3.11 or 3.12 (looked for: $(or $(PYTHON),python3 python3.11 python3.12))" >&2; \
+echo "needed: one of them" >&2; \
+echo "do:     apt-get install python3 python3-venv, or make PYTHON=/path/to/python3.12" >&2; exit 1
+endef
