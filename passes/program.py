@@ -151,6 +151,12 @@ def upstream(node: fx.Node) -> set[fx.Node]:
     return found
 
 
+def is_update(node: fx.Node) -> bool:
+    """Whether a call changes one of its arguments in place."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a call may return a view of its first argument."""
     schema = getattr(node.target, "_schema", None)
