@@ -1,0 +1,146 @@
+"""Greedy output of compiled engines equals `transformers.generate`, token for token.
+
+The default tier runs every architecture with every plan and both batch sizes, one cache layout
+and one size of prefill chunks each; the slow tier adds the other layout, and drafts that equal
+the target or have nothing to do with it. The slow tier leaves its figures in build/lossless.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specc.config import SpecPlan
+from tests import models
+from tests.lossless import (
+    BATCH_SIZES,
+    BLOCK_SIZES,
+    PLANS,
+    Outcome,
+    Zoo,
+    full_acceptance,
+    run_case,
+    shared_zoo,
+)
+
+PLAN_IDS = [plan.name for plan in PLANS]
+# mean acceptance length of a draft that is sometimes right
+PARTIAL = (1.2, 4.0)
+
+
+def layout_of(name: str, other: bool = False) -> dict[str, int]:
+    """Cache layout and prefill chunk of an architecture in the default tier, or the other one."""
+    index = (list(models.DRAFT_NOISE).index(name) + other) % 2
+    # 7 cuts every prompt but the first two
+    return {"block_size": BLOCK_SIZES[index], "prefill_chunk": (7, 64)[index]}
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return shared_zoo(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    """Figures of the slow cases; written when the last of them has run."""
+    rows: list[dict[str, Any]] = []
+    yield rows
+    path = Path(request.config.rootpath) / "build" / "lossless.json"
+    path.parent.mkdir(exist_ok=True)
+    summary = {
+        "num_cases": len(rows),
+        "num_compared_tokens": sum(row["num_compared"] for row in rows),
+        "num_forgiven_ties": sum(len(row["forgiven_ties"]) for row in rows),
+        "cases": rows,
+    }
+    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+def check_matrix(zoo: Zoo, name: str, plan: SpecPlan, draft: str, **layout: int) -> list[Outcome]:
+    """All prompts in one batch, then one of them alone."""
+    engine = zoo.engine(name, draft, **layout)
+    prompts = models.prompts()
+    alone = prompts[PLANS.index(plan)]
+    return [run_case(zoo, name, engine, plan.name, batch) for batch in (prompts, [alone])]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=PLAN_IDS)
+@pytest.mark.parametrize("name", models.ARCHITECTURES)
+def test_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
+    outcome, _ = check_matrix(zoo, name, plan, "noisy", **layout_of(name))
+    if plan.tree.max_depth > 1:
+        assert PARTIAL[0] <= outcome.stats.mean_acceptance_length <= PARTIAL[1]
+        # depth 2 of a tree is never in place: its acceptance moves rows
+        assert outcome.stats.accepted_at_depth[1] > 0
+
+
+@pytest.mark.parametrize("name", models.ROTARY_VARIANTS)
+def test_rotary_scaling(zoo: Zoo, name: str) -> None:
+    plan = PLANS[2 + models.ROTARY_VARIANTS.index(name)]
+    check_matrix(zoo, name, plan, "noisy", **layout_of(name))
+
+
+@pytest.mark.parametrize("name", models.ARCHITECTURES)
+def test_references_vary(zoo: Zoo, name: str) -> None:
+    """An output of one repeated token would hide almost any mistake."""
+    tokens = [zoo.reference(name, prompt, models.NUM_TOKENS).tokens for prompt in models.prompts()]
+    assert all(len(line) == models.NUM_TOKENS for line in tokens)
+    assert sum(len(set(line)) for line in tokens) / len(tokens) > 8
+
+
+def check_full_acceptance(zoo: Zoo, name: str, plan: SpecPlan, **layout: int) -> list[Outcome]:
+    outcomes = check_matrix(zoo, name, plan, "target", **layout)
+    for outcome, batch in zip(outcomes, reversed(BATCH_SIZES), strict=True):
+        wanted = full_acceptance(plan, models.NUM_TOKENS)
+        stats = vars(outcome.stats)
+        found = {key: stats[key] for key in wanted}
+        assert found == {key: batch * count for key, count in wanted.items()}
+    return outcomes
+
+
+@pytest.mark.parametrize("plan", PLANS[1:], ids=PLAN_IDS[1:])
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
+def test_a_draft_equal_to_the_target_is_always_accepted(
+    zoo: Zoo, name: str, plan: SpecPlan
+) -> None:
+    check_full_acceptance(zoo, name, plan, **layout_of(name))
+
+
+@pytest.mark.parametrize("plan", PLANS[2:], ids=PLAN_IDS[2:])
+def test_a_random_draft_changes_nothing(zoo: Zoo, plan: SpecPlan) -> None:
+    outcome, _ = check_matrix(zoo, "qwen2", plan, "random", **layout_of("qwen2", other=True))
+    assert outcome.stats.mean_acceptance_length < 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("draft", "other"),
+    [("noisy", False), ("noisy", True), ("target", True), ("random", False)],
+    ids=["noisy", "noisy-other-layout", "target", "random"],
+)
+@pytest.mark.parametrize("name", models.DRAFT_NOISE)
+def test_full_matrix(
+    zoo: Zoo, outcomes: list[dict[str, Any]], name: str, draft: str, other: bool
+) -> None:
+    layout = layout_of(name, other)
+    for plan in PLANS:
+        if draft == "target" and plan.widths:
+            found = check_full_acceptance(zoo, name, plan, **layout)
+        else:
+            found = check_matrix(zoo, name, plan, draft, **layout)
+        for outcome, batch in zip(found, reversed(BATCH_SIZES), strict=True):
+            case = {"model": name, "draft": draft, "plan": plan.name, "batch": batch} | layout
+            outcomes.append(case | outcome.to_json())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.DRAFT_NOISE)
+def test_each_prompt_alone(zoo: Zoo, name: str) -> None:
+    engine = zoo.engine(name, "noisy", **layout_of(name))
+    for plan in PLANS:
+        for prompt in models.prompts():
+            run_case(zoo, name, engine, plan.name, [prompt])

@@ -1,0 +1,171 @@
+"""Compiled engines against `generate` where requests end, join, mix, or change precision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from specc.config import SamplingParams
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from tests import models
+from tests.lossless import PLANS, Reference, Tie, Zoo, forgive_near_ties, run_case, shared_zoo
+
+PLAN_IDS = [plan.name for plan in PLANS]
+LIMIT = 48
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return shared_zoo(tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize(("name", "field"), [("gpt2", "n_positions"), ("opt", None)])
+def test_context_limit(zoo: Zoo, name: str, field: str | None) -> None:
+    """Learned positions end where the context ends, and no node may lie behind them."""
+    changes = {field or "max_position_embeddings": LIMIT}
+    engine = zoo.engine(name, "target", max_seq_len=LIMIT, prefill_chunk=16, **changes)
+    # a node behind the context would not pass unnoticed
+    with pytest.raises(IndexError):
+        feed_position(engine, LIMIT)
+    for plan in PLANS:
+        llm = LLM(engine, plan=plan.name)
+        prompts = models.prompts()
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=1000, ignore_eos=True))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            completion = output.outputs[0]
+            wanted = zoo.reference(name, prompt, LIMIT - len(prompt), **changes)
+            forgive_near_ties(llm, plan.name, prompt, completion.token_ids, wanted)
+            assert completion.finish_reason == "length"
+        stats = llm.get_metrics()
+        assert bool(plan.widths) == (stats.num_spec_steps > 0)
+        if plan.tree.max_depth > 1:
+            # the last tokens have no room for a tree
+            assert stats.num_steps > stats.num_spec_steps
+
+
+def feed_position(engine: Engine, position: int) -> None:
+    """Feed a token at a position to the target."""
+    llm = LLM(engine, plan="off")
+    llm.generate([[1]], SamplingParams(max_tokens=1))
+    one = torch.tensor([1], dtype=torch.int32)
+    blocks = engine.cache.block_table([[0] * engine.cache.shape.blocks_per_sequence])
+    engine.target(
+        torch.tensor([1]),
+        torch.tensor([position]),
+        torch.tensor([0, 1], dtype=torch.int32),
+        one,
+        one,
+        torch.tensor([[1]]),
+        blocks,
+        torch.tensor([0]),
+    )
+
+
+@pytest.mark.parametrize("plan", PLAN_IDS)
+def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: str) -> None:
+    engine = zoo.engine("llama", "noisy", block_size=16, prefill_chunk=7, max_num_seqs=2)
+    prompts = models.prompts()
+    lengths = [9, 33, 5, 64, 17]
+    llm = LLM(engine, plan=plan)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = llm.generate(prompts, params)
+    for prompt, length, output in zip(prompts, lengths, outputs, strict=True):
+        reference = zoo.reference("llama", prompt, models.NUM_TOKENS)
+        cut = Reference(reference.tokens[:length], reference.logits[:length])
+        forgive_near_ties(llm, plan, prompt, output.outputs[0].token_ids, cut)
+
+
+def test_plain_requests_among_speculative_ones(zoo: Zoo) -> None:
+    engine = zoo.engine("llama", "noisy", block_size=16, prefill_chunk=7, max_num_seqs=2)
+    llm = LLM(engine, plan="tree-3-2-1-1")
+    prompts = models.prompts()
+    params = [
+        SamplingParams(max_tokens=32, ignore_eos=True, speculative=index % 2 == 1)
+        for index in range(len(prompts))
+    ]
+    outputs = llm.generate(prompts, params)
+    for prompt, param, output in zip(prompts, params, outputs, strict=True):
+        reference = zoo.reference("llama", prompt, models.NUM_TOKENS)
+        cut = Reference(reference.tokens[:32], reference.logits[:32])
+        forgive_near_ties(llm, "mixed", prompt, output.outputs[0].token_ids, cut)
+        assert (output.metrics.num_spec_steps > 0) == param.speculative
+
+
+def test_eos_inside_an_accepted_run(zoo: Zoo) -> None:
+    """The EOS of generation_config.json goes through the compiler; `generate` stops there too."""
+    prompt = models.prompts()[1]
+    free = zoo.reference("llama", prompt, models.NUM_TOKENS).tokens
+    # a chain of 4 emits tokens 1 … 5 and 6 … 10 together: neither of these is the last
+    eos = next(t for i, t in enumerate(free) if i in (7, 8, 9) and free.index(t) == i)
+    engine = zoo.engine("llama", "target", eos_token_id=eos)
+    wanted = zoo.reference("llama", prompt, models.NUM_TOKENS, eos_token_id=eos).tokens
+    assert wanted == free[: free.index(eos) + 1]
+    for plan in PLANS:
+        (output,) = LLM(engine, plan=plan.name).generate(
+            [prompt], SamplingParams(max_tokens=models.NUM_TOKENS)
+        )
+        assert output.outputs[0].token_ids == wanted
+        assert output.outputs[0].finish_reason == "stop"
+        if plan.name == "chain-4":
+            assert output.metrics.num_trimmed_tokens > 0
+
+
+def test_stop_string_that_spans_tokens(zoo: Zoo) -> None:
+    engine = zoo.engine("llama", "noisy", block_size=16, prefill_chunk=7, max_num_seqs=2)
+    found = 0
+    for prompt in models.prompts():
+        wanted = zoo.reference("llama", prompt, models.NUM_TOKENS).tokens
+        letters = [engine.tokenizer.decode([token]) for token in wanted]
+        for end in range(3, 40, 7):
+            pair = letters[end - 1] + letters[end]
+            text = "".join(letters[: end + 1])
+            if not pair.isascii() or text.index(pair) != len(text) - 2:
+                continue
+            found += 1
+            for plan in ("off", "chain-4", "tree-3-2-1-1"):
+                params = SamplingParams(max_tokens=64, ignore_eos=True, stop=[pair])
+                (output,) = LLM(engine, plan=plan).generate([prompt], params)
+                assert output.outputs[0].token_ids == wanted[: end + 1]
+                assert output.outputs[0].text == engine.tokenizer.decode(wanted[: end - 1])
+                assert output.outputs[0].stop_reason == pair
+    assert found > 5
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_bfloat16(zoo: Zoo, name: str) -> None:
+    """As precise as the target alone: a mismatch needs a position where its rounding decides."""
+    engine = zoo.engine(name, "noisy", dtype="bfloat16")
+    model = zoo.reference_model(name, dtype="bfloat16")
+    exact = copy.deepcopy(model).float()
+
+    def require_rounding_to_matter(prompt: Sequence[int], reference: Reference, tie: Tie) -> None:
+        tokens = [*prompt, *reference.tokens[: tie.position]]
+        choices = argmax_by_width(model, tokens) | argmax_by_width(exact, tokens)
+        assert len(choices) > 1, f"the target alone decides for {choices}: {tie}"
+
+    ties = 0
+    for plan in ("off", "tree-3-2-1-1"):
+        prompts, rule = models.prompts(), require_rounding_to_matter
+        outcome = run_case(zoo, name, engine, plan, prompts, 32, rule, dtype="bfloat16")
+        ties += len(outcome.ties)
+    assert ties <= 5
+
+
+@torch.inference_mode()
+def argmax_by_width(model: Any, tokens: list[int]) -> set[int]:
+    """What the target alone makes of the last of these tokens, in passes of several widths."""
+    choices = set()
+    for batch in (1, 2, 3, 5, 8):
+        for width in (1, 2, 5, 16, len(tokens)):
+            ids = torch.tensor([tokens] * batch)
+            cache = None
+            if len(tokens) > width:
+                cache = model(ids[:, :-width], use_cache=True).past_key_values
+            logits = model(ids[:, -width:], past_key_values=cache, use_cache=True).logits
+            choices |= set(logits[:, -1].argmax(-1).tolist())
+    return choices
