@@ -8,6 +8,9 @@ SHELL := /bin/bash
 PYTHON ?=
 TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
+# files are the unit: what a file compiles once serves all of its tests
+WORKERS ?= 2
+PYTEST = $(RUN) $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,10 +32,10 @@ demo: $(VENV)/.compile
 	@$(RUN) $(BIN)/python examples/demo.py
 
 test: lint
-	@$(RUN) $(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-full: lint
-	@$(RUN) $(BIN)/pytest $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 # specc is laid out as specc/ passes/ runtime/ kernels/ and imported as specc.*: links give the
 # type checker the same view
