@@ -1,0 +1,149 @@
+"""Parts that the stages of ``train_pair.py`` share: models, optimizer, schedule and log."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from pair_data import VOCAB_SIZE
+from pair_eval import read_losses
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SEQUENCE = 512
+
+
+class LossLog:
+    """Rows of loss.csv: kept in memory, rewritten whole at each flush."""
+
+    fields = (
+        "stage",
+        "step",
+        "tokens",
+        "seconds",
+        "target_loss",
+        "draft_kl",
+        "held_out_loss",
+        "repeated",
+    )
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self.path = path
+        self.rows: list[dict[str, str | int | float]] = []
+        self.start = time.monotonic()
+        if resume and path.exists():
+            # Keep the stage that is skipped, and count time on from its end.
+            rows = read_losses(path.parent)
+            self.rows += [row for row in rows if row["stage"] == "joint"]
+            self.start -= float(self.rows[-1]["seconds"])
+
+    def add(self, stage: str, step: int, tokens: int, **losses: float) -> None:
+        row: dict[str, str | int | float] = {"stage": stage, "step": step, "tokens": tokens}
+        row["seconds"] = round(time.monotonic() - self.start)
+        row.update({name: round(value, 4) for name, value in losses.items()})
+        self.rows.append(row)
+        print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+        with self.path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.fields, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+
+def build_model(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, end: int
+) -> Qwen3ForCausalLM:
+    """Build a randomly initialized Qwen3 with tied embeddings."""
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        intermediate_size=intermediate,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        bos_token_id=end,
+        eos_token_id=end,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.do_sample = False
+    return model
+
+
+class Optimizer:
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+
+    def __init__(self, model: nn.Module, muon_lr: float, adam_lr: float) -> None:
+        self.model = model
+        matrices, others = [], []
+        for name, parameter in model.named_parameters():
+            (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
+        self.parts = [
+            torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.1),
+            torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        ]
+        self.peaks = (muon_lr, adam_lr)
+
+    def step(self, scale: float) -> None:
+        """Take one step at ``scale`` times the peak learning rates, and clear the gradients."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for part, peak in zip(self.parts, self.peaks, strict=True):
+            part.param_groups[0]["lr"] = peak * scale
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+
+class Schedule:
+    """Warmup, a plateau, then a linear decay to zero, by steps or by minutes.
+
+    Whichever runs out first ends the stage, so a machine that is slower than planned still
+    finishes its decay within the time it was given.
+    """
+
+    def __init__(self, steps: int, minutes: float, warmup: int = 40, decay: float = 0.5) -> None:
+        self.steps, self.seconds, self.warmup, self.decay = steps, minutes * 60, warmup, decay
+        self.start = time.monotonic()
+
+    def progress(self, step: int) -> float:
+        return max(step / self.steps, (time.monotonic() - self.start) / self.seconds)
+
+    def scale(self, step: int) -> float:
+        return min(1.0, (step + 1) / self.warmup, (1.0 - self.progress(step)) / self.decay)
+
+
+def save_pair(
+    models: dict[str, Qwen3ForCausalLM], tokenizer: PreTrainedTokenizerFast, out: Path
+) -> None:
+    """Save bf16 copies, each file moved into place whole so that readers never see half of one."""
+    for name, model in models.items():
+        with tempfile.TemporaryDirectory(dir=out) as temporary:
+            copy.deepcopy(model).to(torch.bfloat16).save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            (out / name).mkdir(exist_ok=True)
+            for path in Path(temporary).iterdir():
+                path.chmod(0o644)
+                path.replace(out / name / path.name)
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@torch.no_grad()
+def held_out_loss(model: Qwen3ForCausalLM, stream: Tensor, windows: int = 48) -> float:
+    """Return the mean next-token loss on evenly spread held-out windows."""
+    starts = torch.linspace(0, len(stream) - SEQUENCE - 1, windows).long()
+    losses = []
+    for chunk in starts.split(8):
+        tokens = torch.stack([stream[s : s + SEQUENCE + 1] for s in chunk])
+        with autocast():
+            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        losses.append(F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()))
+    return torch.stack(losses).mean().item()
