@@ -1,0 +1,207 @@
+"""Measure what compiling costs: time over layers, and peak memory on weights larger than that.
+
+    python examples/measure_compile.py --output docs/results/compile_scale.json
+
+Each measurement runs in a process of its own, so that peaks do not mix. The traced models have
+the shapes of Llama 3 70B and no weights; the model that is compiled has random weights of 3 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+LAYERS = (8, 16, 32, 64, 80)
+_MIB = 1 << 20
+
+
+def measure_trace(num_layers: int) -> dict[str, Any]:
+    """Trace and rewrite a Llama of 70B shapes with this many layers; nothing is allocated."""
+    import torch
+    from transformers import LlamaConfig
+
+    from specc.passes import hf_model
+    from specc.passes.pipeline import Pipeline
+    from specc.passes.trace import trace
+
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=num_layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+    )
+    start, cpu = time.perf_counter(), time.process_time()
+    program = trace(hf_model.build_on_meta(config, torch.bfloat16), "target")
+    traced = time.perf_counter()
+    Pipeline().run(program)
+    done = time.perf_counter()
+    return {
+        "num_layers": num_layers,
+        "num_parameters": program.num_parameters,
+        "trace_s": round(traced - start, 2),
+        "passes_s": round(done - traced, 2),
+        "total_s": round(done - start, 2),
+        # unlike wall time, this hardly depends on what else the machine does
+        "cpu_s": round(time.process_time() - cpu, 2),
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+
+
+def measure_weights(directory: Path) -> dict[str, Any]:
+    """Compile a checkpoint of about 3 GB of random bf16 weights, without the probe."""
+    import specc
+
+    before = peak_rss_bytes()
+    start = time.perf_counter()
+    engine = directory / "engine"
+    compilation = specc.compile(
+        directory / "model", None, engine, dtype="bfloat16", max_seq_len=1024, probe=False
+    )
+    return {
+        "checkpoint_bytes": sum(f.stat().st_size for f in (directory / "model").iterdir()),
+        "num_parameters": compilation.manifest.models[0].num_parameters,
+        "compile_s": round(time.perf_counter() - start, 2),
+        "peak_rss_before_bytes": before,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+
+
+def write_random_checkpoint(directory: Path) -> None:
+    """Write a Llama checkpoint of 1.6 billion random parameters, one layer a file."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig
+
+    from specc.passes import hf_model
+
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        vocab_size=32000,
+        max_position_embeddings=2048,
+        architectures=["LlamaForCausalLM"],
+    )
+    directory.mkdir(parents=True)
+    config.save_pretrained(directory)
+    Tokenizer(models.WordLevel({str(i): i for i in range(32000)}, "0")).save(
+        str(directory / "tokenizer.json")
+    )
+    shards: dict[str, dict[str, torch.Tensor]] = {}
+    index: dict[str, str] = {}
+    for name, value in hf_model.build_on_meta(config, torch.bfloat16).named_parameters():
+        part = name.split(".")[2] if ".layers." in name else "rest"
+        index[name] = f"model-{part}.safetensors"
+        shards.setdefault(index[name], {})[name] = value
+    for file, tensors in shards.items():
+        random = {
+            name: torch.randn(value.shape, dtype=torch.bfloat16) * 0.02
+            for name, value in tensors.items()
+        }
+        save_file(random, directory / file)
+    data = {"metadata": {}, "weight_map": index}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(data))
+
+
+def peak_rss_bytes() -> int:
+    """Highest resident memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def run_apart(*arguments: str) -> dict[str, Any]:
+    """Run one measurement of this script in its own process."""
+    command = [sys.executable, __file__, *arguments]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Draw seconds over layers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5))
+    layers = [entry["num_layers"] for entry in results]
+    axes.plot(layers, [entry["cpu_s"] for entry in results], "o-", label="processor time")
+    axes.plot(layers, [entry["total_s"] for entry in results], "s:", label="wall time")
+    axes.set(
+        xlabel="layers (Llama 70B shapes)",
+        ylabel="seconds, trace and passes",
+        xlim=(0, None),
+        ylim=(0, None),
+    )
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Run all measurements and write JSON and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("compile_scale.json"))
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--write-checkpoint", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.layers:
+        print(json.dumps(measure_trace(arguments.layers)))
+        return
+    if arguments.write_checkpoint:
+        write_random_checkpoint(arguments.write_checkpoint / "model")
+        print("{}")
+        return
+    if arguments.weights:
+        print(json.dumps(measure_weights(arguments.weights)))
+        return
+    import torch
+    import transformers
+
+    traces = []
+    for num_layers in LAYERS:
+        traces.append(run_apart("--layers", str(num_layers)))
+        entry = traces[-1]
+        peak = entry["peak_rss_bytes"] / _MIB
+        print(f"{num_layers} layers: {entry['total_s']} s, peak {peak:.0f} MiB", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        run_apart("--write-checkpoint", directory)
+        weights = run_apart("--weights", directory)
+    print(
+        f"{weights['checkpoint_bytes'] / 1e9:.2f} GB checkpoint: {weights['compile_s']} s,"
+        f" peak {weights['peak_rss_bytes'] / _MIB:.0f} MiB"
+    )
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "command": "python examples/measure_compile.py",
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "traces": traces,
+        "weights": weights,
+    }
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    plot(traces, arguments.output.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()
