@@ -407,7 +407,7 @@ def test_graph_without_output_is_refused():
         operator.floordiv,
         torch.sym_max,
     ],
-    ids=str,
+    ids=lambda target: getattr(target, "__name__", str(target)),
 )
 def test_name_there_and_back(target):
     assert resolve_target(target_name(target)) is target
