@@ -60,6 +60,8 @@ def load_config(path: Path) -> Any:
     needed = "the configuration of a causal language model (…ForCausalLM)"
     try:
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        # as written: transformers renames some types and cannot read others
+        check_rotary(raw, str(path))
         with quiet_transformers():
             config = AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError) as error:
@@ -83,11 +85,15 @@ def load_config(path: Path) -> Any:
 def check_rotary(config: Any, name: str) -> None:
     """Refuse rotary scalings whose frequencies depend on the longest position of a pass.
 
+    Args:
+        config: a configuration of transformers, or the contents of config.json.
+        name: what the user called the model.
     Raises:
         UnsupportedRotaryError: dynamic NTK or longrope.
     """
     for key in ("rope_parameters", "rope_scaling"):
-        for kind in _rotary_types(getattr(config, key, None)):
+        value = config.get(key) if isinstance(config, dict) else getattr(config, key, None)
+        for kind in _rotary_types(value):
             if kind in _LENGTH_DEPENDENT_ROTARY:
                 raise UnsupportedRotaryError(
                     f"{name}: rotary scaling {kind}",

@@ -29,6 +29,7 @@ class ModelSource:
         module: on the meta device if it comes from a directory, else with its weights.
         directory: of the checkpoint, or None.
         config: the module's configuration, or None.
+        reader: the tensors of the checkpoint, or of the module.
         warnings: what the user should know.
     """
 
@@ -37,6 +38,7 @@ class ModelSource:
     module: nn.Module
     directory: Path | None
     config: Any
+    reader: TensorReader
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
@@ -45,6 +47,7 @@ class ModelSource:
 
         Raises:
             ModelNotFoundError, NotCausalLMError, UnsupportedRotaryError: see hf_model.
+            WeightError: the checkpoint is malformed.
             ConfigError: a module in another dtype.
         """
         if isinstance(model, nn.Module):
@@ -53,11 +56,14 @@ class ModelSource:
             if config is not None:
                 hf_model.check_rotary(config, label)
             _require_dtype(model, label, dtype)
-            return cls(name, label, model.eval(), None, config)
+            reader: TensorReader = MemoryReader.from_module(model)
+            return cls(name, label, model.eval(), None, config, reader)
         directory = hf_model.resolve_directory(model)
         config = hf_model.load_config(directory)
+        # before minutes of tracing: headers say whether the checkpoint can be read
+        reader = SafetensorsReader(directory)
         module = hf_model.build_on_meta(config, dtype)
-        return cls(name, str(model), module, directory, config)
+        return cls(name, str(model), module, directory, config, reader)
 
     @property
     def architecture(self) -> str:
@@ -71,17 +77,7 @@ class ModelSource:
     def max_position(self) -> int | None:
         return hf_model.max_position(self.config) if self.config is not None else None
 
-    def open_reader(self) -> TensorReader:
-        """The tensors of the checkpoint, or of the module.
-
-        Raises:
-            WeightError: no safetensors checkpoint, or a malformed one.
-        """
-        if self.directory is None:
-            return MemoryReader.from_module(self.module)
-        return SafetensorsReader(self.directory)
-
-    def weight_specs(self, program: Program, reader: TensorReader) -> list[WeightSpec]:
+    def weight_specs(self, program: Program) -> list[WeightSpec]:
         """What to write for each weight and constant of a program.
 
         Raises:
@@ -90,7 +86,7 @@ class ModelSource:
         sources_of: Callable[[str], tuple[Source, ...]] = _own_source
         if self.directory is not None:
             module: Any = self.module
-            sources_of = CheckpointMap(module, reader).sources
+            sources_of = CheckpointMap(module, self.reader).sources
         specs = []
         for weight in program.weights.values():
             sources = tuple(s for name in weight.parameters for s in sources_of(name))

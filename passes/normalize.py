@@ -14,6 +14,7 @@ from specc.passes.program import (
     Program,
     bind_args,
     emit_call,
+    is_update,
     is_view,
     module_path,
     replace,
@@ -124,13 +125,26 @@ def _refuse_nested(program: Program) -> None:
     )
 
 
+def _wrapper_name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "") or getattr(node.target, "_name", "")
+
+
 def _is_wrapper(node: fx.Node) -> bool:
-    name = getattr(node.target, "__name__", "") or getattr(node.target, "_name", "")
-    return name in ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+    return _wrapper_name(node) in ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 def _inline(graph_module: fx.GraphModule, node: fx.Node) -> None:
-    """Replace a higher-order call by the nodes of its body."""
+    """Replace a higher-order call by the nodes of its body.
+
+    Raises:
+        UnsupportedGraphError: the region casts, which its nodes do not say.
+    """
+    if _wrapper_name(node) == "wrap_with_autocast" and node.args[2]:
+        raise UnsupportedGraphError(
+            f"{module_path(node) or node.name}: an autocast region computes in {node.args[1]}",
+            "a forward that names its dtypes",
+            "disable autocast in the model's forward, or outside of it",
+        )
     at = next(
         i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr"
     )
@@ -214,7 +228,8 @@ def _copy_meta(source: fx.Node, target: fx.Node) -> None:
 def _drop_dead(graph: fx.Graph) -> int:
     count = 0
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op in ("call_function", "get_attr"):
+        # what updates in place has an effect without users; verification refuses it
+        if not node.users and node.op in ("call_function", "get_attr") and not is_update(node):
             graph.erase_node(node)
             count += 1
     return count

@@ -53,6 +53,8 @@ def _replace_integer_histc(node: fx.Node) -> str | None:
         return (
             f"histc over {bound['min']} … {bound['max']} with {bins} bins does not count integers"
         )
+    if not _holds_integers(ids):
+        return f"histc of {ids.meta['val'].dtype} counts what lies between integers too"
     graph = node.graph
     with graph.inserting_before(node):
         experts = emit_call(graph, aten.arange.default, bins, device=torch.device("cpu"))
@@ -61,12 +63,22 @@ def _replace_integer_histc(node: fx.Node) -> str | None:
             experts.meta["val"] = torch.empty(
                 bins, dtype=torch.int64, device=ids.meta["val"].device
             )
+        if ids.meta["val"].dim() != 1:
+            ids = emit_call(graph, aten.reshape.default, ids, [-1])
         column = emit_call(graph, aten.unsqueeze.default, ids, 1)
         same = emit_call(graph, aten.eq.Tensor, column, experts)
         counts = emit_call(graph, aten.sum.dim_IntList, same, [0])
         counts = emit_call(graph, aten.to.dtype, counts, node.meta["val"].dtype)
     replace(node, counts)
     return None
+
+
+def _holds_integers(node: fx.Node) -> bool:
+    """Whether the values are integers, at most converted to another dtype."""
+    while node.target in (aten.to.dtype, aten._to_copy.default, aten.clone.default):
+        node = node.args[0]
+    dtype = node.meta["val"].dtype
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _namespace(node: fx.Node) -> str:

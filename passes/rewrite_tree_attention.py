@@ -57,6 +57,7 @@ class RewriteTreeAttention(Pass):
         last = last_placeholder(graph)
         for layer, node in enumerate(program.calls(aten.scaled_dot_product_attention.default)):
             q, k, v, scale = _operands(node)
+            _check_operands(node, q, k, v)
             folded_k, folded_v = fold_repeat(k), fold_repeat(v)
             if folded_k is not None and folded_v is not None and _same_heads(folded_k, folded_v):
                 k, v = folded_k, folded_v
@@ -139,6 +140,31 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, float]:
     if scale is None:
         scale = float(bound["query"].meta["val"].shape[-1]) ** -0.5
     return bound["query"], bound["key"], bound["value"], float(scale)
+
+
+def _check_operands(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) -> None:
+    """Refuse what a cache of one row for each token, key and value alike, does not hold."""
+    shapes = [tuple(item.meta["val"].shape) for item in (q, k, v)]
+    found = needed = ""
+    if any(len(shape) != 4 or shape[0] != 1 for shape in shapes):
+        found = f"queries, keys and values of shapes {', '.join(map(_text, shapes))}"
+        needed = "[1, heads, tokens, head_dim]"
+    elif not str(shapes[0][2]) == str(shapes[1][2]) == str(shapes[2][2]):
+        found = f"keys of shape {_text(shapes[1])} for queries of shape {_text(shapes[0])}"
+        needed = "one key and value for each token of the pass, no memory besides them"
+    elif shapes[1][1] != shapes[2][1]:
+        found = f"{shapes[1][1]} key heads and {shapes[2][1]} value heads"
+        needed = "as many key heads as value heads"
+    if found:
+        raise UnsupportedAttentionError(
+            f"layer {module_path(node) or node.name}: {found}",
+            needed,
+            "choose a model of a supported architecture (see README, What is supported)",
+        )
+
+
+def _text(shape: tuple) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def _same_heads(k: fx.Node, v: fx.Node) -> bool:

@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -114,18 +114,29 @@ def export_flat(model: nn.Module) -> ExportedProgram:
             "a forward that torch.export can trace with a dynamic number of tokens",
             "report the architecture with this message",
         ) from error
-    (output,) = exported.graph_module.graph.find_nodes(op="output")
-    value = output.args[0][0].meta.get("val")
-    if not isinstance(value, Tensor) or value.dim() != 3 or not value.is_floating_point():
-        found = (
-            "no tensor" if not isinstance(value, Tensor) else f"{value.dtype} {tuple(value.shape)}"
-        )
-        raise NotCausalLMError(
-            f"{type(model).__name__} returns {found}",
-            "floating-point logits [1, tokens, vocabulary]",
-            "pass a causal language model",
-        )
+    _require_logits(exported, type(model).__name__)
     return exported
+
+
+def _require_logits(exported: ExportedProgram, name: str) -> None:
+    """Refuse an output that is not one row of logits for each token."""
+    graph = exported.graph_module.graph
+    (output,) = graph.find_nodes(op="output")
+    (tokens,) = (n for n in graph.find_nodes(op="placeholder") if n.target == "tokens")
+    node = output.args[0][0]
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point():
+        shape = tuple(map(str, value.shape))
+        if shape[:2] == ("1", str(tokens.meta["val"].shape[0])) and isinstance(value.shape[2], int):
+            return
+    found = "no tensor"
+    if isinstance(value, Tensor):
+        found = f"{value.dtype} [{', '.join(map(str, value.shape))}]"
+    raise NotCausalLMError(
+        f"{name} returns {found}",
+        "floating-point logits [1, tokens, vocabulary], of every token",
+        "pass a causal language model",
+    )
 
 
 def trace(model: nn.Module, name: str) -> Program:

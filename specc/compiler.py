@@ -334,8 +334,8 @@ def _write_model_weights(
     advance: Callable[[int, int], None],
 ) -> None:
     file = model.entry.weights_file
-    reader = model.source.open_reader()
-    specs = model.source.weight_specs(model.program, reader)
+    reader = model.source.reader
+    specs = model.source.weight_specs(model.program)
     writer.record(file, *write_weights(specs, reader, writer.path(file), progress=advance))
 
 

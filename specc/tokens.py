@@ -54,9 +54,17 @@ class TokenMap:
         warning where the draft lacks some of the target's tokens.
 
         Raises:
-            VocabMismatchError: an id means different tokens; names the first.
+            VocabMismatchError: an id means different tokens, the first of which is named, or no
+                id is in both maps.
         """
-        for index in sorted(self.tokens.keys() & draft.tokens.keys()):
+        common = sorted(self.tokens.keys() & draft.tokens.keys())
+        if not common:
+            raise VocabMismatchError(
+                f"no id is in both {self._example()} and {draft._example()}",
+                "one token map: acceptance compares token ids",
+                "choose a draft of the target's family",
+            )
+        for index in common:
             if self.tokens[index] != draft.tokens[index]:
                 raise VocabMismatchError(
                     f"token {index} is {self.tokens[index]!r} in {self.source}"
@@ -71,3 +79,9 @@ class TokenMap:
             f"the draft lacks {len(missing)} of the target's tokens (first: {missing[0]},"
             f" {self.tokens[missing[0]]!r}): it never proposes them"
         ]
+
+    def _example(self) -> str:
+        if not self.tokens:
+            return f"{self.source} (which has no tokens)"
+        index = min(self.tokens)
+        return f"{self.source} (token {index} is {self.tokens[index]!r})"

@@ -1,0 +1,35 @@
+"""What operators do along a dimension of tokens, by name without namespace and overload."""
+
+from __future__ import annotations
+
+# the same numbers in the same order, under another shape or dtype
+CONVERSIONS = frozenset(("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach"))
+VIEWS = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"))
+MOVES = frozenset(
+    ("unsqueeze", "squeeze", "transpose", "permute", "movedim", "swapaxes", "t", "mT", "numpy_T")
+)
+SAME = CONVERSIONS | VIEWS | MOVES
+# along dims named by the arguments `dim`, `dims` or `dimension`; without one, along all
+ALONG = frozenset(
+    (
+        *("softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp", "sum", "mean", "prod"),
+        *("max", "min", "amax", "amin", "argmax", "argmin", "median", "kthvalue", "topk"),
+        *("all", "any", "count_nonzero", "norm", "linalg_vector_norm"),
+        *("var", "std", "var_mean", "std_mean"),
+        *("sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff"),
+        *("flip", "roll", "glu", "cat", "chunk", "split", "split_with_sizes", "unbind", "narrow"),
+        *("select", "slice", "index_select", "gather", "scatter", "repeat_interleave", "unfold"),
+    )
+)
+REDUCTIONS = frozenset(("max", "min", "amax", "amin", "sum", "mean", "prod"))
+NORMS = frozenset(("layer_norm", "native_layer_norm", "rms_norm"))
+PRODUCTS = frozenset(("linear", "mm", "bmm", "matmul", "addmm", "baddbmm"))
+# element by element, and yet without the tag; `repeat` of tokens would change their number
+POINTWISE = frozenset(
+    (
+        *("floor_divide", "hardswish", "log_sigmoid", "__and__", "__or__", "repeat", "stack"),
+        *("zeros_like", "ones_like", "full_like"),
+    )
+)
+# may take the number of tokens as an argument, which can only name a size of the result
+SIZED = VIEWS | {"expand"}
