@@ -38,7 +38,8 @@ class FitVocabulary(Pass):
             result.rewrites += 1
         elif own < self.num_ids:
             tokens = program.placeholder("tokens")
-            with graph.inserting_before(next(iter(tokens.users))):
+            first = next(node for node in graph.nodes if node.op != "placeholder")
+            with graph.inserting_before(first):
                 known = emit_call(graph, aten.clamp.default, tokens, 0, own - 1)
             tokens.replace_all_uses_with(known, delete_user_cb=lambda user: user is not known)
             result.rewrites += 1

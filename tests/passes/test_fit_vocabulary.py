@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from specc.passes.fit_vocabulary import FitVocabulary
+from specc.passes.pipeline import PHASES, Pipeline
+from specc.passes.trace import trace
 from tests.passes.modules import (
     TOLERANCE,
     Tiny,
@@ -55,3 +58,27 @@ def test_equal_sizes_are_declined(pair):
     tokens = random_tokens()
     got = program_logits(program, model, tokens)
     torch.testing.assert_close(got, dense_logits(model, tokens), **TOLERANCE)
+
+
+class Flattened(torch.nn.Module):
+    """Reads the number of tokens off an input before it embeds them."""
+
+    def __init__(self, num_ids=40):
+        super().__init__()
+        self.token, self.place = torch.nn.Embedding(num_ids, 32), torch.nn.Embedding(64, 32)
+        self.q, self.out = torch.nn.Linear(32, 32), torch.nn.Linear(32, num_ids)
+
+    def forward(self, input_ids, position_ids):
+        x = self.token(input_ids) + self.place(position_ids)
+        heads = self.q(x).view(1, -1, 2, 16).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return self.out(x + mixed.transpose(1, 2).reshape(1, -1, 32))
+
+
+def test_ids_are_clamped_in_front_of_their_first_use():
+    program = trace(Flattened().eval(), "draft_0")
+    layout = (*PHASES, ("vocabulary", (lambda: FitVocabulary(50),)))
+    Pipeline(layout).run(program)
+    program.graph.lint()
+    (clamp,) = program.calls(torch.ops.aten.clamp.default)
+    assert list(program.placeholder("tokens").users) == [clamp]
