@@ -31,6 +31,7 @@ class ModelSource:
         config: the module's configuration, or None.
         reader: the tensors of the checkpoint, or of the module.
         warnings: what the user should know.
+        position_rows: positions that the traced graph's tables hold, once it is known.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ModelSource:
     config: Any
     reader: TensorReader
     warnings: list[str] = field(default_factory=list)
+    position_rows: int | None = None
 
     @classmethod
     def load(cls, name: str, model: str | Path | nn.Module, dtype: torch.dtype) -> ModelSource:
@@ -75,7 +77,10 @@ class ModelSource:
 
     @property
     def max_position(self) -> int | None:
-        return hf_model.max_position(self.config) if self.config is not None else None
+        """Longest sequence of the model, or None where neither config nor graph says."""
+        stated = hf_model.max_position(self.config) if self.config is not None else None
+        known = [limit for limit in (stated, self.position_rows) if limit is not None]
+        return min(known, default=None)
 
     def weight_specs(self, program: Program) -> list[WeightSpec]:
         """What to write for each weight and constant of a program.

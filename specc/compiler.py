@@ -36,6 +36,7 @@ from specc.passes.fuse_step import fuse_step
 from specc.passes.model_source import ModelSource
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
 from specc.passes.plan_memory import ModelMemory, PassShape, plan_memory
+from specc.passes.position_limit import position_limit
 from specc.passes.program import Program
 from specc.passes.trace import trace
 from specc.progress import Phases, ProgressEvent
@@ -109,12 +110,14 @@ def build(
     dtype = getattr(torch, config.dtype)
     plans = engine_plans(config, draft is not None)
     with EngineWriter(output, force=force) as writer:
-        sources = [ModelSource.load("target", target, dtype)]
-        if draft is not None:
-            sources.append(ModelSource.load("draft_0", draft, dtype))
-        warnings, token_entry, tokenizer_file = _check_tokenizers(sources, tokenizer)
-        limits = _limits(sources, plans, config)
-        models, records = _compile_models(sources, plans, dump_graphs, phases)
+        with phases.phase("load models"):
+            sources = [ModelSource.load("target", target, dtype)]
+            if draft is not None:
+                sources.append(ModelSource.load("draft_0", draft, dtype))
+            warnings, token_entry, tokenizer_file = _check_tokenizers(sources, tokenizer)
+        limits = _limits(sources, plans, config)  # what can be refused before tracing
+        models, records = _compile_models(sources, plans, limits.max_seq_len, dump_graphs, phases)
+        limits = _limits(sources, plans, config)  # the graphs may hold fewer positions
         for model in models:
             model.memory = _plan_model_memory(model, limits, dtype)
         with phases.phase("write programs"):
@@ -179,26 +182,31 @@ def engine_plans(config: CompileConfig, has_draft: bool) -> list[SpecPlan]:
 
 
 def _compile_models(
-    sources: Sequence[ModelSource], plans: list[SpecPlan], dump: Path | None, phases: Phases
+    sources: Sequence[ModelSource],
+    plans: list[SpecPlan],
+    max_seq_len: int,
+    dump: Path | None,
+    phases: Phases,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     models, records = [], []
     num_ids = 0
     for source in sources:
         with phases.phase(f"trace {source.name}"):
             program = trace(source.module, source.name)
+            source.position_rows = position_limit(program)
         layout = PHASES
         if source.name != "target":
             layout = (*PHASES, ("vocabulary", (partial(FitVocabulary, num_ids),)))
         with phases.phase(f"rewrite {source.name}"):
             records += Pipeline(layout, dump).run(program)
-        entry = _describe(source, program)
+        entry = _describe(source, program, max_seq_len)
         num_ids = num_ids or entry.vocab_size
         models.append(CompiledModel(source, program, entry))
         _check_windows(entry, plans)
     return models, records
 
 
-def _describe(source: ModelSource, program: Program) -> ModelEntry:
+def _describe(source: ModelSource, program: Program, max_seq_len: int) -> ModelEntry:
     geometries = list(dict.fromkeys((x.num_kv_heads, x.head_dim) for x in program.layers))
     counts = [0] * len(geometries)
     layers = []
@@ -224,7 +232,7 @@ def _describe(source: ModelSource, program: Program) -> ModelEntry:
         model_type=source.model_type,
         vocab_size=int(result.args[0].meta["val"].shape[-1]),
         num_parameters=program.num_parameters,
-        max_position=source.max_position or DEFAULT_MAX_SEQ_LEN,
+        max_position=source.max_position or max_seq_len,
         layers=tuple(layers),
         slabs=tuple(
             SlabEntry(count, heads, dim)

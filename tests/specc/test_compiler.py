@@ -171,8 +171,9 @@ def test_report_and_dumps(built):
     assert {row["program"] for row in report["passes"]} == {"target", "draft_0"}
     phases = [event.phase for event in events if event.seconds is not None]
     assert phases == list(compilation.seconds)
-    assert phases[:4] == ["trace target", "rewrite target", "trace draft_0", "rewrite draft_0"]
-    assert phases[4:] == ["write programs", "write target weights", "write draft_0 weights"]
+    assert phases[0] == "load models"
+    assert phases[1:5] == ["trace target", "rewrite target", "trace draft_0", "rewrite draft_0"]
+    assert phases[5:] == ["write programs", "write target weights", "write draft_0 weights"]
     names = {file.name for file in (path.parent / "graphs").iterdir()}
     assert {"target.0-trace.txt", "draft_0.5-vocabulary.txt"} <= names
     assert compilation.warnings == []
@@ -333,8 +334,9 @@ def test_longer_than_the_drafts_positions(models, tmp_path):
     assert "the draft 0 model has 32 positions" in found
 
 
-@pytest.mark.parametrize(("positions", "length"), [(40, 40), (100_000, 4096), (None, 4096)])
+@pytest.mark.parametrize(("positions", "length"), [(40, 40), (100_000, 64), (None, 64)])
 def test_max_seq_len_defaults_to_the_models_positions(tmp_path, positions, length):
+    """Custom has a table of 64 positions, whatever a config says."""
     target = Custom()
     if positions:
         target.config = types.SimpleNamespace(max_position_embeddings=positions)
