@@ -45,7 +45,10 @@ class Detokenizer:
         # up to `_read`, has been decoded completely; `_done` characters of its text are in `text`
         self._window = [t for t in prompt_token_ids[-_CONTEXT_TOKENS:] if not self._is_skipped(t)]
         self._read = len(self._window)
-        self._done = len(self._decode(self._window))
+        decoded = self._decode(self._window)
+        self._done = len(decoded)
+        # where a character that the prompt leaves incomplete begins
+        self._incomplete = len(decoded.rstrip(_REPLACEMENT))
 
     def push(self, token_id: int) -> str | None:
         """Add one token.
@@ -57,16 +60,19 @@ class Detokenizer:
             return None
         self._window.append(token_id)
         decoded = self._decode(self._window)
+        if decoded[self._incomplete : self._done].strip(_REPLACEMENT):
+            # the output has completed it, so it belongs to the output
+            self._done = self._incomplete
         # a replacement character at the end can be the first bytes of a character: hold it back
         stable = len(decoded.rstrip(_REPLACEMENT))
         if stable <= self._done:
             return None
         new_text = decoded[self._done : stable]
-        self._done = stable
+        self._done = self._incomplete = stable
         if stable == len(decoded):
             self._window = self._window[self._read :]
             self._read = len(self._window)
-            self._done = len(self._decode(self._window))
+            self._done = self._incomplete = len(self._decode(self._window))
         return self._append(new_text)
 
     def flush(self) -> str | None:

@@ -203,3 +203,15 @@ def test_byte_fallback_deltas_are_the_text() -> None:
         detokenizer = Detokenizer(tokenizer, [])
         deltas, _, _ = run(token_ids, detokenizer)
         assert "".join(deltas) == detokenizer.text == text
+
+
+@pytest.mark.parametrize("character", ["é", "€", "😀"])
+def test_output_that_completes_a_character_of_the_prompt(character):
+    tokenizer = TOKENIZER
+    ids = tokenizer.encode(character).ids
+    for cut in range(1, len(ids)):
+        detokenizer = Detokenizer(tokenizer, ids[:cut])
+        for token_id in [*ids[cut:], *tokenizer.encode("abc").ids]:
+            detokenizer.push(token_id)
+        detokenizer.flush()
+        assert detokenizer.text == character + "abc"
