@@ -32,6 +32,18 @@ def resolve_directory(source: str | Path) -> Path:
 
         with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
             path = Path(snapshot_download(str(source), local_files_only=True))
+    if path.is_file():
+        raise ModelNotFoundError(
+            f"{source} is a file",
+            "a directory with config.json, model.safetensors and tokenizer.json",
+            "pass the directory that holds it",
+        )
+    if (path / "manifest.json").is_file():
+        raise ModelNotFoundError(
+            f"{source} is an engine of specc",
+            "a directory with config.json, model.safetensors and tokenizer.json",
+            "pass the model that it was compiled from; specc run takes engines",
+        )
     if not path.is_dir():
         raise ModelNotFoundError(
             f"{source}: no such directory, and no such model in the local Hugging Face cache",

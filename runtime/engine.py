@@ -88,7 +88,7 @@ class Engine:
             ConfigError: more sequences or fewer threads than possible.
         """
         path = Path(path)
-        manifest = open_engine(path, verify, backends=BACKENDS)
+        manifest = open_engine(path, verify, backends=BACKENDS, max_num_seqs=max_num_seqs)
         if manifest.device != "cpu" or manifest.dtype not in _DTYPES:
             raise EngineError(
                 f"an engine for device {manifest.device}, dtype {manifest.dtype}",

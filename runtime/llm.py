@@ -153,6 +153,12 @@ class LLM:
     def _advance(self) -> None:
         begin = time.perf_counter()
         batch = self._scheduler.schedule()
+        if not batch.prefill and not batch.groups:
+            raise RequestError(
+                "no request can run: another LLM holds the caches of this engine",
+                "free slots and cache blocks",
+                "finish or close the streams of the other LLM first",
+            )
         result = self._runner.run(batch)
         self._scheduler.postprocess(batch, result)
         self._scheduler.stats.elapsed_s += time.perf_counter() - begin
@@ -218,6 +224,14 @@ class LLM:
                     "token ids: this engine has no tokenizer",
                     "pass {'prompt_token_ids': [...]}",
                 )
+            try:
+                content.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(
+                    f"prompt {index} holds a lone surrogate ({error.reason})",
+                    "text that can be written as UTF-8",
+                    "decode the text with the encoding that it has",
+                ) from error
             token_ids = self.tokenizer.encode(content).ids
             bos = self.engine.bos_token_id
             if self.engine.add_bos and bos is not None and token_ids[:1] != [bos]:

@@ -12,6 +12,7 @@ from specc.errors import ConfigError
 from specc.progress import ProgressEvent
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 _PROBE_PROMPTS = (
@@ -32,7 +33,7 @@ def compile(
     *,
     tree: Sequence[int] | None = None,
     num_speculative_tokens: int | None = None,
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
     block_size: int = 16,
@@ -70,7 +71,7 @@ def compile(
     """
     config = CompileConfig(
         plans=plans_of(tree, num_speculative_tokens),
-        dtype=dtype,
+        dtype=str(dtype).removeprefix("torch."),
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
         block_size=block_size,
@@ -125,6 +126,8 @@ def plans_of(
             "pass --tree or --num-speculative-tokens",
         )
     if tree is not None:
+        if isinstance(tree, str) or not all(type(width) is int for width in tree):
+            raise ConfigError(f"tree {tree!r}", "a sequence of integers", "for example (3, 2, 1)")
         if not tree:
             raise ConfigError("an empty tree", "one or more widths", "for example --tree 3,2,1")
         return (SpecPlan.from_widths(tuple(tree)),)

@@ -63,7 +63,11 @@ class EngineWriter:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> EngineWriter:
-        self._check_parent()
+        try:
+            self._check_parent()
+            self._check_output()
+        except OSError as error:  # a name that the file system does not take
+            raise output_error(self.output, error) from error
         if self.staging in _active:
             raise OutputError(
                 f"{self.output} is being written by this process",
@@ -238,6 +242,7 @@ def open_engine(
     *,
     backends: Collection[str] = BACKENDS,
     available_memory: int | None = None,
+    max_num_seqs: int | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Read the manifest and check the engine against it, this machine and this installation.
@@ -247,6 +252,7 @@ def open_engine(
         verify: compare the sha256 of every file; False still checks presence and size.
         backends: backends that the caller can run.
         available_memory: bytes; None asks the system, where it tells.
+        max_num_seqs: sequences that caches are made for; None is what the engine allows.
         progress: called with (bytes hashed, bytes in total).
     Raises:
         EngineError: the directory is no engine, was made for another runtime, was altered, or
@@ -258,7 +264,7 @@ def open_engine(
     if available_memory is None:
         available_memory = available_memory_bytes()
     if manifest.device == "cpu" and available_memory is not None:
-        _check_memory(manifest, available_memory)
+        _check_memory(manifest, available_memory, max_num_seqs)
     for name, entry in manifest.files.items():
         _check_file(path, name, entry)
     if verify:
@@ -329,12 +335,17 @@ def _check_runtime(manifest: Manifest, backends: Collection[str]) -> None:
         )
 
 
-def _check_memory(manifest: Manifest, available: int) -> None:
-    if manifest.total_memory > available:
-        limits = manifest.limits
+def _check_memory(manifest: Manifest, available: int, max_num_seqs: int | None) -> None:
+    limits = manifest.limits
+    needed = manifest.total_memory
+    if max_num_seqs is not None:
+        caches = sum(entry.cache for entry in manifest.memory_plan.values())
+        unused = limits.max_batch_size - min(max_num_seqs, limits.max_batch_size)
+        needed -= caches * unused // limits.max_batch_size
+    if needed > available:
         raise EngineError(
             f"{format_bytes(available)} of memory available",
-            f"{format_bytes(manifest.total_memory)} for max_batch_size {limits.max_batch_size} "
+            f"{format_bytes(needed)} for max_batch_size {max_num_seqs or limits.max_batch_size} "
             f"and max_seq_len {limits.max_seq_len}",
             "compile with a smaller --max-batch-size or --max-seq-len, or free memory",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -39,6 +40,14 @@ class _Commands(TyperGroup):
             # whoever read the output has enough; keep Python from flushing into the pipe at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(_PIPE_CLOSED) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            typer.echo("found:  no space left for the output", err=True)
+            typer.echo("needed: room for the text", err=True)
+            typer.echo("do:     write it elsewhere, or free space", err=True)
+            raise typer.Exit(2) from None
 
 
 app = typer.Typer(

@@ -185,7 +185,7 @@ def _read_lines(path: Path) -> Iterable[str]:
     for number, line in lines:
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputFileError(
                 f"{path}, line {number}: no JSON ({error})",
                 'a line such as {"prompt": "text"}',

@@ -8,6 +8,8 @@ from specc.errors import ConfigError, RequestError
 from specc.tree import TokenTree
 
 DTYPES = ("float32", "bfloat16")
+# the upper ends are those of the traced dimensions (passes/trace.py), or beyond any use
+_RANGES = (("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16))
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,13 @@ class CompileConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype}", f"one of {', '.join(DTYPES)}", "pass --dtype")
-        for name, low in (("max_batch_size", 1), ("prefill_chunk", 1), ("block_size", 0)):
+        for name, low, high in _RANGES:
             value = getattr(self, name)
+            option = "--" + name.replace("_", "-")
             if value < low:
-                option = "--" + name.replace("_", "-")
                 raise ConfigError(f"{option} {value}", f"{low} or more", f"raise {option}")
+            if value > high:
+                raise ConfigError(f"{option} {value}", f"{high} or less", f"lower {option}")
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise ConfigError(
                 f"--max-seq-len {self.max_seq_len}", "2 or more", "raise --max-seq-len"
@@ -112,6 +116,12 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
+        if type(self.max_tokens) is not int or isinstance(self.stop, (int, float)):
+            raise RequestError(
+                f"max_tokens={self.max_tokens!r}, stop={self.stop!r}",
+                "an integer, and a string or a list of strings",
+                "correct the SamplingParams",
+            )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.max_tokens < 1:
             raise RequestError(f"max_tokens={self.max_tokens}", "1 or more", "raise max_tokens")

@@ -62,7 +62,7 @@ class TokenTree:
         """
         if not widths or any(width < 1 for width in widths):
             raise TreeError(
-                f"tree widths {','.join(map(str, widths)) or '(none)'}",
+                f"tree widths {_listed(widths) or '(none)'}",
                 "one or more levels, each of width 1 or more",
                 "for example --tree 3,2,1",
             )
@@ -72,7 +72,7 @@ class TokenTree:
             num_nodes += level_nodes
             if num_nodes > MAX_NODES:
                 raise TreeError(
-                    f"tree widths {','.join(map(str, widths))}: more than {MAX_NODES} nodes",
+                    f"tree widths {_listed(widths)}: more than {MAX_NODES} nodes",
                     f"at most {MAX_NODES} nodes",
                     "choose smaller widths or fewer levels",
                 )
@@ -139,6 +139,11 @@ class TokenTree:
     def ancestor_words(self) -> Tensor:
         """[N, W] int64; bit j of word w is set when node 64w + j is an ancestor-or-self."""
         return pack_bits(self.ancestor_mask())
+
+
+def _listed(widths: tuple[int, ...] | list[int]) -> str:
+    text = ",".join(map(str, widths[:12]))
+    return text if len(widths) <= 12 else f"{text},… ({len(widths)} levels)"
 
 
 def pack_bits(mask: Tensor) -> Tensor:
