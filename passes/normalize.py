@@ -51,6 +51,7 @@ _FUNCTIONAL = {
     aten.add_.Tensor: aten.add.Tensor,
     aten.sub_.Tensor: aten.sub.Tensor,
     aten.mul_.Scalar: aten.mul.Scalar,
+    aten.clamp_.default: aten.clamp.default,
     aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
     aten.index_put_.default: aten.index_put.default,
     aten.scatter_.src: aten.scatter.src,
@@ -85,7 +86,7 @@ class Normalize(Pass):
             elif node.target in _CONVERSIONS:
                 _simplify_conversion(node)
             elif node.target in _FUNCTIONAL:
-                if _is_read_later(node):
+                if not _redirect_readers(node):
                     result.decline(node.name, "what it updates in place is read afterwards")
                     continue
                 _make_functional(node)
@@ -176,13 +177,35 @@ def _is_inactive_dropout(node: fx.Node) -> bool:
 def _simplify_conversion(node: fx.Node) -> None:
     """Keep a dtype conversion that converts; drop devices, layouts and copies."""
     source, dtype = node.args[0], node.meta["val"].dtype
-    if source.meta["val"].dtype == dtype:
+    is_copy = node.target is aten._to_copy.default or bool(bind_args(node).get("copy"))
+    is_same = source.meta["val"].dtype == dtype
+    if is_same and not is_copy:
         replace(node, source)
         return
     with node.graph.inserting_before(node):
-        plain = emit_call(node.graph, aten.to.dtype, source, dtype)
+        # a copy stays one: what updates its source in place must not reach it
+        if is_same:
+            plain = emit_call(node.graph, aten.clone.default, source)
+        else:
+            plain = emit_call(node.graph, aten.to.dtype, source, dtype)
     _copy_meta(node, plain)
     replace(node, plain)
+
+
+def _redirect_readers(node: fx.Node) -> bool:
+    """Let what reads the updated value later read the node's result; False where that is not all.
+
+    Another view of the same memory would see the update too, and cannot be redirected.
+    """
+    root = node.args[0]
+    if root.op == "placeholder":
+        return False
+    later = [user for user in root.users if user is not node and user > node]
+    if is_view(root) or any(is_view(user) for user in root.users):
+        return not _is_read_later(node)
+    for user in later:
+        user.replace_input_with(root, node)
+    return True
 
 
 def _is_read_later(node: fx.Node) -> bool:

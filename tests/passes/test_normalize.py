@@ -196,6 +196,32 @@ class AssignedProduct(Tiny):
         return x
 
 
+class CopyBefore(Tiny):
+    """A copy that is made before its source is updated keeps the old values."""
+
+    def after(self, x, positions):
+        x = x * 1.0
+        old = x.to(x.dtype, copy=True)
+        x.mul_(2)
+        return x + old
+
+
+class ReadLater(Tiny):
+    """The result of the update is not used, its input is."""
+
+    def after(self, x, positions):
+        x = x * 1.0
+        x.mul_(2)
+        return x + 1
+
+
+@pytest.mark.parametrize("kind", [CopyBefore, ReadLater])
+def test_plain_updates_keep_their_numbers(kind):
+    model = kind().eval()
+    program, _ = compiled(model)
+    assert_same_numbers(program, model)
+
+
 @pytest.mark.parametrize("kind", [ViewOfSource, SourceOfView, Detached, Assigned, AssignedProduct])
 def test_updates_through_an_alias_are_kept_or_refused(kind):
     _assert_same_or_refused(kind)
