@@ -72,6 +72,8 @@ def load_config(path: Path) -> Any:
     needed = "the configuration of a causal language model (…ForCausalLM)"
     try:
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError("not an object")
         # as written: transformers renames some types and cannot read others
         check_rotary(raw, str(path))
         with quiet_transformers():
@@ -120,8 +122,12 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     """The model without weights, with scaled_dot_product_attention where it has that."""
     from transformers import AutoModelForCausalLM
 
+    # some versions of transformers drop the softcap under sdpa without a word
+    softcap = getattr(config, "attn_logit_softcapping", None)
     with quiet_transformers(), torch.device("meta"):
         try:
+            if softcap:
+                raise ValueError("softcapped attention has no sdpa form")
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa"
             )
