@@ -27,7 +27,11 @@ def _define(schema: str, implementation: Callable, fake: Callable) -> torch._ops
 def _tree_attention_fake(
     q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object
 ) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return q.new_empty(q.shape[1], q.shape[0], v.shape[2]).transpose(0, 1)
+
+
+def _linear_fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return input.new_empty(input.shape[0], weight.shape[0])
 
 
 def _tree_expand_fake(logits: Tensor, num_children: int) -> Tensor:
@@ -59,6 +63,11 @@ tree_attention = _define(
     " Tensor block_table, *, float scale, int window=0, int sink=0) -> Tensor",
     reference.tree_attention_reference,
     _tree_attention_fake,
+)
+linear = _define(
+    "linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
+    reference.linear_reference,
+    _linear_fake,
 )
 tree_expand = _define(
     "tree_expand(Tensor logits, int num_children) -> Tensor",

@@ -50,7 +50,8 @@ def tree_attention_reference(
         window: keys at positions ≤ position - window are cut; 0 is no limit.
         sink: the first `sink` keys are never cut.
     Returns:
-        [H, Nt, D] in the dtype of q; softmax and accumulation are in float32.
+        [H, Nt, D] in the dtype of q, laid out as [Nt, H, D], which the next projection reads in
+        one piece; softmax and accumulation are in float32.
     Source: tree attention of SpecInfer, arXiv:2305.09781 §4.
     """
     num_heads, num_tokens, head_dim = q.shape
@@ -59,7 +60,7 @@ def tree_attention_reference(
     block_size = k_cache.shape[1]
     flat_k = k_cache.view(-1, *k_cache.shape[2:])
     flat_v = v_cache.view(-1, *v_cache.shape[2:])
-    out = q.new_zeros(num_heads, num_tokens, v.shape[-1])
+    out = q.new_zeros(num_tokens, num_heads, v.shape[-1]).transpose(0, 1)
     starts = q_start.tolist()
     lens = cache_len.tolist()
     for b, (first, last) in enumerate(itertools.pairwise(starts)):
@@ -100,6 +101,19 @@ def tree_attention_reference(
         result = (probs @ values).view(num_heads, last - first, -1)
         out[:, first:last] = torch.where(live[None, :, None], result, 0.0).to(out.dtype)
     return out
+
+
+def linear_reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Project rows: what CPU lowerings put in place of `aten.linear`.
+
+    Args:
+        input: [M, K]; M may be 0.
+        weight: [N, K], as in a checkpoint.
+        bias: [N], or None.
+    Returns:
+        [M, N] in the dtype of the input, accumulated in float32.
+    """
+    return torch.nn.functional.linear(input, weight, bias)
 
 
 def tree_expand_reference(logits: Tensor, num_children: int) -> Tensor:

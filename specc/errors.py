@@ -62,6 +62,10 @@ class ConfigError(SpeccError):
     """An option has a value outside its range."""
 
 
+class CompilerError(SpeccError):
+    """The C++ compiler is absent, too old, or fails."""
+
+
 class OutputError(SpeccError):
     """The engine directory cannot be written."""
 

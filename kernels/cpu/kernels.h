@@ -1,0 +1,102 @@
+// The CPU kernels, on raw pointers: no torch in here, so that each file compiles in seconds and a
+// program without torch could link them. All strides count elements; the last dimension of every
+// tensor is contiguous unless a stride is named. Callers check shapes (register.cpp).
+#pragma once
+
+#include <cstdint>
+
+namespace specc {
+
+enum class DType : int32_t { kFloat32, kBFloat16 };
+
+// specc::tree_attention; semantics: kernels/reference.py, tree_attention_reference.
+struct TreeAttention {
+  DType dtype;               // of q, k, v, out and of both caches
+  int64_t num_heads;         // H
+  int64_t num_kv_heads;      // HK, divides H
+  int64_t num_tokens;        // Nt
+  int64_t head_dim;          // D
+  int64_t value_dim;         // DV
+  int64_t batch;             // B
+  const void* q;             // [H, Nt, D]
+  int64_t q_head_stride, q_token_stride;
+  const void* k;             // [HK, Nt, D]
+  int64_t k_head_stride, k_token_stride;
+  const void* v;             // [HK, Nt, DV]
+  int64_t v_head_stride, v_token_stride;
+  void* k_cache;             // [blocks, block_size, HK, D]
+  int64_t k_block_stride, k_row_stride, k_cache_head_stride;
+  void* v_cache;             // [blocks, block_size, HK, DV]
+  int64_t v_block_stride, v_row_stride, v_cache_head_stride;
+  int64_t block_size;
+  const int32_t* q_start;    // [B + 1]
+  const int64_t* position;   // [Nt]
+  const int32_t* slot;       // [Nt], -1 = dead token
+  const int32_t* cache_len;  // [B]
+  const int64_t* ancestors;  // [Nt, num_words], or null = causal
+  int64_t num_words;
+  const int32_t* block_table;  // [B, blocks_per_sequence]
+  int64_t blocks_per_sequence;
+  float scale;
+  int64_t window, sink;      // 0 = none
+  void* out;                 // [H, Nt, DV]
+  int64_t out_head_stride, out_token_stride;
+};
+void tree_attention(const TreeAttention& a, int num_threads);
+
+// y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]), accumulated in float32. x and y are row-major with
+// a row stride; w is [N, K] contiguous, as in a checkpoint.
+struct Linear {
+  DType dtype;  // of x, w, bias and y
+  int64_t rows, n, k;
+  const void* x;
+  int64_t x_stride;
+  const void* w;
+  const void* bias;  // [N], or null
+  void* y;
+  int64_t y_stride;
+};
+void linear(const Linear& a, int num_threads);
+
+// specc::tree_expand: the num_children best tokens of each row, ties by ascending token.
+struct TreeExpand {
+  DType dtype;
+  int64_t rows, vocab, num_children;
+  const void* logits;  // [rows, vocab]
+  int64_t row_stride;
+  int64_t* out;  // [rows, num_children]
+};
+void tree_expand(const TreeExpand& a);
+
+// specc::accept_greedy; semantics: accept_greedy_reference.
+struct AcceptGreedy {
+  DType dtype;
+  int64_t batch, num_nodes, vocab, max_depth;
+  const void* logits;  // [batch * num_nodes, vocab]
+  int64_t row_stride;
+  const int64_t* tokens;   // [batch, num_nodes]
+  const int32_t* parents;  // [batch, num_nodes]; stride 0 where all trees are one
+  int64_t parent_stride;
+  int32_t* path;           // [batch, max_depth + 1]
+  int32_t* num_accepted;   // [batch]
+  int64_t* output_tokens;  // [batch, max_depth + 1]
+};
+void accept_greedy(const AcceptGreedy& a);
+
+// specc::commit_kv; semantics: commit_kv_reference.
+struct CommitKV {
+  void* slab;      // [parts, blocks, block_size, row_bytes], contiguous
+  int64_t parts;   // K and V of all layers
+  int64_t blocks, block_size, row_bytes;
+  int64_t batch, moves;
+  const int64_t* source;  // [batch, moves], -1 = none
+  const int64_t* target;  // [batch, moves], -1 = none
+  const int32_t* block_table;  // [batch, blocks_per_sequence]
+  int64_t blocks_per_sequence;
+};
+void commit_kv(const CommitKV& a);
+
+// Sum of a buffer, with all threads: what reading memory costs at best.
+float sum_floats(const float* data, int64_t count, int num_threads);
+
+}  // namespace specc

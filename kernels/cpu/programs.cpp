@@ -1,0 +1,206 @@
+#include "programs.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+
+#include <chrono>
+
+#include "threads.h"
+
+namespace specc {
+namespace {
+
+// Passes of more rows than this use all threads for element-wise loops, too.
+constexpr int64_t kNarrowRows = 64;
+
+}  // namespace
+
+CompiledProgram::CompiledProgram(const std::string& package)
+    : loader_(package, "model", /*run_single_threaded=*/true) {}
+
+std::vector<std::string> CompiledProgram::weight_names() { return loader_.get_constant_fqns(); }
+
+void CompiledProgram::bind_weights(const std::vector<std::string>& names,
+                                   const std::vector<at::Tensor>& weights) {
+  TORCH_CHECK(names.size() == weights.size(), "a name for each weight");
+  weights_ = weights;
+  std::unordered_map<std::string, at::Tensor> map;
+  for (size_t i = 0; i < names.size(); ++i) map.emplace(names[i], weights[i]);
+  loader_.load_constants(map, /*use_inactive=*/false, /*check_full_update=*/true,
+                         /*user_managed=*/true);
+}
+
+void CompiledProgram::bind_caches(std::vector<at::Tensor> caches) { caches_ = std::move(caches); }
+
+at::Tensor CompiledProgram::run(std::vector<at::Tensor> inputs) {
+  c10::InferenceMode guard;
+  std::optional<NarrowPass> narrow;
+  if (inputs[0].numel() <= kNarrowRows) narrow.emplace();
+  inputs.insert(inputs.end(), caches_.begin(), caches_.end());
+  return loader_.boxed_run(std::move(inputs))[0];
+}
+
+StepRunner::Instruction& StepRunner::add(Kind kind, int64_t result) {
+  TORCH_CHECK(!stages_.empty(), "begin_stage first");
+  TORCH_CHECK(result >= 0 && result < static_cast<int64_t>(values_.size()), "a known value");
+  Instruction& made = stages_.back().emplace_back();
+  made.kind = kind;
+  made.result = result;
+  return made;
+}
+
+void StepRunner::call(const std::string& name, const std::string& overload, int64_t result,
+                      bool is_static) {
+  Instruction& made = add(Kind::kOperator, result);
+  made.op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  made.is_static = is_static;
+}
+
+void StepRunner::call_program(const c10::intrusive_ptr<CompiledProgram>& program, int64_t result) {
+  add(Kind::kProgram, result).program = program;
+}
+
+void StepRunner::getitem(int64_t tuple, int64_t index, int64_t result) {
+  Instruction& made = add(Kind::kGetItem, result);
+  made.a = tuple;
+  made.b = index;
+}
+
+void StepRunner::size(int64_t tensor, int64_t dim, int64_t result) {
+  Instruction& made = add(Kind::kSize, result);
+  made.a = tensor;
+  made.b = dim;
+}
+
+void StepRunner::arithmetic(const std::string& sign, int64_t result) {
+  TORCH_CHECK(sign == "add" || sign == "mul", "add or mul, not ", sign);
+  add(sign == "add" ? Kind::kAdd : Kind::kMul, result);
+}
+
+void StepRunner::value(int64_t slot) {
+  TORCH_CHECK(slot >= 0 && slot < static_cast<int64_t>(values_.size()), "a known value");
+  stages_.back().back().arguments.push_back({Argument::Source::kValue, slot, {}});
+}
+
+void StepRunner::literal(const c10::IValue& constant) {
+  stages_.back().back().arguments.push_back({Argument::Source::kLiteral, 0, constant});
+}
+
+void StepRunner::list(int64_t count) {
+  stages_.back().back().arguments.push_back({Argument::Source::kList, count, {}});
+}
+
+c10::IValue StepRunner::argument(const Instruction& instruction, size_t& next,
+                                 const c10::TypePtr& type) {
+  const Argument& item = instruction.arguments[next++];
+  if (item.source == Argument::Source::kValue) return values_[item.slot];
+  if (item.source == Argument::Source::kLiteral) return item.literal;
+  c10::TypePtr list_type = type;
+  if (auto optional = type->cast<c10::OptionalType>()) list_type = optional->getElementType();
+  const c10::TypePtr element = list_type->expectRef<c10::ListType>().getElementType();
+  c10::impl::GenericList list(element);
+  for (int64_t i = 0; i < item.slot; ++i) list.push_back(argument(instruction, next, element));
+  return list;
+}
+
+void StepRunner::execute_operator(const Instruction& instruction) {
+  torch::jit::Stack stack;
+  const auto& schema = instruction.op->schema().arguments();
+  stack.reserve(schema.size());
+  size_t next = 0;
+  for (const auto& expected : schema) stack.push_back(argument(instruction, next, expected.type()));
+  instruction.op->callBoxed(stack);
+  if (stack.size() == 1) {
+    values_[instruction.result] = std::move(stack[0]);
+  } else if (!stack.empty()) {
+    values_[instruction.result] = c10::ivalue::Tuple::create(std::move(stack));
+  }
+}
+
+void StepRunner::execute(const Instruction& instruction) {
+  if (instruction.is_static && !is_new_batch_) return;
+  size_t next = 0;
+  switch (instruction.kind) {
+    case Kind::kOperator:
+      execute_operator(instruction);
+      return;
+    case Kind::kProgram: {
+      std::vector<at::Tensor> inputs;
+      inputs.reserve(instruction.arguments.size());
+      for (const Argument& item : instruction.arguments) {
+        if (item.source == Argument::Source::kValue) {
+          inputs.push_back(values_[item.slot].toTensor());
+        } else {  // no ancestors: a causal pass, which compiled programs know by the width 0
+          inputs.push_back(at::empty({inputs[0].size(0), 0}, at::kLong));
+        }
+      }
+      values_[instruction.result] = instruction.program->run(std::move(inputs));
+      return;
+    }
+    case Kind::kGetItem:
+      values_[instruction.result] = values_[instruction.a].toTupleRef().elements()[instruction.b];
+      return;
+    case Kind::kSize:
+      values_[instruction.result] = values_[instruction.a].toTensor().size(instruction.b);
+      return;
+    case Kind::kAdd:
+    case Kind::kMul: {
+      const int64_t a = argument(instruction, next, c10::IntType::get()).toInt();
+      const int64_t b = argument(instruction, next, c10::IntType::get()).toInt();
+      values_[instruction.result] = instruction.kind == Kind::kAdd ? a + b : a * b;
+      return;
+    }
+  }
+}
+
+void StepRunner::run(const std::vector<at::Tensor>& inputs, int64_t first, int64_t last) {
+  c10::InferenceMode guard;
+  NarrowPass narrow;
+  if (first == 0) {
+    for (size_t i = 0; i < inputs.size(); ++i) values_[i] = inputs[i];
+    const int64_t batch = inputs[0].size(0);
+    is_new_batch_ = batch != batch_;
+    batch_ = -1;  // should a stage throw, nothing of it is kept
+    seconds_.assign(stages_.size(), 0.0);
+  }
+  for (int64_t i = first; i < last; ++i) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (const Instruction& instruction : stages_[i]) execute(instruction);
+    seconds_[i] = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+  if (last == static_cast<int64_t>(stages_.size())) batch_ = inputs[0].size(0);
+}
+
+std::vector<at::Tensor> StepRunner::outputs(const std::vector<int64_t>& slots) {
+  std::vector<at::Tensor> found;
+  found.reserve(slots.size());
+  for (int64_t slot : slots) found.push_back(values_[slot].toTensor());
+  return found;
+}
+
+TORCH_LIBRARY_FRAGMENT(specc, library) {
+  library.class_<CompiledProgram>("CompiledProgram")
+      .def(torch::init<const std::string&>())
+      .def("weight_names", &CompiledProgram::weight_names)
+      .def("bind_weights", &CompiledProgram::bind_weights)
+      .def("bind_caches", &CompiledProgram::bind_caches)
+      .def("run", &CompiledProgram::run);
+  library.class_<StepRunner>("StepRunner")
+      .def(torch::init<int64_t>())
+      .def("set_constant", &StepRunner::set_constant)
+      .def("begin_stage", &StepRunner::begin_stage)
+      .def("call", &StepRunner::call)
+      .def("call_program", &StepRunner::call_program)
+      .def("getitem", &StepRunner::getitem)
+      .def("size", &StepRunner::size)
+      .def("arithmetic", &StepRunner::arithmetic)
+      .def("value", &StepRunner::value)
+      .def("literal", &StepRunner::literal)
+      .def("list", &StepRunner::list)
+      .def("run", &StepRunner::run)
+      .def("get", &StepRunner::get)
+      .def("outputs", &StepRunner::outputs)
+      .def("seconds", &StepRunner::seconds);
+}
+
+}  // namespace specc

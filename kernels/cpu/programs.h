@@ -1,0 +1,93 @@
+// Compiled programs of an engine, and the step that calls them without Python.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/custom_class.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace specc {
+
+// One model: an AOTInductor package whose weights and caches are bound from outside.
+class CompiledProgram : public torch::CustomClassHolder {
+ public:
+  explicit CompiledProgram(const std::string& package);
+
+  // Names of the constants that bind_weights has to give.
+  std::vector<std::string> weight_names();
+  // The tensors' memory is used as it is and has to outlive the program; they are kept alive here.
+  void bind_weights(const std::vector<std::string>& names, const std::vector<at::Tensor>& weights);
+  // k and v of each layer, in the order of the graph's inputs.
+  void bind_caches(std::vector<at::Tensor> caches);
+  // The runtime inputs in the order of RUNTIME_INPUTS (passes/program.py) → logits [R, V].
+  at::Tensor run(std::vector<at::Tensor> inputs);
+
+ private:
+  torch::inductor::AOTIModelPackageLoader loader_;
+  std::vector<at::Tensor> weights_, caches_;
+};
+
+// A step: instructions over numbered values. Python encodes the graphs of a step program once
+// (runtime/native_step.py); then a step is one call.
+class StepRunner : public torch::CustomClassHolder {
+ public:
+  explicit StepRunner(int64_t num_values) : values_(num_values) {}
+
+  // Values 0 … are inputs in the order of `run`; constants are set once.
+  void set_constant(int64_t slot, const at::Tensor& value) { values_[slot] = value; }
+  void begin_stage() { stages_.emplace_back(); }
+  // An operator by name and overload; arguments follow in the order of its schema.
+  void call(const std::string& name, const std::string& overload, int64_t result, bool is_static);
+  void call_program(const c10::intrusive_ptr<CompiledProgram>& program, int64_t result);
+  void getitem(int64_t tuple, int64_t index, int64_t result);
+  // `size` of dimension `dim`, and integer arithmetic on sizes: a * b or a + b.
+  void size(int64_t tensor, int64_t dim, int64_t result);
+  void arithmetic(const std::string& sign, int64_t result);
+  // Arguments of the last instruction.
+  void value(int64_t slot);
+  void literal(const c10::IValue& constant);
+  // The next `count` arguments form one list.
+  void list(int64_t count);
+
+  // Run stages [first, last); values 0 … inputs.size() - 1 are set before stage 0.
+  void run(const std::vector<at::Tensor>& inputs, int64_t first, int64_t last);
+  at::Tensor get(int64_t slot) { return values_[slot].toTensor(); }
+  std::vector<at::Tensor> outputs(const std::vector<int64_t>& slots);
+  // Seconds that each stage took in its last run.
+  std::vector<double> seconds() { return seconds_; }
+
+ private:
+  enum class Kind { kOperator, kProgram, kGetItem, kSize, kAdd, kMul };
+  struct Argument {
+    enum class Source { kValue, kLiteral, kList } source;
+    int64_t slot = 0;  // or the length of a list
+    c10::IValue literal;
+  };
+  struct Instruction {
+    Kind kind;
+    int64_t result;
+    // depends on the batch size alone, and keeps its value while that stays
+    bool is_static = false;
+    std::vector<Argument> arguments;
+    std::optional<c10::OperatorHandle> op;
+    c10::intrusive_ptr<CompiledProgram> program;
+    int64_t a = 0, b = 0;
+  };
+
+  Instruction& add(Kind kind, int64_t result);
+  void execute(const Instruction& instruction);
+  void execute_operator(const Instruction& instruction);
+  c10::IValue argument(const Instruction& instruction, size_t& next, const c10::TypePtr& type);
+
+  std::vector<c10::IValue> values_;
+  std::vector<std::vector<Instruction>> stages_;
+  std::vector<double> seconds_;
+  int64_t batch_ = -1;
+  bool is_new_batch_ = true;
+};
+
+}  // namespace specc

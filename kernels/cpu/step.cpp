@@ -1,0 +1,136 @@
+// What a step does between its programs: choose children, walk the tree, move accepted rows.
+// The oracles are tree_expand_reference, accept_greedy_reference and commit_kv_reference.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace specc {
+namespace {
+
+bool any(const vec::Int& mask) {
+  int32_t found = 0;
+  for (int i = 0; i < vec::kWidth; ++i) found |= mask[i];
+  return found != 0;
+}
+
+// NaN ranks first, as in torch's argmax; a token that is out by -inf ranks with the lowest number.
+struct Best {
+  float value;
+  int64_t token;
+};
+
+bool is_better(float a, float b) { return a > b || (std::isnan(a) && !std::isnan(b)); }
+
+// The k best of a row, by descending value, then by ascending token.
+template <typename T>
+void best_of_row(const T* row, int64_t vocab, int64_t k, Best* best) {
+  constexpr float kLowest = std::numeric_limits<float>::lowest();
+  int64_t count = 0;
+  auto offer = [&](int64_t token) {
+    const float raw = vec::to_float(row[token]);
+    const float value = raw < kLowest ? kLowest : raw;
+    if (count == k && !is_better(value, best[k - 1].value)) return;
+    int64_t at = count < k ? count++ : k - 1;
+    for (; at > 0 && is_better(value, best[at - 1].value); --at) best[at] = best[at - 1];
+    best[at] = {value, token};
+  };
+  int64_t token = 0;
+  for (; token < vocab && count < k; ++token) offer(token);
+  // a block in which nothing beats the last of the best is passed over at once
+  for (; token + vec::kWidth <= vocab; token += vec::kWidth) {
+    const vec::Float values = vec::load(row + token);
+    const vec::Float bound = vec::splat(best[k - 1].value);
+    if (!any((values > bound) | (values != values))) continue;
+    for (int i = 0; i < vec::kWidth; ++i) offer(token + i);
+  }
+  for (; token < vocab; ++token) offer(token);
+}
+
+template <typename T>
+void expand(const TreeExpand& a) {
+  const T* logits = static_cast<const T*>(a.logits);
+  std::vector<Best> best(a.num_children);
+  for (int64_t r = 0; r < a.rows; ++r) {
+    best_of_row(logits + r * a.row_stride, a.vocab, a.num_children, best.data());
+    for (int64_t i = 0; i < a.num_children; ++i) a.out[r * a.num_children + i] = best[i].token;
+  }
+}
+
+template <typename T>
+void accept(const AcceptGreedy& a) {
+  const T* logits = static_cast<const T*>(a.logits);
+  const int64_t width = a.max_depth + 1;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const int64_t* tokens = a.tokens + b * a.num_nodes;
+    const int32_t* parents = a.parents + b * a.parent_stride;
+    int32_t* path = a.path + b * width;
+    int64_t* output = a.output_tokens + b * width;
+    std::fill(path, path + width, -1);
+    std::fill(output, output + width, -1);
+    int64_t node = 0;
+    int32_t accepted = 0;
+    path[0] = 0;
+    for (int64_t depth = 0;; ++depth) {
+      // only rows on the path are read
+      Best best;
+      best_of_row(logits + (b * a.num_nodes + node) * a.row_stride, a.vocab, 1, &best);
+      output[depth] = best.token;
+      if (depth == a.max_depth) break;
+      int64_t child = 0;
+      while (child < a.num_nodes && !(parents[child] == node && tokens[child] == best.token))
+        ++child;
+      if (child == a.num_nodes) break;
+      node = child;
+      path[depth + 1] = static_cast<int32_t>(child);
+      ++accepted;
+    }
+    a.num_accepted[b] = accepted;
+  }
+}
+
+}  // namespace
+
+void tree_expand(const TreeExpand& a) {
+  a.dtype == DType::kFloat32 ? expand<float>(a) : expand<vec::BFloat16>(a);
+}
+
+void accept_greedy(const AcceptGreedy& a) {
+  a.dtype == DType::kFloat32 ? accept<float>(a) : accept<vec::BFloat16>(a);
+}
+
+void commit_kv(const CommitKV& a) {
+  struct Move {
+    int64_t from, to;  // rows of the flat cache
+  };
+  std::vector<Move> moves;
+  std::vector<char> staged;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const int32_t* table = a.block_table + b * a.blocks_per_sequence;
+    auto row = [&](int64_t slot) {
+      return table[slot / a.block_size] * a.block_size + slot % a.block_size;
+    };
+    moves.clear();
+    for (int64_t i = 0; i < a.moves; ++i) {
+      const int64_t from = a.source[b * a.moves + i], to = a.target[b * a.moves + i];
+      if (from >= 0 && to >= 0 && from != to) moves.push_back({row(from), row(to)});
+    }
+    if (moves.empty()) continue;
+    staged.resize(moves.size() * a.row_bytes);
+    const int64_t layer_bytes = a.blocks * a.block_size * a.row_bytes;
+    for (int64_t part = 0; part < a.parts; ++part) {
+      char* cache = static_cast<char*>(a.slab) + part * layer_bytes;
+      // sources and targets of a sequence may overlap: read all, then write all
+      for (size_t i = 0; i < moves.size(); ++i)
+        std::memcpy(&staged[i * a.row_bytes], cache + moves[i].from * a.row_bytes, a.row_bytes);
+      for (size_t i = 0; i < moves.size(); ++i)
+        std::memcpy(cache + moves[i].to * a.row_bytes, &staged[i * a.row_bytes], a.row_bytes);
+    }
+  }
+}
+
+}  // namespace specc

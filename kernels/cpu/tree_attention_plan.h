@@ -1,0 +1,118 @@
+// How specc::tree_attention splits its work, and which keys a token sees.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+
+namespace specc::attention {
+
+constexpr int kTile = 64;      // keys of a tile: the bits of a word
+constexpr int kMaxRows = 128;  // query rows of an item, so that its scores stay in the L2 cache
+
+// Bits of the tile from column `tile` on that lie in [first, last).
+inline uint64_t range_bits(int64_t tile, int64_t first, int64_t last) {
+  const int64_t low = std::max<int64_t>(first - tile, 0);
+  const int64_t high = std::min<int64_t>(last - tile, kTile);
+  if (low >= high) return 0;
+  return (~uint64_t{0} >> (kTile - (high - low))) << low;
+}
+
+// Bits node … node + 63 of a token's ancestors; nodes below 0 are none.
+inline uint64_t ancestor_bits(const int64_t* words, int64_t num_words, int64_t node) {
+  if (node <= -kTile) return 0;
+  const auto word = [=](int64_t w) {
+    return w < num_words ? static_cast<uint64_t>(words[w]) : uint64_t{0};
+  };
+  if (node < 0) return word(0) << -node;
+  const int64_t w = node / 64, shift = node % 64;
+  return shift ? word(w) >> shift | word(w + 1) << (64 - shift) : word(w);
+}
+
+// A sequence's block of query rows: some tokens, times the query heads of one KV head.
+struct Item {
+  int32_t sequence;
+  int32_t first, tokens;           // in Plan::live
+  int64_t end;                     // its tokens see slots below
+  int64_t sink_tiles, first_tile;  // what is read: tiles 0 … sink_tiles - 1, then first_tile …
+  int64_t num_tiles;
+  int64_t tile_cost;
+  int64_t start;                   // cost of all items before this one
+
+  int64_t column(int64_t index) const {
+    return (index < sink_tiles ? index : first_tile + index - sink_tiles) * kTile;
+  }
+};
+
+// A place in the line of all tiles: items in order, in each its KV heads, in each its tiles.
+struct Place {
+  int64_t item = 0, head = 0, tile = 0;
+  bool same_unit(const Place& other) const { return item == other.item && head == other.head; }
+};
+
+struct Plan {
+  std::vector<int32_t> live;  // tokens that are not dead, by sequence
+  std::vector<Item> items;
+  int64_t cost, max_rows;
+  std::vector<float> partial;  // two accumulators a thread, for items that were cut
+
+  void build(const TreeAttention& a);
+  Place place(int64_t at) const;
+};
+
+inline void Plan::build(const TreeAttention& a) {
+  live.clear();
+  items.clear();
+  cost = max_rows = 0;
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  const int64_t tokens_per_item = std::max<int64_t>(1, kMaxRows / group);
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const size_t begin = live.size();
+    int64_t slots = 0;
+    for (int32_t t = a.q_start[b]; t < a.q_start[b + 1]; ++t) {
+      if (a.slot[t] < 0) continue;
+      live.push_back(t);
+      slots = std::max<int64_t>(slots, a.slot[t] + 1);
+    }
+    for (size_t first = begin; first < live.size(); first += tokens_per_item) {
+      Item item;
+      item.sequence = static_cast<int32_t>(b);
+      item.first = static_cast<int32_t>(first);
+      item.tokens = static_cast<int32_t>(std::min<int64_t>(tokens_per_item, live.size() - first));
+      int64_t lowest = a.position[live[first]], highest = lowest;
+      for (int32_t i = 1; i < item.tokens; ++i) {
+        lowest = std::min(lowest, a.position[live[first + i]]);
+        highest = std::max(highest, a.position[live[first + i]]);
+      }
+      item.end = a.ancestors ? slots : std::min(slots, highest + 1);
+      // the window cuts all columns from `sink` to `uncut` for all tokens: they are not read
+      int64_t uncut = a.window ? std::max<int64_t>(lowest - a.window + 1, 0) : 0;
+      if (a.ancestors) uncut = std::min<int64_t>(uncut, a.cache_len[b]);
+      item.first_tile = uncut / kTile;
+      item.sink_tiles = std::min((a.sink + kTile - 1) / kTile, item.first_tile);
+      const int64_t end_tile = (item.end + kTile - 1) / kTile;
+      item.num_tiles =
+          std::max<int64_t>(item.sink_tiles + std::max<int64_t>(end_tile - item.first_tile, 0), 1);
+      const int64_t rows = item.tokens * group;
+      // reading and transposing a tile costs as much as some rows
+      item.tile_cost = kTile * (a.head_dim + a.value_dim) * (rows + 6);
+      item.start = cost;
+      cost += item.num_tiles * item.tile_cost * a.num_kv_heads;
+      max_rows = std::max(max_rows, rows);
+      items.push_back(item);
+    }
+  }
+}
+
+inline Place Plan::place(int64_t at) const {
+  if (at >= cost) return {static_cast<int64_t>(items.size()), 0, 0};
+  const auto next = std::upper_bound(items.begin(), items.end(), at,
+                                     [](int64_t x, const Item& item) { return x < item.start; });
+  const Item& item = *(next - 1);
+  const int64_t tile = (at - item.start) / item.tile_cost;
+  return {next - 1 - items.begin(), tile / item.num_tiles, tile % item.num_tiles};
+}
+
+}  // namespace specc::attention

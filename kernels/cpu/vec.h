@@ -1,0 +1,244 @@
+// One SIMD register of floats, on GCC's vector extensions: the compiler maps it to AVX-512, AVX2,
+// SSE or NEON. Only dot products of bfloat16 need an intrinsic, and have a fallback without it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace specc::vec {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+typedef float Float __attribute__((vector_size(4 * kWidth)));
+typedef int32_t Int __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t UInt __attribute__((vector_size(4 * kWidth)));
+typedef uint16_t UShort __attribute__((vector_size(2 * kWidth)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) {
+  const uint32_t bits = uint32_t{x.bits} << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+inline void from_float(float x, float* y) { *y = x; }
+// rounds to nearest, ties to even; NaN stays NaN
+inline void from_float(float x, BFloat16* y) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  y->bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+inline Float load(const float* p) {
+  Float x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+inline Float load(const BFloat16* p) {
+  UShort x;
+  std::memcpy(&x, p, sizeof x);
+  return reinterpret_cast<Float>(__builtin_convertvector(x, UInt) << 16);
+}
+inline void store(float* p, Float x) { std::memcpy(p, &x, sizeof x); }
+inline Float splat(float x) { return x - Float{}; }
+inline void multiply_add(Float& sum, Float a, Float b) { sum += a * b; }
+
+// Two neighboring bfloat16 of a row; a multiply_add of pairs adds both products.
+struct Pair {
+  uint32_t bits;
+};
+#ifdef __AVX512BF16__
+constexpr bool kHasPairs = true;
+inline __m512bh load(const Pair* p) { return (__m512bh)_mm512_loadu_si512(p); }
+inline __m512bh splat(Pair x) { return (__m512bh)_mm512_set1_epi32(static_cast<int>(x.bits)); }
+inline void multiply_add(Float& sum, __m512bh a, __m512bh b) {
+  sum = (Float)_mm512_dpbf16_ps((__m512)sum, a, b);
+}
+#else
+constexpr bool kHasPairs = false;
+#endif
+
+inline Float max(Float a, Float b) { return a > b ? a : b; }
+
+template <int... I>
+inline Float shuffle(Float a, Float b, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, Int{I...});
+#endif
+}
+
+// Lane i of the result is lane i ^ step of x.
+template <int Step, int... I>
+inline Float swap_lanes(Float x, std::integer_sequence<int, I...>) {
+  return shuffle(x, x, std::integer_sequence<int, (I ^ Step)...>());
+}
+using Lanes = std::make_integer_sequence<int, kWidth>;
+
+template <int Step = kWidth / 2>
+inline float max(Float x) {
+  x = max(x, swap_lanes<Step>(x, Lanes()));
+  if constexpr (Step > 1) return max<Step / 2>(x);
+  return x[0];
+}
+
+template <int Step = kWidth / 2>
+inline float sum(Float x) {
+  x += swap_lanes<Step>(x, Lanes());
+  if constexpr (Step > 1) return sum<Step / 2>(x);
+  return x[0];
+}
+
+// Lane i of x where bit i is set, else of y.
+template <int... I>
+inline Float select(uint64_t bits, Float x, Float y, std::integer_sequence<int, I...>) {
+  const Int lane = {(1 << I)...};
+  return (((Int{} + static_cast<int32_t>(bits & 0xffff)) & lane) != 0) ? x : y;
+}
+inline Float select(uint64_t bits, Float x, Float y) { return select(bits, x, y, Lanes()); }
+
+// 2^x for x <= 0 to 1e-7, exactly 0 below -127; NaN stays NaN.
+inline Float exp2_of_nonpositive(Float x) {
+  x = x < -127.0f ? splat(-127.0f) : x;
+  const Int n = __builtin_convertvector(x - 0.5f, Int);
+  const Float f = x - __builtin_convertvector(n, Float);
+  // Chebyshev fit of degree 6 on [-0.5, 0.5]
+  Float y = splat(0.0001546973198f);
+  y = y * f + 0.001340043217f;
+  y = y * f + 0.009618025603f;
+  y = y * f + 0.05550327214f;
+  y = y * f + 0.2402265121f;
+  y = y * f + 0.6931472067f;
+  y = y * f + 1.0f;
+  return y * reinterpret_cast<Float>((n + 127) << 23);
+}
+
+// The steps of a transpose; each is one instruction of AVX-512. `High` takes the upper lanes.
+// In each quarter of 4 lanes, lanes of a and b in turn.
+template <int High, int... I>
+inline Float unpack(Float a, Float b, std::integer_sequence<int, I...>) {
+  constexpr int kFirst = 2 * High;
+  return shuffle(
+      a, b, std::integer_sequence<int, (kFirst + I / 4 * 4 + I % 4 / 2 + I % 2 * kWidth)...>());
+}
+// In each quarter, two lanes of a, then two of b.
+template <int High, int... I>
+inline Float unpack_twos(Float a, Float b, std::integer_sequence<int, I...>) {
+  constexpr int kFirst = 2 * High;
+  return shuffle(
+      a, b, std::integer_sequence<int, (kFirst + I / 4 * 4 + I % 2 + I % 4 / 2 * kWidth)...>());
+}
+// Every other quarter of a, then of b.
+template <int High, int... I>
+inline Float quarters(Float a, Float b, std::integer_sequence<int, I...>) {
+  return shuffle(a, b, std::integer_sequence<int, (I / 4 * 8 + 4 * High + I % 4)...>());
+}
+
+// Transposes a square.
+inline void transpose(Float (&x)[kWidth]) {
+  constexpr Lanes lanes;
+#pragma GCC unroll 4
+  for (int i = 0; i < kWidth; i += 4) {
+    const Float a = unpack<0>(x[i], x[i + 1], lanes), b = unpack<0>(x[i + 2], x[i + 3], lanes);
+    const Float c = unpack<1>(x[i], x[i + 1], lanes), d = unpack<1>(x[i + 2], x[i + 3], lanes);
+    x[i] = unpack_twos<0>(a, b, lanes);
+    x[i + 1] = unpack_twos<1>(a, b, lanes);
+    x[i + 2] = unpack_twos<0>(c, d, lanes);
+    x[i + 3] = unpack_twos<1>(c, d, lanes);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (kWidth == 16) {
+      const Float a = quarters<0>(x[i], x[i + 4], lanes);
+      const Float b = quarters<0>(x[i + 8], x[i + 12], lanes);
+      const Float c = quarters<1>(x[i], x[i + 4], lanes);
+      const Float d = quarters<1>(x[i + 8], x[i + 12], lanes);
+      x[i] = quarters<0>(a, b, lanes);
+      x[i + 4] = quarters<0>(c, d, lanes);
+      x[i + 8] = quarters<1>(a, b, lanes);
+      x[i + 12] = quarters<1>(c, d, lanes);
+    } else if constexpr (kWidth == 8) {
+      const Float a = x[i], b = x[i + 4];
+      x[i] = quarters<0>(a, b, lanes);
+      x[i + 4] = quarters<1>(a, b, lanes);
+    }
+  }
+}
+
+// A register block of a product: 4 rows of kBlockCols registers. AVX2 has 16 registers, others 32.
+constexpr int kBlockRows = 4;
+constexpr int kBlockCols = kWidth == 8 ? 2 : 4;
+
+// c[r] (+)= sum_i a[r][i] * row(i) for R rows and C registers of columns.
+template <int R, int C, bool Add, class A, class Row>
+void multiply_block(const A* a, int64_t a_stride, Row row, int64_t depth, float* c,
+                    int64_t c_stride) {
+  Float sums[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < C; ++j) sums[r][j] = Add ? load(c + r * c_stride + j * kWidth) : Float{};
+  for (int64_t i = 0; i < depth; ++i) {
+    const auto* b = row(i);
+    decltype(load(b)) columns[C];
+    for (int j = 0; j < C; ++j) columns[j] = load(b + j * kWidth);
+    for (int r = 0; r < R; ++r) {
+      const auto x = splat(a[r * a_stride + i]);
+      for (int j = 0; j < C; ++j) multiply_add(sums[r][j], x, columns[j]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < C; ++j) store(c + r * c_stride + j * kWidth, sums[r][j]);
+}
+
+template <int C, bool Add, class A, class Row>
+void multiply_columns(const A* a, int64_t a_stride, int64_t rows, Row row, int64_t depth, float* c,
+                      int64_t c_stride) {
+  int64_t r = 0;
+  for (; r + kBlockRows <= rows; r += kBlockRows)
+    multiply_block<kBlockRows, C, Add>(a + r * a_stride, a_stride, row, depth, c + r * c_stride,
+                                       c_stride);
+  a += r * a_stride;
+  c += r * c_stride;
+  if (rows - r == 3) multiply_block<3, C, Add>(a, a_stride, row, depth, c, c_stride);
+  if (rows - r == 2) multiply_block<2, C, Add>(a, a_stride, row, depth, c, c_stride);
+  if (rows - r == 1) multiply_block<1, C, Add>(a, a_stride, row, depth, c, c_stride);
+}
+
+// c (+)= a * b on `columns` columns, a multiple of kWidth; row(i) is row i of b.
+template <bool Add, class A, class Row>
+void multiply(const A* a, int64_t a_stride, int64_t rows, Row row, int64_t depth, float* c,
+              int64_t c_stride, int64_t columns) {
+  for (int64_t j = 0; j < columns;) {
+    const auto from_j = [row, j](int64_t i) { return row(i) + j; };
+    const int64_t left = (columns - j) / kWidth;
+    if (left >= kBlockCols) {
+      multiply_columns<kBlockCols, Add>(a, a_stride, rows, from_j, depth, c + j, c_stride);
+      j += kBlockCols * kWidth;
+    } else if (left >= 2) {
+      multiply_columns<2, Add>(a, a_stride, rows, from_j, depth, c + j, c_stride);
+      j += 2 * kWidth;
+    } else {
+      multiply_columns<1, Add>(a, a_stride, rows, from_j, depth, c + j, c_stride);
+      j += kWidth;
+    }
+  }
+}
+
+}  // namespace specc::vec

@@ -1,0 +1,230 @@
+"""The CPU operators as C++: built once with the machine's compiler, cached by content, loaded once.
+
+The library needs a C++ compiler and torch's headers where engines are compiled, and nothing but
+torch where they run: an engine carries the library that its programs call.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specc.errors import CompilerError, EngineError
+from specc.machine import isa_flags
+
+LIBRARY_NAME = "libspecc_cpu.so"
+SOURCE_DIR = Path(__file__).parent / "cpu"
+# the oldest versions whose C++20 reads torch's headers
+_NEEDED_COMPILERS = {"gcc": (11,), "clang": (14,)}
+# no -ffast-math: it lets the compiler drop the tests that keep a poisoned row out of a sum
+_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-freciprocal-math",
+    "-ffp-contract=fast",
+    "-fopenmp",
+    "-fPIC",
+    "-fvisibility=hidden",
+)
+# operator → declaration of the C function that AOTInductor's code calls in its place
+C_SHIMS = {
+    "tree_attention": "AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle,"
+    " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
+    " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"
+    " double, int64_t, int64_t, AtenTensorHandle*)",
+    "linear": "AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle, AtenTensorHandle,"
+    " AtenTensorHandle*, AtenTensorHandle*)",
+}
+_loaded: tuple[str, ctypes.CDLL] | None = None
+
+
+def build(cache_dir: Path | None = None) -> Path:
+    """Path of the library for this machine, compiled where the cache has none.
+
+    Args:
+        cache_dir: where libraries are kept; None is `specc/` in the user's cache directory.
+    Raises:
+        CompilerError: no C++ compiler, one too old, or one that fails.
+    """
+    compiler = find_compiler()
+    key = _content_key(compiler)
+    directory = (cache_dir or default_cache_dir()) / "native" / key
+    library = directory / LIBRARY_NAME
+    if library.is_file():
+        return library
+    directory.mkdir(parents=True, exist_ok=True)
+    # two processes may build at once: each its own files, and the rename decides
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        made = _compile(compiler, Path(scratch))
+        os.replace(made, library)
+    return library
+
+
+def load(library: Path) -> None:
+    """Register the library's operators for CPU tensors; once a process.
+
+    Raises:
+        EngineError: it cannot be loaded, or the process has loaded another build.
+    """
+    global _loaded
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()
+    if _loaded is not None:
+        if _loaded[0] != digest:
+            raise EngineError(
+                f"{library} differs from the operators that this process has loaded",
+                "engines with the same build of the CPU operators in one process",
+                "compile the engines with one version of specc, or use a process for each",
+            )
+        return
+    import specc.kernels.ops  # noqa: F401  the schemas that the library implements
+
+    try:
+        # global: the compiled programs find the C functions by name
+        _loaded = (digest, ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+    except OSError as error:
+        raise EngineError(
+            f"{library} cannot be loaded: {error}",
+            f"a library for torch {torch.__version__} on this machine",
+            "compile the engine again on this machine",
+        ) from error
+
+
+def is_loaded() -> bool:
+    return _loaded is not None
+
+
+def sum_floats(data: Tensor) -> float:
+    """Sum of a contiguous float32 tensor with all threads of torch: reads as fast as can be."""
+    assert _loaded is not None, "load() first"
+    assert data.dtype == torch.float32
+    assert data.is_contiguous()
+    function = _loaded[1].specc_sum_floats
+    function.restype = ctypes.c_float
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+    return function(data.data_ptr(), data.numel(), torch.get_num_threads())
+
+
+def default_cache_dir() -> Path:
+    """`SPECC_CACHE_DIR`, or `specc/` in the user's cache directory."""
+    if explicit := os.environ.get("SPECC_CACHE_DIR"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "specc"
+
+
+def find_compiler() -> str:
+    """Path of a C++ compiler: `CXX`, else g++ or clang++.
+
+    Raises:
+        CompilerError: there is none, or it is too old.
+    """
+    explicit = os.environ.get("CXX")
+    names = [explicit] if explicit else ["g++", "clang++"]
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    if path is None:
+        raise CompilerError(
+            f"no C++ compiler (looked for {', '.join(names)})",
+            "g++ 11 or newer, or clang++ 14 or newer",
+            "apt-get install g++, set CXX, or compile with --backend eager",
+        )
+    kind, version = compiler_version(path)
+    needed = _NEEDED_COMPILERS[kind]
+    if version < needed:
+        raise CompilerError(
+            f"{path} is {kind} {'.'.join(map(str, version))}",
+            f"{kind} {needed[0]} or newer",
+            "install a newer one, set CXX to it, or compile with --backend eager",
+        )
+    return path
+
+
+@functools.cache
+def compiler_version(path: str) -> tuple[str, tuple[int, ...]]:
+    """`("gcc", (12, 2, 0))` of a compiler.
+
+    Raises:
+        CompilerError: it does not answer.
+    """
+    try:
+        result = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CompilerError(
+            f"{path} --version failed: {error}",
+            "a working C++ compiler",
+            "repair it, set CXX to another, or compile with --backend eager",
+        ) from error
+    first = result.stdout.splitlines()[0] if result.stdout else ""
+    found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", first.rsplit(")", 1)[-1] or first)
+    version = tuple(int(part) for part in found.groups(default="0")) if found else (0,)
+    return ("clang" if "clang" in first else "gcc"), version
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCE_DIR.glob("*.cpp"))
+
+
+def _content_key(compiler: str) -> str:
+    """Hash of all that the library is made of."""
+    digest = hashlib.sha256()
+    parts = [torch.__version__, platform.machine(), *_FLAGS, *isa_flags()]
+    parts += [str(compiler_version(compiler))]
+    for path in sorted(SOURCE_DIR.iterdir()):
+        if path.suffix in (".cpp", ".h"):
+            parts += [path.name, path.read_text(encoding="utf-8")]
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: str, scratch: Path) -> Path:
+    root = Path(torch.__file__).parent
+    include = ["-I", str(root / "include"), "-I", str(SOURCE_DIR)]
+    include += ["-I", str(root / "include" / "torch" / "csrc" / "api" / "include")]
+
+    def compile_one(source: Path) -> Path:
+        made = scratch / f"{source.stem}.o"
+        _run([compiler, *_FLAGS, *include, "-c", str(source), "-o", str(made)])
+        return made
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, _sources()))
+    library = scratch / LIBRARY_NAME
+    link = ["-L", str(root / "lib"), "-ltorch_cpu", "-lc10", *_openmp(root)]
+    _run([compiler, "-shared", *map(str, objects), *link, "-o", str(library)])
+    return library
+
+
+def _openmp(root: Path) -> list[str]:
+    # torch's own copy: two OpenMP runtimes in a process spin against each other
+    bundled = sorted((root / "lib").glob("libgomp*.so*")) + sorted((root / "lib").glob("libomp*"))
+    return [str(bundled[0])] if bundled else ["-fopenmp"]
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if "error" in line]
+        raise CompilerError(
+            f"{command[0]} failed: {(lines or result.stderr.splitlines() or ['no output'])[0]}",
+            "a C++ compiler that builds specc's CPU operators",
+            "set CXX to another compiler, or compile with --backend eager",
+        )
