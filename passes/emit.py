@@ -31,7 +31,10 @@ def program_to_json(program: Program) -> dict[str, Any]:
             entry["shape"] = list(value.shape)
         elif name in program.caches:
             layer, part = program.caches[name]
+            value = node.meta["val"]
             entry |= {"kind": "cache", "layer": layer, "part": part}
+            # the number of blocks and their size are the runtime's choice
+            entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
         else:
             assert name in RUNTIME_INPUTS, name
             entry["kind"] = "input"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
@@ -14,14 +14,15 @@ from specc.config import OFF, SpecPlan
 from specc.errors import ConfigError, EngineError
 
 # importing this registers the operators that programs call
+from specc.kernels import native
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.runtime.kv_cache import CacheShape, KVCache
-from specc.runtime.program import ModelProgram, StepProgram
+from specc.runtime.program import Model, ModelProgram, Step, StepProgram
 
 if TYPE_CHECKING:
     from specc.manifest import Manifest, ModelEntry
 
-BACKENDS = ("eager",)
+BACKENDS = ("cpu", "eager")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DO = "compile the engine again"
 
@@ -43,11 +44,12 @@ class Engine:
         eos_token_ids: end an output.
         bos_token_id: put in front of a text prompt where `add_bos`.
         manifest: None for an engine made by hand.
+        backend: what runs the programs: `cpu` (compiled code) or `eager` (torch, op by op).
     """
 
-    target: ModelProgram
-    drafts: list[ModelProgram]
-    steps: dict[str, StepProgram]
+    target: Model
+    drafts: list[Model]
+    steps: dict[str, Step]
     cache: KVCache
     default_plan: str
     prefill_chunk: int
@@ -58,6 +60,7 @@ class Engine:
     bos_token_id: int | None = None
     add_bos: bool = False
     manifest: Manifest | None = None
+    backend: str = "eager"
 
     @property
     def plans(self) -> dict[str, SpecPlan]:
@@ -74,6 +77,7 @@ class Engine:
         verify: bool = True,
         num_threads: int | None = None,
         max_num_seqs: int | None = None,
+        backend: str | None = None,
     ) -> Engine:
         """Open an engine directory; weights stay in the memory-mapped files.
 
@@ -83,12 +87,16 @@ class Engine:
             num_threads: threads of torch, for the whole process; None leaves them alone.
             max_num_seqs: sequences that run together, and the size of the caches; None is what
                 the engine was compiled for.
+            backend: `eager` runs the graphs of any engine; None is what it was compiled for.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime.
             ConfigError: more sequences or fewer threads than possible.
         """
         path = Path(path)
-        manifest = open_engine(path, verify, backends=BACKENDS, max_num_seqs=max_num_seqs)
+        manifest = open_engine(
+            path, verify, backend=backend, backends=BACKENDS, max_num_seqs=max_num_seqs
+        )
+        backend = backend or manifest.backend
         if manifest.device != "cpu" or manifest.dtype not in _DTYPES:
             raise EngineError(
                 f"an engine for device {manifest.device}, dtype {manifest.dtype}",
@@ -100,13 +108,14 @@ class Engine:
                 raise ConfigError(f"num_threads {num_threads}", "1 or more", "raise num_threads")
             torch.set_num_threads(num_threads)
         cache = _make_cache(manifest, max_num_seqs)
+        program_class, step_class = _classes(path, manifest, backend)
         models = {
-            model.name: ModelProgram.load(path / model.dir, _layer_caches(model, cache))
+            model.name: program_class.load(path / model.dir, _layer_caches(model, cache))
             for model in manifest.models
         }
         steps = {}
         for plan in manifest.plans:
-            step = StepProgram.load(path / plan.file, models)
+            step = step_class.load(path / plan.file, models)
             if step.plan != SpecPlan(plan.name, plan.widths):
                 raise EngineError(f"{plan.file} holds {step.plan}", f"plan {plan.name}", _DO)
             steps[plan.name] = step
@@ -129,7 +138,20 @@ class Engine:
             bos_token_id=manifest.tokenizer.bos_token_id,
             add_bos=manifest.tokenizer.add_bos,
             manifest=manifest,
+            backend=backend,
         )
+
+
+def _classes(path: Path, manifest: Manifest, backend: str) -> tuple[Any, Any]:
+    """What loads programs and steps of this backend."""
+    if backend == "eager":
+        return ModelProgram, StepProgram
+    assert manifest.native is not None, "the manifest was validated"
+    # before the classes are imported: the library brings what they wrap
+    native.load(path / manifest.native.library)
+    from specc.runtime.compiled_program import CompiledProgram, CompiledStep
+
+    return CompiledProgram, CompiledStep
 
 
 def _make_cache(manifest: Manifest, max_num_seqs: int | None) -> KVCache:

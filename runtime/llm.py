@@ -37,6 +37,7 @@ class LLM:
         policy: picks the plan of each step instead of `plan`.
         verify: compare the files with the hashes of the manifest.
         num_threads: threads of torch, for the whole process; None leaves them alone.
+        backend: `eager` runs the graphs of any engine; None is what it was compiled for.
     Raises:
         EngineError: the engine cannot be loaded.
         RequestError: the engine has no such plan.
@@ -51,10 +52,15 @@ class LLM:
         policy: Policy | None = None,
         verify: bool = True,
         num_threads: int | None = None,
+        backend: str | None = None,
     ) -> None:
         if not isinstance(engine, Engine):
             engine = Engine.load(
-                engine, verify=verify, num_threads=num_threads, max_num_seqs=max_num_seqs
+                engine,
+                verify=verify,
+                num_threads=num_threads,
+                max_num_seqs=max_num_seqs,
+                backend=backend,
             )
         plan = engine.default_plan if plan is None else plan
         if plan not in engine.plans:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,21 @@ from specc.graph_io import graph_from_json
 
 SCHEMA_VERSION = 1
 _DO = "compile the engine again"
+
+
+class Model(Protocol):
+    """A model's program of any backend; inputs and result as of `ModelProgram.forward`."""
+
+    def __call__(self, *inputs: Tensor | None) -> Tensor: ...
+
+
+class Step(Protocol):
+    """One plan's step of any backend; see `StepProgram`."""
+
+    plan: SpecPlan
+    before_accept: Callable[[dict[str, Tensor]], object] | None
+
+    def run(self, environment: dict[str, Tensor]) -> dict[str, float]: ...
 
 
 class ModelProgram(nn.Module):
@@ -38,17 +53,15 @@ class ModelProgram(nn.Module):
         caches: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
         super().__init__()
-        _check_schema(program, "program.json")
+        check_schema(program, "program.json")
         self.name: str = program["name"]
-        before, after = [], []
-        for entry in program["inputs"]:
-            if entry["kind"] in ("weight", "constant"):
-                before.append(_bound_weight(self.name, entry, weights))
-            elif entry["kind"] == "cache":
-                after.append(caches[entry["layer"]][entry["part"] == "v"])
         # plain lists: as parameters or buffers, nn.Module would list and move the mapped file
-        self._weights: list[Tensor] = before
-        self._caches: list[Tensor] = after
+        self._weights: list[Tensor] = bind_weights(program, weights)
+        self._caches: list[Tensor] = [
+            caches[entry["layer"]][entry["part"] == "v"]
+            for entry in program["inputs"]
+            if entry["kind"] == "cache"
+        ]
         self._graph = graph_from_json(program["graph"])
 
     @classmethod
@@ -111,10 +124,14 @@ class StepProgram:
         models: name → program, for the stages' calls.
     Raises:
         EngineError: a malformed program.
+
+    `before_accept`, where set, is called with the environment between verification and acceptance:
+    benchmarks read or replace the target's `logits` there.
     """
 
     def __init__(self, program: Mapping[str, Any], models: Mapping[str, nn.Module]) -> None:
-        _check_schema(program, "a step program")
+        check_schema(program, "a step program")
+        self.before_accept: Callable[[dict[str, Tensor]], object] | None = None
         self.plan = SpecPlan(program["plan"]["name"], tuple(program["plan"]["widths"]))
         self._constants = {
             name: torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"]))
@@ -139,6 +156,8 @@ class StepProgram:
         environment.update(self._constants)
         stage_s = {}
         for name, inputs, graph in self._stages:
+            if name == "accept_commit" and self.before_accept is not None:
+                self.before_accept(environment)
             begin = time.perf_counter()
             environment.update(graph(*(environment[key] for key in inputs)))
             stage_s[name] = time.perf_counter() - begin
@@ -166,6 +185,19 @@ def map_weights(path: Path) -> dict[str, Tensor]:
         raise EngineError(f"{path}: {error}", "a safetensors file", _DO) from error
 
 
+def bind_weights(program: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Tensors of a program's weight and constant inputs, in their order.
+
+    Raises:
+        EngineError: an input has no weight, or one of another shape or dtype.
+    """
+    return [
+        _bound_weight(program["name"], entry, weights)
+        for entry in program["inputs"]
+        if entry["kind"] in ("weight", "constant")
+    ]
+
+
 def _bound_weight(model: str, entry: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Tensor:
     key, needed = entry["key"], f"{entry['dtype']}{list(entry['shape'])}"
     if key not in weights:
@@ -177,7 +209,8 @@ def _bound_weight(model: str, entry: Mapping[str, Any], weights: Mapping[str, Te
     return weight
 
 
-def _check_schema(program: Mapping[str, Any], name: str) -> None:
+def check_schema(program: Mapping[str, Any], name: str) -> None:
+    """Raises EngineError: a program of another schema."""
     version = program.get("schema_version")
     if version != SCHEMA_VERSION:
         raise EngineError(f"{name} of schema {version}", f"schema {SCHEMA_VERSION}", _DO)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specc.runtime.kv_cache import KVCache
-from specc.runtime.program import ModelProgram, StepProgram
+from specc.runtime.program import Model, Step
 from specc.runtime.scheduler import Batch, Span, StepGroup
 
 
@@ -55,9 +55,9 @@ class Runner:
 
     def __init__(
         self,
-        target: ModelProgram,
-        drafts: list[ModelProgram],
-        steps: Mapping[str, StepProgram],
+        target: Model,
+        drafts: list[Model],
+        steps: Mapping[str, Step],
         cache: KVCache,
         prefill_chunk: int,
     ) -> None:
@@ -119,9 +119,7 @@ class Runner:
         for spans in _split(behind, self._prefill_chunk):
             self._causal_pass(self._drafts[draft], spans, [False] * len(spans))
 
-    def _causal_pass(
-        self, model: ModelProgram, spans: list[Span], wants_logits: list[bool]
-    ) -> Tensor:
+    def _causal_pass(self, model: Model, spans: list[Span], wants_logits: list[bool]) -> Tensor:
         """Feed spans of several sequences; returns [R, V], a row for each wanted last token."""
         tokens = [token for s in spans for token in s.sequence.token_ids[s.start : s.end]]
         positions = torch.tensor([p for s in spans for p in range(s.start, s.end)])

@@ -41,6 +41,7 @@ def compile(
     tokenizer: str | Path | None = None,
     force: bool = False,
     dump_graphs: str | Path | None = None,
+    backend: str | None = None,
     probe: bool = True,
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
@@ -62,6 +63,8 @@ def compile(
         tokenizer: directory or tokenizer.json, where the target is a module.
         force: replace an existing engine.
         dump_graphs: directory that gets each program's graph after each phase.
+        backend: `cpu`, code compiled for this machine; `eager`, torch operator by operator; None is
+            cpu where there is a C++ compiler.
         probe: generate a few dozen tokens at the end and report acceptance.
         listen: called as phases begin, advance and end.
     Returns:
@@ -76,6 +79,7 @@ def compile(
         max_seq_len=max_seq_len,
         block_size=block_size,
         prefill_chunk=prefill_chunk,
+        backend=backend,
         probe=probe,
     )
     return compile_with(

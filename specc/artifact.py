@@ -18,10 +18,11 @@ import torch
 
 from specc.errors import EngineError, OutputError
 from specc.files import format_bytes, fsync_path, hash_file, output_error, remove_stale
+from specc.machine import cpu_model, isa_flags
 from specc.manifest import MANIFEST_FILE, FileEntry, Manifest, check_relative
 from specc.safetensors_io import Progress
 
-BACKENDS = ("eager",)
+BACKENDS = ("cpu", "eager")
 
 # signals that end a process without unwinding it, unless somebody turns them into an exception
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -240,6 +241,7 @@ def open_engine(
     path: str | Path,
     verify: bool = True,
     *,
+    backend: str | None = None,
     backends: Collection[str] = BACKENDS,
     available_memory: int | None = None,
     max_num_seqs: int | None = None,
@@ -250,6 +252,7 @@ def open_engine(
     Args:
         path: the engine directory.
         verify: compare the sha256 of every file; False still checks presence and size.
+        backend: what will run; None is the manifest's own. Every engine holds eager graphs.
         backends: backends that the caller can run.
         available_memory: bytes; None asks the system, where it tells.
         max_num_seqs: sequences that caches are made for; None is what the engine allows.
@@ -260,7 +263,7 @@ def open_engine(
     """
     path = Path(path)
     manifest = read_manifest(path)
-    _check_runtime(manifest, backends)
+    _check_runtime(manifest, manifest.backend if backend is None else backend, backends)
     if available_memory is None:
         available_memory = available_memory_bytes()
     if manifest.device == "cpu" and available_memory is not None:
@@ -314,7 +317,7 @@ def available_memory_bytes() -> int | None:
     return int(match[1]) * 1024 if match else None
 
 
-def _check_runtime(manifest: Manifest, backends: Collection[str]) -> None:
+def _check_runtime(manifest: Manifest, backend: str, backends: Collection[str]) -> None:
     again = "compile the engine again on this installation"
     if manifest.torch_version != torch_version():
         raise EngineError(
@@ -326,12 +329,30 @@ def _check_runtime(manifest: Manifest, backends: Collection[str]) -> None:
         raise EngineError(
             f"an engine for backend {manifest.backend}", f"one of {', '.join(backends)}", again
         )
+    if backend not in (manifest.backend, "eager"):
+        raise EngineError(
+            f"backend {backend} and an engine for backend {manifest.backend}",
+            f"{manifest.backend} or eager",
+            f"compile the engine again with --backend {backend}",
+        )
+    if manifest.native is not None and backend != "eager":
+        _check_isa(manifest.native.isa_flags)
     kind = manifest.device.split(":")[0]
     if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
         raise EngineError(
             f"an engine for device {manifest.device}, which this machine does not have",
             "an engine for this machine's devices",
             again,
+        )
+
+
+def _check_isa(needed: Collection[str]) -> None:
+    lacking = sorted(set(needed) - set(isa_flags()))
+    if lacking:
+        raise EngineError(
+            f"this CPU ({cpu_model()}) lacks {', '.join(lacking)}",
+            "the instruction sets of the machine that compiled the engine",
+            "compile the engine again on this machine, or run its graphs with --backend eager",
         )
 
 

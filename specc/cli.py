@@ -137,6 +137,13 @@ def compile_(
     prefill_chunk: Annotated[
         int, typer.Option("--prefill-chunk", help="Prompt tokens of one pass.")
     ] = 512,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            help="cpu, compiled for this machine, or eager; else cpu where there is a compiler.",
+        ),
+    ] = None,
     dump_graphs: Annotated[
         Path | None,
         typer.Option("--dump-graphs", help="Directory for the graphs after each phase."),
@@ -171,6 +178,7 @@ def compile_(
             max_seq_len=max_seq_len,
             block_size=block_size,
             prefill_chunk=prefill_chunk,
+            backend=backend,
             probe=probe,
         ),
         trees=tree or [],
@@ -242,6 +250,99 @@ def run(
         ignore_eos=ignore_eos,
     )
     run_request(engine, request, plan=plan, verify=verify, stats=stats, as_json=as_json)
+
+
+@app.command("bench")
+def bench(
+    engine: EngineArgument,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help='File of JSON lines, each {"prompt": "…"}; else built-in.'),
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option("--num-prompts", help="Only the first ones of the file.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", help="Output tokens of each prompt; EOS does not end it.")
+    ] = 128,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", help="Prompts that are decoded together.")
+    ] = 1,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Threads of torch; else as it is set.")
+    ] = None,
+    plan: Annotated[
+        list[str] | None,
+        typer.Option("--plan", help="Instead of the engine's default plan; repeatable."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", help="transformers: its plain and assisted generation, too."),
+    ] = None,
+    target_checkpoint: Annotated[
+        str | None,
+        typer.Option("--target-checkpoint", help="For transformers; else what was compiled."),
+    ] = None,
+    draft_checkpoint: Annotated[
+        str | None,
+        typer.Option("--draft-checkpoint", help="For transformers; else what was compiled."),
+    ] = None,
+    synthetic_acceptance: Annotated[
+        str | None,
+        typer.Option(
+            "--synthetic-acceptance",
+            metavar="P1,P2,…",
+            help="Draw acceptance by sibling rank: what a step costs, apart from the draft.",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Counted rounds.")] = 5,
+    warmup: Annotated[int, typer.Option("--warmup", help="Rounds before them.")] = 1,
+    json_output: Annotated[
+        str | None,
+        typer.Option("--json", metavar="OUT", help="Write the report; - is standard output."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="OUT.svg", help="Draw tokens/s.")
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Compare all files with their hashes first."),
+    ] = True,
+    debug: Debug = False,
+) -> None:
+    """Measure an engine: its default plan, plain decoding, and transformers.
+
+    The plan off always runs, too. Rounds are interleaved; figures are medians with their spread,
+    and every output is compared with that of plain decoding.
+
+    \b
+    Examples:
+      specc bench engine/
+      specc bench engine/ --prompts prompts.jsonl --threads 4 --json out.json --plot out.svg
+      specc bench engine/ --against transformers --rounds 7
+      specc bench engine/ --plan chain-4 --plan tree-3-2-1 --batch-size 8
+      specc bench engine/ --synthetic-acceptance 0.7,0.1,0.05
+    """  # noqa: D301
+    from specc.cli_bench import BenchOptions, run_bench
+
+    options = BenchOptions(
+        plans=tuple(plan or ()),
+        against=against,
+        target_checkpoint=target_checkpoint,
+        draft_checkpoint=draft_checkpoint,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        tokens=tokens,
+        batch_size=batch_size,
+        threads=threads,
+        rounds=rounds,
+        warmup=warmup,
+        synthetic_acceptance=synthetic_acceptance,
+        json=json_output,
+        plot=plot,
+        verify=verify,
+    )
+    run_bench(engine, options)
 
 
 @app.command("inspect")

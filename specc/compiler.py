@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from specc import __version__
-from specc.artifact import EngineWriter, available_memory_bytes, torch_version
+from specc.artifact import BACKENDS, EngineWriter, available_memory_bytes, torch_version
 from specc.config import OFF, CompileConfig, SpecPlan
 from specc.errors import ConfigError, TreeError
 from specc.files import format_bytes
@@ -25,11 +26,12 @@ from specc.manifest import (
     Manifest,
     MemoryEntry,
     ModelEntry,
+    NativeEntry,
     PlanEntry,
     SlabEntry,
     TokenizerEntry,
 )
-from specc.passes import hf_model
+from specc.passes import hf_model, lower_cpu
 from specc.passes.emit import program_to_json
 from specc.passes.fit_vocabulary import FitVocabulary
 from specc.passes.fuse_step import fuse_step
@@ -109,12 +111,14 @@ def build(
     phases = Phases(listen)
     dtype = getattr(torch, config.dtype)
     plans = engine_plans(config, draft is not None)
+    backend, fallback = choose_backend(config.backend)
     with EngineWriter(output, force=force) as writer:
         with phases.phase("load models"):
             sources = [ModelSource.load("target", target, dtype)]
             if draft is not None:
                 sources.append(ModelSource.load("draft_0", draft, dtype))
             warnings, token_entry, tokenizer_file = _check_tokenizers(sources, tokenizer)
+            warnings += fallback
         limits = _limits(sources, plans, config)  # what can be refused before tracing
         models, records = _compile_models(sources, plans, limits.max_seq_len, dump_graphs, phases)
         limits = _limits(sources, plans, config)  # the graphs may hold fewer positions
@@ -122,6 +126,11 @@ def build(
             model.memory = _plan_model_memory(model, limits, dtype)
         with phases.phase("write programs"):
             steps = _write_programs(writer, models, plans)
+        native = None
+        if backend == "cpu":
+            with phases.phase("compile programs"):
+                lowered, native = _compile_programs(writer, models, dump_graphs)
+            records += lowered
         for model in models:
             with phases.phase(f"write {model.name} weights") as advance:
                 _write_model_weights(writer, model, advance)
@@ -130,7 +139,7 @@ def build(
             specc_version=__version__,
             torch_version=torch_version(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            backend="eager",
+            backend=backend,
             device="cpu",
             dtype=config.dtype,
             models=tuple(model.entry for model in models),
@@ -143,6 +152,7 @@ def build(
                 for model in models
                 if model.memory is not None
             },
+            native=native,
         )
         result = None
         available = available_memory_bytes()
@@ -159,6 +169,28 @@ def build(
                 result = probe(writer.staging)
         manifest = writer.commit(_with_probe(manifest, result))
     return Compilation(manifest, records, warnings, phases.seconds)
+
+
+def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
+    """The backend of an engine, and warnings: where none is named, what this machine can build.
+
+    Raises:
+        CompilerError: the backend cpu is asked for, and there is no C++ compiler.
+    """
+    wanted = wanted or os.environ.get("SPECC_BACKEND") or None
+    if wanted is not None and wanted not in BACKENDS:
+        raise ConfigError(
+            f"backend {wanted}", " or ".join(BACKENDS), "choose one of them, or leave it out"
+        )
+    missing = None if wanted == "eager" else lower_cpu.missing_compiler()
+    if missing is None:
+        return wanted or "cpu", []
+    if wanted == "cpu":
+        raise missing
+    return "eager", [
+        f"{missing.found}, so the engine runs its graphs operator by operator, which is several"
+        f" times slower; for compiled code: {missing.do.split(', or ')[0]}"
+    ]
 
 
 def engine_plans(config: CompileConfig, has_draft: bool) -> list[SpecPlan]:
@@ -334,6 +366,18 @@ def _write_programs(
         writer.write_json(file, fuse_step(plan, slabs).to_json())
         entries.append(PlanEntry(plan.name, plan.widths, file))
     return tuple(entries)
+
+
+def _compile_programs(
+    writer: EngineWriter, models: Sequence[CompiledModel], dump: Path | None
+) -> tuple[list[PassRecord], NativeEntry]:
+    packages = [
+        lower_cpu.CpuPackage(model.program, writer.path(model.entry.package_file))
+        for model in models
+    ]
+    library = lower_cpu.LIBRARY_FILE
+    records, isa_flags = lower_cpu.lower_cpu(packages, writer.path(library), dump)
+    return records, NativeEntry(library, isa_flags)
 
 
 def _write_model_weights(

@@ -59,6 +59,7 @@ class CompileConfig:
             at most 4096.
         block_size: rows of a KV cache block; 0 means dense: one block a sequence.
         prefill_chunk: tokens of one prefill pass.
+        backend: `cpu` or `eager`; None is cpu where there is a C++ compiler.
         probe: generate a few dozen tokens at the end and report the acceptance.
     Raises:
         ConfigError: a value is outside its range.
@@ -70,6 +71,7 @@ class CompileConfig:
     max_seq_len: int | None = None
     block_size: int = 16
     prefill_chunk: int = 512
+    backend: str | None = None
     probe: bool = True
 
     def __post_init__(self) -> None:

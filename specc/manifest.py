@@ -13,7 +13,7 @@ from typing import Any
 
 from specc.errors import EngineError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 
 
@@ -57,6 +57,11 @@ class ModelEntry:
     @property
     def program_file(self) -> str:
         return f"{self.dir}/program.json"
+
+    @property
+    def package_file(self) -> str:
+        """The compiled program, in engines of a compiled backend."""
+        return f"{self.dir}/program.pt2"
 
     @property
     def weights_file(self) -> str:
@@ -109,6 +114,14 @@ class MemoryEntry:
 
 
 @dataclass(frozen=True)
+class NativeEntry:
+    """Compiled code for CPUs: the operators' library, and the instruction sets that it may use."""
+
+    library: str
+    isa_flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class FileEntry:
     """Content of one file of the engine."""
 
@@ -125,6 +138,7 @@ class Manifest:
         created: ISO 8601.
         models: the target first.
         memory_plan: model name → bytes.
+        native: what compiled programs need of the machine; None for the backend eager.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
@@ -141,6 +155,7 @@ class Manifest:
     limits: LimitsEntry
     tokenizer: TokenizerEntry
     memory_plan: dict[str, MemoryEntry]
+    native: NativeEntry | None = None
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -216,8 +231,15 @@ class Manifest:
                         f"{slab.num_layers} layers of {slab.num_kv_heads} heads, "
                         f"head_dim {slab.head_dim}",
                     )
+        if self.native is not None:
+            check_relative(self.native.library)
         if not self.models:
             raise _invalid("models is empty", "the target, then drafts")
+        if (self.backend == "cpu") != (self.native is not None):
+            raise _invalid(
+                f"backend {self.backend} with native {self.native}",
+                "a native library for the backend cpu, and none for others",
+            )
         names = [plan.name for plan in self.plans]
         if self.default_plan not in names:
             raise _invalid(f"default_plan is {self.default_plan}", f"one of {', '.join(names)}")
@@ -244,6 +266,8 @@ class Manifest:
         """Files that the runtime opens; each is listed in `files`."""
         files = [f for model in self.models for f in (model.program_file, model.weights_file)]
         files += [plan.file for plan in self.plans]
+        if self.native is not None:
+            files += [self.native.library, *(model.package_file for model in self.models)]
         return (*files, self.tokenizer.file) if self.tokenizer.file else tuple(files)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# compiling a program takes seconds: tests of compiled engines ask for them
+os.environ["SPECC_BACKEND"] = "eager"
 
 import pytest
 import torch

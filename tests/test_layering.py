@@ -21,7 +21,16 @@ LAYER_OF_FILE = {
     "__init__": "facade",
     "api": "api",
     "artifact": "facts",
+    "bench": "bench",
+    "bench_bytes": "bench",
+    "bench_engine": "bench",
+    "bench_plot": "bench",
+    "bench_report": "bench",
+    "bench_synthetic": "bench",
+    "bench_transformers": "bench",
     "cli": "cli",
+    "cli_bench": "cli",
+    "cli_bench_table": "cli",
     "cli_compile": "cli",
     "cli_doctor": "cli",
     "cli_inspect": "cli",
@@ -34,6 +43,7 @@ LAYER_OF_FILE = {
     "errors": "facts",
     "files": "facts",
     "graph_io": "facts",
+    "machine": "facts",
     "manifest": "facts",
     "metrics": "facts",
     "progress": "facts",
@@ -51,7 +61,8 @@ ARROWS = {
     "runtime": {"facts", "kernels", "runtime"},
     "compiler": {"facts", "passes", "compiler"},
     "api": {"facts", "compiler", "runtime", "api"},
-    "cli": {"facts", "compiler", "runtime", "api", "cli"},
+    "bench": {"facts", "kernels", "runtime", "bench"},
+    "cli": {"facts", "compiler", "runtime", "api", "bench", "cli"},
     "facade": set(),
 }
 # layer → packages besides the standard library
@@ -62,11 +73,14 @@ PACKAGES = {
     "runtime": {"torch", "safetensors", "tokenizers"},
     "compiler": {"torch", "tokenizers"},
     "api": {"torch"},
+    "bench": {"torch", "transformers", "matplotlib"},
     "cli": {"torch", "typer", "rich"},
     "facade": set(),
 }
-# passes see operators and their oracles, never a lowering
-KERNELS_FOR_PASSES = {"specc.kernels", "specc.kernels.ops", "specc.kernels.reference"}
+# passes see operators, their oracles and what builds the C++ ones, never a Triton kernel
+KERNELS_FOR_PASSES = {
+    *("specc.kernels", "specc.kernels.ops", "specc.kernels.reference", "specc.kernels.native")
+}
 # the command line answers --help before anything heavy loads: in these files everything but the
 # standard library and the listed modules is imported inside functions
 LAZY = {"cli": {"typer", "typer.core", "specc.errors"}, "__init__": set()}

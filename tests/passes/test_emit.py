@@ -63,6 +63,8 @@ def test_entries(data):
         "kind": "cache",
         "layer": 0,
         "part": "v",
+        "dtype": "float32",
+        "shape": [2, 4],
     }
 
 

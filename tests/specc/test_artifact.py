@@ -341,7 +341,7 @@ class TestOpen:
         refused(engine, "schema_version")
 
     def test_other_schema(self, engine):
-        edit(engine, schema_version=2, specc_version="9.0", models="something new")
+        edit(engine, schema_version=3, specc_version="9.0", models="something new")
         error = refused(engine, r"written by a newer specc \(9\.0\)")
         assert "update specc" in error.do
         edit(engine, schema_version=0)

@@ -1,0 +1,167 @@
+"""Compile a lowered program with AOTInductor: one package for every number of tokens.
+
+Weights are bound when the package is loaded, so none is needed here. Attention and projections are
+calls of C functions (kernels/cpu); Inductor generates what lies between them.
+
+    python -m specc.passes.lower_aot_inductor program.json program.pt2
+
+runs in a process of its own: Inductor's state is global, and two models compile side by side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specc.errors import CompilerError
+from specc.graph_io import graph_from_json
+from specc.kernels import native, ops
+from specc.machine import isa_flags
+
+# sizes of the example inputs: distinct, so that no two dimensions are taken for one; none of them
+# is 0 or 1, which torch would specialize
+_TOKENS, _BATCH, _WORDS, _TABLE, _ROWS, _BLOCKS, _BLOCK_SIZE = 24, 3, 2, 5, 7, 11, 13
+_ERROR_LINES = 12
+
+
+def compile_package(program: Mapping[str, Any], package: Path) -> None:
+    """Compile in another process; the user's cache answers where the same was compiled before.
+
+    Args:
+        program: content of a `program.json` whose projections are `specc.linear`.
+        package: .pt2 file to write.
+    Raises:
+        CompilerError: Inductor or the C++ compiler fails.
+    """
+    compiler = native.find_compiler()
+    cached = native.default_cache_dir() / "programs" / f"{_content_key(program, compiler)}.pt2"
+    if cached.is_file():
+        shutil.copyfile(cached, package)
+        return
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
+        source, made = Path(scratch, "program.json"), Path(scratch, "program.pt2")
+        source.write_text(json.dumps(program), encoding="utf-8")
+        # -P: the working directory may hold folders called kernels or passes
+        command = [sys.executable, "-P", "-m", __name__, str(source), str(made)]
+        result = subprocess.run(
+            command, env=os.environ | {"CXX": compiler}, capture_output=True, text=True
+        )
+        if result.returncode or not made.is_file():
+            lines = (result.stderr.strip() or result.stdout.strip()).splitlines()[-_ERROR_LINES:]
+            raise CompilerError(
+                f"compiling {program['name']} failed: " + "\n        ".join(lines or ["no output"]),
+                "a C++ compiler and a torch that compile this program",
+                "report this with the lines above, or compile with --backend eager",
+            )
+        os.replace(made, cached)
+    shutil.copyfile(cached, package)
+
+
+def lower(program: Mapping[str, Any], package: Path) -> None:
+    """Export the program with dynamic sizes and compile it in this process."""
+    import torch._inductor
+    from torch.fx.experimental import _config as symbolic_shapes
+
+    module = _BoundProgram(program)
+    # oblivious: a size that happens to be 1 at run time takes the same code as any other
+    with symbolic_shapes.patch(backed_size_oblivious=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inputs, dynamic = _example_inputs(module)
+        exported = torch.export.export(module, inputs, dynamic_shapes=dynamic, strict=False)
+        torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(package), inductor_configs=_inductor_options()
+        )
+
+
+def _inductor_options() -> dict[str, Any]:
+    shims = {getattr(ops, name): [text] for name, text in native.C_SHIMS.items()}
+    return {
+        # weights come from the engine's own file
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.custom_ops_to_c_shims": shims,
+        # dimensions of 1 are below the bounds that torch derives from the example inputs
+        "aot_inductor.check_lowerbound": False,
+        # the number of threads is the user's choice at run time
+        "cpp.dynamic_threads": True,
+    }
+
+
+class _BoundProgram(nn.Module):
+    """The graph with weights as buffers `w0`, `w1`, … in the order of its inputs."""
+
+    def __init__(self, program: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.graph = graph_from_json(program["graph"])
+        self.num_weights = 0
+        for entry in program["inputs"]:
+            if entry["kind"] in ("weight", "constant"):
+                dtype = getattr(torch, entry["dtype"])
+                # never written or read, so the system gives it no memory
+                value = torch.empty(entry["shape"], dtype=dtype)
+                self.register_buffer(f"w{self.num_weights}", value)
+                self.num_weights += 1
+        self.kinds = [entry["kind"] for entry in program["inputs"]]
+        self.cache_shapes = [
+            (entry["shape"], getattr(torch, entry["dtype"]))
+            for entry in program["inputs"]
+            if entry["kind"] == "cache"
+        ]
+
+    def forward(self, inputs: list[Tensor], caches: list[Tensor]) -> Tensor:
+        weights = iter(getattr(self, f"w{i}") for i in range(self.num_weights))
+        given, kept = iter(inputs), iter(caches)
+        sources = {"weight": weights, "constant": weights, "input": given, "cache": kept}
+        return self.graph(*(next(sources[kind]) for kind in self.kinds))
+
+
+def _example_inputs(module: _BoundProgram) -> tuple[tuple[Any, ...], Any]:
+    """Inputs in the order of RUNTIME_INPUTS and the caches, with their dynamic dimensions."""
+    dynamic = torch.export.Dim.DYNAMIC
+    i32, i64 = torch.int32, torch.int64
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((_TOKENS,), i64),
+        ((_TOKENS,), i64),
+        ((_BATCH + 1,), i32),
+        ((_TOKENS,), i32),
+        ((_BATCH,), i32),
+        ((_TOKENS, _WORDS), i64),
+        ((_BATCH, _TABLE), i32),
+        ((_ROWS,), i64),
+    ]
+    inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+    caches = [
+        torch.zeros(_BLOCKS, _BLOCK_SIZE, *shape, dtype=dtype)
+        for shape, dtype in module.cache_shapes
+    ]
+    input_dims = [dict.fromkeys(range(len(shape)), dynamic) for shape, _ in shapes]
+    cache_dims = [{0: dynamic, 1: dynamic} for _ in caches]
+    return (inputs, caches), (input_dims, cache_dims)
+
+
+def _content_key(program: Mapping[str, Any], compiler: str) -> str:
+    """Hash of all that the package is made of."""
+    digest = hashlib.sha256()
+    parts = [torch.__version__, str(native.compiler_version(compiler)), *isa_flags()]
+    parts += [json.dumps(program, sort_keys=True), Path(__file__).read_text(encoding="utf-8")]
+    parts += [str(sorted(native.C_SHIMS.items()))]
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+if __name__ == "__main__":
+    # what a program prints on its way is not for the user
+    lower(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2]))

@@ -1,0 +1,265 @@
+"""Compiled programs and steps: the same interfaces as `program.py`, run without Python inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specc.config import SpecPlan
+from specc.errors import EngineError
+from specc.graph_io import graph_from_json, target_name
+from specc.runtime.program import bind_weights, check_schema, map_weights, read_json
+
+_DO = "compile the engine again"
+_TENSOR = torch.TensorType.get()
+# position of `ancestors` in the inputs of a program
+_ANCESTORS = 5
+
+
+class CompiledProgram:
+    """A model's package with its weights and caches bound; needs the native library loaded.
+
+    Args:
+        program: content of `program.json`, which names the inputs.
+        package: the compiled `.pt2`.
+        weights: key → tensor of each weight and constant input.
+        caches: per layer, the k and v cache [blocks, block_size, HK, D].
+    Raises:
+        EngineError: the package cannot be loaded, or an input has no weight.
+    """
+
+    def __init__(
+        self,
+        program: Mapping[str, Any],
+        package: Path,
+        weights: Mapping[str, Tensor],
+        caches: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        check_schema(program, "program.json")
+        self.name: str = program["name"]
+        try:
+            self.native = torch.classes.specc.CompiledProgram(str(package))
+        except RuntimeError as error:
+            raise EngineError(
+                f"{package} cannot be loaded: {str(error).strip().splitlines()[0]}",
+                f"a program that AOTInductor compiled with torch {torch.__version__}",
+                _DO,
+            ) from error
+        bound = bind_weights(program, weights)
+        names = {f"w{i}": weight for i, weight in enumerate(bound)}
+        used = self.native.weight_names()
+        if unknown := sorted(set(used) - names.keys()):
+            raise EngineError(
+                f"{package} reads {unknown[0]}", f"one of {len(names)} weights of program.json", _DO
+            )
+        self.native.bind_weights(used, [names[name] for name in used])
+        self.native.bind_caches(
+            [
+                caches[entry["layer"]][entry["part"] == "v"]
+                for entry in program["inputs"]
+                if entry["kind"] == "cache"
+            ]
+        )
+
+    @classmethod
+    def load(cls, directory: Path, caches: Sequence[tuple[Tensor, Tensor]]) -> CompiledProgram:
+        """Bind the weights of an engine's model directory without copying them.
+
+        Raises:
+            EngineError: a file is absent or cannot be read.
+        """
+        return cls(
+            read_json(directory / "program.json"),
+            directory / "program.pt2",
+            map_weights(directory / "weights.safetensors"),
+            caches,
+        )
+
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
+        """Run over flat tokens; inputs and result are those of `ModelProgram.forward`."""
+        given = list(inputs)
+        if given[_ANCESTORS] is None:
+            # no words at all: causal
+            assert given[0] is not None
+            given[_ANCESTORS] = torch.empty(given[0].shape[0], 0, dtype=torch.int64)
+        return self.native.run(given)
+
+
+class CompiledStep:
+    """One plan's step as instructions of the native runner; see `StepProgram` for the contract.
+
+    Args:
+        program: content of `steps/<plan>.json`.
+        models: name → program, for the stages' calls.
+    Raises:
+        EngineError: a malformed program.
+    """
+
+    def __init__(self, program: Mapping[str, Any], models: Mapping[str, CompiledProgram]) -> None:
+        check_schema(program, "a step program")
+        self.plan = SpecPlan(program["plan"]["name"], tuple(program["plan"]["widths"]))
+        # called with all values so far before the stage accept_commit
+        self.before_accept: Callable[[dict[str, Tensor]], object] | None = None
+        stages = {
+            stage["name"]: graph_from_json(stage["graph"], modules=dict.fromkeys(models, _NOTHING))
+            for stage in program["stages"]
+        }
+        self._encoder = _Encoder(stages, program.get("constants", {}), models)
+        self._stages = list(stages)
+        self._native = self._encoder.runner
+
+    @classmethod
+    def load(cls, path: Path, models: Mapping[str, CompiledProgram]) -> CompiledStep:
+        return cls(read_json(path), models)
+
+    def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
+        """Run all stages; results are added to the environment.
+
+        Returns:
+            seconds of each stage, by name.
+        """
+        encoder, native = self._encoder, self._native
+        inputs = [environment[name] for name in encoder.inputs]
+        last = len(self._stages)
+        if self.before_accept is None:
+            native.run(inputs, 0, last)
+        else:
+            accept = self._stages.index("accept_commit")
+            native.run(inputs, 0, accept)
+            early = encoder.outputs_before(accept)
+            environment.update(zip(early, native.outputs(list(early.values())), strict=True))
+            self.before_accept(environment)
+            native.run(inputs, accept, last)
+        results = native.outputs(encoder.output_slots)
+        environment.update(zip(encoder.output_names, results, strict=True))
+        return dict(zip(self._stages, native.seconds(), strict=True))
+
+
+class _Encoder:
+    """Encodes stage graphs for `StepRunner`: every value of every stage gets a slot.
+
+    Args:
+        stages: name → graph; placeholders are names of the common environment.
+        constants: name → {dtype, values}.
+        models: name → program.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[str, fx.GraphModule],
+        constants: Mapping[str, Any],
+        models: Mapping[str, CompiledProgram],
+    ) -> None:
+        self._models = models
+        produced: set[str] = set(constants)
+        names: list[str] = []
+        for graph in stages.values():
+            needed = [node.target for node in graph.graph.find_nodes(op="placeholder")]
+            names += [n for n in needed if n not in produced and n not in names]
+            produced |= set(_outputs(graph))
+        self.inputs = names
+        # environment name → slot; the inputs come first, as the runner expects
+        self._slots = {name: i for i, name in enumerate([*names, *constants])}
+        num_values = len(self._slots) + sum(len(graph.graph.nodes) for graph in stages.values())
+        self.runner = torch.classes.specc.StepRunner(num_values)
+        for name, entry in constants.items():
+            value = torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"]))
+            self.runner.set_constant(self._slots[name], value)
+        self._next = len(self._slots)
+        static = set(constants)
+        self._after: list[dict[str, int]] = []
+        for graph in stages.values():
+            self.runner.begin_stage()
+            self._encode_stage(graph, static)
+        self.output_names = list(self._after[-1])
+        self.output_slots = list(self._after[-1].values())
+
+    def outputs_before(self, stage: int) -> dict[str, int]:
+        """Name → slot of what the stages in front of `stage` compute."""
+        return self._after[stage - 1]
+
+    def _encode_stage(self, graph: fx.GraphModule, static_names: set[str]) -> None:
+        slots: dict[fx.Node, int] = {}
+        static: set[fx.Node] = set()
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                slots[node] = self._slots[node.target]
+                if node.target in static_names:
+                    static.add(node)
+            elif node.op == "output":
+                made = {name: slots[value] for name, value in node.args[0].items()}
+                self._slots |= made
+                self._after.append((self._after[-1] if self._after else {}) | made)
+            else:
+                slots[node] = self._next
+                self._next += 1
+                self._encode_node(node, slots, static)
+
+    def _encode_node(self, node: fx.Node, slots: dict[fx.Node, int], static: set[fx.Node]) -> None:
+        runner, result = self.runner, slots[node]
+        if node.op == "call_module":
+            runner.call_program(self._models[node.target].native, result)
+            for arg in node.args:
+                self._argument(arg, slots)
+            return
+        name = target_name(node.target)
+        if name == "operator.getitem":
+            source, index = node.args
+            runner.getitem(slots[source], index, result)
+        elif name == "aten.sym_size.int":
+            source, dim = node.args
+            runner.size(slots[source], dim, result)
+            static.add(node)  # of a step, only the batch size varies
+        elif name in ("operator.add", "operator.mul"):
+            runner.arithmetic(name.removeprefix("operator."), result)
+            for arg in node.args:
+                self._argument(arg, slots)
+            static.add(node)
+        else:
+            self._encode_operator(node, slots, static)
+
+    def _encode_operator(
+        self, node: fx.Node, slots: dict[fx.Node, int], static: set[fx.Node]
+    ) -> None:
+        schema = node.target._schema
+        is_static = not schema.is_mutable and all(n in static for n in node.all_input_nodes)
+        if is_static:
+            static.add(node)
+        overload = node.target._overloadname
+        self.runner.call(
+            schema.name, "" if overload == "default" else overload, slots[node], is_static
+        )
+        for i, argument in enumerate(schema.arguments):
+            if i < len(node.args):
+                value = node.args[i]
+            else:
+                value = node.kwargs.get(argument.name, argument.default_value)
+            if isinstance(value, int | float) and argument.type.isSubtypeOf(_TENSOR):
+                value = torch.tensor(value)  # as torch's own parser of arguments does
+            self._argument(value, slots)
+
+    def _argument(self, value: Any, slots: dict[fx.Node, int]) -> None:
+        if isinstance(value, fx.Node):
+            self.runner.value(slots[value])
+        elif isinstance(value, list | tuple) and any(isinstance(x, fx.Node) for x in value):
+            self.runner.list(len(value))
+            for item in value:
+                self._argument(item, slots)
+        else:
+            self.runner.literal(list(value) if isinstance(value, tuple) else value)
+
+
+def _outputs(graph: fx.GraphModule) -> Mapping[str, fx.Node]:
+    (output,) = graph.graph.find_nodes(op="output")
+    return output.args[0]
+
+
+class _Nothing(torch.nn.Module):
+    """Stands for a program while a step's graph is read."""
+
+
+_NOTHING = _Nothing()

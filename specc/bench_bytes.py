@@ -1,0 +1,180 @@
+"""Bytes that a decode step has to read, and how fast this process can read memory at all.
+
+Decoding a few sequences is bound by memory: the weights of a pass are read once, whatever the
+number of its tokens. Bytes of a step over its time, as a share of the measured bandwidth, say how
+much is left to gain by better kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specc.config import SpecPlan
+from specc.graph_io import graph_from_json
+from specc.kernels import native
+from specc.manifest import Manifest, ModelEntry
+from specc.runtime.program import read_json
+
+BUFFER_BYTES = 400_000_000
+_REPEATS = 7
+_TARGET = "target"
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one step reads; activations and what it writes are not counted.
+
+    Args:
+        target_weights: read once, by verification.
+        draft_weights: read once in each draft pass.
+        embeddings: rows of tables that are only looked up.
+        kv_cache: committed rows of all sequences, once in each pass.
+    """
+
+    target_weights: int
+    draft_weights: int
+    embeddings: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return self.target_weights + self.draft_weights + self.embeddings + self.kv_cache
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What one pass of a model reads: `weights` whole, `row` for each token it looks up."""
+
+    weights: int
+    row: int
+
+
+def step_bytes(
+    directory: Path, manifest: Manifest, plan: SpecPlan, context: float, sequences: float
+) -> StepBytes:
+    """Count what a step of this plan reads.
+
+    Args:
+        directory: of the engine.
+        manifest: of the engine.
+        plan: of the engine.
+        context: committed rows of a sequence, on average.
+        sequences: that take part in a step, on average.
+    """
+    entry = next(item for item in manifest.plans if item.name == plan.name)
+    passes = count_passes(read_json(directory / entry.file))
+    num_tokens = _tokens_of(plan)
+    weights: Counter[str] = Counter()
+    embeddings, cache = 0.0, 0.0
+    for model in manifest.models:
+        own = model_bytes(read_json(directory / model.program_file))
+        kind = _TARGET if model.name == _TARGET else "draft"
+        weights[kind] += passes[model.name] * own.weights
+        if passes[model.name]:
+            embeddings += own.row * num_tokens[kind] * sequences
+        cache += passes[model.name] * sequences * cache_bytes(model, manifest.dtype, context)
+    return StepBytes(weights[_TARGET], weights["draft"], round(embeddings), round(cache))
+
+
+def model_bytes(program: Mapping[str, Any]) -> ModelBytes:
+    """Bytes of the weights in a program; a tied table counts once, where its head reads it."""
+    graph = graph_from_json(program["graph"]).graph
+    nodes = {node.target: node for node in graph.find_nodes(op="placeholder")}
+    sizes: dict[str, tuple[int, int]] = {}
+    whole: set[str] = set()
+    for item in program["inputs"]:
+        if item["kind"] not in ("weight", "constant"):
+            continue
+        itemsize = getattr(torch, item["dtype"]).itemsize
+        num_bytes = itemsize * prod(item["shape"])
+        sizes[item["key"]] = (num_bytes, itemsize * prod(item["shape"][1:]))
+        if not _is_lookup(nodes[item["name"]]):
+            whole.add(item["key"])
+    return ModelBytes(
+        sum(sizes[key][0] for key in whole),
+        sum(row for key, (_, row) in sizes.items() if key not in whole),
+    )
+
+
+def cache_bytes(model: ModelEntry, dtype: str, context: float) -> float:
+    """Bytes of K and V of one sequence; a sliding window cuts its layers."""
+    itemsize = getattr(torch, dtype).itemsize
+    return sum(
+        2 * layer.num_kv_heads * layer.head_dim * itemsize * min(context, layer.window or context)
+        for layer in model.layers
+    )
+
+
+def count_passes(step: Mapping[str, Any]) -> Counter[str]:
+    """How often a step program calls each model."""
+    return Counter(
+        node["target"]
+        for stage in step["stages"]
+        for node in stage["graph"]["nodes"]
+        if node["op"] == "call_module"
+    )
+
+
+def mean_context(prompt_lens: Sequence[int], num_tokens: int) -> float:
+    """Committed rows of a sequence on average, while it grows from its prompt to its end."""
+    return sum(prompt_lens) / len(prompt_lens) + num_tokens / 2
+
+
+def measure_read_bandwidth(num_bytes: int = BUFFER_BYTES) -> dict[str, Any]:
+    """Read a buffer with all threads, in several ways; the fastest is what the machine can do.
+
+    Returns:
+        `gb_s` (10⁹ bytes a second), `method`, `threads`, `buffer_bytes`.
+    """
+    buffer = torch.ones(num_bytes // 4, dtype=torch.float32)
+    rates = {name: _rate(read, buffer) for name, read in _readers().items()}
+    method = max(rates, key=lambda name: rates[name])
+    return {
+        "gb_s": rates[method] / 1e9,
+        "method": method,
+        "threads": torch.get_num_threads(),
+        "buffer_bytes": buffer.nbytes,
+    }
+
+
+def _readers() -> dict[str, Callable[[Tensor], object]]:
+    readers: dict[str, Callable[[Tensor], object]] = {"torch sum": torch.sum}
+    if native.is_loaded():  # by an engine that needs it
+        readers["native sum"] = native.sum_floats
+    return readers
+
+
+def _rate(read: Callable[[Tensor], object], buffer: Tensor) -> float:
+    read(buffer)
+    seconds = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        read(buffer)
+        seconds.append(time.perf_counter() - begin)
+    return buffer.nbytes / statistics.median(seconds)
+
+
+def _is_lookup(node: fx.Node) -> bool:
+    """Whether only rows of a weight are read: every use of it is an embedding."""
+    lookup = torch.ops.aten.embedding.default
+    return bool(node.users) and all(
+        user.target is lookup and user.args[0] is node for user in node.users
+    )
+
+
+def _tokens_of(plan: SpecPlan) -> dict[str, int]:
+    """Tokens that a sequence feeds to the models of each kind in one step."""
+    levels = [len(level) for level in plan.tree.levels]
+    # a draft's first level feeds two tokens, its last level is never fed
+    draft = 2 + sum(levels[1:-1]) if plan.widths else 0
+    return {_TARGET: sum(levels), "draft": draft}

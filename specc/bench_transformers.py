@@ -1,0 +1,230 @@
+"""The baseline: greedy `generate` of transformers, plain and assisted, on the same checkpoints."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.bench import Measurement
+from specc.errors import ConfigError, ModelNotFoundError
+
+PLAIN = "transformers"
+ASSISTED = "transformers-assisted"
+# what transformers does unless told otherwise: up to 20 draft tokens, cut where the draft is unsure
+DEFAULTS = "defaults"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The pair and how to load it.
+
+    Args:
+        target: directory or cached hub id.
+        draft: the same; None without assisted generation.
+        dtype: of the engine.
+    """
+
+    target: str
+    draft: str | None
+    dtype: str
+
+
+class TransformersContender:
+    """`generate` with a fixed number of new tokens; end-of-sequence tokens do not end it.
+
+    Args:
+        name: in the report.
+        model: target.
+        batches: token ids of prompts, by batch; shorter prompts are padded on the left.
+        max_tokens: output tokens of each prompt.
+        assistant: draft model of assisted generation.
+        settings: fields of the draft's generation configuration; empty are the defaults.
+    """
+
+    plan: str | None = None
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        batches: Sequence[Sequence[list[int]]],
+        max_tokens: int,
+        assistant: Any = None,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.settings = settings or {}
+        self._model = model
+        self._assistant = assistant
+        self._max_tokens = max_tokens
+        self._batches = [(len(batch), *_pad(batch)) for batch in batches]
+
+    def run(self) -> Measurement:
+        self._configure()
+        outputs: list[list[int]] = []
+        clocks = []
+        begin = time.perf_counter()
+        for _, token_ids, mask in self._batches:
+            clock = _Clock()
+            options = {"assistant_model": self._assistant} if self._assistant is not None else {}
+            with torch.inference_mode():
+                found = self._model.generate(
+                    token_ids, attention_mask=mask, streamer=clock, **options
+                )
+            outputs += found[:, token_ids.shape[1] :].tolist()
+            clocks.append(clock)
+        elapsed_s = time.perf_counter() - begin
+        sizes = [size for size, *_ in self._batches]
+        num_passes = sum(len(clock.counts) for clock in clocks)
+        num_tokens = sum(map(len, outputs))
+        is_assisted = self._assistant is not None
+        return Measurement(
+            outputs=outputs,
+            elapsed_s=elapsed_s,
+            first_token_s=statistics.mean(
+                clock.first_s
+                for clock, size in zip(clocks, sizes, strict=True)
+                for _ in range(size)
+            ),
+            decode_s=elapsed_s - sum(clock.first_s for clock in clocks),
+            num_decode_tokens=num_tokens - sum(clock.counts[0] for clock in clocks),
+            num_steps=num_passes - len(clocks),
+            num_sequence_steps=sum(
+                size * (len(clock.counts) - 1) for clock, size in zip(clocks, sizes, strict=True)
+            ),
+            # its pass over the prompt verifies a draft too
+            mean_acceptance_length=num_tokens / num_passes if is_assisted else None,
+        )
+
+    def _configure(self) -> None:
+        """Give the models a greedy configuration; what their checkpoints suggest is dropped."""
+        from transformers import GenerationConfig
+
+        shared = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        self._model.generation_config = GenerationConfig(max_new_tokens=self._max_tokens, **shared)
+        if self._assistant is not None:
+            self._assistant.generation_config = GenerationConfig(**shared, **self.settings)
+
+
+class _Clock:
+    """Notes when tokens come: transformers gives a streamer the prompt, then each pass's tokens."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.first_s = 0.0
+        self._begin = time.perf_counter()
+        self._has_prompt = False
+
+    def put(self, value: Tensor) -> None:
+        if not self._has_prompt:
+            self._has_prompt = True
+            return
+        if not self.counts:
+            self.first_s = time.perf_counter() - self._begin
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+
+def load_contenders(
+    checkpoints: Checkpoints,
+    batches: Sequence[Sequence[list[int]]],
+    max_tokens: int,
+    depth: int,
+) -> tuple[list[TransformersContender], list[str]]:
+    """Load the pair, and find the faster setting of assisted generation.
+
+    Args:
+        checkpoints: the pair.
+        batches: token ids of prompts, by batch.
+        max_tokens: output tokens of each prompt.
+        depth: draft tokens of the engine's plan; 0 leaves assisted generation out.
+    Returns:
+        plain and, where possible, assisted generation; notes on what was left out or chosen.
+    Raises:
+        ModelNotFoundError: a checkpoint is absent.
+        ConfigError: transformers is not installed.
+    """
+    target = _load(checkpoints.target, checkpoints.dtype, "--target-checkpoint")
+    plain = TransformersContender(PLAIN, target, batches, max_tokens)
+    if checkpoints.draft is None or depth == 0:
+        return [plain], [f"{ASSISTED} is left out: the engine has no draft, or no plan drafts"]
+    if any(len(batch) > 1 for batch in batches):
+        return [plain], [f"{ASSISTED} is left out: it decodes one sequence at a time"]
+    draft = _load(checkpoints.draft, checkpoints.dtype, "--draft-checkpoint")
+    constant = {
+        "num_assistant_tokens": depth,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    choices = {
+        name: TransformersContender(ASSISTED, target, batches, max_tokens, draft, settings)
+        for name, settings in ((f"constant {depth}", constant), (DEFAULTS, {}))
+    }
+    try:
+        # in turns, the faster of two runs each: the first one warms up
+        turns = [{name: choices[name].run().elapsed_s for name in choices} for _ in range(2)]
+    except ValueError as error:  # transformers refuses the pair, for example by vocabulary size
+        reason = str(error).splitlines()[0]
+        return [plain], [f"{ASSISTED} is left out: transformers refuses the pair ({reason})"]
+    seconds = {name: min(turn[name] for turn in turns) for name in choices}
+    best = min(seconds, key=lambda name: seconds[name])
+    times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
+    note = f"{ASSISTED} runs with its faster setting, {best} (before the rounds: {times})"
+    return [plain, choices[best]], [note]
+
+
+def _load(source: str, dtype: str, option: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"--against transformers, and transformers cannot be imported ({error})",
+            "transformers",
+            'pip install "specc[compile]"',
+        ) from error
+    if not Path(source).is_dir() and not _is_cached(source):
+        raise ModelNotFoundError(
+            f"no checkpoint at {source}, from which the engine was compiled",
+            "the original checkpoint, to run transformers on it",
+            f"pass {option} DIR",
+        )
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, dtype), local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(
+            f"{source}: {str(error).splitlines()[0]}",
+            "a checkpoint that transformers can load",
+            f"pass {option} DIR",
+        ) from error
+    return model.eval()
+
+
+def _is_cached(source: str) -> bool:
+    """Whether a hub id is on this machine."""
+    from transformers.utils import cached_file
+
+    try:
+        return cached_file(source, "config.json", local_files_only=True) is not None
+    except (OSError, ValueError):
+        return False
+
+
+def _pad(batch: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids [B, T] with zeros on the left, and the mask of real tokens."""
+    length = max(map(len, batch))
+    padded = [[0] * (length - len(ids)) + ids for ids in batch]
+    mask = [[0] * (length - len(ids)) + [1] * len(ids) for ids in batch]
+    return torch.tensor(padded), torch.tensor(mask)

@@ -1,0 +1,175 @@
+"""The baseline: same prompts, same number of tokens, counted passes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+
+from specc.bench import Difference
+from specc.bench_engine import EngineContender, add_margins, tokenize
+from specc.bench_transformers import (
+    ASSISTED,
+    PLAIN,
+    Checkpoints,
+    TransformersContender,
+    load_contenders,
+)
+from specc.errors import ConfigError, ModelNotFoundError, RequestError
+from specc.runtime.engine import Engine
+
+PROMPTS = [[70, 71, 72, 73, 74], [80, 81], [90, 91, 92]]
+CONSTANT_3 = {
+    "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_models.target, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_engine) -> Engine:
+    return Engine.load(tiny_engine, verify=False)
+
+
+def one_by_one(prompts=PROMPTS) -> list[list[list[int]]]:
+    return [[prompt] for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def off_outputs(engine) -> list[list[int]]:
+    return EngineContender(engine, "off", "off", one_by_one(), 20).run().outputs
+
+
+def test_plain_generation_emits_what_the_engine_does(model, off_outputs):
+    found = TransformersContender(PLAIN, model, one_by_one(), 20).run()
+    assert found.outputs == off_outputs
+    # the prompt's pass yields the first token, a step each other one
+    assert found.num_steps == found.num_sequence_steps == 3 * 19
+    assert found.num_decode_tokens == 3 * 19
+    assert found.mean_acceptance_length is None
+    assert 0 < found.first_token_s < found.elapsed_s
+    assert 0 < found.decode_s < found.elapsed_s
+
+
+def test_a_batch_is_padded_on_the_left(model, off_outputs):
+    found = TransformersContender(PLAIN, model, [PROMPTS[:2], PROMPTS[2:]], 20).run()
+    assert found.outputs == off_outputs
+    assert found.num_steps == 2 * 19
+    assert found.num_sequence_steps == 3 * 19
+
+
+def test_end_of_sequence_does_not_end_the_output(tiny_models):
+    """Every token is made EOS, as a checkpoint may say: the work stays the same."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_models.target, dtype=torch.float32)
+    model.config.eos_token_id = list(range(260))
+    model.generation_config = GenerationConfig(eos_token_id=list(range(260)), do_sample=True)
+    found = TransformersContender(PLAIN, model, one_by_one(), 12).run()
+    assert [len(tokens) for tokens in found.outputs] == [12] * 3
+
+
+def test_passes_of_assisted_generation_are_counted(model, off_outputs):
+    """With the target as its own draft, each pass yields 4 tokens: 17 take 5 passes."""
+    draft = copy.deepcopy(model)
+    found = TransformersContender(ASSISTED, model, one_by_one(), 17, draft, CONSTANT_3).run()
+    assert found.outputs == [tokens[:17] for tokens in off_outputs]
+    assert found.mean_acceptance_length == 17 / 5
+    assert found.num_steps == 3 * 4
+
+
+def test_both_are_loaded_and_the_faster_setting_is_kept(tiny_models, off_outputs):
+    checkpoints = Checkpoints(str(tiny_models.target), str(tiny_models.draft), "float32")
+    contenders, (note,) = load_contenders(checkpoints, one_by_one(), 20, depth=3)
+    assert [contender.name for contender in contenders] == [PLAIN, ASSISTED]
+    assert contenders[1].settings in (CONSTANT_3, {})
+    assert "faster setting" in note
+    assert [contender.run().outputs for contender in contenders] == [off_outputs] * 2
+
+
+def test_batches_leave_assisted_generation_out(tiny_models):
+    checkpoints = Checkpoints(str(tiny_models.target), str(tiny_models.draft), "float32")
+    contenders, (note,) = load_contenders(checkpoints, [PROMPTS], 20, depth=3)
+    assert [contender.name for contender in contenders] == [PLAIN]
+    assert "one sequence" in note
+
+
+def test_no_draft_leaves_assisted_generation_out(tiny_models):
+    checkpoints = Checkpoints(str(tiny_models.target), None, "float32")
+    contenders, (note,) = load_contenders(checkpoints, one_by_one(), 20, depth=3)
+    assert [contender.name for contender in contenders] == [PLAIN]
+    assert "no draft" in note
+
+
+def test_a_pair_that_transformers_refuses(tiny_models, tmp_path, save_llama):
+    """The compiler fits a padded vocabulary; transformers wants a tokenizer for that."""
+    save_llama(tmp_path / "padded", 3, vocab_size=272)
+    checkpoints = Checkpoints(str(tiny_models.target), str(tmp_path / "padded"), "float32")
+    contenders, (note,) = load_contenders(checkpoints, one_by_one(), 20, depth=3)
+    assert [contender.name for contender in contenders] == [PLAIN]
+    assert "refuses" in note
+
+
+def test_checkpoints_that_are_gone(tiny_models, tmp_path):
+    for target, draft, option in (
+        (tmp_path / "no", tiny_models.draft, "--target-checkpoint"),
+        (tiny_models.target, tmp_path / "no", "--draft-checkpoint"),
+    ):
+        checkpoints = Checkpoints(str(target), str(draft), "float32")
+        with pytest.raises(ModelNotFoundError) as caught:
+            load_contenders(checkpoints, one_by_one(), 20, depth=3)
+        assert str(tmp_path / "no") in caught.value.found
+        assert option in caught.value.do
+
+
+def test_a_directory_without_weights(tiny_models, tmp_path):
+    (tmp_path / "config.json").write_bytes((tiny_models.target / "config.json").read_bytes())
+    with pytest.raises(ModelNotFoundError):
+        load_contenders(Checkpoints(str(tmp_path), None, "float32"), one_by_one(), 20, depth=0)
+
+
+def test_transformers_is_not_installed(tiny_models, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError) as caught:
+        load_contenders(Checkpoints(str(tiny_models.target), None, "float32"), [], 20, depth=0)
+    assert "pip install" in caught.value.do
+
+
+def test_the_margin_is_that_of_the_targets_logits(engine, model, off_outputs):
+    differences = [Difference(1, 0, 3, 4), Difference(1, 7, 3, 4), Difference(2, 19, 3, 4)]
+    found = add_margins(engine, PROMPTS, off_outputs, differences)
+    # nothing was decoded in front of the first token
+    assert (found[0].margin, found[0].is_near_tie) == (None, None)
+    for item in found[1:]:
+        ids = PROMPTS[item.prompt] + off_outputs[item.prompt][: item.position]
+        with torch.inference_mode():
+            best = model(torch.tensor([ids])).logits[0, -1].topk(2).values
+        assert item.margin == pytest.approx(float(best[0] - best[1]), abs=1e-5)
+        assert item.is_near_tie is (item.margin < 1e-4)
+    assert engine.steps["off"].before_accept is None
+
+
+def test_a_tie_is_called_one(engine, off_outputs, monkeypatch):
+    """Two equal logits on top."""
+    monkeypatch.setattr(
+        "specc.bench_engine._best_logits", lambda *args: torch.tensor([8.0, 8.0 - 1e-5])
+    )
+    (found,) = add_margins(engine, PROMPTS, off_outputs, [Difference(0, 5, 3, 4)])
+    assert found.is_near_tie is True
+
+
+def test_prompts_must_leave_room_for_equal_work(engine):
+    ids = tokenize(engine, ["ab", "abc"], 93)
+    assert [len(item) for item in ids] == [2, 3]
+    with pytest.raises(RequestError) as caught:
+        tokenize(engine, ["ab", "abc"], 94)
+    assert "prompt 1 has 3 tokens" in caught.value.found
