@@ -121,6 +121,12 @@ def sum_floats(data: Tensor) -> float:
     return function(data.data_ptr(), data.numel(), torch.get_num_threads())
 
 
+def explain_bus_errors() -> None:
+    """Let a process that a cut weight file kills say why; compiled programs ask for it."""
+    assert _loaded is not None, "load() first"
+    _loaded[1].specc_explain_bus_errors()
+
+
 def default_cache_dir() -> Path:
     """`SPECC_CACHE_DIR`, or `specc/` in the user's cache directory."""
     if explicit := os.environ.get("SPECC_CACHE_DIR"):

@@ -49,6 +49,19 @@ def _accept_greedy_fake(
     )
 
 
+def _tree_rows_fake(cache_len: Tensor, nodes: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+    count = cache_len.shape[0] * nodes.shape[0]
+    return cache_len.new_empty(count), cache_len.new_empty(count, dtype=torch.int64)
+
+
+def _commit_rows_fake(path: Tensor, cache_len: Tensor, has_row: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(path), torch.empty_like(cache_len)
+
+
+def _next_tokens_fake(last_tokens: Tensor, output_tokens: Tensor, num_accepted: Tensor) -> Tensor:
+    return torch.empty_like(last_tokens)
+
+
 def _commit_kv_fake(slab: Tensor, source: Tensor, target: Tensor, block_table: Tensor) -> None:
     return None
 
@@ -79,6 +92,21 @@ accept_greedy = _define(
     " -> (Tensor path, Tensor num_accepted, Tensor output_tokens)",
     reference.accept_greedy_reference,
     _accept_greedy_fake,
+)
+tree_rows = _define(
+    "tree_rows(Tensor cache_len, Tensor nodes, Tensor depths) -> (Tensor slot, Tensor position)",
+    reference.tree_rows_reference,
+    _tree_rows_fake,
+)
+commit_rows = _define(
+    "commit_rows(Tensor path, Tensor cache_len, Tensor has_row) -> (Tensor source, Tensor length)",
+    reference.commit_rows_reference,
+    _commit_rows_fake,
+)
+next_tokens = _define(
+    "next_tokens(Tensor last_tokens, Tensor output_tokens, Tensor num_accepted) -> Tensor",
+    reference.next_tokens_reference,
+    _next_tokens_fake,
 )
 commit_kv = _define(
     "commit_kv(Tensor(a!) slab, Tensor source, Tensor target, Tensor block_table) -> ()",

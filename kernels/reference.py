@@ -128,14 +128,9 @@ def tree_expand_reference(logits: Tensor, num_children: int) -> Tensor:
     """
     if num_children == 1:
         return logits.argmax(dim=-1, keepdim=True)
-    # a token that is out by -inf still ranks before one that is taken
-    left = logits.clamp(min=torch.finfo(logits.dtype).min)
-    tokens = []
-    for _ in range(num_children):
-        best = left.argmax(dim=-1, keepdim=True)
-        tokens.append(best)
-        left.scatter_(1, best, float("-inf"))
-    return torch.cat(tokens, dim=1)
+    # stable: equal logits keep the order of their ids
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    return order[:, :num_children].clone(memory_format=torch.contiguous_format)
 
 
 def accept_greedy_reference(
@@ -173,6 +168,56 @@ def accept_greedy_reference(
         path[:, depth + 1] = torch.where(alive, node.int(), -1)
         num_accepted += alive.int()
     return path, num_accepted, output
+
+
+def tree_rows_reference(cache_len: Tensor, nodes: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+    """Where nodes of a tree stand in each sequence: node -1 is the token in front of the root.
+
+    Args:
+        cache_len: [B] int32 committed rows; the root's row is the next one.
+        nodes: [M] int32 node ids; a node's row is its id behind the committed ones.
+        depths: [M] int32 depth of each node.
+    Returns:
+        slot: [B * M] int32 row of each node, -1 where there is none.
+        position: [B * M] int64 position of each node, at least 0.
+    """
+    slot = (cache_len[:, None] + nodes).flatten()
+    position = (cache_len[:, None] + depths).flatten().clamp(min=0)
+    return slot.int(), position.long()
+
+
+def commit_rows_reference(
+    path: Tensor, cache_len: Tensor, has_row: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows of a model's cache that a step commits.
+
+    Args:
+        path: [B, P] int32 accepted nodes from the root on, then -1.
+        cache_len: [B] int32 committed rows.
+        has_row: [N] int32, 1 for nodes that the model was fed; a prefix of every path.
+    Returns:
+        source: [B, P] int32 slot of each accepted node, -1 where there is none.
+        length: [B] int32 committed rows after the step.
+    """
+    is_kept = (path >= 0) & has_row[path.clamp(min=0).long()].bool()
+    source = torch.where(is_kept, path + cache_len[:, None], -1)
+    return source.int(), (cache_len + is_kept.sum(dim=1)).int()
+
+
+def next_tokens_reference(
+    last_tokens: Tensor, output_tokens: Tensor, num_accepted: Tensor
+) -> Tensor:
+    """The last two tokens of each sequence after a step.
+
+    Args:
+        last_tokens: [B, 2] int64 before it.
+        output_tokens: [B, P] int64 accepted tokens and the bonus token, then -1.
+        num_accepted: [B] int32.
+    Returns:
+        [B, 2] int64; the second is the bonus token.
+    """
+    run = torch.cat([last_tokens[:, 1:], output_tokens], dim=1)
+    return run.gather(1, num_accepted[:, None].long() + torch.arange(2, device=run.device))
 
 
 def commit_kv_reference(slab: Tensor, source: Tensor, target: Tensor, block_table: Tensor) -> None:

@@ -70,7 +70,10 @@ def fuse_step(plan: SpecPlan, slabs: dict[str, int]) -> StepProgram:
             draft.
     """
     tree = plan.tree
-    constants = {"parents": torch.tensor(tree.parents, dtype=torch.int32)}
+    constants = {
+        "parents": torch.tensor(tree.parents, dtype=torch.int32),
+        "has_row_target": torch.ones(tree.num_nodes, dtype=torch.int32),
+    }
     stages: dict[str, fx.Graph] = {}
     drafts = [name for name in slabs if name != TARGET] if plan.widths else []
     if plan.widths:
@@ -79,7 +82,8 @@ def fuse_step(plan: SpecPlan, slabs: dict[str, int]) -> StepProgram:
         constants |= {
             "depths": torch.tensor(tree.depths, dtype=torch.int32),
             "ancestors": tree.ancestor_words(),
-            "fed": torch.tensor(fed, dtype=torch.int32),
+            # a draft has rows of the nodes that were fed to it; its last level never is
+            **{f"has_row_{draft}": torch.tensor(fed, dtype=torch.int32)},
         }
         stages["draft"] = _draft_stage(plan, draft)
     stages["verify"] = _verify_stage(plan)
@@ -111,8 +115,10 @@ class _Builder:
         """Base [B] + offsets [M] → [B, M]."""
         return self.call(aten.add.Tensor, self.call(aten.unsqueeze.default, base, 1), offsets)
 
-    def to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return self.call(aten.to.dtype, node, dtype)
+    def rows(self, nodes: fx.Node, depths: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Slots [B * M] i32 and positions [B * M] i64 of nodes [M]."""
+        made = self.call(specc.tree_rows.default, self["cache_len"], nodes, depths)
+        return self.call(operator.getitem, made, 0), self.call(operator.getitem, made, 1)
 
     def multiple(self, size: fx.Node, factor: int, extra: int = 0) -> fx.Node:
         return self.call(operator.add, self.call(operator.mul, size, factor), extra)
@@ -145,12 +151,12 @@ def _draft_stage(plan: SpecPlan, draft: str) -> fx.Graph:
     tree = plan.tree
     g = _Builder(*STEP_INPUTS, "ancestors")
     batch = g.call(aten.sym_size.int, g["last_tokens"], 0)
-    previous = g.call(aten.sub.Tensor, g["cache_len"], 1)
-    slots = g.flat(g.call(aten.stack.default, [previous, g["cache_len"]], 1))
+    pair = g.arange(-1, 1, 1, torch.int32)
+    slots, positions = g.rows(pair, pair)
     logits = g.model(
         draft,
         g.flat(g["last_tokens"]),
-        g.to(g.call(aten.clamp.default, slots, 0), torch.int64),
+        positions,
         g.arange(0, g.multiple(batch, 2, 1), 2, torch.int32),
         slots,
         g["cache_len"],
@@ -165,16 +171,16 @@ def _draft_stage(plan: SpecPlan, draft: str) -> fx.Graph:
     for depth, width in enumerate(plan.widths[1:], start=1):
         first, count = tree.levels[depth][0], len(tree.levels[depth])
         nodes = g.arange(first, first + count, 1, torch.int32)
-        places = g.add_outer(g["cache_len"], nodes)
-        depths = g.call(aten.sub.Tensor, places, g.call(aten.sub.Tensor, nodes, depth))
+        depths = g.call(aten.full_like.default, nodes, depth)
+        slots, positions = g.rows(nodes, depths)
         rows = g.call(aten.slice.Tensor, g["ancestors"], 0, first, first + count)
         total = g.multiple(batch, count)
         logits = g.model(
             draft,
             g.flat(levels[-1]),
-            g.to(g.flat(depths), torch.int64),
+            positions,
             g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
-            g.flat(places),
+            slots,
             g["cache_len"],
             g.repeat_rows(rows, batch),
             g["block_table"],
@@ -192,19 +198,19 @@ def _verify_stage(plan: SpecPlan) -> fx.Graph:
         g = _Builder(*STEP_INPUTS)
         batch = g.call(aten.sym_size.int, g["last_tokens"], 0)
         tokens = g.column(g["last_tokens"], 1, 2)
-        slots, positions, ancestors = g["cache_len"], g["cache_len"], None
+        root = g.arange(0, 1, 1, torch.int32)
+        slots, positions = g.rows(root, root)
+        ancestors = None
     else:
         g = _Builder(*STEP_INPUTS, "tokens", "depths", "ancestors")
         batch = g.call(aten.sym_size.int, g["last_tokens"], 0)
         tokens = g["tokens"]
-        nodes = g.arange(0, num_nodes, 1, torch.int32)
-        slots = g.flat(g.add_outer(g["cache_len"], nodes))
-        positions = g.flat(g.add_outer(g["cache_len"], g["depths"]))
+        slots, positions = g.rows(g.arange(0, num_nodes, 1, torch.int32), g["depths"])
         ancestors = g.repeat_rows(g["ancestors"], batch)
     logits = g.model(
         TARGET,
         g.flat(tokens),
-        g.to(positions, torch.int64),
+        positions,
         g.arange(0, g.multiple(batch, num_nodes, 1), num_nodes, torch.int32),
         slots,
         g["cache_len"],
@@ -218,8 +224,10 @@ def _verify_stage(plan: SpecPlan) -> fx.Graph:
 def _accept_commit_stage(plan: SpecPlan, slabs: dict[str, int], drafts: list[str]) -> fx.Graph:
     """Walk the trees, move the accepted rows, and say where each sequence stands."""
     num_nodes, max_depth = plan.tree.num_nodes, plan.tree.max_depth
-    names = [slab_name(m, i) for m in (TARGET, *drafts) for i in range(slabs[m])]
-    g = _Builder(*STEP_INPUTS, "tokens", "logits", "parents", *(["fed"] if drafts else []), *names)
+    models = (TARGET, *drafts)
+    names = [slab_name(m, i) for m in models for i in range(slabs[m])]
+    rows = [f"has_row_{m}" for m in models]
+    g = _Builder(*STEP_INPUTS, "tokens", "logits", "parents", *rows, *names)
     batch = g.call(aten.sym_size.int, g["last_tokens"], 0)
     parents = g.call(aten.unsqueeze.default, g["parents"], 0)
     parents = g.call(aten.expand.default, parents, [batch, num_nodes])
@@ -227,30 +235,17 @@ def _accept_commit_stage(plan: SpecPlan, slabs: dict[str, int], drafts: list[str
     path, num_accepted, output_tokens = (g.call(operator.getitem, accepted, i) for i in range(3))
     outputs = {"path": path, "num_accepted": num_accepted, "output_tokens": output_tokens}
 
-    is_on_path = g.call(aten.ge.Scalar, path, 0)
-    places = g.call(aten.add.Tensor, path, g.call(aten.unsqueeze.default, g["cache_len"], 1))
-    nowhere = g.call(aten.full_like.default, places, -1)
     targets = g.add_outer(g["cache_len"], g.arange(0, max_depth + 1, 1, torch.int32))
-    moves = {TARGET: g.call(aten.where.self, is_on_path, places, nowhere)}
-    for draft in drafts:
-        # a draft has rows of the nodes that were fed to it; its last level never is
-        nodes = g.to(g.call(aten.clamp.default, path, 0), torch.int64)
-        fed = g.call(aten.index.Tensor, g["fed"], [nodes])
-        fed = g.call(aten.mul.Tensor, fed, is_on_path)
-        has_row = g.call(aten.gt.Scalar, fed, 0)
-        moves[draft] = g.call(aten.where.self, has_row, places, nowhere)
-        rows = g.to(g.call(aten.sum.dim_IntList, fed, [1]), torch.int32)
-        outputs[f"{draft}_len"] = g.call(aten.add.Tensor, g["cache_len"], rows)
-    for model, source in moves.items():
+    for model in models:
+        made = g.call(specc.commit_rows.default, path, g["cache_len"], g[f"has_row_{model}"])
+        source, length = (g.call(operator.getitem, made, i) for i in range(2))
+        outputs["next_cache_len" if model == TARGET else f"{model}_len"] = length
         for i in range(slabs[model]):
             slab = g[slab_name(model, i)]
             g.call(specc.commit_kv.default, slab, source, targets, g["block_table"])
-
-    grown = g.call(aten.add.Tensor, g["cache_len"], num_accepted)
-    outputs["next_cache_len"] = g.call(aten.add.Tensor, grown, 1)
-    run = g.call(aten.cat.default, [g.column(g["last_tokens"], 1, 2), output_tokens], 1)
-    pair = g.add_outer(num_accepted, g.arange(0, 2, 1, torch.int32))
-    outputs["next_last_tokens"] = g.call(aten.gather.default, run, 1, g.to(pair, torch.int64))
+    outputs["next_last_tokens"] = g.call(
+        specc.next_tokens.default, g["last_tokens"], output_tokens, num_accepted
+    )
     return g.finish(**outputs)
 
 

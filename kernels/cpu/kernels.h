@@ -75,6 +75,7 @@ struct AcceptGreedy {
   const void* logits;  // [batch * num_nodes, vocab]
   int64_t row_stride;
   const int64_t* tokens;   // [batch, num_nodes]
+  int64_t token_stride;
   const int32_t* parents;  // [batch, num_nodes]; stride 0 where all trees are one
   int64_t parent_stride;
   int32_t* path;           // [batch, max_depth + 1]

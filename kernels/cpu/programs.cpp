@@ -3,7 +3,10 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 
+#include <unistd.h>
+
 #include <chrono>
+#include <csignal>
 
 #include "threads.h"
 
@@ -13,7 +16,29 @@ namespace {
 // Passes of more rows than this use all threads for element-wise loops, too.
 constexpr int64_t kNarrowRows = 64;
 
+// A mapped file that was cut: the process cannot go on, but it can say why.
+void report_bus_error(int) {
+  static constexpr char kText[] =
+      "found:  memory-mapped weights were cut while the engine was using them\n"
+      "needed: engine files that stay as they are while the engine runs\n"
+      "do:     copy the engine again; replace engines by renaming, never in place\n";
+  [[maybe_unused]] const auto written = write(STDERR_FILENO, kText, sizeof kText - 1);
+  std::signal(SIGBUS, SIG_DFL);
+  std::raise(SIGBUS);
+}
+
+void explain_bus_errors() {
+  struct sigaction current {};
+  // whoever has a handler keeps it
+  if (sigaction(SIGBUS, nullptr, &current) == 0 && current.sa_handler == SIG_DFL)
+    std::signal(SIGBUS, report_bus_error);
+}
+
 }  // namespace
+
+extern "C" __attribute__((visibility("default"))) void specc_explain_bus_errors() {
+  explain_bus_errors();
+}
 
 CompiledProgram::CompiledProgram(const std::string& package)
     : loader_(package, "model", /*run_single_threaded=*/true) {}
@@ -23,6 +48,7 @@ std::vector<std::string> CompiledProgram::weight_names() { return loader_.get_co
 void CompiledProgram::bind_weights(const std::vector<std::string>& names,
                                    const std::vector<at::Tensor>& weights) {
   TORCH_CHECK(names.size() == weights.size(), "a name for each weight");
+  explain_bus_errors();
   weights_ = weights;
   std::unordered_map<std::string, at::Tensor> map;
   for (size_t i = 0; i < names.size(); ++i) map.emplace(names[i], weights[i]);
@@ -154,11 +180,16 @@ void StepRunner::execute(const Instruction& instruction) {
 }
 
 void StepRunner::run(const std::vector<at::Tensor>& inputs, int64_t first, int64_t last) {
+  if (first == 0)
+    for (size_t i = 0; i < inputs.size(); ++i) values_[i] = inputs[i];
+  run_stages(first, last);
+}
+
+void StepRunner::run_stages(int64_t first, int64_t last) {
   c10::InferenceMode guard;
   NarrowPass narrow;
+  const int64_t batch = values_[0].toTensor().size(0);
   if (first == 0) {
-    for (size_t i = 0; i < inputs.size(); ++i) values_[i] = inputs[i];
-    const int64_t batch = inputs[0].size(0);
     is_new_batch_ = batch != batch_;
     batch_ = -1;  // should a stage throw, nothing of it is kept
     seconds_.assign(stages_.size(), 0.0);
@@ -168,7 +199,38 @@ void StepRunner::run(const std::vector<at::Tensor>& inputs, int64_t first, int64
     for (const Instruction& instruction : stages_[i]) execute(instruction);
     seconds_[i] = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
-  if (last == static_cast<int64_t>(stages_.size())) batch_ = inputs[0].size(0);
+  if (last == static_cast<int64_t>(stages_.size())) batch_ = batch;
+}
+
+std::tuple<std::vector<int64_t>, std::vector<double>> StepRunner::step(
+    const std::vector<int64_t>& rows, const at::Tensor& block_table,
+    const std::vector<int64_t>& results) {
+  c10::InferenceMode guard;
+  const int64_t batch = static_cast<int64_t>(rows.size()) / 3;
+  at::Tensor last_tokens = at::empty({batch, 2}, at::kLong);
+  at::Tensor cache_len = at::empty({batch}, at::kInt);
+  for (int64_t b = 0; b < batch; ++b) {
+    last_tokens.data_ptr<int64_t>()[2 * b] = rows[3 * b];
+    last_tokens.data_ptr<int64_t>()[2 * b + 1] = rows[3 * b + 1];
+    cache_len.data_ptr<int32_t>()[b] = static_cast<int32_t>(rows[3 * b + 2]);
+  }
+  values_[0] = std::move(last_tokens);
+  values_[1] = std::move(cache_len);
+  values_[2] = block_table;
+  run_stages(0, static_cast<int64_t>(stages_.size()));
+  std::vector<int64_t> found;
+  for (int64_t slot : results) {
+    const at::Tensor value = values_[slot].toTensor();
+    TORCH_CHECK(value.is_contiguous(), "results are contiguous");
+    if (value.scalar_type() == at::kInt) {
+      const int32_t* data = value.const_data_ptr<int32_t>();
+      found.insert(found.end(), data, data + value.numel());
+    } else {
+      const int64_t* data = value.const_data_ptr<int64_t>();
+      found.insert(found.end(), data, data + value.numel());
+    }
+  }
+  return {found, seconds_};
 }
 
 std::vector<at::Tensor> StepRunner::outputs(const std::vector<int64_t>& slots) {
@@ -198,6 +260,7 @@ TORCH_LIBRARY_FRAGMENT(specc, library) {
       .def("literal", &StepRunner::literal)
       .def("list", &StepRunner::list)
       .def("run", &StepRunner::run)
+      .def("step", &StepRunner::step)
       .def("get", &StepRunner::get)
       .def("outputs", &StepRunner::outputs)
       .def("seconds", &StepRunner::seconds);

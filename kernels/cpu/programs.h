@@ -55,6 +55,11 @@ class StepRunner : public torch::CustomClassHolder {
 
   // Run stages [first, last); values 0 … inputs.size() - 1 are set before stage 0.
   void run(const std::vector<at::Tensor>& inputs, int64_t first, int64_t last);
+  // One step from host integers to host integers: row b of `rows` holds the last two tokens and the
+  // committed rows of sequence b; the result is the content of `results`, one after the other.
+  // Inputs 0, 1 and 2 of the step are last_tokens, cache_len and block_table. Also returns seconds().
+  std::tuple<std::vector<int64_t>, std::vector<double>> step(const std::vector<int64_t>& rows, const at::Tensor& block_table,
+                            const std::vector<int64_t>& results);
   at::Tensor get(int64_t slot) { return values_[slot].toTensor(); }
   std::vector<at::Tensor> outputs(const std::vector<int64_t>& slots);
   // Seconds that each stage took in its last run.
@@ -79,6 +84,7 @@ class StepRunner : public torch::CustomClassHolder {
   };
 
   Instruction& add(Kind kind, int64_t result);
+  void run_stages(int64_t first, int64_t last);
   void execute(const Instruction& instruction);
   void execute_operator(const Instruction& instruction);
   c10::IValue argument(const Instruction& instruction, size_t& next, const c10::TypePtr& type);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "kernels.h"
@@ -18,7 +17,7 @@ bool any(const vec::Int& mask) {
   return found != 0;
 }
 
-// NaN ranks first, as in torch's argmax; a token that is out by -inf ranks with the lowest number.
+// NaN ranks first and -inf last, as in torch's argmax.
 struct Best {
   float value;
   int64_t token;
@@ -29,11 +28,9 @@ bool is_better(float a, float b) { return a > b || (std::isnan(a) && !std::isnan
 // The k best of a row, by descending value, then by ascending token.
 template <typename T>
 void best_of_row(const T* row, int64_t vocab, int64_t k, Best* best) {
-  constexpr float kLowest = std::numeric_limits<float>::lowest();
   int64_t count = 0;
   auto offer = [&](int64_t token) {
-    const float raw = vec::to_float(row[token]);
-    const float value = raw < kLowest ? kLowest : raw;
+    const float value = vec::to_float(row[token]);
     if (count == k && !is_better(value, best[k - 1].value)) return;
     int64_t at = count < k ? count++ : k - 1;
     for (; at > 0 && is_better(value, best[at - 1].value); --at) best[at] = best[at - 1];
@@ -66,7 +63,7 @@ void accept(const AcceptGreedy& a) {
   const T* logits = static_cast<const T*>(a.logits);
   const int64_t width = a.max_depth + 1;
   for (int64_t b = 0; b < a.batch; ++b) {
-    const int64_t* tokens = a.tokens + b * a.num_nodes;
+    const int64_t* tokens = a.tokens + b * a.token_stride;
     const int32_t* parents = a.parents + b * a.parent_stride;
     int32_t* path = a.path + b * width;
     int64_t* output = a.output_tokens + b * width;

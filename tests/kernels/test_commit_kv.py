@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import specc.kernels.ops  # noqa: F401  registers the operators
-
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 LAYERS, KV_HEADS, DIM = 3, 2, 2
@@ -20,6 +18,11 @@ LAYOUTS = [pytest.param(size, id=f"block{size}") for size in (1, 4, 16)] + [
     pytest.param(0, id="dense")
 ]
 Move = tuple[int, int]
+
+
+@pytest.fixture(scope="module")
+def commit_kv(implementation):
+    return implementation.commit_kv.default
 
 
 def make_slab(
@@ -42,6 +45,7 @@ def make_slab(
 
 
 def check(
+    commit_kv: torch._ops.OpOverload,
     moves: list[list[Move]],
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
@@ -69,7 +73,7 @@ def check(
         torch.tensor(table, dtype=torch.int32),
     )
     copies = [tensor.clone() for tensor in inputs]
-    assert torch.ops.specc.commit_kv(slab, *inputs) is None
+    assert commit_kv(slab, *inputs) is None
     assert torch.equal(slab, expected)
     for tensor, copy in zip(inputs, copies, strict=True):
         assert torch.equal(tensor, copy)
@@ -95,8 +99,8 @@ PATHS = [
 @pytest.mark.parametrize("block_size", LAYOUTS)
 @pytest.mark.parametrize("length", [0, 3, 7], ids="cache{}".format)
 @pytest.mark.parametrize("path", PATHS)
-def test_accepted_path(path, length, block_size):
-    check([path_moves(length, path, 5)], block_size)
+def test_accepted_path(commit_kv, path, length, block_size):
+    check(commit_kv, [path_moves(length, path, 5)], block_size)
 
 
 @pytest.mark.parametrize("block_size", LAYOUTS)
@@ -113,13 +117,14 @@ def test_accepted_path(path, length, block_size):
         pytest.param([(7, 1), (7, 2), (7, 7)], id="one-source-many-targets"),
     ],
 )
-def test_all_rows_are_read_before_any_is_written(moves, block_size):
-    check([moves], block_size)
+def test_all_rows_are_read_before_any_is_written(commit_kv, moves, block_size):
+    check(commit_kv, [moves], block_size)
 
 
 @pytest.mark.parametrize("block_size", LAYOUTS)
-def test_sequences_move_their_own_rows(block_size):
+def test_sequences_move_their_own_rows(commit_kv, block_size):
     check(
+        commit_kv,
         [
             path_moves(3, [0, 2, 3], 5),
             path_moves(0, [0], 5),
@@ -141,14 +146,16 @@ def test_sequences_move_their_own_rows(block_size):
         pytest.param([], id="no-moves"),
     ],
 )
-def test_dead_moves_do_nothing(moves):
-    check([moves, moves])
+def test_dead_moves_do_nothing(commit_kv, moves):
+    check(commit_kv, [moves, moves])
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_dtypes(dtype, index_dtype):
-    check([path_moves(5, [0, 2, 3, 7], 5), path_moves(2, [0, 3], 5)], 4, dtype, index_dtype)
+def test_dtypes(commit_kv, dtype, index_dtype):
+    check(
+        commit_kv, [path_moves(5, [0, 2, 3, 7], 5), path_moves(2, [0, 3], 5)], 4, dtype, index_dtype
+    )
 
 
 @st.composite
@@ -166,9 +173,9 @@ def batches(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(batches())
-def test_any_moves(case):
+def test_any_moves(commit_kv, case):
     moves, block_size = case
-    check(moves, block_size)
+    check(commit_kv, moves, block_size)
 
 
 def plain_inputs() -> tuple:
@@ -181,17 +188,17 @@ def plain_inputs() -> tuple:
     )
 
 
-def test_opcheck():
-    torch.library.opcheck(torch.ops.specc.commit_kv.default, plain_inputs())
+def test_opcheck(commit_kv):
+    torch.library.opcheck(commit_kv, plain_inputs())
 
 
-def test_fake_returns_nothing():
+def test_fake_returns_nothing(commit_kv):
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in plain_inputs()]
-        assert torch.ops.specc.commit_kv(*fakes) is None
+        assert commit_kv(*fakes) is None
 
 
-def test_schema_says_what_is_mutated():
-    arguments = torch.ops.specc.commit_kv.default._schema.arguments
+def test_schema_says_what_is_mutated(commit_kv):
+    arguments = commit_kv._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     assert written == ["slab"]

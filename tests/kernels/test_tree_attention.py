@@ -16,8 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import specc.kernels.ops  # noqa: F401  registers the operators
-
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 NAN = float("nan")
@@ -26,6 +24,11 @@ TOLERANCE = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (6e-3, 1e-3)}
 LAYOUTS = [pytest.param(size, id=f"block{size}") for size in (1, 3, 16)] + [
     pytest.param(0, id="dense")
 ]
+
+
+@pytest.fixture(scope="module")
+def attention(implementation):
+    return implementation.tree_attention.default
 
 
 @dataclass
@@ -82,6 +85,7 @@ class World:
 
     def __init__(
         self,
+        attention: torch._ops.OpOverload,
         lengths: list[int],
         *,
         capacity: int = 48,
@@ -93,11 +97,14 @@ class World:
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
         poison: float = NAN,
-        index_dtype: torch.dtype = torch.int32,
+        position_dtype: torch.dtype = torch.int64,
+        slot_dtype: torch.dtype = torch.int32,
     ) -> None:
+        self.attention = attention
         self.lengths, self.heads, self.kv_heads = lengths, heads, kv_heads
         self.dims = (dim, value_dim or dim)
-        self.dtype, self.index_dtype = dtype, index_dtype
+        self.dtype = dtype
+        self.position_dtype, self.slot_dtype = position_dtype, slot_dtype
         self.block_size = block_size or capacity
         per_sequence = -(-capacity // self.block_size)
         owned = len(lengths) * per_sequence
@@ -156,10 +163,10 @@ class World:
         scale = 1 / math.sqrt(self.dims[0]) if scale is None else scale
         inputs = [
             torch.tensor(starts, dtype=torch.int32),
-            torch.tensor([token.position for _, token in flat], dtype=self.index_dtype),
-            torch.tensor([token.slot for _, token in flat], dtype=self.index_dtype),
+            torch.tensor([token.position for _, token in flat], dtype=self.position_dtype),
+            torch.tensor([token.slot for _, token in flat], dtype=self.slot_dtype),
             torch.tensor(self.lengths, dtype=torch.int32),
-            None if causal else torch.tensor(ancestors).view(count, num_words),
+            None if causal else torch.tensor(ancestors, dtype=torch.int64).view(count, num_words),
             torch.tensor(self.table, dtype=torch.int32),
         ]
         copies = [None if tensor is None else tensor.clone() for tensor in (q, k, v, *inputs)]
@@ -174,9 +181,7 @@ class World:
                     written.append(cache[block, row].tolist())
                 self.rows[b, token.slot] = written
 
-        out = torch.ops.specc.tree_attention(
-            q, k, v, *self.caches, *inputs, scale=scale, window=window, sink=sink
-        )
+        out = self.attention(q, k, v, *self.caches, *inputs, scale=scale, window=window, sink=sink)
         assert out.dtype == self.dtype
         assert out.shape == (self.heads, count, self.dims[1])
         for cache, expected in zip(self.caches, expected_caches, strict=True):
@@ -247,26 +252,26 @@ TREES = {"root": ROOT, "chain": CHAIN, "star": STAR, "bushy": BUSHY}
     [(1, 1), (4, 4), (4, 2), (6, 2), (5, 1)],
     ids=["h1-kv1", "mha4", "gqa4-2", "gqa6-2", "mqa5"],
 )
-def test_tree_pass_equals_loops(block_size, heads, kv_heads):
+def test_tree_pass_equals_loops(attention, block_size, heads, kv_heads):
     lengths = [0, 5, 17, 16]
-    world = World(lengths, block_size=block_size, heads=heads, kv_heads=kv_heads)
+    world = World(attention, lengths, block_size=block_size, heads=heads, kv_heads=kv_heads)
     trees = [BUSHY, ROOT, CHAIN, STAR]
     world.call([tree_tokens(t, n) for t, n in zip(trees, lengths, strict=True)])
 
 
 @pytest.mark.parametrize("parents", TREES.values(), ids=TREES.keys())
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17], ids="cache{}".format)
-def test_one_sequence(parents, length):
-    World([length], block_size=16).call([tree_tokens(parents, length)])
+def test_one_sequence(attention, parents, length):
+    World(attention, [length], block_size=16).call([tree_tokens(parents, length)])
 
 
 @pytest.mark.parametrize("block_size", LAYOUTS)
 @pytest.mark.parametrize(
     "empty", [{0}, {1}, {3}, {0, 1}, {1, 2}, {2, 3}, {0, 1, 2}, {0, 1, 2, 3}], ids=str
 )
-def test_sequences_without_tokens_are_left_alone(block_size, empty):
+def test_sequences_without_tokens_are_left_alone(attention, block_size, empty):
     lengths = [4, 0, 9, 3]
-    world = World(lengths, block_size=block_size)
+    world = World(attention, lengths, block_size=block_size)
     trees = [CHAIN, BUSHY, STAR, ROOT]
     world.call([[] if b in empty else tree_tokens(trees[b], lengths[b]) for b in range(4)])
 
@@ -274,9 +279,9 @@ def test_sequences_without_tokens_are_left_alone(block_size, empty):
 @pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
 @pytest.mark.parametrize("dead_value", [NAN, 777.0], ids=["dead-nan", "dead-finite"])
 @pytest.mark.parametrize("block_size", LAYOUTS)
-def test_dead_tokens_write_nothing_and_give_zero(block_size, dead_value, causal):
+def test_dead_tokens_write_nothing_and_give_zero(attention, block_size, dead_value, causal):
     lengths = [6, 0, 3, 2]
-    world = World(lengths, block_size=block_size)
+    world = World(attention, lengths, block_size=block_size)
     if causal:
         live = [causal_tokens(n, n + 5) for n in lengths]
     else:
@@ -287,16 +292,16 @@ def test_dead_tokens_write_nothing_and_give_zero(block_size, dead_value, causal)
     world.call(tokens, causal=causal, dead_value=dead_value)
 
 
-def test_only_dead_tokens():
-    world = World([4, 0])
+def test_only_dead_tokens(attention):
+    world = World(attention, [4, 0])
     assert not world.call([[DEAD], [DEAD, DEAD]]).any()
 
 
 @pytest.mark.parametrize("poison", [NAN, float("inf"), 1e4], ids=["nan", "inf", "stale"])
 @pytest.mark.parametrize("block_size", LAYOUTS)
-def test_dead_node_between_live_nodes(block_size, poison):
+def test_dead_node_between_live_nodes(attention, block_size, poison):
     """Node 2 was cut from the tree: its row is never written, and nobody may read it."""
-    world = World([5, 0], block_size=block_size, poison=poison)
+    world = World(attention, [5, 0], block_size=block_size, poison=poison)
     tokens = [tree_tokens(STAR, 5), tree_tokens(BUSHY, 0)]
     tokens[0][2] = DEAD
     tokens[1][9] = DEAD
@@ -304,15 +309,15 @@ def test_dead_node_between_live_nodes(block_size, poison):
 
 
 @pytest.mark.parametrize("poison", [float("inf"), 1e4], ids=["inf", "stale"])
-def test_rows_of_an_earlier_step_do_not_leak(poison):
-    World([5, 0], poison=poison).call([tree_tokens(BUSHY, 5), tree_tokens(CHAIN, 0)])
+def test_rows_of_an_earlier_step_do_not_leak(attention, poison):
+    World(attention, [5, 0], poison=poison).call([tree_tokens(BUSHY, 5), tree_tokens(CHAIN, 0)])
 
 
 @pytest.mark.parametrize("sink", [0, 1, 4], ids="sink{}".format)
 @pytest.mark.parametrize("window", [1, 2, 5, 6, 16, 64], ids="window{}".format)
-def test_window_and_sink_of_a_tree(window, sink):
+def test_window_and_sink_of_a_tree(attention, window, sink):
     lengths = [0, 5, 6, 17]
-    world = World(lengths)
+    world = World(attention, lengths)
     trees = [t for t in (ROOT, STAR, BUSHY, CHAIN) if max(map(len, paths_of(t))) <= window]
     trees = [trees[b % len(trees)] for b in range(4)]
     world.call(
@@ -324,33 +329,33 @@ def paths_of(parents: list[int]) -> list[frozenset[int]]:
     return [root_path(parents, node) for node in range(len(parents))]
 
 
-def test_siblings_of_a_wide_tree_stay_in_the_window():
+def test_siblings_of_a_wide_tree_stay_in_the_window(attention):
     """Node 20 lives at slot cache_len + 20, position cache_len + 1: a window of 2 keeps it."""
     parents = [-1] + [0] * 20
-    World([9], capacity=64).call([tree_tokens(parents, 9)], window=2)
+    World(attention, [9], capacity=64).call([tree_tokens(parents, 9)], window=2)
 
 
 @pytest.mark.parametrize("sink", [0, 1, 4], ids="sink{}".format)
 @pytest.mark.parametrize("window", [1, 2, 5, 6, 16, 64], ids="window{}".format)
-def test_window_and_sink_of_a_prefill_chunk(window, sink):
+def test_window_and_sink_of_a_prefill_chunk(attention, window, sink):
     lengths = [0, 5, 11]
-    world = World(lengths)
+    world = World(attention, lengths)
     tokens = [causal_tokens(n, n + 9) for n in lengths]
     world.call(tokens, causal=True, window=window, sink=sink)
 
 
 @pytest.mark.parametrize("block_size", LAYOUTS)
-def test_prefill_in_chunks(block_size):
+def test_prefill_in_chunks(attention, block_size):
     """Sequences prefill in chunks of their own; each chunk reads the rows of those before it."""
-    world = World([0, 0, 0], block_size=block_size)
+    world = World(attention, [0, 0, 0], block_size=block_size)
     for chunk in ([(0, 5), (0, 1), (0, 0)], [(5, 9), (1, 1), (0, 17)], [(9, 10), (1, 8), (17, 33)]):
         world.lengths = [first for first, _ in chunk]
         world.call([causal_tokens(*span) for span in chunk], causal=True)
 
 
-def test_causal_does_not_depend_on_cache_len():
+def test_causal_does_not_depend_on_cache_len(attention):
     """The catch-up of a draft writes slots cache_len - 1 and cache_len again, without a mask."""
-    world = World([5, 1, 9])
+    world = World(attention, [5, 1, 9])
     world.call([causal_tokens(n - 1, n + 1) for n in world.lengths], causal=True)
     world.call([causal_tokens(n - 1, n + 1) for n in world.lengths], causal=True)
     world.lengths = [0, 0, 0]
@@ -359,11 +364,11 @@ def test_causal_does_not_depend_on_cache_len():
 
 @pytest.mark.parametrize("poison", [NAN, 1e4], ids=["nan", "stale"])
 @pytest.mark.parametrize("block_size", LAYOUTS)
-def test_draft_levels_read_region_rows_of_earlier_calls(block_size, poison):
+def test_draft_levels_read_region_rows_of_earlier_calls(attention, block_size, poison):
     parents = [-1, 0, 0, 1, 1, 2, 2, 3, 4, 5, 6]
     levels = [[1, 2], [3, 4, 5, 6], [7, 8, 9, 10]]
     lengths = [7, 1, 12]
-    world = World(lengths, block_size=block_size, poison=poison)
+    world = World(attention, lengths, block_size=block_size, poison=poison)
     world.call([causal_tokens(n - 1, n + 1) for n in lengths], causal=True)
     for level in levels:
         world.call([tree_tokens(parents, n, level) for n in lengths])
@@ -372,8 +377,8 @@ def test_draft_levels_read_region_rows_of_earlier_calls(block_size, poison):
     world.call([tree_tokens(ROOT, 8), chain[:2], tree_tokens(STAR, 12)])
 
 
-def test_sequences_at_different_levels_share_a_call():
-    world = World([3, 8, 0])
+def test_sequences_at_different_levels_share_a_call(attention):
+    world = World(attention, [3, 8, 0])
     world.call([tree_tokens(BUSHY, 3, [0]), [], tree_tokens(CHAIN, 0, [0, 1])])
     world.call(
         [
@@ -391,9 +396,9 @@ def test_sequences_at_different_levels_share_a_call():
     )
 
 
-def test_second_identical_call_gives_the_same():
+def test_second_identical_call_gives_the_same(attention):
     """A level that is fed again overwrites its own rows only."""
-    world = World([6, 2])
+    world = World(attention, [6, 2])
     tokens = [tree_tokens(BUSHY, 6), tree_tokens(CHAIN, 2)]
     torch.manual_seed(1)
     first = world.call(tokens)
@@ -402,13 +407,13 @@ def test_second_identical_call_gives_the_same():
     assert torch.equal(first, second)
 
 
-def test_tokens_of_a_sequence_in_any_order():
+def test_tokens_of_a_sequence_in_any_order(attention):
     order = [0, 6, 2, 11, 1, 3, 5, 4, 9, 8, 7, 10]
-    World([4]).call([tree_tokens(BUSHY, 4, order)])
+    World(attention, [4]).call([tree_tokens(BUSHY, 4, order)])
 
 
 @pytest.mark.parametrize("block_size", LAYOUTS)
-def test_bits_alone_decide_in_the_region(block_size):
+def test_bits_alone_decide_in_the_region(attention, block_size):
     """No node is visible by rule: not the root, which starts the region, and not a parent."""
     lengths = [0, 5, 8]
     seen = [{0}, {1}, {1, 2}, {3}, {0, 2, 4}, {1, 3, 5}]
@@ -416,7 +421,7 @@ def test_bits_alone_decide_in_the_region(block_size):
         [Token(n + node, n + min(node, 2), frozenset(nodes)) for node, nodes in enumerate(seen)]
         for n in lengths
     ]
-    World(lengths, block_size=block_size).call(tokens)
+    World(attention, lengths, block_size=block_size).call(tokens)
 
 
 LARGE_TREES = {
@@ -431,62 +436,74 @@ LARGE_TREES = {
 
 @pytest.mark.parametrize("parents", LARGE_TREES.values(), ids=LARGE_TREES.keys())
 @pytest.mark.parametrize("block_size", [16, 0], ids=["block16", "dense"])
-def test_trees_of_several_words(parents, block_size):
+def test_trees_of_several_words(attention, parents, block_size):
     lengths = [3, 0]
-    world = World(lengths, capacity=140, block_size=block_size, heads=2, kv_heads=1, dim=2)
+    world = World(
+        attention, lengths, capacity=140, block_size=block_size, heads=2, kv_heads=1, dim=2
+    )
     world.call([tree_tokens(parents, 3), tree_tokens(CHAIN, 0)])
 
 
 @pytest.mark.parametrize("num_words", [1, 2, 5], ids="words{}".format)
-def test_words_beyond_the_tree_are_zero(num_words):
-    World([3, 4]).call([tree_tokens(BUSHY, 3), tree_tokens(STAR, 4)], num_words=num_words)
+def test_words_beyond_the_tree_are_zero(attention, num_words):
+    World(attention, [3, 4]).call(
+        [tree_tokens(BUSHY, 3), tree_tokens(STAR, 4)], num_words=num_words
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
 @pytest.mark.parametrize("block_size", LAYOUTS)
-def test_bfloat16(block_size, causal):
-    world = World([21, 0], block_size=block_size, dtype=torch.bfloat16, dim=16)
+def test_bfloat16(attention, block_size, causal):
+    world = World(attention, [21, 0], block_size=block_size, dtype=torch.bfloat16, dim=16)
     if causal:
         world.call([causal_tokens(n, n + 6) for n in world.lengths], causal=True)
     else:
         world.call([[*tree_tokens(BUSHY, 21), DEAD], tree_tokens(CHAIN, 0)])
 
 
-def test_softmax_of_bfloat16_runs_in_float32():
+def test_softmax_of_bfloat16_runs_in_float32(attention):
     """1000 equal keys: a bfloat16 sum of weights would stop growing at 256."""
-    world = World([1000], capacity=1008, block_size=16, dtype=torch.bfloat16, heads=1, kv_heads=1)
+    world = World(
+        attention, [1000], capacity=1008, block_size=16, dtype=torch.bfloat16, heads=1, kv_heads=1
+    )
     world.call([tree_tokens(ROOT, 1000)], scale=0.0)
 
 
-def test_cache_of_another_dtype():
-    world = World([7, 2], cache_dtype=torch.bfloat16)
+def test_cache_of_another_dtype(reference_operators):
+    """The oracle alone: in C++ a cache has the dtype of its model; it refuses others (below)."""
+    attention = reference_operators.tree_attention.default
+    world = World(attention, [7, 2], cache_dtype=torch.bfloat16)
     world.call([tree_tokens(BUSHY, 7), tree_tokens(STAR, 2)])
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
-def test_dtype_of_positions_and_slots(index_dtype):
-    world = World([7, 2], index_dtype=index_dtype)
+def test_dtype_of_positions_and_slots(reference_operators, index_dtype):
+    """The oracle alone: the C++ takes what the schema says, int64 positions and int32 slots."""
+    attention = reference_operators.tree_attention.default
+    world = World(attention, [7, 2], position_dtype=index_dtype, slot_dtype=index_dtype)
     world.call([tree_tokens(BUSHY, 7), [*tree_tokens(STAR, 2), DEAD]], window=5, sink=1)
     world.call([causal_tokens(7, 9), [DEAD]], causal=True)
 
 
-def test_values_of_another_head_size():
-    World([7, 0], dim=6, value_dim=3).call([tree_tokens(BUSHY, 7), tree_tokens(CHAIN, 0)])
+def test_values_of_another_head_size(attention):
+    World(attention, [7, 0], dim=6, value_dim=3).call(
+        [tree_tokens(BUSHY, 7), tree_tokens(CHAIN, 0)]
+    )
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, -1.0], ids="scale{}".format)
-def test_scale(scale):
-    World([9]).call([tree_tokens(BUSHY, 9)], scale=scale)
+def test_scale(attention, scale):
+    World(attention, [9]).call([tree_tokens(BUSHY, 9)], scale=scale)
 
 
-def test_large_scores_do_not_overflow():
+def test_large_scores_do_not_overflow(attention):
     # the float32 rounding of a score is multiplied by the scale
-    World([9]).call([tree_tokens(BUSHY, 9)], scale=200.0, atol=1e-3)
+    World(attention, [9]).call([tree_tokens(BUSHY, 9)], scale=200.0, atol=1e-3)
 
 
-def test_caches_are_views_of_a_slab():
+def test_caches_are_views_of_a_slab(attention):
     """A layer's cache is `slab[layer, part]`; the other layers keep every byte."""
-    world = World([5, 0])
+    world = World(attention, [5, 0])
     slab = torch.full((3, 2, *world.caches[0].shape), CANARY)
     for part in (0, 1):
         slab[1, part] = world.caches[part]
@@ -532,9 +549,9 @@ def batches(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(batches())
-def test_any_batch_equals_loops(batch):
+def test_any_batch_equals_loops(attention, batch):
     lengths, layout, tokens, options = batch
-    World(lengths, capacity=24, **layout).call(tokens, **options)
+    World(attention, lengths, capacity=24, **layout).call(tokens, **options)
 
 
 def plain_inputs(causal: bool = False, dtype: torch.dtype = torch.float32) -> tuple:
@@ -558,34 +575,92 @@ def plain_inputs(causal: bool = False, dtype: torch.dtype = torch.float32) -> tu
 
 @pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_opcheck(causal, dtype):
+def test_opcheck(attention, causal, dtype):
     torch.library.opcheck(
-        torch.ops.specc.tree_attention.default,
+        attention,
         plain_inputs(causal, dtype),
         {"scale": 0.5, "window": 3, "sink": 1},
     )
 
 
-def test_fake_has_the_shape_of_the_values():
+@pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_layout_of_the_output(attention, causal, dtype):
+    """[H, Nt, DV] that lies as [Nt, H, DV], from the fake too."""
+    args = plain_inputs(causal, dtype)
     with FakeTensorMode() as mode:
-        args = [None if a is None else mode.from_tensor(a) for a in plain_inputs()]
-        out = torch.ops.specc.tree_attention(*args, scale=0.5)
-    assert (out.shape, out.dtype, out.stride()) == ((4, 5, 6), torch.float32, (30, 6, 1))
+        fakes = [None if a is None else mode.from_tensor(a) for a in args]
+        fake = attention(*fakes, scale=0.5)
+    for out in (fake, attention(*args, scale=0.5)):
+        assert (out.shape, out.dtype, out.stride()) == ((4, 5, 6), dtype, (6, 24, 1))
 
 
-def test_no_tokens():
+def by_column(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.mT.contiguous().mT
+
+
+def every_other(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.repeat_interleave(2, 0)[::2]
+
+
+# argument, what becomes of it, what the error says
+REFUSED = [
+    pytest.param(5, torch.Tensor.long, "q_start is .* int32", id="q_start-i64"),
+    pytest.param(6, torch.Tensor.int, "position is .* int64", id="position-i32"),
+    pytest.param(7, torch.Tensor.long, "slot is .* int32", id="slot-i64"),
+    pytest.param(8, torch.Tensor.long, "cache_len is .* int32", id="cache_len-i64"),
+    pytest.param(9, torch.Tensor.int, "ancestors is .* int64", id="ancestors-i32"),
+    pytest.param(9, torch.Tensor.float, "ancestors is .* int64", id="ancestors-fp32"),
+    pytest.param(10, torch.Tensor.long, "block_table is .* int32", id="block_table-i64"),
+    *(
+        pytest.param(i, torch.Tensor.bfloat16, "one dtype", id=f"{name}-bf16")
+        for i, name in enumerate(["q", "k", "v", "k_cache", "v_cache"])
+    ),
+    *(
+        pytest.param(i, by_column, "last dimension .* contiguous", id=f"{name}-by-column")
+        for i, name in enumerate(["q", "k", "v", "k_cache", "v_cache"])
+    ),
+    pytest.param(6, every_other, "position is", id="position-strided"),
+    pytest.param(7, every_other, "slot is", id="slot-strided"),
+    pytest.param(6, lambda x: x[1:], "metadata fits", id="position-short"),
+    pytest.param(9, lambda x: x[1:], "a row for each token", id="ancestors-short"),
+    pytest.param(10, lambda x: x[1:], "metadata fits", id="block_table-short"),
+    pytest.param(0, lambda x: x[1:], "divides that of heads", id="three-heads-on-two"),
+    pytest.param(1, lambda x: x[:, 1:], "q, k and v agree", id="k-short"),
+    pytest.param(1, lambda x: x[..., 1:], "caches fit", id="k-narrow"),
+]
+
+
+@pytest.mark.parametrize(("index", "change", "message"), REFUSED)
+def test_native_refuses_what_it_cannot_read(native_operators, index, change, message):
+    args = list(plain_inputs())
+    copies = [args[3].clone(), args[4].clone()]
+    args[index] = change(args[index])
+    with pytest.raises(RuntimeError, match=f"specc: .*{message}"):
+        native_operators.tree_attention(*args, scale=0.5)
+    for cache, copy in zip(args[3:5], copies, strict=True):
+        assert torch.equal(cache.float(), copy.to(cache.dtype).float())
+
+
+def test_native_refuses_half_precision(native_operators):
+    args = [x.half() if i < 5 else x for i, x in enumerate(plain_inputs())]
+    with pytest.raises(RuntimeError, match="float32 and bfloat16"):
+        native_operators.tree_attention(*args, scale=0.5)
+
+
+def test_no_tokens(attention):
     args = list(plain_inputs())
     args[:3] = [tensor[:, :0] for tensor in args[:3]]
     args[5] = torch.zeros(3, dtype=torch.int32)
     args[6:8] = [tensor[:0] for tensor in args[6:8]]
     args[9] = args[9][:0]
     caches = [args[3].clone(), args[4].clone()]
-    assert torch.ops.specc.tree_attention(*args, scale=0.5).shape == (4, 0, 6)
+    assert attention(*args, scale=0.5).shape == (4, 0, 6)
     assert torch.equal(args[3], caches[0])
     assert torch.equal(args[4], caches[1])
 
 
-def test_schema_says_what_is_mutated():
-    arguments = torch.ops.specc.tree_attention.default._schema.arguments
+def test_schema_says_what_is_mutated(attention):
+    arguments = attention._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     assert written == ["k_cache", "v_cache"]

@@ -272,7 +272,7 @@ def test_constants_of_a_tree():
     constants = fuse_step(plan, {"target": 1, "draft_0": 1}).constants
     assert constants["parents"].tolist() == [-1, 0, 0, 1, 2]
     assert constants["depths"].tolist() == [0, 1, 1, 2, 2]
-    assert constants["fed"].tolist() == [1, 1, 1, 0, 0]
+    assert constants["has_row_draft_0"].tolist() == [1, 1, 1, 0, 0]
     assert constants["ancestors"].tolist() == [[1], [3], [5], [11], [21]]
 
 

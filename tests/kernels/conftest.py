@@ -1,0 +1,54 @@
+"""Both implementations of each operator: the oracle, and the C++ that a process may load.
+
+Loading the C++ holds for the rest of the process: `specc::` is the C++ from then on. Here the
+oracles are therefore operators of a namespace of their own, with the same schemas and fakes, and
+what a test calls depends on no test that ran before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specc.errors import CompilerError
+from specc.kernels import native, ops, reference
+
+NAMES = (
+    *("tree_attention", "linear", "tree_expand", "accept_greedy", "commit_kv"),
+    *("tree_rows", "commit_rows", "next_tokens"),
+)
+_ORACLES = torch.library.Library("specc_reference", "DEF")
+
+for _name in NAMES:
+    _schema = str(getattr(torch.ops.specc, _name).default._schema)
+    _ORACLES.define(_schema.removeprefix("specc::"))
+    _ORACLES.impl(_name, getattr(reference, f"{_name}_reference"), "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"specc_reference::{_name}", getattr(ops, f"_{_name}_fake"), lib=_ORACLES
+    )
+
+
+@pytest.fixture(scope="session")
+def reference_operators() -> Any:
+    return torch.ops.specc_reference
+
+
+@pytest.fixture(scope="session")
+def native_operators() -> Any:
+    try:
+        native.load(native.build())
+    except CompilerError as error:
+        pytest.skip(str(error))
+    return torch.ops.specc
+
+
+@pytest.fixture(
+    scope="module",
+    params=["reference_operators", "native_operators"],
+    ids=["reference", "native"],
+)
+def implementation(request: pytest.FixtureRequest) -> Any:
+    """Namespace of operators; a test that takes it runs once with each."""
+    return request.getfixturevalue(request.param)

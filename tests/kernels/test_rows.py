@@ -1,0 +1,98 @@
+"""`specc::tree_rows`, `commit_rows` and `next_tokens` against loops over Python integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def int32(values: list[Any]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_tree_rows(implementation, data) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 5000), min_size=1, max_size=5))
+    nodes = data.draw(st.lists(st.integers(-1, 200), min_size=1, max_size=9))
+    depths = data.draw(st.lists(st.integers(-1, 9), min_size=len(nodes), max_size=len(nodes)))
+    slot, position = implementation.tree_rows(int32(lengths), int32(nodes), int32(depths))
+    assert slot.tolist() == [length + node for length in lengths for node in nodes]
+    assert position.tolist() == [max(0, length + d) for length in lengths for d in depths]
+    assert (slot.dtype, position.dtype) == (torch.int32, torch.int64)
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_commit_rows(implementation, data) -> None:
+    num_nodes = data.draw(st.integers(1, 9))
+    width = data.draw(st.integers(1, 5))
+    has_row = data.draw(st.lists(st.integers(0, 1), min_size=num_nodes, max_size=num_nodes))
+    lengths = data.draw(st.lists(st.integers(0, 5000), min_size=1, max_size=4))
+    paths, sources, totals = [], [], []
+    for length in lengths:
+        path = data.draw(st.lists(st.integers(0, num_nodes - 1), max_size=width))
+        kept = [length + node if has_row[node] else -1 for node in path]
+        paths.append(path + [-1] * (width - len(path)))
+        sources.append(kept + [-1] * (width - len(path)))
+        totals.append(length + sum(slot >= 0 for slot in kept))
+    made = implementation.commit_rows(int32(paths), int32(lengths), int32(has_row))
+    assert [made[0].tolist(), made[1].tolist()] == [sources, totals]
+    assert {x.dtype for x in made} == {torch.int32}
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_next_tokens(implementation, data) -> None:
+    width = data.draw(st.integers(1, 6))
+    batch = data.draw(st.integers(1, 4))
+    last, output, accepted, wanted = [], [], [], []
+    for b in range(batch):
+        count = data.draw(st.integers(0, width - 1))
+        tokens = [100 * b + i for i in range(count + 1)]
+        last.append([900 + b, 950 + b])
+        output.append(tokens + [-1] * (width - len(tokens)))
+        accepted.append(count)
+        wanted.append([*last[-1], *tokens][-2:])
+    made = implementation.next_tokens(torch.tensor(last), torch.tensor(output), int32(accepted))
+    assert made.tolist() == wanted
+
+
+def test_fakes_agree(implementation) -> None:
+    calls = {
+        "tree_rows": (int32([3, 5]), int32([-1, 0, 4]), int32([-1, 0, 2])),
+        "commit_rows": (int32([[0, 1, -1], [0, 2, 3]]), int32([3, 5]), int32([1, 1, 1, 0])),
+        "next_tokens": (torch.tensor([[1, 2]]), torch.tensor([[3, 4, -1]]), int32([1])),
+    }
+    for name, inputs in calls.items():
+        operator = getattr(implementation, name)
+        real = operator(*inputs)
+        with FakeTensorMode() as mode:
+            fake = operator(*(mode.from_tensor(x) for x in inputs))
+        for one, other in zip(
+            *(x if isinstance(x, tuple) else (x,) for x in (real, fake)), strict=True
+        ):
+            assert (one.shape, one.dtype, one.stride()) == (
+                other.shape,
+                other.dtype,
+                other.stride(),
+            )
+
+
+def test_native_refuses_what_would_be_read_outside(native_operators) -> None:
+    with pytest.raises(RuntimeError, match="has_row has an entry for each node"):
+        native_operators.commit_rows(int32([[0, 4]]), int32([3]), int32([1, 1]))
+    with pytest.raises(RuntimeError, match="num_accepted is less than P"):
+        native_operators.next_tokens(torch.tensor([[1, 2]]), torch.tensor([[3]]), int32([1]))
+    with pytest.raises(RuntimeError, match="nodes and depths agree"):
+        native_operators.tree_rows(int32([1]), int32([1, 2]), int32([1]))
+    with pytest.raises(RuntimeError, match="cache_len is"):
+        native_operators.tree_rows(torch.tensor([1]), int32([1]), int32([1]))
