@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,20 @@ from torch import Tensor, fx
 from specc.config import SpecPlan
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json, target_name
-from specc.runtime.program import bind_weights, check_schema, map_weights, read_json
+from specc.runtime.mapped_weights import MappedWeights
+from specc.runtime.program import (
+    StepResult,
+    advance,
+    bind_weights,
+    check_schema,
+    draft_len_name,
+    read_json,
+)
 
 _DO = "compile the engine again"
+# what a step reads and returns as integers of the host; drafts' lengths follow
+_HOST_INPUTS = ("last_tokens", "cache_len", "block_table")
+_HOST_RESULTS = ("num_accepted", "output_tokens", "next_cache_len")
 _TENSOR = torch.TensorType.get()
 # position of `ancestors` in the inputs of a program
 _ANCESTORS = 5
@@ -41,6 +53,7 @@ class CompiledProgram:
     ) -> None:
         check_schema(program, "program.json")
         self.name: str = program["name"]
+        self.weights = weights
         try:
             self.native = torch.classes.specc.CompiledProgram(str(package))
         except RuntimeError as error:
@@ -75,7 +88,7 @@ class CompiledProgram:
         return cls(
             read_json(directory / "program.json"),
             directory / "program.pt2",
-            map_weights(directory / "weights.safetensors"),
+            MappedWeights(directory / "weights.safetensors"),
             caches,
         )
 
@@ -111,6 +124,7 @@ class CompiledStep:
         self._encoder = _Encoder(stages, program.get("constants", {}), models)
         self._stages = list(stages)
         self._native = self._encoder.runner
+        self._width = self.plan.tree.max_depth + 1
 
     @classmethod
     def load(cls, path: Path, models: Mapping[str, CompiledProgram]) -> CompiledStep:
@@ -138,6 +152,32 @@ class CompiledStep:
         environment.update(zip(encoder.output_names, results, strict=True))
         return dict(zip(self._stages, native.seconds(), strict=True))
 
+    def advance(
+        self, rows: Sequence[tuple[int, int, int]], block_table: Tensor, slabs: Mapping[str, Tensor]
+    ) -> StepResult:
+        """Run the step for sequences that are known on the host; see `program.advance`."""
+        if self.before_accept is not None:
+            return advance(self, rows, block_table, slabs)
+        self._encoder.bind(slabs)
+        flat_rows = [value for row in rows for value in row]
+        # Python between two steps finds its code evicted by the weights: few calls, plain slices
+        ints, seconds = self._native.step(flat_rows, block_table, self._encoder.host_slots)
+        batch = len(rows)
+        width = self._width
+        end = batch * (1 + width)
+        if batch == 1:
+            outputs = [ints[1:end]]
+        else:
+            outputs = [ints[b : b + width] for b in range(batch, end, width)]
+        starts = range(end + batch, len(ints), batch)
+        return StepResult(
+            ints[:batch],
+            outputs,
+            ints[end : end + batch],
+            {draft: ints[start : start + batch] for draft, start in enumerate(starts)},
+            dict(zip(self._stages, seconds)),  # noqa: B905
+        )
+
 
 class _Encoder:
     """Encodes stage graphs for `StepRunner`: every value of every stage gets a slot.
@@ -156,7 +196,7 @@ class _Encoder:
     ) -> None:
         self._models = models
         produced: set[str] = set(constants)
-        names: list[str] = []
+        names: list[str] = list(_HOST_INPUTS)
         for graph in stages.values():
             needed = [node.target for node in graph.graph.find_nodes(op="placeholder")]
             names += [n for n in needed if n not in produced and n not in names]
@@ -175,8 +215,21 @@ class _Encoder:
         for graph in stages.values():
             self.runner.begin_stage()
             self._encode_stage(graph, static)
+        self._bound: Mapping[str, Tensor] | None = None
+        made = self._after[-1]
+        drafts = itertools.takewhile(made.__contains__, map(draft_len_name, itertools.count()))
+        # slots of what the host reads after a step
+        self.host_slots = [made[name] for name in (*_HOST_RESULTS, *drafts)]
         self.output_names = list(self._after[-1])
         self.output_slots = list(self._after[-1].values())
+
+    def bind(self, slabs: Mapping[str, Tensor]) -> None:
+        """Set the caches, which stay the same from step to step."""
+        if slabs is self._bound:
+            return
+        for name in self.inputs[len(_HOST_INPUTS) :]:
+            self.runner.set_constant(self._slots[name], slabs[name])
+        self._bound = slabs
 
     def outputs_before(self, stage: int) -> dict[str, int]:
         """Name → slot of what the stages in front of `stage` compute."""

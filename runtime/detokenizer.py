@@ -50,15 +50,16 @@ class Detokenizer:
         # where a character that the prompt leaves incomplete begins
         self._incomplete = len(decoded.rstrip(_REPLACEMENT))
 
-    def push(self, token_id: int) -> str | None:
-        """Add one token.
+    def push(self, *token_ids: int) -> str | None:
+        """Add tokens; several at once cost hardly more than one, where no text is due between.
 
         Returns:
-            the stop string that this token completes; the text is cut and final then.
+            the first stop string that they complete; the text is cut and final then.
         """
-        if self._is_skipped(token_id):
+        shown = [token_id for token_id in token_ids if not self._is_skipped(token_id)]
+        if not shown:
             return None
-        self._window.append(token_id)
+        self._window += shown
         decoded = self._decode(self._window)
         if decoded[self._incomplete : self._done].strip(_REPLACEMENT):
             # the output has completed it, so it belongs to the output

@@ -16,7 +16,9 @@ from specc.errors import ConfigError, EngineError
 # importing this registers the operators that programs call
 from specc.kernels import native
 from specc.kernels import ops as _ops  # noqa: F401
+from specc.machine import check_threads
 from specc.runtime.kv_cache import CacheShape, KVCache
+from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import Model, ModelProgram, Step, StepProgram
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Engine:
         bos_token_id: put in front of a text prompt where `add_bos`.
         manifest: None for an engine made by hand.
         backend: what runs the programs: `cpu` (compiled code) or `eager` (torch, op by op).
+        mapped_weights: files that the programs read, to be checked while they run.
     """
 
     target: Model
@@ -61,6 +64,7 @@ class Engine:
     add_bos: bool = False
     manifest: Manifest | None = None
     backend: str = "eager"
+    mapped_weights: tuple[MappedWeights, ...] = ()
 
     @property
     def plans(self) -> dict[str, SpecPlan]:
@@ -70,11 +74,16 @@ class Engine:
     def max_seq_len(self) -> int:
         return self.cache.shape.max_seq_len
 
+    def check_weights(self) -> None:
+        """Raises EngineError: a mapped file was cut while in use."""
+        for weights in self.mapped_weights:
+            weights.check()
+
     @classmethod
     def load(
         cls,
         path: str | Path,
-        verify: bool = True,
+        verify: bool | None = None,
         num_threads: int | None = None,
         max_num_seqs: int | None = None,
         backend: str | None = None,
@@ -83,7 +92,8 @@ class Engine:
 
         Args:
             path: the engine directory.
-            verify: compare every file with its hash in the manifest.
+            verify: compare every file with its hash in the manifest; None leaves out the weights,
+                which would be read for it; False compares none.
             num_threads: threads of torch, for the whole process; None leaves them alone.
             max_num_seqs: sequences that run together, and the size of the caches; None is what
                 the engine was compiled for.
@@ -103,9 +113,8 @@ class Engine:
                 f"device cpu, dtype {' or '.join(_DTYPES)}",
                 _DO,
             )
+        check_threads(num_threads, "num_threads")
         if num_threads is not None:
-            if num_threads < 1:
-                raise ConfigError(f"num_threads {num_threads}", "1 or more", "raise num_threads")
             torch.set_num_threads(num_threads)
         cache = _make_cache(manifest, max_num_seqs)
         program_class, step_class = _classes(path, manifest, backend)
@@ -139,6 +148,7 @@ class Engine:
             add_bos=manifest.tokenizer.add_bos,
             manifest=manifest,
             backend=backend,
+            mapped_weights=tuple(model.weights for model in models.values()),
         )
 
 

@@ -5,6 +5,7 @@ Target and drafts share block ids: block 3 of a sequence names block 3 of every 
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class KVCache:
             for model, specs in slab_specs.items()
         }
 
-    @property
+    @functools.cached_property
     def environment(self) -> dict[str, Tensor]:
         """Slabs under the names that step programs know: `target_slab_0`, `draft_0_slab_0`, …"""
         return {
@@ -117,6 +118,8 @@ class KVCache:
     def block_table(self, block_lists: Sequence[Sequence[int]]) -> Tensor:
         """[B, n] int32; entries behind a sequence's own blocks are 0 and never used."""
         width = self.shape.blocks_per_sequence
+        if not block_lists:
+            return torch.empty(0, width, dtype=torch.int32)
         return torch.tensor(
             [[*blocks, *[0] * (width - len(blocks))] for blocks in block_lists], dtype=torch.int32
         )

@@ -35,7 +35,7 @@ class LLM:
         max_num_seqs: sequences that run together; None is what the engine was compiled for. Not
             with a loaded `Engine`, which has its caches already.
         policy: picks the plan of each step instead of `plan`.
-        verify: compare the files with the hashes of the manifest.
+        verify: compare the files with the hashes of the manifest; None leaves out the weights.
         num_threads: threads of torch, for the whole process; None leaves them alone.
         backend: `eager` runs the graphs of any engine; None is what it was compiled for.
     Raises:
@@ -50,7 +50,7 @@ class LLM:
         max_num_seqs: int | None = None,
         *,
         policy: Policy | None = None,
-        verify: bool = True,
+        verify: bool | None = None,
         num_threads: int | None = None,
         backend: str | None = None,
     ) -> None:
@@ -165,6 +165,7 @@ class LLM:
                 "free slots and cache blocks",
                 "finish or close the streams of the other LLM first",
             )
+        self.engine.check_weights()
         result = self._runner.run(batch)
         self._scheduler.postprocess(batch, result)
         self._scheduler.stats.elapsed_s += time.perf_counter() - begin

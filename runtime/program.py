@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from specc.config import SpecPlan
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json
+from specc.runtime.mapped_weights import MappedWeights
 
 SCHEMA_VERSION = 1
 _DO = "compile the engine again"
+
+
+class StepResult(NamedTuple):
+    """What one step did for its B sequences.
+
+    Args:
+        num_accepted: [B] accepted draft tokens.
+        output_tokens: [B][P] accepted tokens, bonus token, then -1.
+        next_cache_len: [B] committed rows of the target.
+        draft_lens: draft → [B] committed rows of it.
+        stage_s: seconds of each stage.
+    """
+
+    num_accepted: list[int]
+    output_tokens: list[list[int]]
+    next_cache_len: list[int]
+    draft_lens: dict[int, list[int]]
+    stage_s: dict[str, float]
 
 
 class Model(Protocol):
@@ -33,6 +52,10 @@ class Step(Protocol):
     before_accept: Callable[[dict[str, Tensor]], object] | None
 
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]: ...
+
+    def advance(
+        self, rows: Sequence[tuple[int, int, int]], block_table: Tensor, slabs: Mapping[str, Tensor]
+    ) -> StepResult: ...
 
 
 class ModelProgram(nn.Module):
@@ -55,6 +78,7 @@ class ModelProgram(nn.Module):
         super().__init__()
         check_schema(program, "program.json")
         self.name: str = program["name"]
+        self.weights = weights
         # plain lists: as parameters or buffers, nn.Module would list and move the mapped file
         self._weights: list[Tensor] = bind_weights(program, weights)
         self._caches: list[Tensor] = [
@@ -73,7 +97,7 @@ class ModelProgram(nn.Module):
         """
         return cls(
             read_json(directory / "program.json"),
-            map_weights(directory / "weights.safetensors"),
+            MappedWeights(directory / "weights.safetensors"),
             caches,
         )
 
@@ -163,6 +187,43 @@ class StepProgram:
             stage_s[name] = time.perf_counter() - begin
         return stage_s
 
+    def advance(
+        self, rows: Sequence[tuple[int, int, int]], block_table: Tensor, slabs: Mapping[str, Tensor]
+    ) -> StepResult:
+        """Run the step for sequences that are known on the host; see `advance`."""
+        return advance(self, rows, block_table, slabs)
+
+
+def advance(
+    step: Step,
+    rows: Sequence[tuple[int, int, int]],
+    block_table: Tensor,
+    slabs: Mapping[str, Tensor],
+) -> StepResult:
+    """Run a step for sequences that are known on the host.
+
+    Args:
+        step: to run.
+        rows: of each sequence, its last two tokens and its committed rows.
+        block_table: [B, n] int32.
+        slabs: the caches under their names in the environment.
+    """
+    environment = {
+        "last_tokens": torch.tensor([row[:2] for row in rows]),
+        "cache_len": torch.tensor([row[2] for row in rows], dtype=torch.int32),
+        "block_table": block_table,
+        **slabs,
+    }
+    stage_s = step.run(environment)
+    drafts = itertools.takewhile(lambda i: draft_len_name(i) in environment, itertools.count())
+    return StepResult(
+        environment["num_accepted"].tolist(),
+        environment["output_tokens"].tolist(),
+        environment["next_cache_len"].tolist(),
+        {draft: environment[draft_len_name(draft)].tolist() for draft in drafts},
+        stage_s,
+    )
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises EngineError: the file is absent or no JSON object."""
@@ -170,19 +231,6 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EngineError(f"{path}: {error}", "a readable JSON file", _DO) from error
-
-
-def map_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors that lie in the memory-mapped file: nothing is read before it is used.
-
-    Raises:
-        EngineError: the file is absent or no safetensors file.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise EngineError(f"{path}: {error}", "a safetensors file", _DO) from error
 
 
 def bind_weights(program: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[Tensor]:
@@ -207,6 +255,11 @@ def _bound_weight(model: str, entry: Mapping[str, Any], weights: Mapping[str, Te
     if found != needed:
         raise EngineError(f"{model} weight {key} is {found}", needed, _DO)
     return weight
+
+
+def draft_len_name(draft: int) -> str:
+    """Environment name of the committed rows of a draft after a step."""
+    return f"draft_{draft}_len"
 
 
 def check_schema(program: Mapping[str, Any], name: str) -> None:

@@ -10,27 +10,8 @@ import torch
 from torch import Tensor
 
 from specc.runtime.kv_cache import KVCache
-from specc.runtime.program import Model, Step
+from specc.runtime.program import Model, Step, StepResult
 from specc.runtime.scheduler import Batch, Span, StepGroup
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did for its B sequences.
-
-    Args:
-        num_accepted: [B] accepted draft tokens.
-        output_tokens: [B][P] accepted tokens, bonus token, then -1.
-        next_cache_len: [B] committed rows of the target.
-        draft_lens: draft → [B] committed rows of it.
-        stage_s: seconds of each stage.
-    """
-
-    num_accepted: list[int]
-    output_tokens: list[list[int]]
-    next_cache_len: list[int]
-    draft_lens: dict[int, list[int]]
-    stage_s: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -66,6 +47,8 @@ class Runner:
         self._steps = steps
         self._cache = cache
         self._prefill_chunk = prefill_chunk
+        self._table_blocks: list[list[int]] = []
+        self._table = cache.block_table([])
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> RunResult:
@@ -92,22 +75,20 @@ class Runner:
             self._catch_up(draft, group)
         catch_up_s = time.perf_counter() - begin
         sequences = group.sequences
-        environment = {
-            "last_tokens": torch.tensor([(s.token_ids[-2], s.token_ids[-1]) for s in sequences]),
-            "cache_len": _int32([s.cache_len for s in sequences]),
-            "block_table": self._cache.block_table([s.blocks for s in sequences]),
-            **self._cache.environment,
-        }
-        stage_s = self._steps[group.plan.name].run(environment)
-        if "draft" in stage_s:
-            stage_s["draft"] += catch_up_s
-        return StepResult(
-            environment["num_accepted"].tolist(),
-            environment["output_tokens"].tolist(),
-            environment["next_cache_len"].tolist(),
-            {draft: environment[f"draft_{draft}_len"].tolist() for draft in drafts},
-            stage_s,
-        )
+        rows = [(s.token_ids[-2], s.token_ids[-1], s.cache_len) for s in sequences]
+        table = self._block_table([s.blocks for s in sequences])
+        step = self._steps[group.plan.name]
+        result = step.advance(rows, table, self._cache.environment)
+        if "draft" in result.stage_s:
+            result.stage_s["draft"] += catch_up_s
+        return result
+
+    def _block_table(self, blocks: list[list[int]]) -> Tensor:
+        """The table of a batch; sequences keep their blocks, so it mostly is that of before."""
+        if blocks != self._table_blocks:
+            self._table_blocks = [list(one) for one in blocks]
+            self._table = self._cache.block_table(blocks)
+        return self._table
 
     def _catch_up(self, draft: int, group: StepGroup) -> None:
         """Feed a draft the committed tokens that its first level does not reach back to."""

@@ -11,6 +11,9 @@ from specc.metrics import SpecStats
 from specc.runtime.detokenizer import Detokenizer
 from specc.runtime.outputs import CompletionOutput, RequestOutput, StreamOutput
 
+# tokens that are decoded at once where nobody reads the text of each
+_DECODE_TOGETHER = 16
+
 
 class Sequence:
     """A request from arrival to its last token.
@@ -64,6 +67,9 @@ class Sequence:
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._detokenizer = detokenizer
         self._is_streamed = is_streamed
+        # whether somebody needs the text of every token as it comes
+        self._is_read_by_token = is_streamed or bool(params.stop_strings)
+        self._pending: list[int] = []  # tokens without text yet
         self._arrival = time.perf_counter()
         self._admitted = self._arrival
 
@@ -130,7 +136,12 @@ class Sequence:
             self.finish_reason = self.finish_reason or "length"
         if self._detokenizer is None:
             return
-        stop = self._detokenizer.push(token_id) if has_text else None
+        if has_text:
+            self._pending.append(token_id)
+        stop = None
+        if self._is_read_by_token or self.is_finished or len(self._pending) >= _DECODE_TOGETHER:
+            stop = self._detokenizer.push(*self._pending)
+            self._pending.clear()
         if stop is None and self.is_finished:
             stop = self._detokenizer.flush()
         if stop is not None:

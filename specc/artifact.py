@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -239,7 +239,7 @@ class EngineWriter:
 
 def open_engine(
     path: str | Path,
-    verify: bool = True,
+    verify: bool | None = None,
     *,
     backend: str | None = None,
     backends: Collection[str] = BACKENDS,
@@ -251,7 +251,8 @@ def open_engine(
 
     Args:
         path: the engine directory.
-        verify: compare the sha256 of every file; False still checks presence and size.
+        verify: compare the sha256 of every file; None leaves out the weights, which are mapped
+            and not read; False checks presence and size alone, as all do.
         backend: what will run; None is the manifest's own. Every engine holds eager graphs.
         backends: backends that the caller can run.
         available_memory: bytes; None asks the system, where it tells.
@@ -270,8 +271,10 @@ def open_engine(
         _check_memory(manifest, available_memory, max_num_seqs)
     for name, entry in manifest.files.items():
         _check_file(path, name, entry)
-    if verify:
-        _check_hashes(path, manifest, progress)
+    if verify is not False:
+        weights = () if verify else [model.weights_file for model in manifest.models]
+        hashed = {name: e for name, e in manifest.files.items() if name not in weights}
+        _check_hashes(path, hashed, progress)
     return manifest
 
 
@@ -381,8 +384,8 @@ def _check_file(path: Path, name: str, entry: FileEntry) -> None:
         raise _altered(f"{file} has {size} bytes", f"{entry.bytes} bytes")
 
 
-def _check_hashes(path: Path, manifest: Manifest, progress: Progress | None) -> None:
-    total, done = sum(entry.bytes for entry in manifest.files.values()), 0
+def _check_hashes(path: Path, files: Mapping[str, FileEntry], progress: Progress | None) -> None:
+    total, done = sum(entry.bytes for entry in files.values()), 0
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -390,7 +393,7 @@ def _check_hashes(path: Path, manifest: Manifest, progress: Progress | None) -> 
         if progress:
             progress(done, total)
 
-    for name, entry in manifest.files.items():
+    for name, entry in files.items():
         try:
             sha256 = hash_file(path / name, advance)
         except OSError as error:

@@ -218,9 +218,19 @@ def run(
         bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")
     ] = False,
     verify: Annotated[
-        bool,
-        typer.Option("--verify/--no-verify", help="Compare all files with their hashes first."),
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare all files with their hashes, or none; else all but the weights.",
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Threads of torch; else as it is set.")
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", help="eager runs the graphs of any engine; else as compiled."),
+    ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print acceptance and times to standard error.")
     ] = False,
@@ -239,7 +249,7 @@ def run(
       cat prompt.txt | specc run engine/ --plan off
       specc run engine/ --prompts prompts.jsonl --json > outputs.json
     """  # noqa: D301
-    from specc.cli_run import Request, run_request
+    from specc.cli_run import Loading, Request, run_request
 
     request = Request(
         prompt=prompt,
@@ -249,7 +259,8 @@ def run(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    run_request(engine, request, plan=plan, verify=verify, stats=stats, as_json=as_json)
+    loading = Loading(plan=plan, verify=verify, threads=threads, backend=backend)
+    run_request(engine, request, loading, stats=stats, as_json=as_json)
 
 
 @app.command("bench")
@@ -305,9 +316,12 @@ def bench(
         Path | None, typer.Option("--plot", metavar="OUT.svg", help="Draw tokens/s.")
     ] = None,
     verify: Annotated[
-        bool,
-        typer.Option("--verify/--no-verify", help="Compare all files with their hashes first."),
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare all files with their hashes, or none; else all but the weights.",
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Measure an engine: its default plan, plain decoding, and transformers.

@@ -61,7 +61,7 @@ class BenchOptions:
     synthetic_acceptance: str | None = None
     json: str | None = None
     plot: Path | None = None
-    verify: bool = True
+    verify: bool | None = None
 
     def check(self) -> None:
         """Find what can be found before anything loads.

@@ -74,8 +74,18 @@ class Request:
         return [_not_empty(_decode(sys.stdin.buffer.read(), name), name)]
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How the engine is loaded; the fields are those of `LLM`."""
+
+    plan: str | None = None
+    verify: bool | None = None
+    threads: int | None = None
+    backend: str | None = None
+
+
 def run_request(
-    engine: Path, request: Request, *, plan: str | None, verify: bool, stats: bool, as_json: bool
+    engine: Path, request: Request, loading: Loading, *, stats: bool, as_json: bool
 ) -> None:
     """Load the engine and print what it generates.
 
@@ -86,7 +96,14 @@ def run_request(
     prompts = request.read()  # before the engine loads: a bad file fails at once
     from specc.runtime.llm import LLM
 
-    llm = LLM(engine, plan=plan, verify=verify, max_num_seqs=1 if len(prompts) == 1 else None)
+    llm = LLM(
+        engine,
+        plan=loading.plan,
+        verify=loading.verify,
+        num_threads=loading.threads,
+        backend=loading.backend,
+        max_num_seqs=1 if len(prompts) == 1 else None,
+    )
     if as_json or len(prompts) > 1:
         outputs = llm.generate(prompts, params, _progress(len(prompts)))
         if as_json:

@@ -57,7 +57,7 @@ def memory_bytes() -> int | None:
     return int(match[1]) * 1024 if match else None
 
 
-def check_threads(num_threads: int | None) -> None:
+def check_threads(num_threads: int | None, name: str = "--threads") -> None:
     """Accept None (leave torch alone) and what the machine has.
 
     Raises:
@@ -66,9 +66,9 @@ def check_threads(num_threads: int | None) -> None:
     cores = num_usable_cores()
     if num_threads is not None and not 1 <= num_threads <= cores:
         raise ConfigError(
-            f"--threads {num_threads}",
+            f"{name} {num_threads}",
             f"1 … {cores}: this process may use {cores} {'core' if cores == 1 else 'cores'}",
-            "choose a number in this range, or leave --threads out",
+            f"choose a number in this range, or leave {name} out",
         )
 
 

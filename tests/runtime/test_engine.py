@@ -62,8 +62,9 @@ def test_num_threads(saved_engine) -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    with pytest.raises(ConfigError, match="num_threads 0"):
-        Engine.load(saved_engine.path, num_threads=0)
+    for wrong in (0, -1, 10_000):
+        with pytest.raises(ConfigError, match=f"num_threads {wrong}"):
+            Engine.load(saved_engine.path, num_threads=wrong)
 
 
 def test_tokenizer_settings_of_training_are_dropped(engine_copy: Path, save_engine_to) -> None:
@@ -85,8 +86,8 @@ def test_altered_file(engine_copy: Path) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(EngineError, match=r"weights\.safetensors"):
-        Engine.load(engine_copy)
-    Engine.load(engine_copy, verify=False)
+        Engine.load(engine_copy, verify=True)
+    Engine.load(engine_copy)
 
 
 def test_no_engine(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from specc.errors import EngineError
-from specc.runtime.program import ModelProgram, StepProgram, map_weights, read_json
+from specc.runtime.mapped_weights import MappedWeights
+from specc.runtime.program import ModelProgram, StepProgram, read_json
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_no_logits_where_none_are_asked_for(program, saved_engine) -> None:
 
 def test_loading_maps_weights_instead_of_copying_them(saved_engine) -> None:
     file = saved_engine.path / "target/weights.safetensors"
-    weights = map_weights(file)
+    weights = MappedWeights(file)
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("needs /proc/self/maps")
@@ -101,7 +102,7 @@ def test_unreadable_files_are_engine_errors(tmp_path: Path) -> None:
             (tmp_path / "weights.safetensors").write_bytes(content)
             (tmp_path / "program.json").write_bytes(content)
         with pytest.raises(EngineError, match=r"weights\.safetensors"):
-            map_weights(tmp_path / "weights.safetensors")
+            MappedWeights(tmp_path / "weights.safetensors")
         with pytest.raises(EngineError, match=r"program\.json"):
             read_json(tmp_path / "program.json")
 

@@ -397,16 +397,25 @@ class TestOpen:
             changed = bytearray(data)
             changed[position] ^= 1
             (engine / name).write_bytes(changed)
-            assert name in refused(engine, "has sha256").found
+            assert name in refused(engine, "has sha256", verify=True).found
             open_engine(engine, verify=False)  # sees sizes only
         (engine / name).write_bytes(data)
         open_engine(engine)
 
     def test_progress(self, engine):
         calls = []
-        open_engine(engine, progress=lambda *call: calls.append(call))
+        open_engine(engine, verify=True, progress=lambda *call: calls.append(call))
         total = sum(map(len, FILES.values()))
         assert calls[-1] == (total, total)
+
+    def test_weights_are_read_only_when_asked(self, engine):
+        name = "target/weights.safetensors"
+        calls = []
+        open_engine(engine, progress=lambda *call: calls.append(call))
+        assert calls[-1][1] == sum(len(data) for file, data in FILES.items() if file != name)
+        (engine / name).write_bytes(FILES[name][::-1])
+        open_engine(engine)
+        refused(engine, "has sha256", verify=True)
 
     @pytest.mark.parametrize(
         "path", ["../secret", "/etc/hostname", "a/../../b", "", ".", "manifest.json", "a\\..\\b"]

@@ -374,7 +374,12 @@ def flip_byte(path: Path) -> None:
 
 def test_flipped_byte(engine):
     flip_byte(engine / "target" / "weights.safetensors")
-    assert_refused(invoke("run", engine, "a"), "sha256", "weights.safetensors")
+    assert_refused(invoke("run", engine, "a", "--verify"), "sha256", "weights.safetensors")
+    # weights are mapped, not read, unless somebody asks
+    assert invoke("run", engine, "a", "--max-tokens", "1").exit_code == 0
+    flip_byte(engine / "target" / "program.json")
+    assert_refused(invoke("run", engine, "a"), "sha256", "program.json")
+    flip_byte(engine / "target" / "program.json")
     # inspect reads the bytes only when asked to
     assert invoke("inspect", engine).exit_code == 0
     result = invoke("inspect", engine, "--verify")
