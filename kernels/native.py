@@ -7,6 +7,7 @@ torch where they run: an engine carries the library that its programs call.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,6 +17,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -69,12 +71,31 @@ def build(cache_dir: Path | None = None) -> Path:
     library = directory / LIBRARY_NAME
     if library.is_file():
         return library
-    directory.mkdir(parents=True, exist_ok=True)
     # two processes may build at once: each its own files, and the rename decides
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        made = _compile(compiler, Path(scratch))
+    with cache_scratch(directory) as scratch:
+        made = _compile(compiler, scratch)
         os.replace(made, library)
     return library
+
+
+@contextlib.contextmanager
+def cache_scratch(directory: Path) -> Iterator[Path]:
+    """An empty directory inside a directory of the cache, removed at the end.
+
+    Raises:
+        CompilerError: the cache cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=directory)
+    except OSError as error:
+        raise CompilerError(
+            f"writing the cache {directory} failed: {error.strerror}",
+            "a cache directory that this user may write to",
+            "set SPECC_CACHE_DIR to another directory",
+        ) from error
+    with scratch as name:
+        yield Path(name)
 
 
 def load(library: Path) -> None:

@@ -16,7 +16,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,9 +49,8 @@ def compile_package(program: Mapping[str, Any], package: Path) -> None:
     if cached.is_file():
         shutil.copyfile(cached, package)
         return
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
-        source, made = Path(scratch, "program.json"), Path(scratch, "program.pt2")
+    with native.cache_scratch(cached.parent) as scratch:
+        source, made = scratch / "program.json", scratch / "program.pt2"
         source.write_text(json.dumps(program), encoding="utf-8")
         # -P: the working directory may hold folders called kernels or passes
         command = [sys.executable, "-P", "-m", __name__, str(source), str(made)]
@@ -92,6 +90,8 @@ def _inductor_options() -> dict[str, Any]:
         # weights come from the engine's own file
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.custom_ops_to_c_shims": shims,
+        # Inductor copies the values of small constants into the code; there are none here yet
+        "always_keep_tensor_constants": True,
         # dimensions of 1 are below the bounds that torch derives from the example inputs
         "aot_inductor.check_lowerbound": False,
         # the number of threads is the user's choice at run time

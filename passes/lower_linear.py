@@ -39,6 +39,8 @@ def _why_not(bound: dict[str, fx.Node | None]) -> str | None:
         return f"dtypes {', '.join(str(value.dtype) for value in values)}"
     if weight.dim() != 2:
         return f"a weight of {weight.dim()} dimensions"
+    if sum(not isinstance(size, int) for size in x.shape) > 1:
+        return f"more than one dynamic dimension in {list(x.shape)}"
     return None
 
 
@@ -47,11 +49,10 @@ def _lower(node: fx.Node, bound: dict[str, fx.Node | None]) -> None:
     assert x is not None
     shape = x.meta["val"].shape
     with graph.inserting_before(node):
-        # tokens are the only dimension that is not 1 in front of the features
         rows = emit_call(graph, aten.reshape.default, x, [-1, shape[-1]])
         out = emit_call(graph, ops.linear, rows, bound["weight"], bound["bias"])
-        for _ in range(len(shape) - 2):
-            out = emit_call(graph, aten.unsqueeze.default, out, 0)
-        if len(shape) == 1:
-            out = emit_call(graph, aten.squeeze.dim, out, 0)
+        if len(shape) != 2:
+            # the dynamic dimension, the number of tokens, is what the others leave
+            leading = [size if isinstance(size, int) else -1 for size in shape[:-1]]
+            out = emit_call(graph, aten.reshape.default, out, [*leading, out.meta["val"].shape[-1]])
     replace(node, out)

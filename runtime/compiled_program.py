@@ -145,8 +145,12 @@ class CompiledStep:
             accept = self._stages.index("accept_commit")
             native.run(inputs, 0, accept)
             early = encoder.outputs_before(accept)
-            environment.update(zip(early, native.outputs(list(early.values())), strict=True))
+            made = dict(zip(early, native.outputs(list(early.values())), strict=True))
+            environment.update(made)
             self.before_accept(environment)
+            for name, slot in early.items():
+                if environment[name] is not made[name]:
+                    native.set_constant(slot, environment[name])
             native.run(inputs, accept, last)
         results = native.outputs(encoder.output_slots)
         environment.update(zip(encoder.output_names, results, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -112,6 +113,7 @@ class Zoo:
         prefill_chunk: int,
         max_seq_len: int,
         dtype: str,
+        backend: str,
         **changes: Any,
     ) -> Path:
         config = CompileConfig(
@@ -121,6 +123,7 @@ class Zoo:
             max_seq_len=max_seq_len,
             block_size=block_size,
             prefill_chunk=prefill_chunk,
+            backend=backend,
             probe=False,
         )
         path = self._root / f"engine-{self.compiled.cache_info().currsize}"
@@ -138,10 +141,12 @@ class Zoo:
         max_num_seqs: int | None = None,
         max_seq_len: int = models.MAX_SEQ_LEN,
         dtype: str = "float32",
+        backend: str = "eager",
         **changes: Any,
     ) -> Engine:
         """An engine with all plans; `draft` is the target itself, with noise, or random."""
-        path = self.compiled(name, draft, block_size, prefill_chunk, max_seq_len, dtype, **changes)
+        layout = block_size, prefill_chunk, max_seq_len
+        path = self.compiled(name, draft, *layout, dtype, backend, **changes)
         engine = Engine.load(path, max_num_seqs=max_num_seqs)
         for slabs in engine.cache.slabs.values():
             for slab in slabs:
@@ -196,6 +201,58 @@ def run_case(
         outcome.ties += forgive_near_ties(llm, case, prompt, found, reference, rule)
         outcome.num_compared += num_tokens
     return outcome
+
+
+def layout_of(name: str, other: bool = False) -> dict[str, int]:
+    """Cache layout and prefill chunk of an architecture in the default tier, or the other one."""
+    index = (list(models.DRAFT_NOISE).index(name) + other) % 2
+    # 7 cuts every prompt but the first two
+    return {"block_size": BLOCK_SIZES[index], "prefill_chunk": (7, 64)[index]}
+
+
+def check_matrix(zoo: Zoo, name: str, plan: SpecPlan, draft: str, **options: Any) -> list[Outcome]:
+    """All prompts in one batch, then one of them alone; `options` are those of `Zoo.engine`."""
+    engine = zoo.engine(name, draft, **options)
+    prompts = models.prompts()
+    alone = prompts[PLANS.index(plan)]
+    return [run_case(zoo, name, engine, plan.name, batch) for batch in (prompts, [alone])]
+
+
+def check_full_acceptance(zoo: Zoo, name: str, plan: SpecPlan, **options: Any) -> list[Outcome]:
+    """`check_matrix` with a draft that equals the target: all that it proposes is accepted."""
+    outcomes = check_matrix(zoo, name, plan, "target", **options)
+    for outcome, batch in zip(outcomes, reversed(BATCH_SIZES), strict=True):
+        wanted = full_acceptance(plan, models.NUM_TOKENS)
+        stats = vars(outcome.stats)
+        found = {key: stats[key] for key in wanted}
+        assert found == {key: batch * count for key, count in wanted.items()}
+    return outcomes
+
+
+def check_all_plans(zoo: Zoo, name: str, draft: str, **options: Any) -> list[dict[str, Any]]:
+    """Every plan; returns a row of figures for each case."""
+    rows = []
+    for plan in PLANS:
+        if draft == "target" and plan.widths:
+            found = check_full_acceptance(zoo, name, plan, **options)
+        else:
+            found = check_matrix(zoo, name, plan, draft, **options)
+        for outcome, batch in zip(found, reversed(BATCH_SIZES), strict=True):
+            case = {"model": name, "draft": draft, "plan": plan.name, "batch": batch} | options
+            rows.append(case | outcome.to_json())
+    return rows
+
+
+def write_figures(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows of `check_all_plans` with their sums."""
+    path.parent.mkdir(exist_ok=True)
+    summary = {
+        "num_cases": len(rows),
+        "num_compared_tokens": sum(row["num_compared"] for row in rows),
+        "num_forgiven_ties": sum(len(row["forgiven_ties"]) for row in rows),
+        "cases": rows,
+    }
+    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 def forgive_near_ties(

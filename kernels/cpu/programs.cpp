@@ -62,6 +62,8 @@ at::Tensor CompiledProgram::run(std::vector<at::Tensor> inputs) {
   c10::InferenceMode guard;
   std::optional<NarrowPass> narrow;
   if (inputs[0].numel() <= kNarrowRows) narrow.emplace();
+  // compiled code takes the strides of its example inputs for granted
+  for (at::Tensor& input : inputs) input = input.contiguous();
   inputs.insert(inputs.end(), caches_.begin(), caches_.end());
   return loader_.boxed_run(std::move(inputs))[0];
 }

@@ -7,7 +7,6 @@ the target or have nothing to do with it. The slow tier leaves its figures in bu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,26 +16,20 @@ import pytest
 from specc.config import SpecPlan
 from tests import models
 from tests.lossless import (
-    BATCH_SIZES,
-    BLOCK_SIZES,
     PLANS,
-    Outcome,
     Zoo,
-    full_acceptance,
+    check_all_plans,
+    check_full_acceptance,
+    check_matrix,
+    layout_of,
     run_case,
     shared_zoo,
+    write_figures,
 )
 
 PLAN_IDS = [plan.name for plan in PLANS]
 # mean acceptance length of a draft that is sometimes right
 PARTIAL = (1.2, 4.0)
-
-
-def layout_of(name: str, other: bool = False) -> dict[str, int]:
-    """Cache layout and prefill chunk of an architecture in the default tier, or the other one."""
-    index = (list(models.DRAFT_NOISE).index(name) + other) % 2
-    # 7 cuts every prompt but the first two
-    return {"block_size": BLOCK_SIZES[index], "prefill_chunk": (7, 64)[index]}
 
 
 @pytest.fixture(scope="session")
@@ -49,23 +42,7 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """Figures of the slow cases; written when the last of them has run."""
     rows: list[dict[str, Any]] = []
     yield rows
-    path = Path(request.config.rootpath) / "build" / "lossless.json"
-    path.parent.mkdir(exist_ok=True)
-    summary = {
-        "num_cases": len(rows),
-        "num_compared_tokens": sum(row["num_compared"] for row in rows),
-        "num_forgiven_ties": sum(len(row["forgiven_ties"]) for row in rows),
-        "cases": rows,
-    }
-    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-
-
-def check_matrix(zoo: Zoo, name: str, plan: SpecPlan, draft: str, **layout: int) -> list[Outcome]:
-    """All prompts in one batch, then one of them alone."""
-    engine = zoo.engine(name, draft, **layout)
-    prompts = models.prompts()
-    alone = prompts[PLANS.index(plan)]
-    return [run_case(zoo, name, engine, plan.name, batch) for batch in (prompts, [alone])]
+    write_figures(Path(request.config.rootpath) / "build" / "lossless.json", rows)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=PLAN_IDS)
@@ -92,16 +69,6 @@ def test_references_vary(zoo: Zoo, name: str) -> None:
     assert sum(len(set(line)) for line in tokens) / len(tokens) > 8
 
 
-def check_full_acceptance(zoo: Zoo, name: str, plan: SpecPlan, **layout: int) -> list[Outcome]:
-    outcomes = check_matrix(zoo, name, plan, "target", **layout)
-    for outcome, batch in zip(outcomes, reversed(BATCH_SIZES), strict=True):
-        wanted = full_acceptance(plan, models.NUM_TOKENS)
-        stats = vars(outcome.stats)
-        found = {key: stats[key] for key in wanted}
-        assert found == {key: batch * count for key, count in wanted.items()}
-    return outcomes
-
-
 @pytest.mark.parametrize("plan", PLANS[1:], ids=PLAN_IDS[1:])
 @pytest.mark.parametrize("name", ["gemma3", "gpt2"])
 def test_a_draft_equal_to_the_target_is_always_accepted(
@@ -126,15 +93,7 @@ def test_a_random_draft_changes_nothing(zoo: Zoo, plan: SpecPlan) -> None:
 def test_full_matrix(
     zoo: Zoo, outcomes: list[dict[str, Any]], name: str, draft: str, other: bool
 ) -> None:
-    layout = layout_of(name, other)
-    for plan in PLANS:
-        if draft == "target" and plan.widths:
-            found = check_full_acceptance(zoo, name, plan, **layout)
-        else:
-            found = check_matrix(zoo, name, plan, draft, **layout)
-        for outcome, batch in zip(found, reversed(BATCH_SIZES), strict=True):
-            case = {"model": name, "draft": draft, "plan": plan.name, "batch": batch} | layout
-            outcomes.append(case | outcome.to_json())
+    outcomes += check_all_plans(zoo, name, draft, **layout_of(name, other))
 
 
 @pytest.mark.slow
