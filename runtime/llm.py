@@ -25,6 +25,8 @@ from specc.runtime.sequence import Sequence
 # text, token ids, or {"prompt": text}, {"prompt_token_ids": token ids}
 Prompt = str | Sequence_[int] | Mapping[str, Any]
 
+_ITERATIONS_BETWEEN_CHECKS = 32
+
 
 class LLM:
     """A loaded engine that serves requests; for one thread.
@@ -81,6 +83,7 @@ class LLM:
             engine.position_limit,
         )
         self._num_requests = 0
+        self._num_iterations = 0
         self._special_token_ids = _special_token_ids(engine.tokenizer)
 
     @property
@@ -165,7 +168,9 @@ class LLM:
                 "free slots and cache blocks",
                 "finish or close the streams of the other LLM first",
             )
-        self.engine.check_weights()
+        if self._num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
+            self.engine.check_weights()
+        self._num_iterations += 1
         result = self._runner.run(batch)
         self._scheduler.postprocess(batch, result)
         self._scheduler.stats.elapsed_s += time.perf_counter() - begin

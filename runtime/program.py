@@ -171,6 +171,7 @@ class StepProgram:
     def load(cls, path: Path, models: Mapping[str, nn.Module]) -> StepProgram:
         return cls(read_json(path), models)
 
+    @torch.inference_mode()
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
         """Run all stages; results are added to the environment.
 

@@ -50,17 +50,17 @@ class Runner:
         self._table_blocks: list[list[int]] = []
         self._table = cache.block_table([])
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> RunResult:
         """Prefill, then one step for each group; sequences are read, never changed."""
-        begin = time.perf_counter()
-        first_tokens = self._prefill(batch.prefill)
-        prefill_s = time.perf_counter() - begin
+        first_tokens: list[int | None] = []
+        prefill_s = 0.0
+        if batch.prefill:
+            begin = time.perf_counter()
+            first_tokens = self._prefill(batch.prefill)
+            prefill_s = time.perf_counter() - begin
         return RunResult(first_tokens, prefill_s, [self._step(group) for group in batch.groups])
 
     def _prefill(self, spans: list[Span]) -> list[int | None]:
-        if not spans:
-            return []
         logits = self._causal_pass(self._target, spans, [span.is_last for span in spans])
         for i, draft in enumerate(self._drafts):
             if mine := [span for span in spans if i in span.drafts]:
@@ -70,9 +70,9 @@ class Runner:
 
     def _step(self, group: StepGroup) -> StepResult:
         begin = time.perf_counter()
-        drafts = range(len(self._drafts)) if group.plan.widths else range(0)
-        for draft in drafts:
-            self._catch_up(draft, group)
+        if group.plan.widths:
+            for draft in range(len(self._drafts)):
+                self._catch_up(draft, group)
         catch_up_s = time.perf_counter() - begin
         sequences = group.sequences
         rows = [(s.token_ids[-2], s.token_ids[-1], s.cache_len) for s in sequences]
@@ -100,6 +100,7 @@ class Runner:
         for spans in _split(behind, self._prefill_chunk):
             self._causal_pass(self._drafts[draft], spans, [False] * len(spans))
 
+    @torch.inference_mode()
     def _causal_pass(self, model: Model, spans: list[Span], wants_logits: list[bool]) -> Tensor:
         """Feed spans of several sequences; returns [R, V], a row for each wanted last token."""
         tokens = [token for s in spans for token in s.sequence.token_ids[s.start : s.end]]

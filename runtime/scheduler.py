@@ -115,10 +115,17 @@ class Scheduler:
         self._admit()
         ready = [sequence for sequence in self.running if sequence.is_prefilled]
         plan = self._plans[self._policy.choose(len(ready), self.stats)]
-        speculating = [sequence for sequence in ready if self._speculates(sequence, plan)]
-        plain = [sequence for sequence in ready if not self._speculates(sequence, plan)]
-        groups = [StepGroup(plan, speculating), StepGroup(OFF, plain)]
-        return Batch(self._prefill_spans(plan), [group for group in groups if group.sequences])
+        speculating: list[Sequence] = []
+        plain: list[Sequence] = []
+        for sequence in ready:
+            (speculating if self._speculates(sequence, plan) else plain).append(sequence)
+        groups = []
+        if speculating:
+            groups.append(StepGroup(plan, speculating))
+        if plain:
+            groups.append(StepGroup(OFF, plain))
+        spans = self._prefill_spans(plan) if len(ready) < len(self.running) else []
+        return Batch(spans, groups)
 
     def postprocess(self, batch: Batch, result: RunResult) -> None:
         """Commit what the passes did: lengths, tokens, counters; release requests that ended."""
