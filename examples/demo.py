@@ -94,13 +94,14 @@ def generate(prompts: list[str], num_tokens: int) -> tuple[dict, bool]:
             print("\N{RIGHTWARDS ARROW}", end="", flush=True)
         elif number == NUM_STREAMED:
             print(f"\n--- {len(prompts)} prompts, with and without speculation", flush=True)
-        tokens = []
-        for event in speculative.stream(prompt, params):
-            tokens.append(event.token_id)
-            if is_shown:
-                print(event.text, end="", flush=True)
         if is_shown:
+            tokens = []
+            for event in speculative.stream(prompt, params):
+                tokens.append(event.token_id)
+                print(event.text, end="", flush=True)
             print()
+        else:
+            tokens = speculative.generate(prompt, params)[0].outputs[0].token_ids
         outputs.append(tokens)
         expected.append(plain.generate(prompt, params)[0].outputs[0].token_ids)
     stats, plain_stats = speculative.get_metrics(), plain.get_metrics()
@@ -138,6 +139,7 @@ def print_figures(stats, plain, outputs: list[list[int]]) -> None:
             f" plain decoding {plain.ms_per_step:.1f}",
         ),
         ("tokens/s", f"{stats.tokens_per_s:.0f}; plain decoding {plain.tokens_per_s:.0f}"),
+        ("speed-up", f"{stats.tokens_per_s / plain.tokens_per_s:.2f} times plain decoding"),
         (
             "distinct 4-grams",
             f"{sum(shares) / len(shares):.0%} of the output's, {min(shares):.0%} in the most"

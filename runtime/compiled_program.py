@@ -130,6 +130,11 @@ class CompiledStep:
     def load(cls, path: Path, models: Mapping[str, CompiledProgram]) -> CompiledStep:
         return cls(read_json(path), models)
 
+    @property
+    def runner(self) -> Any:
+        """The native runner: `seconds()` and `program_seconds()` of each stage, for profiles."""
+        return self._native
+
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
         """Run all stages; results are added to the environment.
 

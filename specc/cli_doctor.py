@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specc import cli_render as render
+from specc.errors import CompilerError
 from specc.files import format_bytes
 
 # what matters of /proc/cpuinfo, on x86 and ARM
@@ -32,7 +33,6 @@ _INSTRUCTION_SETS = (
     "i8mm",
 )
 _MEMORY_KEYS = ("MemTotal", "MemAvailable")
-_COMPILERS = ("c++", "g++", "clang++")
 _RANGE = re.compile(r"(>=|<=|==|<|>)\s*([\d.]+)")
 
 
@@ -165,13 +165,23 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _compiler() -> Check:
-    needed_for = "compiled CPU engines (not in this version)"
-    for name in (os.environ.get("CXX"), *_COMPILERS):
-        path = shutil.which(name) if name else None
-        if path:
-            version = _output([path, "--version"]).partition("\n")[0]
-            return Check("C++ compiler", "ok", f"{path}: {version}", needed_for)
-    return Check("C++ compiler", "missing", "", needed_for, "apt-get install g++")
+    """Without one, `specc compile` warns and makes engines that run torch operator by operator."""
+    needed_for = "specc compile --backend cpu (else: eager, several times slower)"
+    try:
+        from specc.kernels.native import compiler_version, find_compiler
+
+        path = find_compiler()
+    except CompilerError as error:
+        state = "missing" if error.found.startswith("no C++") else "unsupported"
+        return Check("C++ compiler", state, error.found, needed_for, error.do)
+    except Exception as error:  # torch, see _package
+        return Check("C++ compiler", "missing", f"torch fails: {_first_line(error)}", needed_for)
+    kind, version = compiler_version(path)
+    return Check("C++ compiler", "ok", f"{path}: {kind} {_dotted(version)}", needed_for)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _gpu() -> Check:

@@ -62,7 +62,7 @@ ARROWS = {
     "compiler": {"facts", "passes", "compiler"},
     "api": {"facts", "compiler", "runtime", "api"},
     "bench": {"facts", "kernels", "runtime", "bench"},
-    "cli": {"facts", "compiler", "runtime", "api", "bench", "cli"},
+    "cli": {"facts", "kernels", "compiler", "runtime", "api", "bench", "cli"},
     "facade": set(),
 }
 # layer → packages besides the standard library

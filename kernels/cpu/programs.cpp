@@ -13,6 +13,12 @@
 namespace specc {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
 // Passes of more rows than this use all threads for element-wise loops, too.
 constexpr int64_t kNarrowRows = 64;
 
@@ -162,7 +168,9 @@ void StepRunner::execute(const Instruction& instruction) {
           inputs.push_back(at::empty({inputs[0].size(0), 0}, at::kLong));
         }
       }
+      const auto begin = Clock::now();
       values_[instruction.result] = instruction.program->run(std::move(inputs));
+      in_programs_ += seconds_since(begin);
       return;
     }
     case Kind::kGetItem:
@@ -195,11 +203,14 @@ void StepRunner::run_stages(int64_t first, int64_t last) {
     is_new_batch_ = batch != batch_;
     batch_ = -1;  // should a stage throw, nothing of it is kept
     seconds_.assign(stages_.size(), 0.0);
+    program_seconds_.assign(stages_.size(), 0.0);
   }
   for (int64_t i = first; i < last; ++i) {
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
+    in_programs_ = 0;
     for (const Instruction& instruction : stages_[i]) execute(instruction);
-    seconds_[i] = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    seconds_[i] = seconds_since(begin);
+    program_seconds_[i] = in_programs_;
   }
   if (last == static_cast<int64_t>(stages_.size())) batch_ = batch;
 }
@@ -265,7 +276,8 @@ TORCH_LIBRARY_FRAGMENT(specc, library) {
       .def("step", &StepRunner::step)
       .def("get", &StepRunner::get)
       .def("outputs", &StepRunner::outputs)
-      .def("seconds", &StepRunner::seconds);
+      .def("seconds", &StepRunner::seconds)
+      .def("program_seconds", &StepRunner::program_seconds);
 }
 
 }  // namespace specc

@@ -62,8 +62,9 @@ class StepRunner : public torch::CustomClassHolder {
                             const std::vector<int64_t>& results);
   at::Tensor get(int64_t slot) { return values_[slot].toTensor(); }
   std::vector<at::Tensor> outputs(const std::vector<int64_t>& slots);
-  // Seconds that each stage took in its last run.
+  // Seconds that each stage took in its last run, and the part of it inside programs.
   std::vector<double> seconds() { return seconds_; }
+  std::vector<double> program_seconds() { return program_seconds_; }
 
  private:
   enum class Kind { kOperator, kProgram, kGetItem, kSize, kAdd, kMul };
@@ -91,7 +92,8 @@ class StepRunner : public torch::CustomClassHolder {
 
   std::vector<c10::IValue> values_;
   std::vector<std::vector<Instruction>> stages_;
-  std::vector<double> seconds_;
+  std::vector<double> seconds_, program_seconds_;
+  double in_programs_ = 0;  // of the current stage
   int64_t batch_ = -1;
   bool is_new_batch_ = true;
 };

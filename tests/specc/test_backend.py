@@ -397,3 +397,19 @@ class TestCommandLine:
         assert "backend cpu on cpu" in self.invoke("inspect", built).stdout
         result = self.invoke("run", built, "hello", "--max-tokens", 4, "--ignore-eos")
         assert result.exit_code == 0, result.stderr
+
+
+def test_doctor_explains_the_fallback(tmp_path, fake_compiler, monkeypatch) -> None:
+    from specc.cli_doctor import examine
+
+    def compiler() -> dict[str, str]:
+        (check,) = (c for c in examine()["checks"] if c["name"] == "C++ compiler")
+        return check
+
+    assert compiler()["state"] == "ok"
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    assert compiler()["state"] == "missing"
+    assert "--backend eager" in compiler()["how"]
+    monkeypatch.setenv("CXX", str(fake_compiler("9.4.0")))
+    assert compiler()["state"] == "unsupported"
+    assert "9.4.0" in compiler()["detail"]
