@@ -19,17 +19,26 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc
 
-.PHONY: help demo test test-full lint clean distclean
+.PHONY: help decode demo test test-full lint clean distclean
 
 help:
 	@echo "make demo       compile examples/pair, generate with it, measure"
 	@echo "make test       formatting, lint, types, and all tests but the slow ones"
 	@echo "make test-full  the slow tests too"
+	@echo "make decode     build/decode: examples/decode.cpp, an engine without Python"
 	@echo "make lint       formatting, lint and types only"
 	@echo "make clean      remove build outputs and caches; make distclean: and .venv"
 
 demo: $(VENV)/.compile
 	@$(RUN) $(BIN)/python examples/demo.py
+
+decode: build/decode
+
+build/decode: examples/decode.cpp $(VENV)/.compile
+	@mkdir -p build
+	@torch=$$($(BIN)/python -c 'import torch; print(torch.__path__[0])') && $(CXX) -std=c++20 -O1 \
+		$< -o $@ -I$$torch/include -L$$torch/lib \
+		-Wl,-rpath,$$torch/lib,--allow-shlib-undefined -ltorch_cpu -lc10
 
 test: lint
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
