@@ -149,6 +149,7 @@ class LLM:
 
         Whatever ends this early (an error, a closed stream) drops the requests.
         """
+        self.engine.check_weights()
         try:
             for sequence in sequences:
                 self._scheduler.add(sequence)
@@ -168,9 +169,9 @@ class LLM:
                 "free slots and cache blocks",
                 "finish or close the streams of the other LLM first",
             )
+        self._num_iterations += 1
         if self._num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
             self.engine.check_weights()
-        self._num_iterations += 1
         result = self._runner.run(batch)
         self._scheduler.postprocess(batch, result)
         self._scheduler.stats.elapsed_s += time.perf_counter() - begin
