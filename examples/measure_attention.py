@@ -113,8 +113,8 @@ class Problem:
             return sdpa(self.packed_q, self.keys, self.values, attn_mask=self.packed_mask)
 
         calls = {
-            "specc paged": lambda: torch.ops.specc.tree_attention(*self.paged, scale=scale),
-            "specc dense": lambda: torch.ops.specc.tree_attention(*self.dense, scale=scale),
+            "specc paged": lambda: torch.ops.specc_cpu.tree_attention(*self.paged, scale=scale),
+            "specc dense": lambda: torch.ops.specc_cpu.tree_attention(*self.dense, scale=scale),
             "packed SDPA": packed,
         }
         q = self.q.transpose(1, 2).contiguous()
@@ -140,7 +140,7 @@ class Problem:
             enable_gqa=True,
         ).transpose(0, 1)
         for arguments in (self.paged, self.dense):
-            out = torch.ops.specc.tree_attention(*arguments, scale=HEAD_DIM**-0.5)
+            out = torch.ops.specc_cpu.tree_attention(*arguments, scale=HEAD_DIM**-0.5)
             tolerance = TOLERANCE[self.case.dtype]
             torch.testing.assert_close(
                 out.float(), expected.flatten(1, 2), rtol=tolerance, atol=tolerance

@@ -58,7 +58,7 @@ SIZES = (
 def make_turn(method: str, weights: list[Tensor], x: Tensor) -> Turn | None:
     """All products of x with one method; None where torch has no such method for the dtype."""
     if method == "specc":
-        return lambda x: [torch.ops.specc.linear(x, w, None) for w in weights]
+        return lambda x: [torch.ops.specc_cpu.linear(x, w, None) for w in weights]
     if method == "F.linear":
         return lambda x: [linear(x, w) for w in weights]
     if method == "onednn":

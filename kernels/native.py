@@ -45,6 +45,11 @@ _FLAGS = (
     "-fPIC",
     "-fvisibility=hidden",
 )
+# the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
+CPU_OPERATORS = (
+    *("tree_attention", "linear", "tree_expand", "accept_greedy", "commit_kv"),
+    *("tree_rows", "commit_rows", "next_tokens"),
+)
 # operator → declaration of the C function that AOTInductor's code calls in its place
 C_SHIMS = {
     "tree_attention": "AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle,"
@@ -99,7 +104,7 @@ def cache_scratch(directory: Path) -> Iterator[Path]:
 
 
 def load(library: Path) -> None:
-    """Register the library's operators for CPU tensors; once a process.
+    """Make the library's operators known as `specc_cpu::`; once a process.
 
     Raises:
         EngineError: it cannot be loaded, or the process has loaded another build.
@@ -114,8 +119,6 @@ def load(library: Path) -> None:
                 "compile the engines with one version of specc, or use a process for each",
             )
         return
-    import specc.kernels.ops  # noqa: F401  the schemas that the library implements
-
     try:
         # global: the compiled programs find the C functions by name
         _loaded = (digest, ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
@@ -125,6 +128,10 @@ def load(library: Path) -> None:
             f"a library for torch {torch.__version__} on this machine",
             "compile the engine again on this machine",
         ) from error
+    from specc.kernels.ops import FAKES
+
+    for name in CPU_OPERATORS:
+        torch.library.register_fake(f"specc_cpu::{name}", FAKES[name])
 
 
 def is_loaded() -> bool:

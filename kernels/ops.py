@@ -13,6 +13,8 @@ from torch import Tensor
 
 from specc.kernels import reference
 
+# operator → what computes shapes, for every implementation of it
+FAKES: dict[str, Callable] = {}
 _LIBRARY = torch.library.Library("specc", "DEF")
 
 
@@ -21,6 +23,7 @@ def _define(schema: str, implementation: Callable, fake: Callable) -> torch._ops
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"specc::{name}", fake, lib=_LIBRARY)
+    FAKES[name] = fake
     return getattr(torch.ops.specc, name).default
 
 

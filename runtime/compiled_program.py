@@ -292,9 +292,8 @@ class _Encoder:
         if is_static:
             static.add(node)
         overload = node.target._overloadname
-        self.runner.call(
-            schema.name, "" if overload == "default" else overload, slots[node], is_static
-        )
+        name = schema.name.replace("specc::", "specc_cpu::")
+        self.runner.call(name, "" if overload == "default" else overload, slots[node], is_static)
         for i, argument in enumerate(schema.arguments):
             if i < len(node.args):
                 value = node.args[i]

@@ -390,7 +390,30 @@ AOTITorchError guarded(F&& body) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specc, CPU, library) {
+// A namespace of their own: loading this library changes nothing for the eager graphs, which call
+// the oracles as `specc::`. The schemas are those of kernels/ops.py.
+STABLE_TORCH_LIBRARY(specc_cpu, library) {
+  library.def(
+      "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+      "Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors, "
+      "Tensor block_table, *, float scale, int window=0, int sink=0) -> Tensor");
+  library.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
+  library.def("tree_expand(Tensor logits, int num_children) -> Tensor");
+  library.def(
+      "accept_greedy(Tensor logits, Tensor tokens, Tensor parents, int max_depth) -> "
+      "(Tensor path, Tensor num_accepted, Tensor output_tokens)");
+  library.def("commit_kv(Tensor(a!) slab, Tensor source, Tensor target, Tensor block_table) -> ()");
+  library.def(
+      "tree_rows(Tensor cache_len, Tensor nodes, Tensor depths) -> (Tensor slot, Tensor "
+      "position)");
+  library.def(
+      "commit_rows(Tensor path, Tensor cache_len, Tensor has_row) -> (Tensor source, Tensor "
+      "length)");
+  library.def(
+      "next_tokens(Tensor last_tokens, Tensor output_tokens, Tensor num_accepted) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
   library.impl("tree_attention", TORCH_BOX(&boxed_tree_attention));
   library.impl("linear", TORCH_BOX(&boxed_linear));
   library.impl("tree_expand", TORCH_BOX(&tree_expand));

@@ -41,7 +41,7 @@ def native_operators() -> Any:
         native.load(native.build())
     except CompilerError as error:
         pytest.skip(str(error))
-    return torch.ops.specc
+    return torch.ops.specc_cpu
 
 
 @pytest.fixture(

@@ -223,9 +223,9 @@ def test_operator(dtype):
     x = in_poison(7, 48, dtype=dtype, padding=16)
     weight = in_poison(100, 48, dtype=dtype)
     bias = torch.randn(100).to(dtype)
-    assert_close(torch.ops.specc.linear(x, weight, bias), x, weight, bias)
-    assert_close(torch.ops.specc.linear(x, weight, None), x, weight, None)
-    assert torch.ops.specc.linear(x[:0], weight, None).shape == (0, 100)
+    assert_close(torch.ops.specc_cpu.linear(x, weight, bias), x, weight, bias)
+    assert_close(torch.ops.specc_cpu.linear(x, weight, None), x, weight, None)
+    assert torch.ops.specc_cpu.linear(x[:0], weight, None).shape == (0, 100)
 
 
 @pytest.mark.usefixtures("operators")

@@ -74,7 +74,7 @@ class Problem:
         options = {"scale": self.dim**-0.5, "window": self.window, "sink": self.sink}
         expected = tree_attention_reference(q, k, v, *expected_caches, *rest, table, **options)
         torch.set_num_threads(self.threads)
-        out = torch.ops.specc.tree_attention(q, k, v, *caches, *rest, table, **options)
+        out = torch.ops.specc_cpu.tree_attention(q, k, v, *caches, *rest, table, **options)
         assert out.shape == expected.shape
         assert out.dtype == self.dtype
         for cache, wanted in zip(caches, expected_caches, strict=True):
@@ -281,6 +281,6 @@ def test_scores_that_move_the_maximum(slope):
     q, k, v = torch.ones(2, 1, 16), keys[-1:].transpose(0, 1), values[-1:].transpose(0, 1)
     out, expected = (
         function(q, k, v, keys[None].clone(), values[None].clone(), *inputs, scale=0.25)
-        for function in (torch.ops.specc.tree_attention, tree_attention_reference)
+        for function in (torch.ops.specc_cpu.tree_attention, tree_attention_reference)
     )
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
