@@ -87,7 +87,10 @@ class Sequence:
 
     @property
     def text(self) -> str:
-        return self._detokenizer.text if self._detokenizer else ""
+        if self._detokenizer is None:
+            return ""
+        self._decode_pending()
+        return self._detokenizer.text
 
     def admit(self, blocks: list[int]) -> None:
         self.blocks = blocks
@@ -140,12 +143,17 @@ class Sequence:
             self._pending.append(token_id)
         stop = None
         if self._is_read_by_token or self.is_finished or len(self._pending) >= _DECODE_TOGETHER:
-            stop = self._detokenizer.push(*self._pending)
-            self._pending.clear()
+            stop = self._decode_pending()
         if stop is None and self.is_finished:
             stop = self._detokenizer.flush()
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
+
+    def _decode_pending(self) -> str | None:
+        """Give the tokens that wait to the detokenizer; returns a stop string they complete."""
+        assert self._detokenizer is not None
+        pending, self._pending = self._pending, []
+        return self._detokenizer.push(*pending)
 
     def _event(self, token_id: int) -> StreamOutput:
         text = self._detokenizer.take_delta(self.is_finished) if self._detokenizer else ""

@@ -412,7 +412,8 @@ class TestOpen:
         name = "target/weights.safetensors"
         calls = []
         open_engine(engine, progress=lambda *call: calls.append(call))
-        assert calls[-1][1] == sum(len(data) for file, data in FILES.items() if file != name)
+        read = [data for file, data in FILES.items() if not file.endswith("weights.safetensors")]
+        assert calls[-1][1] == sum(map(len, read))
         (engine / name).write_bytes(FILES[name][::-1])
         open_engine(engine)
         refused(engine, "has sha256", verify=True)
