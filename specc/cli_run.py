@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specc.config import SamplingParams
 from specc.errors import InputFileError, RequestError
+from specc.machine import check_threads
 
 if TYPE_CHECKING:
     from specc.metrics import SpecStats
@@ -92,6 +93,7 @@ def run_request(
     Raises:
         SpeccError: of the engine, of a prompt, of a parameter.
     """
+    check_threads(loading.threads)
     params = request.params()
     prompts = request.read()  # before the engine loads: a bad file fails at once
     from specc.runtime.llm import LLM
