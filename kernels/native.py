@@ -121,7 +121,7 @@ def load(library: Path) -> None:
         return
     try:
         # global: the compiled programs find the C functions by name
-        _loaded = (digest, ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+        loaded = (digest, ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
         raise EngineError(
             f"{library} cannot be loaded: {error}",
@@ -130,8 +130,16 @@ def load(library: Path) -> None:
         ) from error
     from specc.kernels.ops import FAKES
 
-    for name in CPU_OPERATORS:
-        torch.library.register_fake(f"specc_cpu::{name}", FAKES[name])
+    try:
+        for name in CPU_OPERATORS:
+            torch.library.register_fake(f"specc_cpu::{name}", FAKES[name])
+    except RuntimeError as error:
+        raise EngineError(
+            f"{library} is of another version of specc: {str(error).strip().splitlines()[0]}",
+            "the operators of this version",
+            "compile the engine again with this version",
+        ) from error
+    _loaded = loaded
 
 
 def is_loaded() -> bool:

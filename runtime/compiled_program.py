@@ -135,6 +135,7 @@ class CompiledStep:
         """The native runner: `seconds()` and `program_seconds()` of each stage, for profiles."""
         return self._native
 
+    @torch.inference_mode()
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
         """Run all stages; results are added to the environment.
 

@@ -61,6 +61,10 @@ class Detokenizer:
             return None
         self._window += shown
         decoded = self._decode(self._window)
+        if len(shown) > 1 and _REPLACEMENT in decoded:
+            # decoders judge a run of bytes as a whole: what is incomplete is shown token by token
+            del self._window[-len(shown) :]
+            return next((stop for token in shown if (stop := self.push(token))), None)
         if decoded[self._incomplete : self._done].strip(_REPLACEMENT):
             # the output has completed it, so it belongs to the output
             self._done = self._incomplete

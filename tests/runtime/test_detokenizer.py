@@ -215,3 +215,20 @@ def test_output_that_completes_a_character_of_the_prompt(character):
             detokenizer.push(token_id)
         detokenizer.flush()
         assert detokenizer.text == character + "abc"
+
+
+def test_several_tokens_at_once_read_like_one_by_one() -> None:
+    """A decoder that falls back to bytes judges a run of them as a whole."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocab = {"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2, "<0xFF>": 3, "b": 4, "a": 5}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    for tokens in ([1, 2, 3, 4], [5, 1, 2, 4], [3, 3, 4, 1], [1, 2, 5, 3, 5]):
+        alone, together = Detokenizer(tokenizer, [5]), Detokenizer(tokenizer, [5])
+        for token in tokens:
+            alone.push(token)
+        together.push(*tokens)
+        for detokenizer in (alone, together):
+            detokenizer.flush()
+        assert together.text == alone.text, tokens
