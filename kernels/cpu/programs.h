@@ -32,7 +32,7 @@ class CompiledProgram : public torch::CustomClassHolder {
 };
 
 // A step: instructions over numbered values. Python encodes the graphs of a step program once
-// (runtime/native_step.py); then a step is one call.
+// (runtime/compiled_program.py); then a step is one call.
 class StepRunner : public torch::CustomClassHolder {
  public:
   explicit StepRunner(int64_t num_values) : values_(num_values) {}
