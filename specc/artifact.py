@@ -336,7 +336,9 @@ def _check_runtime(manifest: Manifest, backend: str, backends: Collection[str]) 
         raise EngineError(
             f"backend {backend} and an engine for backend {manifest.backend}",
             f"{manifest.backend} or eager",
-            f"compile the engine again with --backend {backend}",
+            "leave out the backend"
+            if backend not in backends
+            else f"compile the engine again with --backend {backend}",
         )
     if manifest.native is not None and backend != "eager":
         _check_isa(manifest.native.isa_flags)

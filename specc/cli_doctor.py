@@ -17,6 +17,7 @@ from typing import Any
 from specc import cli_render as render
 from specc.errors import CompilerError
 from specc.files import format_bytes
+from specc.machine import cpu_model, num_usable_cores
 
 # what matters of /proc/cpuinfo, on x86 and ARM
 _INSTRUCTION_SETS = (
@@ -98,9 +99,9 @@ def examine() -> dict[str, Any]:
     ]
     return {
         "cpu": {
-            "model": _cpu_model(),
+            "model": cpu_model(),
             "cores": os.cpu_count(),
-            "usable_cores": len(os.sched_getaffinity(0)),
+            "usable_cores": num_usable_cores(),
             "instruction_sets": _instruction_sets(),
         },
         "memory": _memory(),
@@ -226,14 +227,6 @@ def _later_packages() -> list[Check]:
         else:
             checks.append(Check(name, "ok", getattr(found, "__version__", "?"), needed_for))
     return checks
-
-
-def _cpu_model() -> str:
-    for key in ("model name", "Model", "cpu model"):
-        match = re.search(rf"^{key}\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-        if match:
-            return match[1]
-    return platform.processor() or platform.machine()
 
 
 def _instruction_sets() -> list[str]:
