@@ -14,6 +14,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -59,6 +60,10 @@ C_SHIMS = {
     "linear": "AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle*, AtenTensorHandle*)",
 }
+# the sources that define what Python, compiled programs and steps call; kernels behind the same
+# operators may change, and an engine that carries older ones still loads
+_INTERFACE = ("programs.cpp", "programs.h", "register.cpp", "step_operators.cpp", "tensors.h")
+_INTERFACE_MARK = b"specc-interface:"
 _loaded: tuple[str, ctypes.CDLL] | None = None
 
 
@@ -107,10 +112,16 @@ def load(library: Path) -> None:
     """Make the library's operators known as `specc_cpu::`; once a process.
 
     Raises:
-        EngineError: it cannot be loaded, or the process has loaded another build.
+        EngineError: it cannot be loaded, is of another version of specc, or the process has
+            loaded another build.
     """
     global _loaded
-    digest = hashlib.sha256(library.read_bytes()).hexdigest()
+    data = library.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    # before it is opened: opening it would run its code and take the operators' names
+    found = _interface_of(data)
+    if found is not None:
+        _check_interface(library, found)
     if _loaded is not None:
         if _loaded[0] != digest:
             raise EngineError(
@@ -128,6 +139,8 @@ def load(library: Path) -> None:
             f"a library for torch {torch.__version__} on this machine",
             "compile the engine again on this machine",
         ) from error
+    if found is None:
+        _check_interface(library, "none")
     from specc.kernels.ops import FAKES
 
     try:
@@ -142,8 +155,37 @@ def load(library: Path) -> None:
     _loaded = loaded
 
 
+def interface_hash() -> str:
+    """Hash of the installed sources that define the library's interface."""
+    digest = hashlib.sha256()
+    for name in _INTERFACE:
+        digest.update(name.encode() + b"\0" + (SOURCE_DIR / name).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _interface_of(data: bytes) -> str | None:
+    """What version.cpp put into a library; None where there is nothing."""
+    match = re.search(re.escape(_INTERFACE_MARK) + rb"(\w+)\0", data)
+    return match[1].decode() if match else None
+
+
+def _check_interface(library: Path, found: str) -> None:
+    if found != (needed := interface_hash()):
+        raise EngineError(
+            f"{library} is of another version of specc (interface {found})",
+            f"the operators of this version (interface {needed})",
+            "compile the engine again with this version",
+        )
+
+
 def is_loaded() -> bool:
     return _loaded is not None
+
+
+def kernel_threads() -> int:
+    """Threads that a kernel would use if this thread called one now."""
+    assert _loaded is not None, "load() first"
+    return _loaded[1].specc_kernel_threads()
 
 
 def sum_floats(data: Tensor) -> float:
@@ -157,10 +199,20 @@ def sum_floats(data: Tensor) -> float:
     return function(data.data_ptr(), data.numel(), torch.get_num_threads())
 
 
-def explain_bus_errors() -> None:
-    """Let a process that a cut weight file kills say why; compiled programs ask for it."""
+def watch_memory(data: Tensor) -> None:
+    """Let a process that a cut weight file kills say why; compiled programs do so themselves.
+
+    Args:
+        data: contiguous and in a mapped file; whoever frees its memory calls `forget_memory`.
+    """
     assert _loaded is not None, "load() first"
-    _loaded[1].specc_explain_bus_errors()
+    _loaded[1].specc_watch_memory(ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.nbytes))
+
+
+def forget_memory(data: Tensor) -> None:
+    """End what `watch_memory` began."""
+    assert _loaded is not None, "load() first"
+    _loaded[1].specc_forget_memory(ctypes.c_void_p(data.data_ptr()))
 
 
 def default_cache_dir() -> Path:
@@ -174,12 +226,17 @@ def default_cache_dir() -> Path:
 def find_compiler() -> str:
     """Path of a C++ compiler: `CXX`, else g++ or clang++.
 
+    A `CXX` of several words, like `ccache g++`, becomes a script in the cache, since Inductor
+    takes the path of one executable.
+
     Raises:
         CompilerError: there is none, or it is too old.
     """
     explicit = os.environ.get("CXX")
     names = [explicit] if explicit else ["g++", "clang++"]
     path = next((found for name in names if (found := shutil.which(name))), None)
+    if path is None and explicit:
+        path = _as_executable(explicit)
     if path is None:
         raise CompilerError(
             f"no C++ compiler (looked for {', '.join(names)})",
@@ -197,20 +254,52 @@ def find_compiler() -> str:
     return path
 
 
-@functools.cache
+def _as_executable(command: str) -> str | None:
+    """Path that stands for a command with arguments; None where its program is not found.
+
+    Raises:
+        CompilerError: it does not answer, or the cache cannot be written.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quotation that does not end
+        return None
+    program = shutil.which(words[0]) if words else None
+    if program is None or len(words) == 1:
+        return program
+    words[0] = program
+    # Inductor tells compilers apart by their names, too
+    name = "clang++" if _version(tuple(words))[0] == "clang" else "g++"
+    text = f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    script = default_cache_dir() / "compilers" / key / name
+    if not script.is_file():
+        with cache_scratch(script.parent) as scratch:
+            made = scratch / name
+            made.write_text(text, encoding="utf-8")
+            made.chmod(0o755)
+            os.replace(made, script)
+    return str(script)
+
+
 def compiler_version(path: str) -> tuple[str, tuple[int, ...]]:
     """`("gcc", (12, 2, 0))` of a compiler.
 
     Raises:
         CompilerError: it does not answer.
     """
+    return _version((path,))
+
+
+@functools.cache
+def _version(command: tuple[str, ...]) -> tuple[str, tuple[int, ...]]:
     try:
         result = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=60, check=True
+            [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise CompilerError(
-            f"{path} --version failed: {error}",
+            f"{shlex.join(command)} --version failed: {error}",
             "a working C++ compiler",
             "repair it, set CXX to another, or compile with --backend eager",
         ) from error
@@ -229,6 +318,8 @@ def _content_key(compiler: str) -> str:
     digest = hashlib.sha256()
     parts = [torch.__version__, platform.machine(), *_FLAGS, *isa_flags()]
     parts += [str(compiler_version(compiler))]
+    if Path(compiler).is_relative_to(default_cache_dir() / "compilers"):
+        parts += [Path(compiler).read_text(encoding="utf-8")]  # its arguments
     for path in sorted(SOURCE_DIR.iterdir()):
         if path.suffix in (".cpp", ".h"):
             parts += [path.name, path.read_text(encoding="utf-8")]
@@ -241,10 +332,12 @@ def _compile(compiler: str, scratch: Path) -> Path:
     root = Path(torch.__file__).parent
     include = ["-I", str(root / "include"), "-I", str(SOURCE_DIR)]
     include += ["-I", str(root / "include" / "torch" / "csrc" / "api" / "include")]
+    defines = [f"-DSPECC_INTERFACE={interface_hash()}"]
 
     def compile_one(source: Path) -> Path:
         made = scratch / f"{source.stem}.o"
-        _run([compiler, *_FLAGS, *include, "-c", str(source), "-o", str(made)])
+        flags = [*_FLAGS, *include, *defines]
+        _run([compiler, *flags, "-c", str(source), "-o", str(made)])
         return made
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

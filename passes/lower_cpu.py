@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from specc.errors import CompilerError
+from specc.errors import CompilerError, OutputError
 from specc.files import output_error
 from specc.kernels import native
 from specc.machine import isa_flags
@@ -52,25 +54,66 @@ def lower_cpu(
     Returns:
         what each pass did, and the instruction sets that the code may use.
     Raises:
-        CompilerError: no C++ compiler, or one that fails.
-        OutputError: a file cannot be written.
+        CompilerError: no C++ compiler, one that fails, or a cache that cannot be written.
+        OutputError: a file of the engine cannot be written.
     """
     records: list[PassRecord] = []
     for item in packages:
         records += Pipeline(CPU_PHASES, dump).run(item.program)
     with concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
         tasks = [
-            pool.submit(compile_package, program_to_json(item.program), item.package)
-            for item in packages
+            pool.submit(_compile, program_to_json(item.program), item.package) for item in packages
         ]
         tasks.append(pool.submit(_copy_library, library))
-        try:
-            for task in concurrent.futures.as_completed(tasks):
-                task.result()
-        except OSError as error:
-            raise output_error(library.parent, error) from error
+        for task in concurrent.futures.as_completed(tasks):
+            task.result()
     return records, isa_flags()
 
 
+def _compile(program: Mapping[str, Any], package: Path) -> None:
+    try:
+        compile_package(program, package)
+    except OSError as error:
+        raise _write_error(package, error) from error
+
+
 def _copy_library(library: Path) -> None:
-    shutil.copyfile(native.build(), library)
+    try:
+        shutil.copyfile(native.build(), library)
+    except OSError as error:
+        raise _write_error(library, error) from error
+
+
+def _write_error(output: Path, error: OSError) -> CompilerError | OutputError:
+    """Tell an engine that cannot be written from a cache that cannot; `output` is a file of the
+    engine, which is copied from the cache once the cache holds it.
+    """
+    # of two names, the second is the one that is written
+    named = error.filename2 or error.filename
+    if named is None:
+        # a write to an open file names nothing; the copy creates its file first
+        in_output = output.exists()
+    else:
+        in_output = Path(os.fsdecode(named)).is_relative_to(output.parent)
+    if in_output:
+        return output_error(output, error)
+    cache = native.default_cache_dir()
+    place = cache if named is None else Path(os.fsdecode(named))
+    if not place.is_relative_to(cache):
+        return CompilerError(
+            f"{place}: {error.strerror or error}",
+            "an installation of specc and a C++ compiler that this user may run",
+            "install them again, or compile with --backend eager",
+        )
+    found = f"writing the cache failed: {error.strerror or error}: {place}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return CompilerError(
+            found,
+            "enough free space (and quota) for the cache",
+            "free some space, or set SPECC_CACHE_DIR to a directory on another file system",
+        )
+    return CompilerError(
+        found,
+        "a cache directory that this user may write to",
+        "set SPECC_CACHE_DIR to another directory",
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from specc.errors import EngineError
 from specc.graph_io import graph_from_json, target_name
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import (
+    BeforeAccept,
     StepResult,
-    advance,
     bind_weights,
     check_schema,
     draft_len_name,
@@ -63,7 +64,11 @@ class CompiledProgram:
                 _DO,
             ) from error
         bound = bind_weights(program, weights)
-        names = {f"w{i}": weight for i, weight in enumerate(bound)}
+        # torch keeps a reference to each bound tensor that nothing ever drops: these share the
+        # memory of the weights, and let go of it when the program goes
+        aliases = [torch.empty(0, dtype=weight.dtype).set_(weight) for weight in bound]
+        weakref.finalize(self, _release, aliases).atexit = False
+        names = {f"w{i}": alias for i, alias in enumerate(aliases)}
         used = self.native.weight_names()
         if unknown := sorted(set(used) - names.keys()):
             raise EngineError(
@@ -115,15 +120,16 @@ class CompiledStep:
     def __init__(self, program: Mapping[str, Any], models: Mapping[str, CompiledProgram]) -> None:
         check_schema(program, "a step program")
         self.plan = SpecPlan(program["plan"]["name"], tuple(program["plan"]["widths"]))
-        # called with all values so far before the stage accept_commit
-        self.before_accept: Callable[[dict[str, Tensor]], object] | None = None
+        self.before_accept: BeforeAccept | None = None
         stages = {
             stage["name"]: graph_from_json(stage["graph"], modules=dict.fromkeys(models, _NOTHING))
             for stage in program["stages"]
         }
         self._encoder = _Encoder(stages, program.get("constants", {}), models)
         self._stages = list(stages)
+        self._accept = self._stages.index("accept_commit")
         self._native = self._encoder.runner
+        self._values = _RunnerValues(self._native, self._encoder.slots_before(self._accept))
         self._width = self.plan.tree.max_depth + 1
 
     @classmethod
@@ -143,21 +149,8 @@ class CompiledStep:
             seconds of each stage, by name.
         """
         encoder, native = self._encoder, self._native
-        inputs = [environment[name] for name in encoder.inputs]
-        last = len(self._stages)
-        if self.before_accept is None:
-            native.run(inputs, 0, last)
-        else:
-            accept = self._stages.index("accept_commit")
-            native.run(inputs, 0, accept)
-            early = encoder.outputs_before(accept)
-            made = dict(zip(early, native.outputs(list(early.values())), strict=True))
-            environment.update(made)
-            self.before_accept(environment)
-            for name, slot in early.items():
-                if environment[name] is not made[name]:
-                    native.set_constant(slot, environment[name])
-            native.run(inputs, accept, last)
+        encoder.unbind()
+        self._run_stages([environment[name] for name in encoder.inputs])
         results = native.outputs(encoder.output_slots)
         environment.update(zip(encoder.output_names, results, strict=True))
         return dict(zip(self._stages, native.seconds(), strict=True))
@@ -166,12 +159,17 @@ class CompiledStep:
         self, rows: Sequence[tuple[int, int, int]], block_table: Tensor, slabs: Mapping[str, Tensor]
     ) -> StepResult:
         """Run the step for sequences that are known on the host; see `program.advance`."""
-        if self.before_accept is not None:
-            return advance(self, rows, block_table, slabs)
         self._encoder.bind(slabs)
-        flat_rows = [value for row in rows for value in row]
         # Python between two steps finds its code evicted by the weights: few calls, plain slices
-        ints, seconds = self._native.step(flat_rows, block_table, self._encoder.host_slots)
+        flat_rows = [value for row in rows for value in row]
+        native, first = self._native, 0
+        if self.before_accept is not None:
+            first = self._accept
+            native.step(flat_rows, block_table, [], 0, first)
+            with torch.inference_mode():
+                self.before_accept(self._values)
+        slots, last = self._encoder.host_slots, len(self._stages)
+        ints, seconds = native.step(flat_rows, block_table, slots, first, last)
         batch = len(rows)
         width = self._width
         end = batch * (1 + width)
@@ -187,6 +185,32 @@ class CompiledStep:
             {draft: ints[start : start + batch] for draft, start in enumerate(starts)},
             dict(zip(self._stages, seconds)),  # noqa: B905
         )
+
+    def _run_stages(self, inputs: list[Tensor]) -> None:
+        native, last = self._native, len(self._stages)
+        if self.before_accept is None:
+            native.run(inputs, 0, last)
+            return
+        native.run(inputs, 0, self._accept)
+        self.before_accept(self._values)
+        native.run([], self._accept, last)
+
+
+class _RunnerValues:
+    """What the stages in front of a hook computed, where the runner keeps it.
+
+    A hook pays for the values that it looks at.
+    """
+
+    def __init__(self, runner: Any, slots: Mapping[str, int]) -> None:
+        self._runner = runner
+        self._slots = slots
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._runner.get(self._slots[name])
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._runner.set_constant(self._slots[name], value)
 
 
 class _Encoder:
@@ -241,7 +265,11 @@ class _Encoder:
             self.runner.set_constant(self._slots[name], slabs[name])
         self._bound = slabs
 
-    def outputs_before(self, stage: int) -> dict[str, int]:
+    def unbind(self) -> None:
+        """Caches that came as inputs of a run have taken the place of the bound ones."""
+        self._bound = None
+
+    def slots_before(self, stage: int) -> dict[str, int]:
         """Name → slot of what the stages in front of `stage` compute."""
         return self._after[stage - 1]
 
@@ -318,6 +346,12 @@ class _Encoder:
 def _outputs(graph: fx.GraphModule) -> Mapping[str, fx.Node]:
     (output,) = graph.graph.find_nodes(op="output")
     return output.args[0]
+
+
+@torch.inference_mode()
+def _release(aliases: Iterable[Tensor]) -> None:
+    for alias in aliases:
+        alias.set_()
 
 
 class _Nothing(torch.nn.Module):

@@ -16,6 +16,7 @@ from specc.config import SpecPlan
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json
 from specc.runtime.mapped_weights import MappedWeights
+from specc.runtime.place import place
 
 SCHEMA_VERSION = 1
 _DO = "compile the engine again"
@@ -39,6 +40,18 @@ class StepResult(NamedTuple):
     stage_s: dict[str, float]
 
 
+class StepValues(Protocol):
+    """Named values of a step in progress, for hooks: read them, or put others in their place."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+    def __setitem__(self, name: str, value: Tensor, /) -> None: ...
+
+
+# called between verification and acceptance
+BeforeAccept = Callable[[StepValues], object]
+
+
 class Model(Protocol):
     """A model's program of any backend; inputs and result as of `ModelProgram.forward`."""
 
@@ -49,7 +62,7 @@ class Step(Protocol):
     """One plan's step of any backend; see `StepProgram`."""
 
     plan: SpecPlan
-    before_accept: Callable[[dict[str, Tensor]], object] | None
+    before_accept: BeforeAccept | None
 
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]: ...
 
@@ -65,6 +78,7 @@ class ModelProgram(nn.Module):
         program: content of `program.json`.
         weights: key → tensor of each weight and constant input.
         caches: per layer, the k and v cache [blocks, block_size, HK, D].
+        device: that weights and caches lie on.
     Raises:
         EngineError: an input has no weight, or one of another shape or dtype.
     """
@@ -74,6 +88,7 @@ class ModelProgram(nn.Module):
         program: Mapping[str, Any],
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         check_schema(program, "program.json")
@@ -86,7 +101,7 @@ class ModelProgram(nn.Module):
             for entry in program["inputs"]
             if entry["kind"] == "cache"
         ]
-        self._graph = graph_from_json(program["graph"])
+        self._graph = place(graph_from_json(program["graph"]), torch.device(device))
 
     @classmethod
     def load(cls, directory: Path, caches: Sequence[tuple[Tensor, Tensor]]) -> ModelProgram:
@@ -149,13 +164,13 @@ class StepProgram:
     Raises:
         EngineError: a malformed program.
 
-    `before_accept`, where set, is called with the environment between verification and acceptance:
-    benchmarks read or replace the target's `logits` there.
+    `before_accept`, where set, is called with all values between verification and acceptance:
+    benchmarks read the tree's `tokens` there, and read or replace the target's `logits`.
     """
 
     def __init__(self, program: Mapping[str, Any], models: Mapping[str, nn.Module]) -> None:
         check_schema(program, "a step program")
-        self.before_accept: Callable[[dict[str, Tensor]], object] | None = None
+        self.before_accept: BeforeAccept | None = None
         self.plan = SpecPlan(program["plan"]["name"], tuple(program["plan"]["widths"]))
         self._constants = {
             name: torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"]))
@@ -165,6 +180,9 @@ class StepProgram:
         for stage in program["stages"]:
             graph = graph_from_json(stage["graph"], modules=models)
             names = [node.target for node in graph.graph.find_nodes(op="placeholder")]
+            # the module and its graph name each other: with that cycle, weights and caches would
+            # outlive the engine until the garbage collector comes by
+            graph.graph.owning_module = None
             self._stages.append((stage["name"], names, graph))
 
     @classmethod

@@ -133,7 +133,7 @@ def _best_logits(engine: Engine, prompt: list[int], output: list[int]) -> Tensor
         return None
     seen: list[Tensor] = []
     step = engine.steps[OFF]
-    step.before_accept = lambda environment: seen.append(environment["logits"][0].topk(2).values)
+    step.before_accept = lambda values: seen.append(values["logits"][0].topk(2).values)
     try:
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         (result,) = LLM(engine, plan=OFF).generate([prompt + output[:-1]], params)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specc.config import SpecPlan
 from specc.errors import ConfigError
+from specc.runtime.program import StepValues
 
 
 def parse_probabilities(text: str) -> tuple[float, ...]:
@@ -72,10 +73,10 @@ class SyntheticAcceptance:
         for node, parent in enumerate(parents[1:], start=1):
             self._children[parent].append(node)
 
-    def __call__(self, environment: dict[str, Tensor]) -> None:
+    def __call__(self, values: StepValues) -> None:
         begin = time.perf_counter()
-        tokens = environment["tokens"].tolist()
-        logits = environment["logits"]
+        tokens = values["tokens"].tolist()
+        logits = values["logits"]
         for b, row in enumerate(tokens):
             self._walk(logits[b * len(row) : (b + 1) * len(row)], row)
         self.seconds += time.perf_counter() - begin

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,10 +25,17 @@ from tests import models
 PLANS = tuple(
     SpecPlan.from_widths(widths) for widths in ((), (1,), (1, 1, 1, 1), (2, 2, 1), (3, 2, 1, 1))
 )
+PLAN_IDS = [plan.name for plan in PLANS]
 BATCH_SIZES = (1, 5)
 BLOCK_SIZES = (16, 0)
 # architecture.md §7: a mismatch is forgiven where the reference's best two logits are this close
 NEAR_TIE = 1e-4
+# the slow tier: which draft, and which of the two layouts
+FULL_MATRIX = pytest.mark.parametrize(
+    ("draft", "other"),
+    [("noisy", False), ("noisy", True), ("target", True), ("random", False)],
+    ids=["noisy", "noisy-other-layout", "target", "random"],
+)
 _SEEDS = {"target": 0, "noisy": 0, "random": 77}
 
 
@@ -243,8 +252,67 @@ def check_all_plans(zoo: Zoo, name: str, draft: str, **options: Any) -> list[dic
     return rows
 
 
-def write_figures(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows of `check_all_plans` with their sums."""
+def check_join_and_leave(zoo: Zoo, name: str, engine: Engine, plan: str, plain: int = -1) -> None:
+    """Requests of several lengths, more than run together: the batch changes between steps.
+
+    Request `plain` runs without speculation.
+    """
+    lengths = [9, 33, 5, 64, 17]
+    llm = LLM(engine, plan=plan)
+    prompts = models.prompts()
+    params = [
+        SamplingParams(max_tokens=length, ignore_eos=True, speculative=index != plain)
+        for index, length in enumerate(lengths)
+    ]
+    outputs = llm.generate(prompts, params)
+    for prompt, length, output in zip(prompts, lengths, outputs, strict=True):
+        whole = zoo.reference(name, prompt, models.NUM_TOKENS)
+        reference = Reference(whole.tokens[:length], whole.logits[:length])
+        forgive_near_ties(llm, plan, prompt, output.outputs[0].token_ids, reference)
+
+
+def check_bfloat16(zoo: Zoo, name: str, engine: Engine) -> None:
+    """As precise as the target alone: a mismatch needs a position where its rounding decides."""
+    model = zoo.reference_model(name, dtype="bfloat16")
+    exact = copy.deepcopy(model).float()
+
+    def require_rounding_to_matter(prompt: Sequence[int], reference: Reference, tie: Tie) -> None:
+        tokens = [*prompt, *reference.tokens[: tie.position]]
+        choices = argmax_by_width(model, tokens) | argmax_by_width(exact, tokens)
+        assert len(choices) > 1, f"the target alone decides for {choices}: {tie}"
+
+    ties = 0
+    for plan in ("off", "tree-3-2-1-1"):
+        prompts, rule = models.prompts(), require_rounding_to_matter
+        outcome = run_case(zoo, name, engine, plan, prompts, 32, rule, dtype="bfloat16")
+        ties += len(outcome.ties)
+    assert ties <= 5
+
+
+@torch.inference_mode()
+def argmax_by_width(model: Any, tokens: list[int]) -> set[int]:
+    """What the target alone makes of the last of these tokens, in passes of several widths."""
+    choices = set()
+    for batch in (1, 2, 3, 5, 8):
+        for width in (1, 2, 5, 16, len(tokens)):
+            ids = torch.tensor([tokens] * batch)
+            cache = None
+            if len(tokens) > width:
+                cache = model(ids[:, :-width], use_cache=True).past_key_values
+            logits = model(ids[:, -width:], past_key_values=cache, use_cache=True).logits
+            choices |= set(logits[:, -1].argmax(-1).tolist())
+    return choices
+
+
+def collect_figures(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """For fixtures: the list that gets the rows of `check_all_plans`; written at the end."""
+    rows: list[dict[str, Any]] = []
+    yield rows
+    _write_figures(path, rows)
+
+
+def _write_figures(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows with their sums."""
     path.parent.mkdir(exist_ok=True)
     summary = {
         "num_cases": len(rows),

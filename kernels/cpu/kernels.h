@@ -1,6 +1,7 @@
 // The CPU kernels, on raw pointers: no torch in here, so that each file compiles in seconds and a
 // program without torch could link them. All strides count elements; the last dimension of every
-// tensor is contiguous unless a stride is named. Callers check shapes (register.cpp).
+// tensor is contiguous unless a stride is named. Callers check shapes (register.cpp,
+// step_operators.cpp) and bounds (check_bounds).
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,7 @@ struct TreeAttention {
   int64_t k_block_stride, k_row_stride, k_cache_head_stride;
   void* v_cache;             // [blocks, block_size, HK, DV]
   int64_t v_block_stride, v_row_stride, v_cache_head_stride;
-  int64_t block_size;
+  int64_t num_blocks, block_size;
   const int32_t* q_start;    // [B + 1]
   const int64_t* position;   // [Nt]
   const int32_t* slot;       // [Nt], -1 = dead token
@@ -43,6 +44,8 @@ struct TreeAttention {
   int64_t out_head_stride, out_token_stride;
 };
 void tree_attention(const TreeAttention& a, int num_threads);
+// Throws std::runtime_error where a call would leave the cache, before anything is written.
+void check_bounds(const TreeAttention& a);
 
 // y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]), accumulated in float32. x and y are row-major with
 // a row stride; w is [N, K] contiguous, as in a checkpoint.
@@ -96,6 +99,7 @@ struct CommitKV {
   int64_t blocks_per_sequence;
 };
 void commit_kv(const CommitKV& a);
+void check_bounds(const CommitKV& a);  // as above
 
 // Sum of a buffer, with all threads: what reading memory costs at best.
 float sum_floats(const float* data, int64_t count, int num_threads);

@@ -13,7 +13,9 @@
 // verified among others.
 
 // before any header: the compiler may reorder the sums of each instantiation below differently
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__clang__)
+#pragma clang fp reassociate(off)
+#elif defined(__GNUC__)
 #pragma GCC optimize("no-associative-math")
 #endif
 

@@ -1,13 +1,14 @@
 #include "programs.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 
-#include <unistd.h>
-
 #include <chrono>
-#include <csignal>
+#include <limits>
+#include <unordered_map>
 
+#include "failure.h"
 #include "threads.h"
 
 namespace specc {
@@ -19,43 +20,31 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-// Passes of more rows than this use all threads for element-wise loops, too.
+// In passes of up to this many rows the loops that Inductor generated take less time than one
+// barrier: they run on one thread, while the kernels that read weights and caches use all.
 constexpr int64_t kNarrowRows = 64;
-
-// A mapped file that was cut: the process cannot go on, but it can say why.
-void report_bus_error(int) {
-  static constexpr char kText[] =
-      "found:  memory-mapped weights were cut while the engine was using them\n"
-      "needed: engine files that stay as they are while the engine runs\n"
-      "do:     copy the engine again; replace engines by renaming, never in place\n";
-  [[maybe_unused]] const auto written = write(STDERR_FILENO, kText, sizeof kText - 1);
-  std::signal(SIGBUS, SIG_DFL);
-  std::raise(SIGBUS);
-}
-
-void explain_bus_errors() {
-  struct sigaction current {};
-  // whoever has a handler keeps it
-  if (sigaction(SIGBUS, nullptr, &current) == 0 && current.sa_handler == SIG_DFL)
-    std::signal(SIGBUS, report_bus_error);
-}
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void specc_explain_bus_errors() {
-  explain_bus_errors();
-}
-
 CompiledProgram::CompiledProgram(const std::string& package)
-    : loader_(package, "model", /*run_single_threaded=*/true) {}
+    : loader_(package, "model", /*run_single_threaded=*/true),
+      num_threads_(at::get_num_threads()) {}
+
+void CompiledProgram::set_num_threads(int64_t count) {
+  TORCH_CHECK(1 <= count && count <= std::numeric_limits<int>::max(), "1 thread or more, not ",
+              count);
+  num_threads_ = static_cast<int>(count);
+}
 
 std::vector<std::string> CompiledProgram::weight_names() { return loader_.get_constant_fqns(); }
 
 void CompiledProgram::bind_weights(const std::vector<std::string>& names,
                                    const std::vector<at::Tensor>& weights) {
   TORCH_CHECK(names.size() == weights.size(), "a name for each weight");
-  explain_bus_errors();
+  watched_.clear();
   weights_ = weights;
+  for (const at::Tensor& weight : weights_)  // mostly views of one mapped file
+    watched_.add(weight.storage().data(), weight.storage().nbytes());
   std::unordered_map<std::string, at::Tensor> map;
   for (size_t i = 0; i < names.size(); ++i) map.emplace(names[i], weights[i]);
   loader_.load_constants(map, /*use_inactive=*/false, /*check_full_update=*/true,
@@ -66,12 +55,18 @@ void CompiledProgram::bind_caches(std::vector<at::Tensor> caches) { caches_ = st
 
 at::Tensor CompiledProgram::run(std::vector<at::Tensor> inputs) {
   c10::InferenceMode guard;
-  std::optional<NarrowPass> narrow;
-  if (inputs[0].numel() <= kNarrowRows) narrow.emplace();
+  TORCH_CHECK(!inputs.empty(), "the tokens of a pass");
+  const PassThreads threads(num_threads_, inputs[0].numel() <= kNarrowRows ? 1 : num_threads_);
   // compiled code takes the strides of its example inputs for granted
   for (at::Tensor& input : inputs) input = input.contiguous();
   inputs.insert(inputs.end(), caches_.begin(), caches_.end());
-  return loader_.boxed_run(std::move(inputs))[0];
+  FailureText failure;
+  try {
+    return loader_.boxed_run(std::move(inputs))[0];
+  } catch (const std::exception&) {
+    TORCH_CHECK(failure.text.empty(), failure.text);
+    throw;
+  }
 }
 
 StepRunner::Instruction& StepRunner::add(Kind kind, int64_t result) {
@@ -197,7 +192,8 @@ void StepRunner::run(const std::vector<at::Tensor>& inputs, int64_t first, int64
 
 void StepRunner::run_stages(int64_t first, int64_t last) {
   c10::InferenceMode guard;
-  NarrowPass narrow;
+  // nothing between two programs is worth a barrier; each program sets its own
+  const PassThreads threads(kernel_threads(), 1);
   const int64_t batch = values_[0].toTensor().size(0);
   if (first == 0) {
     is_new_batch_ = batch != batch_;
@@ -217,20 +213,10 @@ void StepRunner::run_stages(int64_t first, int64_t last) {
 
 std::tuple<std::vector<int64_t>, std::vector<double>> StepRunner::step(
     const std::vector<int64_t>& rows, const at::Tensor& block_table,
-    const std::vector<int64_t>& results) {
+    const std::vector<int64_t>& results, int64_t first, int64_t last) {
   c10::InferenceMode guard;
-  const int64_t batch = static_cast<int64_t>(rows.size()) / 3;
-  at::Tensor last_tokens = at::empty({batch, 2}, at::kLong);
-  at::Tensor cache_len = at::empty({batch}, at::kInt);
-  for (int64_t b = 0; b < batch; ++b) {
-    last_tokens.data_ptr<int64_t>()[2 * b] = rows[3 * b];
-    last_tokens.data_ptr<int64_t>()[2 * b + 1] = rows[3 * b + 1];
-    cache_len.data_ptr<int32_t>()[b] = static_cast<int32_t>(rows[3 * b + 2]);
-  }
-  values_[0] = std::move(last_tokens);
-  values_[1] = std::move(cache_len);
-  values_[2] = block_table;
-  run_stages(0, static_cast<int64_t>(stages_.size()));
+  if (first == 0) set_inputs(rows, block_table);
+  run_stages(first, last);
   std::vector<int64_t> found;
   for (int64_t slot : results) {
     const at::Tensor value = values_[slot].toTensor();
@@ -246,6 +232,20 @@ std::tuple<std::vector<int64_t>, std::vector<double>> StepRunner::step(
   return {found, seconds_};
 }
 
+void StepRunner::set_inputs(const std::vector<int64_t>& rows, const at::Tensor& block_table) {
+  const int64_t batch = static_cast<int64_t>(rows.size()) / 3;
+  at::Tensor last_tokens = at::empty({batch, 2}, at::kLong);
+  at::Tensor cache_len = at::empty({batch}, at::kInt);
+  for (int64_t b = 0; b < batch; ++b) {
+    last_tokens.data_ptr<int64_t>()[2 * b] = rows[3 * b];
+    last_tokens.data_ptr<int64_t>()[2 * b + 1] = rows[3 * b + 1];
+    cache_len.data_ptr<int32_t>()[b] = static_cast<int32_t>(rows[3 * b + 2]);
+  }
+  values_[0] = std::move(last_tokens);
+  values_[1] = std::move(cache_len);
+  values_[2] = block_table;
+}
+
 std::vector<at::Tensor> StepRunner::outputs(const std::vector<int64_t>& slots) {
   std::vector<at::Tensor> found;
   found.reserve(slots.size());
@@ -256,6 +256,8 @@ std::vector<at::Tensor> StepRunner::outputs(const std::vector<int64_t>& slots) {
 TORCH_LIBRARY_FRAGMENT(specc, library) {
   library.class_<CompiledProgram>("CompiledProgram")
       .def(torch::init<const std::string&>())
+      .def("set_num_threads", &CompiledProgram::set_num_threads)
+      .def("num_threads", &CompiledProgram::num_threads)
       .def("weight_names", &CompiledProgram::weight_names)
       .def("bind_weights", &CompiledProgram::bind_weights)
       .def("bind_caches", &CompiledProgram::bind_caches)

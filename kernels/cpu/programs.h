@@ -6,9 +6,12 @@
 #include <torch/custom_class.h>
 
 #include <memory>
+#include <optional>
 #include <string>
-#include <unordered_map>
+#include <tuple>
 #include <vector>
+
+#include "bus_errors.h"
 
 namespace specc {
 
@@ -16,6 +19,10 @@ namespace specc {
 class CompiledProgram : public torch::CustomClassHolder {
  public:
   explicit CompiledProgram(const std::string& package);
+
+  // Threads of every pass, whichever thread calls; at first those of the thread that loads.
+  void set_num_threads(int64_t count);
+  int64_t num_threads() { return num_threads_; }
 
   // Names of the constants that bind_weights has to give.
   std::vector<std::string> weight_names();
@@ -29,6 +36,8 @@ class CompiledProgram : public torch::CustomClassHolder {
  private:
   torch::inductor::AOTIModelPackageLoader loader_;
   std::vector<at::Tensor> weights_, caches_;
+  WatchedMemory watched_;  // destroyed before the weights
+  int num_threads_;
 };
 
 // A step: instructions over numbered values. Python encodes the graphs of a step program once
@@ -55,11 +64,14 @@ class StepRunner : public torch::CustomClassHolder {
 
   // Run stages [first, last); values 0 … inputs.size() - 1 are set before stage 0.
   void run(const std::vector<at::Tensor>& inputs, int64_t first, int64_t last);
-  // One step from host integers to host integers: row b of `rows` holds the last two tokens and the
-  // committed rows of sequence b; the result is the content of `results`, one after the other.
-  // Inputs 0, 1 and 2 of the step are last_tokens, cache_len and block_table. Also returns seconds().
-  std::tuple<std::vector<int64_t>, std::vector<double>> step(const std::vector<int64_t>& rows, const at::Tensor& block_table,
-                            const std::vector<int64_t>& results);
+  // Stages [first, last) of a step from host integers to host integers: row b of `rows` holds the
+  // last two tokens and the committed rows of sequence b, read in front of stage 0; the result is
+  // the content of `results`, one after the other. Inputs 0, 1 and 2 of the step are last_tokens,
+  // cache_len and block_table. Also returns seconds().
+  std::tuple<std::vector<int64_t>, std::vector<double>> step(const std::vector<int64_t>& rows,
+                                                             const at::Tensor& block_table,
+                                                             const std::vector<int64_t>& results,
+                                                             int64_t first, int64_t last);
   at::Tensor get(int64_t slot) { return values_[slot].toTensor(); }
   std::vector<at::Tensor> outputs(const std::vector<int64_t>& slots);
   // Seconds that each stage took in its last run, and the part of it inside programs.
@@ -85,6 +97,7 @@ class StepRunner : public torch::CustomClassHolder {
   };
 
   Instruction& add(Kind kind, int64_t result);
+  void set_inputs(const std::vector<int64_t>& rows, const at::Tensor& block_table);
   void run_stages(int64_t first, int64_t last);
   void execute(const Instruction& instruction);
   void execute_operator(const Instruction& instruction);

@@ -1,4 +1,4 @@
-// How many threads a kernel may use, apart from what OpenMP gives to everybody else.
+// How many threads a pass uses: the kernels, and the loops that Inductor generated between them.
 #pragma once
 
 #include <omp.h>
@@ -12,25 +12,24 @@ inline int kernel_threads() {
   return kernel_threads_override > 0 ? kernel_threads_override : omp_get_max_threads();
 }
 
-// A pass of few rows: the element-wise loops that Inductor generated take less time than one
-// barrier, so they run on one thread, while the kernels that read weights and caches keep theirs.
-class NarrowPass {
+// Sets both for the calling thread and restores what it found. OpenMP keeps its count per thread,
+// so a thread that never asked torch for one would otherwise run with the default of the machine.
+class PassThreads {
  public:
-  NarrowPass() : outer_(kernel_threads_override == 0) {
-    if (!outer_) return;
-    kernel_threads_override = omp_get_max_threads();
-    omp_set_num_threads(1);
+  PassThreads(int kernels, int loops)
+      : loops_before_(omp_get_max_threads()), kernels_before_(kernel_threads_override) {
+    kernel_threads_override = kernels;
+    omp_set_num_threads(loops);
   }
-  ~NarrowPass() {
-    if (!outer_) return;
-    omp_set_num_threads(kernel_threads_override);
-    kernel_threads_override = 0;
+  ~PassThreads() {
+    omp_set_num_threads(loops_before_);
+    kernel_threads_override = kernels_before_;
   }
-  NarrowPass(const NarrowPass&) = delete;
-  NarrowPass& operator=(const NarrowPass&) = delete;
+  PassThreads(const PassThreads&) = delete;
+  PassThreads& operator=(const PassThreads&) = delete;
 
  private:
-  bool outer_;
+  int loops_before_, kernels_before_;
 };
 
 }  // namespace specc

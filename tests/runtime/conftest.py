@@ -33,12 +33,18 @@ from specc.passes.program import RUNTIME_INPUTS
 from specc.runtime.engine import Engine
 from specc.runtime.kv_cache import CacheShape, KVCache
 from specc.runtime.program import StepProgram
+from tests.lossless import Zoo, shared_zoo
 
 aten = torch.ops.aten
 
 VOCAB, DIM, HEADS, KV_HEADS, HEAD_DIM, LAYERS, POSITIONS = 61, 32, 4, 2, 8, 2, 96
 EOS = 60
 PLANS = ((), (1, 1, 1, 1), (3, 2, 1))
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return shared_zoo(tmp_path_factory.getbasetemp())
 
 
 class TinyModel(nn.Module):

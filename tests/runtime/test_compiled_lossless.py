@@ -8,51 +8,38 @@ and leaves its figures in build/lossless_compiled.json.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from specc.config import SamplingParams, SpecPlan
+from specc.config import SpecPlan
 from specc.runtime.compiled_program import CompiledProgram, CompiledStep
-from specc.runtime.engine import Engine
-from specc.runtime.llm import LLM
 from tests import models
 from tests.lossless import (
+    FULL_MATRIX,
+    PLAN_IDS,
     PLANS,
-    Reference,
-    Tie,
     Zoo,
     check_all_plans,
+    check_bfloat16,
     check_full_acceptance,
+    check_join_and_leave,
     check_matrix,
-    forgive_near_ties,
+    collect_figures,
     layout_of,
     run_case,
-    shared_zoo,
-    write_figures,
 )
-from tests.runtime.test_lossless_ends import argmax_by_width
 
-PLAN_IDS = [plan.name for plan in PLANS]
 NAMES = ("qwen3", "gemma3-tied", "opt")
 CPU = {"backend": "cpu"}
-
-
-@pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    return shared_zoo(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """Figures of the slow cases; written when the last of them has run."""
-    rows: list[dict[str, Any]] = []
-    yield rows
-    write_figures(Path(request.config.rootpath) / "build" / "lossless_compiled.json", rows)
+    yield from collect_figures(request.config.rootpath / "build" / "lossless_compiled.json")
 
 
 @pytest.fixture
@@ -104,21 +91,11 @@ def test_each_prompt_alone(zoo: Zoo, name: str) -> None:
         run_case(zoo, name, engine, "tree-3-2-1-1", [prompt])
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=PLAN_IDS)
-def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: SpecPlan) -> None:
-    """The batch grows and shrinks between steps; plain requests run among speculative ones."""
-    name, lengths = "qwen3", [9, 33, 5, 64, 17]
-    engine = zoo.engine(name, "noisy", **layout_of(name), max_num_seqs=3, **CPU)
-    llm = LLM(engine, plan=plan.name)
-    params = [
-        SamplingParams(max_tokens=length, ignore_eos=True, speculative=length != 33)
-        for length in lengths
-    ]
-    prompts = models.prompts()
-    for prompt, length, output in zip(prompts, lengths, llm.generate(prompts, params), strict=True):
-        whole = zoo.reference(name, prompt, models.NUM_TOKENS)
-        reference = Reference(whole.tokens[:length], whole.logits[:length])
-        forgive_near_ties(llm, plan.name, prompt, output.outputs[0].token_ids, reference)
+@pytest.mark.parametrize("plan", PLAN_IDS)
+def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: str) -> None:
+    """The batch grows and shrinks between steps; a plain request runs among speculative ones."""
+    engine = zoo.engine("qwen3", "noisy", **layout_of("qwen3"), max_num_seqs=3, **CPU)
+    check_join_and_leave(zoo, "qwen3", engine, plan, plain=1)
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -128,39 +105,17 @@ def test_two_threads(zoo: Zoo, name: str) -> None:
     engine = zoo.engine(name, "noisy", block_size=16, prefill_chunk=512, **CPU)
     for plan in ("off", "chain-4", "tree-3-2-1-1"):
         run_case(zoo, name, engine, plan, models.prompts())
-    assert torch.get_num_threads() == 2
+    assert engine.target.native.num_threads() == 2
 
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_bfloat16(zoo: Zoo, name: str) -> None:
-    """As precise as the target alone: a mismatch needs a position where its rounding decides."""
-    check_bfloat16(zoo, zoo.engine(name, "noisy", dtype="bfloat16", **CPU), name)
-
-
-def check_bfloat16(zoo: Zoo, engine: Engine, name: str) -> None:
-    model = zoo.reference_model(name, dtype="bfloat16")
-    exact = copy.deepcopy(model).float()
-
-    def require_rounding_to_matter(prompt: Sequence[int], reference: Reference, tie: Tie) -> None:
-        tokens = [*prompt, *reference.tokens[: tie.position]]
-        choices = argmax_by_width(model, tokens) | argmax_by_width(exact, tokens)
-        assert len(choices) > 1, f"the target alone decides for {choices}: {tie}"
-
-    ties = 0
-    for plan in ("off", "tree-3-2-1-1"):
-        prompts, rule = models.prompts(), require_rounding_to_matter
-        outcome = run_case(zoo, name, engine, plan, prompts, 32, rule, dtype="bfloat16")
-        ties += len(outcome.ties)
-    assert ties <= 5
+    check_bfloat16(zoo, name, zoo.engine(name, "noisy", dtype="bfloat16", **CPU))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("draft", "other"),
-    [("noisy", False), ("noisy", True), ("target", True), ("random", False)],
-    ids=["noisy", "noisy-other-layout", "target", "random"],
-)
+@FULL_MATRIX
 @pytest.mark.parametrize("name", models.DRAFT_NOISE)
 def test_full_matrix(
     zoo: Zoo, outcomes: list[dict[str, Any]], name: str, draft: str, other: bool

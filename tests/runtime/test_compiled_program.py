@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,43 +18,13 @@ from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import ModelProgram, read_json
 from specc.tree import TokenTree
 from tests import models
-from tests.lossless import PLANS, Zoo, layout_of, shared_zoo
+from tests.lossless import PLAN_IDS, Zoo
+from tests.runtime.compiled_pair import Environment, Pair, block_table, load_pair, step_inputs
 
-PLAN_IDS = [plan.name for plan in PLANS]
 NAMES = ("gemma3-tied", "opt")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 NARROW = 64  # passes of more tokens run element-wise loops on all threads
 MAX_BATCH = 5
-Environment = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One engine directory, loaded twice."""
-
-    path: Path
-    compiled: Engine
-    eager: Engine
-
-    def fill_caches(self, seed: int = 0) -> None:
-        """The same random rows in both: a row that is wrongly read or written shows."""
-        generator = torch.Generator().manual_seed(seed)
-        for model, slabs in self.eager.cache.slabs.items():
-            for mine, other in zip(slabs, self.compiled.cache.slabs[model], strict=True):
-                mine.normal_(generator=generator)
-                other.copy_(mine)
-
-
-@pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    return shared_zoo(tmp_path_factory.getbasetemp())
-
-
-def load_pair(zoo: Zoo, name: str) -> Pair:
-    layout = layout_of(name)
-    sizes = layout["block_size"], layout["prefill_chunk"], models.MAX_SEQ_LEN
-    path = zoo.compiled(name, "noisy", *sizes, "float32", "cpu")
-    return Pair(path, Engine.load(path), Engine.load(path, backend="eager"))
 
 
 @pytest.fixture(scope="module")
@@ -72,32 +41,18 @@ def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Iterator[Pai
 
 
 @pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
+def threads(request: pytest.FixtureRequest, pair: Pair) -> Iterator[int]:
+    """Threads of torch and of the programs, which keep the number that they were loaded with."""
+    models = [pair.compiled.target, *pair.compiled.drafts]
+    before = [model.native.num_threads() for model in models]
+    for model in models:
+        model.native.set_num_threads(request.param)
+    ambient = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
-    torch.set_num_threads(before)
-
-
-def block_table(engine: Engine, batch: int, seed: int) -> Tensor:
-    """Blocks of `batch` sequences, in no order."""
-    shape = engine.cache.shape
-    blocks = torch.randperm(shape.num_blocks, generator=torch.Generator().manual_seed(seed))
-    table = blocks[: batch * shape.blocks_per_sequence].view(batch, -1)
-    return table.to(torch.int32)
-
-
-def step_inputs(engine: Engine, batch: int, seed: int) -> Environment:
-    """What the runner gives a step; the first sequence has no committed row."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 90, (batch,), generator=generator, dtype=torch.int32)
-    lengths[0] = 0
-    return {
-        "last_tokens": torch.randint(0, models.VOCAB, (batch, 2), generator=generator),
-        "cache_len": lengths,
-        "block_table": block_table(engine, batch, seed),
-        **engine.cache.environment,
-    }
+    torch.set_num_threads(ambient)
+    for model, number in zip(models, before, strict=True):
+        model.native.set_num_threads(number)
 
 
 def run_both(pair: Pair, plan: str, batch: int, seed: int) -> tuple[Environment, Environment]:

@@ -8,12 +8,7 @@ from specc.config import SamplingParams
 from specc.metrics import SpecStats
 from specc.runtime.llm import LLM
 from tests import models
-from tests.lossless import Zoo, forgive_near_ties, shared_zoo
-
-
-@pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    return shared_zoo(tmp_path_factory.getbasetemp())
+from tests.lossless import Zoo, forgive_near_ties
 
 
 class Script:

@@ -8,7 +8,6 @@ the target or have nothing to do with it. The slow tier leaves its figures in bu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,33 +15,26 @@ import pytest
 from specc.config import SpecPlan
 from tests import models
 from tests.lossless import (
+    FULL_MATRIX,
+    PLAN_IDS,
     PLANS,
     Zoo,
     check_all_plans,
     check_full_acceptance,
     check_matrix,
+    collect_figures,
     layout_of,
     run_case,
-    shared_zoo,
-    write_figures,
 )
 
-PLAN_IDS = [plan.name for plan in PLANS]
 # mean acceptance length of a draft that is sometimes right
 PARTIAL = (1.2, 4.0)
-
-
-@pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    return shared_zoo(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """Figures of the slow cases; written when the last of them has run."""
-    rows: list[dict[str, Any]] = []
-    yield rows
-    write_figures(Path(request.config.rootpath) / "build" / "lossless.json", rows)
+    yield from collect_figures(request.config.rootpath / "build" / "lossless.json")
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=PLAN_IDS)
@@ -84,11 +76,7 @@ def test_a_random_draft_changes_nothing(zoo: Zoo, plan: SpecPlan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("draft", "other"),
-    [("noisy", False), ("noisy", True), ("target", True), ("random", False)],
-    ids=["noisy", "noisy-other-layout", "target", "random"],
-)
+@FULL_MATRIX
 @pytest.mark.parametrize("name", models.DRAFT_NOISE)
 def test_full_matrix(
     zoo: Zoo, outcomes: list[dict[str, Any]], name: str, draft: str, other: bool

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,15 +9,17 @@ from specc.config import SamplingParams
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from tests import models
-from tests.lossless import PLANS, Reference, Tie, Zoo, forgive_near_ties, run_case, shared_zoo
+from tests.lossless import (
+    PLAN_IDS,
+    PLANS,
+    Reference,
+    Zoo,
+    check_bfloat16,
+    check_join_and_leave,
+    forgive_near_ties,
+)
 
-PLAN_IDS = [plan.name for plan in PLANS]
 LIMIT = 48
-
-
-@pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    return shared_zoo(tmp_path_factory.getbasetemp())
 
 
 @pytest.mark.parametrize(("name", "field"), [("gpt2", "n_positions"), ("opt", None)])
@@ -69,15 +67,7 @@ def feed_position(engine: Engine, position: int) -> None:
 @pytest.mark.parametrize("plan", PLAN_IDS)
 def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: str) -> None:
     engine = zoo.engine("llama", "noisy", block_size=16, prefill_chunk=7, max_num_seqs=2)
-    prompts = models.prompts()
-    lengths = [9, 33, 5, 64, 17]
-    llm = LLM(engine, plan=plan)
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
-    outputs = llm.generate(prompts, params)
-    for prompt, length, output in zip(prompts, lengths, outputs, strict=True):
-        reference = zoo.reference("llama", prompt, models.NUM_TOKENS)
-        cut = Reference(reference.tokens[:length], reference.logits[:length])
-        forgive_near_ties(llm, plan, prompt, output.outputs[0].token_ids, cut)
+    check_join_and_leave(zoo, "llama", engine, plan)
 
 
 def test_plain_requests_among_speculative_ones(zoo: Zoo) -> None:
@@ -138,34 +128,4 @@ def test_stop_string_that_spans_tokens(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_bfloat16(zoo: Zoo, name: str) -> None:
-    """As precise as the target alone: a mismatch needs a position where its rounding decides."""
-    engine = zoo.engine(name, "noisy", dtype="bfloat16")
-    model = zoo.reference_model(name, dtype="bfloat16")
-    exact = copy.deepcopy(model).float()
-
-    def require_rounding_to_matter(prompt: Sequence[int], reference: Reference, tie: Tie) -> None:
-        tokens = [*prompt, *reference.tokens[: tie.position]]
-        choices = argmax_by_width(model, tokens) | argmax_by_width(exact, tokens)
-        assert len(choices) > 1, f"the target alone decides for {choices}: {tie}"
-
-    ties = 0
-    for plan in ("off", "tree-3-2-1-1"):
-        prompts, rule = models.prompts(), require_rounding_to_matter
-        outcome = run_case(zoo, name, engine, plan, prompts, 32, rule, dtype="bfloat16")
-        ties += len(outcome.ties)
-    assert ties <= 5
-
-
-@torch.inference_mode()
-def argmax_by_width(model: Any, tokens: list[int]) -> set[int]:
-    """What the target alone makes of the last of these tokens, in passes of several widths."""
-    choices = set()
-    for batch in (1, 2, 3, 5, 8):
-        for width in (1, 2, 5, 16, len(tokens)):
-            ids = torch.tensor([tokens] * batch)
-            cache = None
-            if len(tokens) > width:
-                cache = model(ids[:, :-width], use_cache=True).past_key_values
-            logits = model(ids[:, -width:], past_key_values=cache, use_cache=True).logits
-            choices |= set(logits[:, -1].argmax(-1).tolist())
-    return choices
+    check_bfloat16(zoo, name, zoo.engine(name, "noisy", dtype="bfloat16"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -66,19 +67,71 @@ def test_an_engine_whose_weights_are_cut_says_so(tiny_engine, tmp_path) -> None:
         llm.generate("a", params)
 
 
-def test_a_process_that_reads_behind_the_end_says_why(file) -> None:
-    """The library explains SIGBUS: what is cut between two checks cannot be an exception."""
-    pytest.importorskip("specc.kernels.native")
-    code = f"""
-import os, pathlib, torch
+PRELUDE = """
+import faulthandler, os, pathlib, signal, sys, torch
 from specc.kernels import native
 from specc.runtime.mapped_weights import MappedWeights
+path, other = map(pathlib.Path, sys.argv[1:])
 native.load(native.build())
-native.explain_bus_errors()
-weights = MappedWeights(pathlib.Path({str(file)!r}))
-os.truncate({str(file)!r}, 0)
-weights["a"].sum()
+weights, others = MappedWeights(path), MappedWeights(other)
 """
-    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert result.returncode == -7, result.stderr
-    assert "cut while the engine was using them" in result.stderr
+# what a process does, and what it says before SIGBUS ends it
+EXPLAINED = "cut while the engine was using them"
+DEATHS = {
+    "watched": (
+        "native.watch_memory(weights['a'])\nos.truncate(path, 0)\nweights['a'].sum()",
+        [1, 0],
+    ),
+    "last-byte": (
+        "native.watch_memory(weights['a'])\nos.truncate(path, 8192)\nweights['a'][-1].item()",
+        [1, 0],
+    ),
+    "another-file": (
+        "native.watch_memory(weights['a'])\nos.truncate(other, 0)\nothers['a'].sum()",
+        [0, 0],
+    ),
+    "forgotten": (
+        "native.watch_memory(weights['a'])\nnative.forget_memory(weights['a'])\n"
+        "os.truncate(path, 0)\nweights['a'].sum()",
+        [0, 0],
+    ),
+    "watched-twice": (
+        "native.watch_memory(weights['a'])\nnative.watch_memory(weights['a'])\n"
+        "native.forget_memory(weights['a'])\nos.truncate(path, 0)\nweights['a'].sum()",
+        [1, 0],
+    ),
+    "sent": (
+        "native.watch_memory(weights['a'])\nos.kill(os.getpid(), signal.SIGBUS)",
+        [0, 0],
+    ),
+    "handler-before": (
+        "faulthandler.enable()\nnative.watch_memory(weights['a'])\n"
+        "os.truncate(path, 0)\nweights['a'].sum()",
+        [1, 1],
+    ),
+    "handler-before-another-file": (
+        "faulthandler.enable()\nnative.watch_memory(weights['a'])\n"
+        "os.truncate(other, 0)\nothers['a'].sum()",
+        [0, 1],
+    ),
+    # it hands on by raising the signal, which has no address; nobody calls the other forever
+    "handler-after": (
+        "native.watch_memory(weights['a'])\nfaulthandler.enable()\n"
+        "native.watch_memory(weights['b'])\nos.truncate(path, 0)\nweights['a'].sum()",
+        [0, 1],
+    ),
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_process_that_reads_behind_the_end_says_why(file, death) -> None:
+    """What is cut between two checks cannot be an exception; any other SIGBUS is none of ours."""
+    pytest.importorskip("specc.kernels.native")
+    code, counts = DEATHS[death]
+    other = shutil.copy(file, file.with_name("other.safetensors"))
+    command = [sys.executable, "-P", "-c", PRELUDE + code, str(file), str(other)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == -signal.SIGBUS, result.stderr
+    assert [result.stderr.count(text) for text in (EXPLAINED, "Fatal Python error")] == counts
+    if counts == [0, 0]:
+        assert result.stderr == ""

@@ -17,16 +17,11 @@ from specc.config import SamplingParams, SpecPlan
 from specc.runtime.llm import LLM
 from specc.tree import TokenTree
 from tests import models
-from tests.lossless import PLANS, Zoo, shared_zoo
+from tests.lossless import PLANS, Zoo
 
 TREES = PLANS[2:]
 NUM_STEPS = 3
 NUM_TOKENS = 24
-
-
-@pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    return shared_zoo(tmp_path_factory.getbasetemp())
 
 
 @pytest.mark.parametrize("plan", TREES, ids=[plan.name for plan in TREES])

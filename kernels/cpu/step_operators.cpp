@@ -1,0 +1,190 @@
+// Binds what a step does between its programs to the operators of kernels/ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+#include "tensors.h"
+
+using torch::stable::Tensor;
+using namespace specc::tensors;
+
+namespace {
+
+// Slots as int64, whatever integers they are.
+std::vector<int64_t> slots_of(const View& view, const char* what) {
+  int64_t count = 1;
+  for (int64_t i = 0; i < view.dim; ++i) count *= view.sizes[i];
+  check(view.is_contiguous(), what);
+  if (view.dtype == aoti_torch_dtype_int64())
+    return {view.as<int64_t>(), view.as<int64_t>() + count};
+  check(view.dtype == aoti_torch_dtype_int32(), what);
+  return {view.as<int32_t>(), view.as<int32_t>() + count};
+}
+
+Tensor tree_expand(Tensor logits_tensor, int64_t num_children) {
+  const View logits(logits_tensor.get());
+  check(logits.dim == 2 && logits.is_dense_row(), "logits is [R, V], rows contiguous");
+  check(num_children >= 1 && num_children <= logits.sizes[1], "1 … V children");
+  Tensor out(empty({logits.sizes[0], num_children}, aoti_torch_dtype_int64()));
+  specc::tree_expand({to_dtype(logits), logits.sizes[0], logits.sizes[1], num_children, logits.data,
+                      logits.strides[0], static_cast<int64_t*>(data_of(out.get()))});
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> accept_greedy(Tensor logits_tensor, Tensor tokens_tensor,
+                                                 Tensor parents_tensor, int64_t max_depth) {
+  const View logits(logits_tensor.get()), tokens(tokens_tensor.get()),
+      parents(parents_tensor.get());
+  check(tokens.dim == 2 && tokens.dtype == aoti_torch_dtype_int64() && tokens.is_dense_row(),
+        "tokens is [B, N] int64, rows contiguous");
+  const int64_t batch = tokens.sizes[0], num_nodes = tokens.sizes[1];
+  check(logits.dim == 2 && logits.is_dense_row() && logits.sizes[0] == batch * num_nodes,
+        "logits is [B * N, V], rows contiguous");
+  check(parents.dim == 2 && parents.dtype == aoti_torch_dtype_int32() && parents.is_dense_row() &&
+            parents.sizes[0] == batch && parents.sizes[1] == num_nodes,
+        "parents is [B, N] int32, rows contiguous");
+  check(max_depth >= 0, "max_depth is at least 0");
+  check(num_nodes >= 1 && logits.sizes[1] >= 1, "a tree has a root, logits have 1 token or more");
+  const int32_t i32 = aoti_torch_dtype_int32();
+  Tensor path(empty({batch, max_depth + 1}, i32)), num_accepted(empty({batch}, i32)),
+      output(empty({batch, max_depth + 1}, aoti_torch_dtype_int64()));
+  specc::AcceptGreedy a{};
+  a.dtype = to_dtype(logits);
+  a.batch = batch;
+  a.num_nodes = num_nodes;
+  a.vocab = logits.sizes[1];
+  a.max_depth = max_depth;
+  a.logits = logits.data;
+  a.row_stride = logits.strides[0];
+  a.tokens = tokens.as<int64_t>();
+  a.token_stride = tokens.strides[0];
+  a.parents = parents.as<int32_t>();
+  a.parent_stride = parents.strides[0];
+  a.path = static_cast<int32_t*>(data_of(path.get()));
+  a.num_accepted = static_cast<int32_t*>(data_of(num_accepted.get()));
+  a.output_tokens = static_cast<int64_t*>(data_of(output.get()));
+  specc::accept_greedy(a);
+  return {path, num_accepted, output};
+}
+
+std::tuple<Tensor, Tensor> tree_rows(Tensor cache_len_tensor, Tensor nodes_tensor,
+                                     Tensor depths_tensor) {
+  const View cache_len(cache_len_tensor.get()), nodes(nodes_tensor.get()),
+      depths(depths_tensor.get());
+  const int32_t i32 = aoti_torch_dtype_int32();
+  check_index(cache_len, 1, i32, "cache_len is [B] int32");
+  check_index(nodes, 1, i32, "nodes is [M] int32");
+  check_index(depths, 1, i32, "depths is [M] int32");
+  check(nodes.sizes[0] == depths.sizes[0], "nodes and depths agree");
+  const int64_t batch = cache_len.sizes[0], count = nodes.sizes[0];
+  Tensor slot(empty({batch * count}, i32)),
+      position(empty({batch * count}, aoti_torch_dtype_int64()));
+  int32_t* slots = static_cast<int32_t*>(data_of(slot.get()));
+  int64_t* positions = static_cast<int64_t*>(data_of(position.get()));
+  for (int64_t b = 0; b < batch; ++b) {
+    const int32_t length = cache_len.as<int32_t>()[b];
+    for (int64_t i = 0; i < count; ++i) {
+      slots[b * count + i] = length + nodes.as<int32_t>()[i];
+      positions[b * count + i] = std::max<int64_t>(length + depths.as<int32_t>()[i], 0);
+    }
+  }
+  return {slot, position};
+}
+
+std::tuple<Tensor, Tensor> commit_rows(Tensor path_tensor, Tensor cache_len_tensor,
+                                       Tensor has_row_tensor) {
+  const View path(path_tensor.get()), cache_len(cache_len_tensor.get()),
+      has_row(has_row_tensor.get());
+  const int32_t i32 = aoti_torch_dtype_int32();
+  check_index(path, 2, i32, "path is [B, P] int32");
+  check_index(cache_len, 1, i32, "cache_len is [B] int32");
+  check_index(has_row, 1, i32, "has_row is [N] int32");
+  check(path.sizes[0] == cache_len.sizes[0], "path and cache_len agree");
+  const int64_t batch = path.sizes[0], width = path.sizes[1];
+  Tensor source(empty({batch, width}, i32)), length(empty({batch}, i32));
+  int32_t* sources = static_cast<int32_t*>(data_of(source.get()));
+  int32_t* lengths = static_cast<int32_t*>(data_of(length.get()));
+  for (int64_t b = 0; b < batch; ++b) {
+    const int32_t committed = cache_len.as<int32_t>()[b];
+    lengths[b] = committed;
+    for (int64_t i = b * width; i < (b + 1) * width; ++i) {
+      const int32_t node = path.as<int32_t>()[i];
+      check(node < has_row.sizes[0], "has_row has an entry for each node");
+      const bool is_kept = node >= 0 && has_row.as<int32_t>()[node] != 0;
+      sources[i] = is_kept ? committed + node : -1;
+      lengths[b] += is_kept;
+    }
+  }
+  return {source, length};
+}
+
+Tensor next_tokens(Tensor last_tensor, Tensor output_tensor, Tensor accepted_tensor) {
+  const View last(last_tensor.get()), output(output_tensor.get()), accepted(accepted_tensor.get());
+  const int32_t i64 = aoti_torch_dtype_int64();
+  check_index(last, 2, i64, "last_tokens is [B, 2] int64");
+  check_index(output, 2, i64, "output_tokens is [B, P] int64");
+  check_index(accepted, 1, aoti_torch_dtype_int32(), "num_accepted is [B] int32");
+  const int64_t batch = last.sizes[0], width = output.sizes[1];
+  check(last.sizes[1] == 2 && output.sizes[0] == batch && accepted.sizes[0] == batch,
+        "last_tokens, output_tokens and num_accepted agree");
+  Tensor out(empty({batch, 2}, i64));
+  int64_t* pairs = static_cast<int64_t*>(data_of(out.get()));
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t count = accepted.as<int32_t>()[b];
+    check(0 <= count && count < width, "num_accepted is less than P");
+    const int64_t* row = output.as<int64_t>() + b * width;
+    pairs[2 * b] = count > 0 ? row[count - 1] : last.as<int64_t>()[2 * b + 1];
+    pairs[2 * b + 1] = row[count];
+  }
+  return out;
+}
+
+void commit_kv(Tensor slab_tensor, Tensor source_tensor, Tensor target_tensor,
+               Tensor table_tensor) {
+  const View slab(slab_tensor.get()), source(source_tensor.get()), target(target_tensor.get()),
+      table(table_tensor.get());
+  check(slab.dim == 6 && slab.is_contiguous(), "slab is [L, 2, blocks, block_size, HK, D]");
+  check_index(table, 2, aoti_torch_dtype_int32(), "block_table is [B, n] int32");
+  check(source.dim == 2 && target.dim == 2 && source.sizes[0] == table.sizes[0] &&
+            target.sizes[0] == table.sizes[0] && source.sizes[1] == target.sizes[1],
+        "source and target are [B, P]");
+  const std::vector<int64_t> from = slots_of(source, "source is contiguous, of int32 or int64"),
+                             to = slots_of(target, "target is contiguous, of int32 or int64");
+  const int64_t item = to_dtype(slab) == specc::DType::kFloat32 ? 4 : 2;
+  const specc::CommitKV a{slab.data, slab.sizes[0] * slab.sizes[1], slab.sizes[2], slab.sizes[3],
+                          slab.sizes[4] * slab.sizes[5] * item, table.sizes[0], source.sizes[1],
+                          from.data(), to.data(), table.as<int32_t>(), table.sizes[1]};
+  specc::check_bounds(a);
+  specc::commit_kv(a);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specc_cpu, library) {
+  library.def("tree_expand(Tensor logits, int num_children) -> Tensor");
+  library.def(
+      "accept_greedy(Tensor logits, Tensor tokens, Tensor parents, int max_depth) -> "
+      "(Tensor path, Tensor num_accepted, Tensor output_tokens)");
+  library.def("commit_kv(Tensor(a!) slab, Tensor source, Tensor target, Tensor block_table) -> ()");
+  library.def(
+      "tree_rows(Tensor cache_len, Tensor nodes, Tensor depths) -> (Tensor slot, Tensor "
+      "position)");
+  library.def(
+      "commit_rows(Tensor path, Tensor cache_len, Tensor has_row) -> (Tensor source, Tensor "
+      "length)");
+  library.def(
+      "next_tokens(Tensor last_tokens, Tensor output_tokens, Tensor num_accepted) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
+  library.impl("tree_expand", TORCH_BOX(&tree_expand));
+  library.impl("accept_greedy", TORCH_BOX(&accept_greedy));
+  library.impl("commit_kv", TORCH_BOX(&commit_kv));
+  library.impl("tree_rows", TORCH_BOX(&tree_rows));
+  library.impl("commit_rows", TORCH_BOX(&commit_rows));
+  library.impl("next_tokens", TORCH_BOX(&next_tokens));
+}

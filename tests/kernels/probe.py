@@ -1,0 +1,77 @@
+"""A compiled program that tells what a pass runs with.
+
+`specc_probe::look` is an operator in Python: the program calls it in the thread and under the
+settings of the pass, as it calls everything else. For 13 tokens it fails.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specc.kernels import native, ops
+
+WEIGHT_SHAPE = (256, 16)
+UNLUCKY = 13
+# (threads of the loops between kernels, threads of kernels) of each pass
+SEEN: list[tuple[int, int]] = []
+
+_LIBRARY = torch.library.Library("specc_probe", "DEF")
+
+
+def _look(x: Tensor) -> Tensor:
+    SEEN.append((torch.get_num_threads(), native.kernel_threads()))
+    if x.numel() == UNLUCKY:
+        raise ValueError(f"{UNLUCKY} tokens")
+    return x.clone()
+
+
+_LIBRARY.define("look(Tensor x) -> Tensor")
+_LIBRARY.impl("look", _look, "CompositeExplicitAutograd")
+torch.library.register_fake("specc_probe::look", torch.empty_like, lib=_LIBRARY)
+
+
+class _Probe(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w0", torch.empty(WEIGHT_SHAPE))
+
+    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+        projected = torch.ops.specc.linear(x, self.w0)
+        return torch.ops.specc_probe.look(tokens)[:, None] + projected
+
+
+def compile_probe(package: Path) -> None:
+    """Compile as passes/lower_aot_inductor.py compiles models."""
+    import torch._inductor
+    from torch.fx.experimental import _config as symbolic_shapes
+
+    rows = {0: torch.export.Dim.DYNAMIC}
+    inputs = torch.zeros(24, dtype=torch.int64), torch.zeros(24, WEIGHT_SHAPE[1])
+    with symbolic_shapes.patch(backed_size_oblivious=True):
+        exported = torch.export.export(_Probe(), inputs, dynamic_shapes=(rows, rows), strict=False)
+        options: dict[str, Any] = {
+            "aot_inductor.package_constants_in_so": False,
+            "aot_inductor.custom_ops_to_c_shims": {ops.linear: [native.C_SHIMS["linear"]]},
+            "always_keep_tensor_constants": True,
+            "aot_inductor.check_lowerbound": False,
+            "cpp.dynamic_threads": True,
+        }
+        torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(package), inductor_configs=options
+        )
+
+
+def load_probe(package: Path, weight: Tensor | None = None) -> Any:
+    """The package with its weight bound; needs the native library loaded."""
+    program = torch.classes.specc.CompiledProgram(str(package))
+    program.bind_weights(["w0"], [torch.zeros(WEIGHT_SHAPE) if weight is None else weight])
+    program.bind_caches([])
+    return program
+
+
+def probe_inputs(num_tokens: int) -> list[Tensor]:
+    return [torch.arange(num_tokens), torch.zeros(num_tokens, WEIGHT_SHAPE[1])]

@@ -1,0 +1,64 @@
+"""One compiled engine in two ways: as compiled code, and operator by operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specc.runtime.engine import Engine
+from tests import models
+from tests.lossless import Zoo, layout_of
+
+Environment = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One engine directory, loaded twice."""
+
+    path: Path
+    compiled: Engine
+    eager: Engine
+
+    def fill_caches(self, seed: int = 0) -> None:
+        """The same random rows in both: a row that is wrongly read or written shows."""
+        generator = torch.Generator().manual_seed(seed)
+        for model, slabs in self.eager.cache.slabs.items():
+            for mine, other in zip(slabs, self.compiled.cache.slabs[model], strict=True):
+                mine.normal_(generator=generator)
+                other.copy_(mine)
+
+
+def engine_path(zoo: Zoo, name: str) -> Path:
+    layout = layout_of(name)
+    sizes = layout["block_size"], layout["prefill_chunk"], models.MAX_SEQ_LEN
+    return zoo.compiled(name, "noisy", *sizes, "float32", "cpu")
+
+
+def load_pair(zoo: Zoo, name: str) -> Pair:
+    path = engine_path(zoo, name)
+    return Pair(path, Engine.load(path), Engine.load(path, backend="eager"))
+
+
+def block_table(engine: Engine, batch: int, seed: int) -> Tensor:
+    """Blocks of `batch` sequences, in no order."""
+    shape = engine.cache.shape
+    blocks = torch.randperm(shape.num_blocks, generator=torch.Generator().manual_seed(seed))
+    table = blocks[: batch * shape.blocks_per_sequence].view(batch, -1)
+    return table.to(torch.int32)
+
+
+def step_inputs(engine: Engine, batch: int, seed: int) -> Environment:
+    """What the runner gives a step; the first sequence has no committed row."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 90, (batch,), generator=generator, dtype=torch.int32)
+    lengths[0] = 0
+    return {
+        "last_tokens": torch.randint(0, models.VOCAB, (batch, 2), generator=generator),
+        "cache_len": lengths,
+        "block_table": block_table(engine, batch, seed),
+        **engine.cache.environment,
+    }
