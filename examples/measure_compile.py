@@ -1,9 +1,13 @@
 """Measure what compiling costs: time over layers, and peak memory on weights larger than that.
 
     python examples/measure_compile.py --output docs/results/compile_scale.json
+    python examples/measure_compile.py --part cpu --output docs/results/compile_cpu.json
 
-Each measurement runs in a process of its own, so that peaks do not mix. The traced models have
-the shapes of Llama 3 70B and no weights; the model that is compiled has random weights of 3 GB.
+Each measurement runs in a process of its own, so that peaks do not mix. `passes`: the traced
+models have the shapes of Llama 3 70B and no weights; the model that is compiled for the backend
+eager has random weights of 3 GB. `cpu`: the same weights for the backend cpu, and models of many
+narrow layers, since code grows with layers and not with weights; no cache is warm. The memory of
+Inductor and of the C++ compiler is the highest of any one process, theirs being apart.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -22,6 +27,23 @@ from pathlib import Path
 from typing import Any
 
 LAYERS = (8, 16, 32, 64, 80)
+CODE_LAYERS = (24, 48, 80)
+# Llama configurations: of many weights, and of many layers
+WIDE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+}
+NARROW = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+}
 _MIB = 1 << 20
 
 
@@ -60,34 +82,39 @@ def measure_trace(num_layers: int) -> dict[str, Any]:
     }
 
 
-def measure_weights(directory: Path) -> dict[str, Any]:
-    """Compile a checkpoint of about 3 GB of random bf16 weights, without the probe."""
+def measure_weights(directory: Path, backend: str) -> dict[str, Any]:
+    """Compile the checkpoint in this directory, without the probe, which maps all weights."""
     import specc
 
-    before = peak_rss_bytes()
-    start = time.perf_counter()
-    engine = directory / "engine"
-    # the passes and the weights are what grows here; compiling the code is another measurement
+    before, children = peak_rss_bytes(), cpu_seconds(resource.RUSAGE_CHILDREN)
+    start, cpu = time.perf_counter(), time.process_time()
     compilation = specc.compile(
         directory / "model",
         None,
-        engine,
+        directory / f"engine-{backend}",
         dtype="bfloat16",
         max_seq_len=1024,
-        backend="eager",
+        backend=backend,
         probe=False,
     )
     return {
+        "backend": backend,
         "checkpoint_bytes": sum(f.stat().st_size for f in (directory / "model").iterdir()),
+        "num_layers": len(compilation.manifest.models[0].layers),
         "num_parameters": compilation.manifest.models[0].num_parameters,
         "compile_s": round(time.perf_counter() - start, 2),
+        "cpu_s": round(time.process_time() - cpu, 2),
+        # Inductor, the C++ compiler, and the library of operators
+        "children_cpu_s": round(cpu_seconds(resource.RUSAGE_CHILDREN) - children, 2),
+        "phases_s": {name: round(value, 2) for name, value in compilation.seconds.items()},
         "peak_rss_before_bytes": before,
         "peak_rss_bytes": peak_rss_bytes(),
+        "children_peak_rss_bytes": peak_rss_bytes(resource.RUSAGE_CHILDREN),
     }
 
 
-def write_random_checkpoint(directory: Path) -> None:
-    """Write a Llama checkpoint of 1.6 billion random parameters, one layer a file."""
+def write_random_checkpoint(directory: Path, shape: dict[str, int]) -> None:
+    """Write a Llama checkpoint of random bfloat16 parameters, one layer a file."""
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models
@@ -95,21 +122,11 @@ def write_random_checkpoint(directory: Path) -> None:
 
     from specc.passes import hf_model
 
-    config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        vocab_size=32000,
-        max_position_embeddings=2048,
-        architectures=["LlamaForCausalLM"],
-    )
+    config = LlamaConfig(**shape, max_position_embeddings=2048, architectures=["LlamaForCausalLM"])
     directory.mkdir(parents=True)
     config.save_pretrained(directory)
-    Tokenizer(models.WordLevel({str(i): i for i in range(32000)}, "0")).save(
-        str(directory / "tokenizer.json")
-    )
+    words = {str(i): i for i in range(config.vocab_size)}
+    Tokenizer(models.WordLevel(words, "0")).save(str(directory / "tokenizer.json"))
     shards: dict[str, dict[str, torch.Tensor]] = {}
     index: dict[str, str] = {}
     for name, value in hf_model.build_on_meta(config, torch.bfloat16).named_parameters():
@@ -126,16 +143,40 @@ def write_random_checkpoint(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(data))
 
 
-def peak_rss_bytes() -> int:
-    """Highest resident memory of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_rss_bytes(who: int = resource.RUSAGE_SELF) -> int:
+    """Highest resident memory of this process, or of the largest of its children."""
+    return resource.getrusage(who).ru_maxrss * 1024
 
 
-def run_apart(*arguments: str) -> dict[str, Any]:
+def cpu_seconds(who: int) -> float:
+    usage = resource.getrusage(who)
+    return usage.ru_utime + usage.ru_stime
+
+
+def run_apart(*arguments: str, **environment: str) -> dict[str, Any]:
     """Run one measurement of this script in its own process."""
     command = [sys.executable, __file__, *arguments]
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment
+    )
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def compile_apart(shape: dict[str, int], backend: str) -> dict[str, Any]:
+    """Write a checkpoint and compile it with empty caches."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_apart("--write-checkpoint", directory, "--shape", json.dumps(shape))
+        caches = {
+            name: f"{directory}/{name}" for name in ("SPECC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+        }
+        made = run_apart("--weights", directory, "--backend", backend, **caches)
+    print(
+        f"{made['checkpoint_bytes'] / 1e9:.2f} GB, {made['num_layers']} layers, {backend}:"
+        f" {made['compile_s']} s, peak {made['peak_rss_bytes'] / _MIB:.0f} MiB,"
+        f" children {made['children_cpu_s']} s, {made['children_peak_rss_bytes'] / _MIB:.0f} MiB",
+        flush=True,
+    )
+    return made
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -164,50 +205,51 @@ def main() -> None:
     """Run all measurements and write JSON and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("compile_scale.json"))
+    parser.add_argument("--part", choices=("passes", "cpu"), default="passes")
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write-checkpoint", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--backend", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.layers:
         print(json.dumps(measure_trace(arguments.layers)))
         return
     if arguments.write_checkpoint:
-        write_random_checkpoint(arguments.write_checkpoint / "model")
+        write_random_checkpoint(arguments.write_checkpoint / "model", arguments.shape)
         print("{}")
         return
     if arguments.weights:
-        print(json.dumps(measure_weights(arguments.weights)))
+        print(json.dumps(measure_weights(arguments.weights, arguments.backend)))
         return
     import torch
     import transformers
 
-    traces = []
-    for num_layers in LAYERS:
-        traces.append(run_apart("--layers", str(num_layers)))
-        entry = traces[-1]
-        peak = entry["peak_rss_bytes"] / _MIB
-        print(f"{num_layers} layers: {entry['total_s']} s, peak {peak:.0f} MiB", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        run_apart("--write-checkpoint", directory)
-        weights = run_apart("--weights", directory)
-    print(
-        f"{weights['checkpoint_bytes'] / 1e9:.2f} GB checkpoint: {weights['compile_s']} s,"
-        f" peak {weights['peak_rss_bytes'] / _MIB:.0f} MiB"
-    )
+    traces: list[dict[str, Any]] = []
+    results: dict[str, Any] = {}
+    if arguments.part == "passes":
+        for num_layers in LAYERS:
+            traces.append(run_apart("--layers", str(num_layers)))
+            entry = traces[-1]
+            peak = entry["peak_rss_bytes"] / _MIB
+            print(f"{num_layers} layers: {entry['total_s']} s, peak {peak:.0f} MiB", flush=True)
+        results = {"traces": traces, "weights": compile_apart(WIDE, "eager")}
+    else:
+        layers = [compile_apart(NARROW | {"num_hidden_layers": n}, "cpu") for n in CODE_LAYERS]
+        results = {"layers": layers, "weights": compile_apart(WIDE, "cpu")}
     report = {
         "date": datetime.date.today().isoformat(),
-        "command": "python examples/measure_compile.py",
+        "command": shlex.join(["python", *sys.argv]),
         "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "traces": traces,
-        "weights": weights,
-    }
+    } | results
     arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    plot(traces, arguments.output.with_suffix(".svg"))
+    if traces:
+        plot(traces, arguments.output.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

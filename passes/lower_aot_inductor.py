@@ -32,6 +32,8 @@ from specc.machine import isa_flags
 # sizes of the example inputs: distinct, so that no two dimensions are taken for one; none of them
 # is 0 or 1, which torch would specialize
 _TOKENS, _BATCH, _WORDS, _TABLE, _ROWS, _BLOCKS, _BLOCK_SIZE = 24, 3, 2, 5, 7, 11, 13
+# inputs whose first dimension is the number of tokens
+_TOKEN_INPUTS = (0, 1, 3, 5)
 _ERROR_LINES = 12
 
 
@@ -68,8 +70,15 @@ def compile_package(program: Mapping[str, Any], package: Path) -> None:
     shutil.copyfile(cached, package)
 
 
-def lower(program: Mapping[str, Any], package: Path) -> None:
-    """Export the program with dynamic sizes and compile it in this process."""
+def lower(program: Mapping[str, Any], package: Path, num_tokens: int | None = None) -> None:
+    """Export the program with dynamic sizes and compile it in this process.
+
+    Args:
+        program: content of a `program.json` whose projections are `specc.linear`.
+        package: .pt2 file to write.
+        num_tokens: the only number of tokens that the code serves; None serves all of them.
+            Engines have the latter; examples/measure_specialised.py measures what it costs.
+    """
     import torch._inductor
     from torch.fx.experimental import _config as symbolic_shapes
 
@@ -77,7 +86,7 @@ def lower(program: Mapping[str, Any], package: Path) -> None:
     # oblivious: a size that happens to be 1 at run time takes the same code as any other
     with symbolic_shapes.patch(backed_size_oblivious=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        inputs, dynamic = _example_inputs(module)
+        inputs, dynamic = _example_inputs(module, num_tokens)
         exported = torch.export.export(module, inputs, dynamic_shapes=dynamic, strict=False)
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(package), inductor_configs=_inductor_options()
@@ -100,7 +109,7 @@ def _inductor_options() -> dict[str, Any]:
 
 
 class _BoundProgram(nn.Module):
-    """The graph with weights as buffers `w0`, `w1`, … in the order of its inputs."""
+    """The graph with weights as parameters `w0`, `w1`, … in the order of its inputs."""
 
     def __init__(self, program: Mapping[str, Any]) -> None:
         super().__init__()
@@ -109,9 +118,10 @@ class _BoundProgram(nn.Module):
         for entry in program["inputs"]:
             if entry["kind"] in ("weight", "constant"):
                 dtype = getattr(torch, entry["dtype"])
-                # never written or read, so the system gives it no memory
-                value = torch.empty(entry["shape"], dtype=dtype)
-                self.register_buffer(f"w{self.num_weights}", value)
+                # never written or read, so the system gives it no memory; no buffer, since
+                # Inductor clones those, and the clones are written
+                value = nn.Parameter(torch.empty(entry["shape"], dtype=dtype), requires_grad=False)
+                self.register_parameter(f"w{self.num_weights}", value)
                 self.num_weights += 1
         self.kinds = [entry["kind"] for entry in program["inputs"]]
         self.cache_shapes = [
@@ -127,17 +137,20 @@ class _BoundProgram(nn.Module):
         return self.graph(*(next(sources[kind]) for kind in self.kinds))
 
 
-def _example_inputs(module: _BoundProgram) -> tuple[tuple[Any, ...], Any]:
+def _example_inputs(
+    module: _BoundProgram, num_tokens: int | None = None
+) -> tuple[tuple[Any, ...], Any]:
     """Inputs in the order of RUNTIME_INPUTS and the caches, with their dynamic dimensions."""
     dynamic = torch.export.Dim.DYNAMIC
     i32, i64 = torch.int32, torch.int64
+    tokens = num_tokens or _TOKENS
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
-        ((_TOKENS,), i64),
-        ((_TOKENS,), i64),
+        ((tokens,), i64),
+        ((tokens,), i64),
         ((_BATCH + 1,), i32),
-        ((_TOKENS,), i32),
+        ((tokens,), i32),
         ((_BATCH,), i32),
-        ((_TOKENS, _WORDS), i64),
+        ((tokens, _WORDS), i64),
         ((_BATCH, _TABLE), i32),
         ((_ROWS,), i64),
     ]
@@ -147,6 +160,9 @@ def _example_inputs(module: _BoundProgram) -> tuple[tuple[Any, ...], Any]:
         for shape, dtype in module.cache_shapes
     ]
     input_dims = [dict.fromkeys(range(len(shape)), dynamic) for shape, _ in shapes]
+    if num_tokens is not None:
+        for i in _TOKEN_INPUTS:
+            input_dims[i][0] = torch.export.Dim.STATIC
     cache_dims = [{0: dynamic, 1: dynamic} for _ in caches]
     return (inputs, caches), (input_dims, cache_dims)
 
@@ -157,8 +173,10 @@ def _content_key(program: Mapping[str, Any], compiler: str) -> str:
     parts = [torch.__version__, str(native.compiler_version(compiler)), *isa_flags()]
     parts += [json.dumps(program, sort_keys=True), Path(__file__).read_text(encoding="utf-8")]
     # Inductor takes the layouts of results from the fakes, and the C functions make them
-    for path in (Path(ops.__file__), native.SOURCE_DIR / "register.cpp"):
-        parts += [path.read_text(encoding="utf-8")]
+    sources = [Path(ops.__file__), *(native.SOURCE_DIR / n for n in ("register.cpp", "tensors.h"))]
+    if Path(compiler).is_relative_to(native.default_cache_dir()):
+        sources.append(Path(compiler))  # a script that holds the arguments of CXX
+    parts += [path.read_text(encoding="utf-8") for path in sources]
     parts += [str(sorted(native.C_SHIMS.items()))]
     for part in parts:
         digest.update(part.encode() + b"\0")

@@ -1,0 +1,42 @@
+"""What is handed to Inductor: programs without their weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specc.passes import lower_aot_inductor
+from specc.passes.lower_aot_inductor import _BoundProgram, _content_key
+from specc.runtime.program import read_json
+
+
+@pytest.fixture
+def program(tiny_engine):
+    return read_json(tiny_engine / "target/program.json")
+
+
+def test_inductor_has_nothing_to_copy(program) -> None:
+    """It clones buffers, which costs as much memory as the checkpoint, and takes parameters."""
+    module = _BoundProgram(program)
+    kinds = [entry["kind"] for entry in program["inputs"]]
+    num_weights = kinds.count("weight") + kinds.count("constant")
+    assert list(module.buffers()) == []
+    assert [name for name, _ in module.named_parameters()] == [f"w{i}" for i in range(num_weights)]
+    assert not any(weight.requires_grad for weight in module.parameters())
+
+
+def test_the_cache_knows_all_that_a_package_is_made_of(program, monkeypatch, tmp_path) -> None:
+    compiler = lower_aot_inductor.native.find_compiler()
+    key = _content_key(program, compiler)
+    assert key == _content_key(program, compiler)
+    assert key != _content_key(program | {"name": "draft_0"}, compiler)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.13.1")
+        assert key != _content_key(program, compiler)
+    # the same compiler by way of a script with other arguments
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path))
+    keys = set()
+    for flags in ("-g0", "-O1"):
+        monkeypatch.setenv("CXX", f"{compiler} {flags}")
+        keys.add(_content_key(program, lower_aot_inductor.native.find_compiler()))
+    assert len(keys | {key}) == 3
