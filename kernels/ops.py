@@ -1,7 +1,7 @@
 """Schemas and fake implementations of the `specc::` operators; importing this registers them.
 
-The default implementation of each operator is its oracle in `specc.kernels.reference`. Other
-lowerings register for their own dispatch key.
+The default implementation of each operator is its oracle in `specc.kernels.reference` or
+`specc.kernels.reference_fused`. Other lowerings register for their own dispatch key.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specc.kernels import reference
+from specc.kernels import reference, reference_fused
 
 # operator → what computes shapes, for every implementation of it
 FAKES: dict[str, Callable] = {}
@@ -69,6 +69,32 @@ def _commit_kv_fake(slab: Tensor, source: Tensor, target: Tensor, block_table: T
     return None
 
 
+def _write_kv_fake(*args: object) -> None:
+    return None
+
+
+def _attend_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: object, **_: object) -> Tensor:
+    return q.new_empty(q.shape[1], q.shape[0], v_cache.shape[3]).transpose(0, 1)
+
+
+def _rope_write_fake(q: Tensor, *args: object) -> Tensor:
+    return q.new_empty(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
+
+
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _add_rms_norm_fake(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _act_and_mul_fake(gate_up: Tensor, activation: str) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
 def _grouped_mm_fake(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
@@ -120,4 +146,40 @@ grouped_mm = _define(
     "grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor",
     reference.grouped_mm_reference,
     _grouped_mm_fake,
+)
+# tree_attention in two: what follows rotary embedding directly, and the rest
+write_kv = _define(
+    "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q_start,"
+    " Tensor slot, Tensor block_table) -> ()",
+    reference.write_kv_reference,
+    _write_kv_fake,
+)
+attend = _define(
+    "attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor q_start, Tensor position,"
+    " Tensor slot, Tensor cache_len, Tensor? ancestors, Tensor block_table, *, float scale,"
+    " int window=0, int sink=0) -> Tensor",
+    reference.attend_reference,
+    _attend_fake,
+)
+rope_write = _define(
+    "rope_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache,"
+    " Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table) -> Tensor",
+    reference_fused.rope_write_reference,
+    _rope_write_fake,
+)
+rms_norm = _define(
+    "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> Tensor",
+    reference_fused.rms_norm_reference,
+    _rms_norm_fake,
+)
+add_rms_norm = _define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool unit_offset=False)"
+    " -> (Tensor, Tensor)",
+    reference_fused.add_rms_norm_reference,
+    _add_rms_norm_fake,
+)
+act_and_mul = _define(
+    "act_and_mul(Tensor gate_up, str activation) -> Tensor",
+    reference_fused.act_and_mul_reference,
+    _act_and_mul_fake,
 )

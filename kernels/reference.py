@@ -54,13 +54,71 @@ def tree_attention_reference(
         one piece; softmax and accumulation are in float32.
     Source: tree attention of SpecInfer, arXiv:2305.09781 §4.
     """
-    num_heads, num_tokens, head_dim = q.shape
-    num_kv_heads = k.shape[0]
-    group = num_heads // num_kv_heads
-    block_size = k_cache.shape[1]
+    write_kv_reference(k, v, k_cache, v_cache, q_start, slot, block_table)
+    return attend_reference(
+        q,
+        k_cache,
+        v_cache,
+        q_start,
+        position,
+        slot,
+        cache_len,
+        ancestors,
+        block_table,
+        scale=scale,
+        window=window,
+        sink=sink,
+    )
+
+
+def write_kv_reference(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> None:
+    """Write the in-flight K and V to the paged cache; arguments as of `tree_attention_reference`.
+
+    Dead tokens write nothing.
+    """
     flat_k = k_cache.view(-1, *k_cache.shape[2:])
     flat_v = v_cache.view(-1, *v_cache.shape[2:])
-    out = q.new_zeros(num_tokens, num_heads, v.shape[-1]).transpose(0, 1)
+    for b, (first, last) in enumerate(itertools.pairwise(q_start.tolist())):
+        slots = slot[first:last].long()
+        live = slots >= 0
+        rows = _cache_rows(block_table[b], slots[live], k_cache.shape[1])
+        flat_k[rows] = k[:, first:last][:, live].transpose(0, 1).to(flat_k.dtype)
+        flat_v[rows] = v[:, first:last][:, live].transpose(0, 1).to(flat_v.dtype)
+
+
+def attend_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    position: Tensor,
+    slot: Tensor,
+    cache_len: Tensor,
+    ancestors: Tensor | None,
+    block_table: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    sink: int = 0,
+) -> Tensor:
+    """Attend to prefix and tree ancestors, all of them in the cache by now.
+
+    Arguments and result are those of `tree_attention_reference`.
+    """
+    num_heads, num_tokens, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    flat_k = k_cache.view(-1, *k_cache.shape[2:])
+    flat_v = v_cache.view(-1, *v_cache.shape[2:])
+    out = q.new_zeros(num_tokens, num_heads, v_cache.shape[-1]).transpose(0, 1)
     starts = q_start.tolist()
     lens = cache_len.tolist()
     for b, (first, last) in enumerate(itertools.pairwise(starts)):
@@ -72,11 +130,7 @@ def tree_attention_reference(
         if length <= 0:
             continue
         columns = torch.arange(length, device=q.device)
-        rows = block_table[b].long()[columns // block_size] * block_size + columns % block_size
-        slots = slots.long()
-        flat_k[rows[slots[live]]] = k[:, first:last][:, live].transpose(0, 1).to(flat_k.dtype)
-        flat_v[rows[slots[live]]] = v[:, first:last][:, live].transpose(0, 1).to(flat_v.dtype)
-
+        rows = _cache_rows(block_table[b], columns, k_cache.shape[1])
         positions = position[first:last, None]
         if ancestors is None:
             allowed = columns <= positions  # [T, S]
@@ -260,3 +314,8 @@ def grouped_mm_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
             torch.mm(x[first:last], weight[expert], out=out[first:last])
         first = last
     return out
+
+
+def _cache_rows(blocks: Tensor, slots: Tensor, block_size: int) -> Tensor:
+    """Rows of the flat cache that slots of one sequence lie in."""
+    return blocks.long()[slots // block_size] * block_size + slots % block_size

@@ -14,6 +14,11 @@ os.environ["SPECC_BACKEND"] = "eager"
 import pytest
 import torch
 
+# before anything imports triton, which reads this once; ahead-of-time compiles get processes
+# of their own
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 torch.set_num_threads(1)
 
 SEED = 42

@@ -68,7 +68,7 @@ ARROWS = {
 # layer → packages besides the standard library
 PACKAGES = {
     "facts": {"torch", "safetensors", "tokenizers", "numpy"},
-    "kernels": {"torch"},
+    "kernels": {"torch", "triton"},
     "passes": {"torch", "transformers", "huggingface_hub", "tokenizers", "sympy"},
     "runtime": {"torch", "safetensors", "tokenizers"},
     "compiler": {"torch", "tokenizers"},
@@ -79,7 +79,8 @@ PACKAGES = {
 }
 # passes see operators, their oracles and what builds the C++ ones, never a Triton kernel
 KERNELS_FOR_PASSES = {
-    *("specc.kernels", "specc.kernels.ops", "specc.kernels.reference", "specc.kernels.native")
+    *("specc.kernels", "specc.kernels.ops", "specc.kernels.reference"),
+    *("specc.kernels.reference_fused", "specc.kernels.native"),
 }
 # the command line answers --help before anything heavy loads: in these files everything but the
 # standard library and the listed modules is imported inside functions

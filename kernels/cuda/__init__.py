@@ -1,0 +1,1 @@
+"""Triton kernels of the `specc::` operators, one file each."""
