@@ -272,21 +272,42 @@ def check_join_and_leave(zoo: Zoo, name: str, engine: Engine, plan: str, plain: 
 
 
 def check_bfloat16(zoo: Zoo, name: str, engine: Engine) -> None:
-    """As precise as the target alone: a mismatch needs a position where its rounding decides."""
+    """As precise as the target alone: a mismatch needs a position where its rounding decides.
+
+    Either its argmax changes with the width of the pass, or the two tokens are closer in exact
+    arithmetic than the target's own error there. The latter is for code that rounds elsewhere
+    than the target does: compiled code keeps float32 in fused loops.
+    """
     model = zoo.reference_model(name, dtype="bfloat16")
     exact = copy.deepcopy(model).float()
 
     def require_rounding_to_matter(prompt: Sequence[int], reference: Reference, tie: Tie) -> None:
         tokens = [*prompt, *reference.tokens[: tie.position]]
         choices = argmax_by_width(model, tokens) | argmax_by_width(exact, tokens)
-        assert len(choices) > 1, f"the target alone decides for {choices}: {tie}"
+        is_near = is_within_rounding(model, exact, tokens, tie.wanted, tie.found)
+        assert len(choices) > 1 or is_near, f"the target alone decides for {choices}: {tie}"
 
-    ties = 0
     for plan in ("off", "tree-3-2-1-1"):
         prompts, rule = models.prompts(), require_rounding_to_matter
         outcome = run_case(zoo, name, engine, plan, prompts, 32, rule, dtype="bfloat16")
-        ties += len(outcome.ties)
-    assert ties <= 5
+        # of 160 tokens; the plans meet the same ones
+        assert len(outcome.ties) <= 3
+
+
+@torch.inference_mode()
+def is_within_rounding(model: Any, exact: Any, tokens: list[int], one: int, other: int) -> bool:
+    """Whether the next tokens `one` and `other` are closer than the error of the rounded model.
+
+    Args:
+        model: in bfloat16.
+        exact: the same weights in float32.
+        tokens: prompt and output so far.
+        one: a token id.
+        other: another one.
+    """
+    ids = torch.tensor([tokens])
+    rounded, wanted = (m(ids, use_cache=False).logits[0, -1].float() for m in (model, exact))
+    return abs(float(wanted[one] - wanted[other])) < float((rounded - wanted).abs().max())
 
 
 @torch.inference_mode()
