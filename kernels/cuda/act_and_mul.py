@@ -1,0 +1,131 @@
+"""`act_and_mul` in one launch; its oracle is `specc.kernels.reference_fused`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.strided_rows import FLOATS, check, rows_of
+from specc.kernels.reference_fused import ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows and columns of a program, and its warps."""
+
+    block_r: int
+    block_i: int
+    num_warps: int
+
+
+# 8 elements a thread; narrow layers, as of experts, share a program
+_CONFIGS = {block_i: Config(1024 // block_i, block_i, 4) for block_i in (64, 128, 256, 512, 1024)}
+
+
+def config(size: int) -> Config:
+    """Launch parameters for results of `size` columns, on every device and for every dtype."""
+    return _CONFIGS[min(1024, max(64, triton.next_power_of_2(size)))]
+
+
+def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """See `act_and_mul_reference`."""
+    columns = gate_up.shape[-1] if gate_up.dim() else 0
+    check(
+        columns > 0 and columns % 2 == 0,
+        "act_and_mul",
+        f"gate_up {list(gate_up.shape)}",
+        "[..., 2 I], a gate beside as many columns to multiply",
+    )
+    check(gate_up.dtype in FLOATS, "act_and_mul", f"{gate_up.dtype}", "float32, bfloat16, float16")
+    check(activation in ACTIVATIONS, "act_and_mul", activation, f"one of {', '.join(ACTIVATIONS)}")
+    size = columns // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
+    if out.numel():
+        _launch(gate_up, out, activation)
+    return out
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """Every configuration and activation; the same for all capabilities."""
+    for dtype in FLOATS:
+        pointer = f"*{TYPE_NAMES[dtype]}"
+        for item in _CONFIGS.values():
+            for activation in ACTIVATIONS:
+                yield Shipped(
+                    name=f"{pointer[1:]}-{activation}-i{item.block_i}",
+                    kernel=_act_and_mul_kernel,
+                    signature=dict.fromkeys(("gate_up", "out"), pointer)
+                    | dict.fromkeys(("num_rows", "num_inner", "size", "outer", "inner"), "i32"),
+                    constexprs={
+                        "ACTIVATION": activation,
+                        "BLOCK_R": item.block_r,
+                        "BLOCK_I": item.block_i,
+                    },
+                    num_warps=item.num_warps,
+                    num_stages=1,
+                    divisible=("gate_up", "out", "size", "outer", "inner"),
+                )
+
+
+def _launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
+    size = out.shape[-1]
+    rows, item = rows_of(gate_up), config(size)
+    grid = (triton.cdiv(rows.num_rows, item.block_r), triton.cdiv(size, item.block_i))
+    _act_and_mul_kernel[grid](
+        rows.tensors[0],
+        out,
+        rows.num_rows,
+        rows.num_inner,
+        size,
+        *rows.strides[0],
+        ACTIVATION=activation,
+        BLOCK_R=item.block_r,
+        BLOCK_I=item.block_i,
+        num_warps=item.num_warps,
+        num_stages=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_inner"])
+def _act_and_mul_kernel(
+    gate_up,
+    out,
+    num_rows,
+    num_inner,
+    size,
+    outer,
+    inner,
+    ACTIVATION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    m_ri = (o_r < num_rows)[:, None] & (o_i < size)[None, :]  # [BR, BI]
+    o_row = (o_r // num_inner) * outer + (o_r % num_inner) * inner
+    p_gate = gate_up + o_row[:, None] + o_i[None, :]
+    b_gate = tl.load(p_gate, mask=m_ri, other=0.0).to(tl.float32)
+    b_up = tl.load(p_gate + size, mask=m_ri, other=0.0).to(tl.float32)
+    b_out = _activate(b_gate, ACTIVATION) * b_up
+    tl.store(out + o_r[:, None] * size + o_i[None, :], b_out.to(out.dtype.element_ty), mask=m_ri)
+
+
+@triton.jit
+def _activate(b_x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        b_y = b_x / (1.0 + tl.exp(-b_x))
+    elif ACTIVATION == "gelu":
+        b_y = 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is the logistic function of 2u: no cancellation, and no tanh in Triton
+        b_u = 0.7978845608028654 * (b_x + 0.044715 * b_x * b_x * b_x)
+        b_y = b_x / (1.0 + tl.exp(-2.0 * b_u))
+    else:
+        # a comparison, since a maximum would lose NaN
+        b_y = tl.where(b_x < 0.0, 0.0, b_x)
+    return b_y

@@ -1,0 +1,277 @@
+"""`specc::attend`: flash decoding over a paged cache, for trees, plain decoding and prefill chunks.
+
+One program takes a tile of packed rows of one sequence and KV head (its tokens × the query heads
+that share the KV head) and one split of the keys; a second kernel merges the splits. The host
+knows shapes only: which sequence a tile belongs to, how long it is and how many splits it is
+worth are found on the device, and programs without work return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+from torch import Tensor
+
+from specc.kernels.cuda.attend_config import choose_splits, config, machine
+from specc.kernels.cuda.attend_kernels import attend_kernel, merge_splits_kernel
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.tree import WORD_BITS
+
+MAX_HEAD_DIM = 256
+# a window that cuts nothing
+NO_WINDOW = 1 << 30
+# (rows of a program, splits of a step): few rows leave the machine empty unless each has a program
+_MERGE_FEW, _MERGE_MANY = (1, 32), (8, 4)
+_MERGE_WARPS = 4
+# sequences, or tokens, that one step of a search looks at
+_SEARCH = 256
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    position: Tensor,
+    slot: Tensor,
+    cache_len: Tensor,
+    ancestors: Tensor | None,
+    block_table: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    sink: int = 0,
+    num_splits: int | None = None,
+) -> Tensor:
+    """Attend to prefix and tree ancestors in the cache; see `attend_reference`.
+
+    `num_splits` is the number of splits of the keys; None chooses by shapes and device.
+    """
+    _check(q, k_cache, v_cache, q_start, position, slot, cache_len, ancestors, block_table)
+    num_heads, num_tokens, head_dim = q.shape
+    num_blocks, block_size, num_kv_heads, value_dim = v_cache.shape
+    num_seqs, num_pages = block_table.shape
+    out = q.new_empty(num_tokens, num_heads, value_dim)
+    if num_tokens == 0 or num_seqs == 0:
+        return out.zero_().transpose(0, 1)
+
+    capability, num_sms = machine(q.device)
+    group = num_heads // num_kv_heads
+    rows = triton.cdiv(num_tokens, num_seqs) * group
+    c = config(q.dtype, max(head_dim, value_dim), rows, capability)
+    if num_splits is None:
+        num_programs = num_seqs * triton.cdiv(rows, c.block_m) * num_kv_heads
+        max_splits = triton.cdiv(num_pages * block_size, c.block_n) // c.min_blocks
+        num_splits = choose_splits(num_programs, c.programs_per_sm * num_sms, max_splits)
+    is_split = num_splits > 1
+    partial = lse = out
+    if is_split:
+        lse = q.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
+        partial = q.new_empty(num_splits, num_tokens, num_heads, value_dim, dtype=torch.float32)
+    # a key block crosses no page if pages are whole key blocks, or there is only one
+    has_whole_blocks = num_pages == 1 or block_size % c.block_n == 0
+    num_tiles = num_tokens * group // c.block_m + num_seqs
+    attend_kernel[(num_tiles, num_kv_heads, num_splits)](
+        *(q, k_cache, v_cache, out, partial, lse),
+        *(q_start, position, slot, cache_len),
+        q_start if ancestors is None else ancestors,
+        *(block_table, scale, window or NO_WINDOW, sink),
+        *(num_tokens, num_seqs, num_heads, group),
+        0 if ancestors is None else ancestors.shape[1],
+        *(num_blocks, num_pages, block_size, num_splits),
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_table.stride(0),
+        0 if ancestors is None else ancestors.stride(0),
+        D=head_dim,
+        DV=value_dim,
+        BD=_padded(head_dim),
+        BDV=_padded(value_dim),
+        BM=c.block_m,
+        BN=c.block_n,
+        BC=_columns(q.dtype, head_dim),
+        BB=_SEARCH,
+        MIN_BLOCKS=c.min_blocks,
+        PAGE=0 if has_whole_blocks else block_size,
+        IS_TREE=ancestors is not None,
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+    )
+    if is_split:
+        num_rows = num_tokens * num_heads
+        block_r, block_s = _MERGE_FEW if num_rows <= 4 * num_sms else _MERGE_MANY
+        merge_splits_kernel[(triton.cdiv(num_rows, block_r),)](
+            *(out, partial, lse, num_rows, num_splits),
+            DV=value_dim,
+            BDV=_padded(value_dim),
+            BR=block_r,
+            BS=block_s,
+            num_warps=_MERGE_WARPS,
+        )
+    return out.transpose(0, 1)
+
+
+def _padded(size: int) -> int:
+    """Columns of a tile: a power of two, and what tensor cores take at least."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def _columns(dtype: torch.dtype, head_dim: int) -> int:
+    """Columns of keys that one product takes."""
+    padded = _padded(head_dim)
+    return min(32, padded) if dtype == torch.float32 else padded
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    position: Tensor,
+    slot: Tensor,
+    cache_len: Tensor,
+    ancestors: Tensor | None,
+    block_table: Tensor,
+) -> None:
+    """Refuse what the kernel would misread."""
+    if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype not in _DTYPES:
+        raise ValueError(
+            f"attend: found q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype};"
+            f" needed one dtype of {', '.join(map(str, _DTYPES))}"
+        )
+    num_heads, num_tokens, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    if k_cache.shape[3] != head_dim or v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            f"attend: found q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache"
+            f" {tuple(v_cache.shape)}; needed [H, Nt, D], [blocks, block_size, HK, D] and"
+            " [blocks, block_size, HK, DV]"
+        )
+    for size in (head_dim, v_cache.shape[3]):
+        if size % 8 or not 0 < size <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"attend: found head size {size}; needed a multiple of 8 up to {MAX_HEAD_DIM}"
+            )
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"attend: found {num_heads} query heads on {num_kv_heads} KV heads; needed a multiple"
+        )
+    num_seqs = block_table.shape[0]
+    if q_start.shape != (num_seqs + 1,) or cache_len.shape != (num_seqs,):
+        raise ValueError(
+            f"attend: found q_start {tuple(q_start.shape)}, cache_len {tuple(cache_len.shape)},"
+            f" block_table {tuple(block_table.shape)}; needed [B + 1], [B] and [B, n]"
+        )
+    if position.shape != (num_tokens,) or slot.shape != (num_tokens,):
+        raise ValueError(
+            f"attend: found position {tuple(position.shape)} and slot {tuple(slot.shape)};"
+            f" needed [{num_tokens}]"
+        )
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
+    tensors |= {"q_start": q_start, "position": position, "slot": slot, "cache_len": cache_len}
+    if ancestors is not None:
+        tensors["ancestors"] = ancestors
+        if ancestors.dtype != torch.int64 or ancestors.shape[0] != num_tokens:
+            raise ValueError(
+                f"attend: found ancestors {ancestors.dtype} {tuple(ancestors.shape)};"
+                f" needed int64 [{num_tokens}, W]"
+            )
+        num_nodes = ancestors.shape[1] * WORD_BITS
+        if num_tokens > num_seqs * num_nodes:
+            raise ValueError(
+                f"attend: found {num_tokens} tokens of {num_seqs} sequences and words for"
+                f" {num_nodes} nodes of each; needed a bit for every node"
+            )
+    for name, tensor in tensors.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"attend: found strides {tensor.stride()} of {name}; needed 1 in the last dimension"
+            )
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# what engines are built with: dense rows or pages of whole key blocks, and pages of 16 rows
+_SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)
+_SHIPPED_PAGES = (0, 16)
+_POINTERS: tuple[str, ...] = (
+    "q",
+    "k_cache",
+    "v_cache",
+    "out",
+    "partial",
+    "lse",
+    "q_start",
+    "position",
+    "slot",
+)
+_POINTERS += ("cache_len", "ancestors", "block_table")
+_DIVISIBLE_STRIDES: tuple[str, ...] = (
+    "stride_qh",
+    "stride_qt",
+    "stride_kb",
+    "stride_ks",
+    "stride_kh",
+)
+_DIVISIBLE_STRIDES += ("stride_vb", "stride_vs", "stride_vh")
+_INTEGERS: tuple[str, ...] = (
+    "window",
+    "sink",
+    "num_tokens",
+    "num_seqs",
+    "num_heads",
+    "group",
+    "num_words",
+)
+_INTEGERS += ("num_blocks", "num_pages", "block_size", "num_splits", "stride_table")
+_INTEGERS += ("stride_words", *_DIVISIBLE_STRIDES)
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """Every configuration of both kernels that engines launch on a capability."""
+    for dtype in _DTYPES:
+        name = TYPE_NAMES[dtype]
+        tensors = {"q": name, "k_cache": name, "v_cache": name, "out": name, "position": "i64"}
+        tensors |= {"partial": "fp32", "lse": "fp32", "ancestors": "i64"}
+        signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _POINTERS}
+        signature |= {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")}
+        for head_dim in _SHIPPED_HEAD_DIMS:
+            yield from _shipped_merges(name, head_dim)
+            configs = {config(dtype, head_dim, rows, capability) for rows in (1, 64, 4096)}
+            for c in sorted(configs, key=lambda c: c.block_m):
+                for page in _SHIPPED_PAGES:
+                    for is_tree in (True, False):
+                        mode = "tree" if is_tree else "causal"
+                        yield Shipped(
+                            f"attend-{name}-d{head_dim}-rows{c.block_m}-page{page}-{mode}",
+                            attend_kernel,
+                            signature,
+                            {
+                                **{"D": head_dim, "DV": head_dim},
+                                **{"BD": _padded(head_dim), "BDV": _padded(head_dim)},
+                                **{"BM": c.block_m, "BN": c.block_n, "BB": _SEARCH},
+                                "BC": _columns(dtype, head_dim),
+                                **{"MIN_BLOCKS": c.min_blocks, "PAGE": page, "IS_TREE": is_tree},
+                            },
+                            c.num_warps,
+                            c.num_stages,
+                            (*_POINTERS, *_DIVISIBLE_STRIDES),
+                        )
+
+
+def _shipped_merges(name: str, head_dim: int) -> Iterator[Shipped]:
+    signature = {"out": f"*{name}", "partial": "*fp32", "lse": "*fp32"}
+    signature |= {"num_rows": "i32", "num_splits": "i32"}
+    for block_r, block_s in (_MERGE_FEW, _MERGE_MANY):
+        sizes = {"DV": head_dim, "BDV": _padded(head_dim), "BR": block_r, "BS": block_s}
+        yield Shipped(
+            f"merge_splits-{name}-d{head_dim}-rows{block_r}",
+            merge_splits_kernel,
+            signature,
+            sizes,
+            _MERGE_WARPS,
+            3,
+            ("out", "partial", "lse"),
+        )

@@ -1,0 +1,87 @@
+"""Make the Triton kernels the implementations of the `specc::` operators on a device.
+
+`specc.kernels.ops` gives every operator its oracle, whatever the device; an implementation that is
+registered for a device's own dispatch key comes before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specc.kernels import ops as _ops  # noqa: F401  defines the operators
+from specc.kernels.cuda.accept_greedy import accept_greedy
+from specc.kernels.cuda.act_and_mul import act_and_mul
+from specc.kernels.cuda.attend import attend
+from specc.kernels.cuda.commit_kv import commit_kv
+from specc.kernels.cuda.rms_norm import add_rms_norm, rms_norm
+from specc.kernels.cuda.rope_write import rope_write
+from specc.kernels.cuda.rows import commit_rows, next_tokens, tree_rows
+from specc.kernels.cuda.tree_expand import tree_expand
+from specc.kernels.cuda.write_kv import write_kv
+
+
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    position: Tensor,
+    slot: Tensor,
+    cache_len: Tensor,
+    ancestors: Tensor | None,
+    block_table: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    sink: int = 0,
+) -> Tensor:
+    """`specc::tree_attention` of graphs that no pass has split: two launches and more."""
+    write_kv(k, v, k_cache, v_cache, q_start, slot, block_table)
+    return attend(
+        q,
+        k_cache,
+        v_cache,
+        q_start,
+        position,
+        slot,
+        cache_len,
+        ancestors,
+        block_table,
+        scale=scale,
+        window=window,
+        sink=sink,
+    )
+
+
+KERNELS: dict[str, Callable] = {
+    kernel.__name__: kernel
+    for kernel in (
+        *(accept_greedy, act_and_mul, add_rms_norm, attend, commit_kv, commit_rows, next_tokens),
+        *(rms_norm, rope_write, tree_attention, tree_expand, tree_rows, write_kv),
+    )
+}
+_registered: dict[str, torch.library.Library] = {}
+
+
+def register(dispatch_key: str = "CUDA") -> None:
+    """Use the kernels for tensors of this dispatch key, from now on.
+
+    Args:
+        dispatch_key: `CUDA`; `CPU` only where Triton interprets, for tests.
+    """
+    if dispatch_key in _registered:
+        return
+    library = torch.library.Library("specc", "IMPL")
+    for name, kernel in KERNELS.items():
+        library.impl(name, kernel, dispatch_key)
+    _registered[dispatch_key] = library
+
+
+def unregister(dispatch_key: str) -> None:
+    """Go back to the oracles."""
+    _registered.pop(dispatch_key)._destroy()

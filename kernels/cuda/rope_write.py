@@ -1,0 +1,247 @@
+"""`specc::rope_write`: rotary embedding of q and k, and the cache write of k and v, one launch.
+
+Programs of the first head groups rotate queries; those behind rotate keys and write keys and
+values to the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.write_kv import DTYPES, SEARCH, cache_rows, check_cache
+
+_NOT_SPECIALIZED: tuple[str, ...] = (
+    "num_tokens",
+    "num_seqs",
+    "num_heads",
+    "num_kv_heads",
+    "num_blocks",
+)
+_NOT_SPECIALIZED += ("num_pages", "block_size", "stride_table")
+
+
+@triton.jit
+def _rotate_heads(
+    p_x, p_y, p_cos, p_sin, m_x, m_t, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    BREST: tl.constexpr,
+):  # fmt: skip
+    """Rotate heads at p_x [BT, BH, 1] into p_y; p_cos and p_sin are of [BT, 1, 1]."""
+    HALF: tl.constexpr = R // 2
+    o_r = tl.arange(0, BR)[None, None, :]
+    m_r = o_r < HALF
+    b_cos = tl.load(p_cos + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)  # [BT, 1, BR]
+    b_sin = tl.load(p_sin + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)
+    b_cos2 = tl.load(p_cos + HALF + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)
+    b_sin2 = tl.load(p_sin + HALF + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)
+    b_x = tl.load(p_x + o_r, mask=m_x & m_r, other=0.0).to(tl.float32)  # [BT, BH, BR]
+    b_x2 = tl.load(p_x + HALF + o_r, mask=m_x & m_r, other=0.0).to(tl.float32)
+    # rounded to the dtype of the activations first, whatever the cache has
+    b_y = (b_x * b_cos - b_x2 * b_sin).to(p_x.dtype.element_ty)
+    b_y2 = (b_x2 * b_cos2 + b_x * b_sin2).to(p_x.dtype.element_ty)
+    tl.store(p_y + o_r, b_y.to(p_y.dtype.element_ty), mask=m_x & m_r)
+    tl.store(p_y + HALF + o_r, b_y2.to(p_y.dtype.element_ty), mask=m_x & m_r)
+    if D > R:
+        o_d = R + tl.arange(0, BREST)[None, None, :]
+        b_rest = tl.load(p_x + o_d, mask=m_x & (o_d < D), other=0.0)
+        tl.store(p_y + o_d, b_rest.to(p_y.dtype.element_ty), mask=m_x & (o_d < D))
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def _rope_write_kernel(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    q_start,
+    slot,
+    block_table,
+    out,
+    num_tokens,
+    num_seqs,
+    num_heads,
+    num_kv_heads,
+    num_blocks,
+    num_pages,
+    block_size,
+    stride_qh,
+    stride_qt,
+    stride_kh,
+    stride_kt,
+    stride_vh,
+    stride_vt,
+    stride_cos,
+    stride_sin,
+    stride_kcb,
+    stride_kcs,
+    stride_kch,
+    stride_vcb,
+    stride_vcs,
+    stride_vch,
+    stride_table,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    R: tl.constexpr,
+    BR: tl.constexpr,
+    BREST: tl.constexpr,
+    BDV: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    BB: tl.constexpr,
+):
+    o_t = tl.program_id(0) * BT + tl.arange(0, BT)
+    i_group = tl.program_id(1)
+    num_query_groups = (num_heads + BH - 1) // BH
+    m_t = o_t < num_tokens
+    o_t3 = o_t.to(tl.int64)[:, None, None]  # [BT, 1, 1]
+    p_cos = cos + o_t3 * stride_cos
+    p_sin = sin + o_t3 * stride_sin
+
+    if i_group < num_query_groups:
+        o_h = (i_group * BH + tl.arange(0, BH))[None, :, None].to(tl.int64)  # [1, BH, 1]
+        m_q = m_t[:, None, None] & (o_h < num_heads)
+        p_q = q + o_t3 * stride_qt + o_h * stride_qh  # [BT, BH, 1]
+        p_out = out + (o_t3 * num_heads + o_h) * D
+        _rotate_heads(p_q, p_out, p_cos, p_sin, m_q, m_t[:, None, None], D, R, BR, BREST)
+    else:
+        i_group -= num_query_groups
+        o_h = (i_group * BH + tl.arange(0, BH))[None, :, None].to(tl.int64)
+        b_block, b_row, m_live = cache_rows(
+            *(q_start, slot, block_table, o_t, m_t, num_seqs, num_blocks, num_pages),
+            *(block_size, stride_table, BB),
+        )
+        b_block = b_block[:, None, None]
+        b_row = b_row[:, None, None]
+        m_live = m_live[:, None, None]
+        m_k = m_live & (o_h < num_kv_heads)
+        p_k = k + o_t3 * stride_kt + o_h * stride_kh
+        p_kc = k_cache + b_block * stride_kcb + b_row * stride_kcs + o_h * stride_kch
+        _rotate_heads(p_k, p_kc, p_cos, p_sin, m_k, m_live, D, R, BR, BREST)
+        o_dv = tl.arange(0, BDV)[None, None, :]
+        m_v = m_k & (o_dv < DV)
+        b_v = tl.load(v + o_t3 * stride_vt + o_h * stride_vh + o_dv, mask=m_v, other=0.0)
+        p_vc = v_cache + b_block * stride_vcb + b_row * stride_vcs + o_h * stride_vch + o_dv
+        tl.store(p_vc, b_v.to(v_cache.dtype.element_ty), mask=m_v)
+
+
+def config(num_tokens: int) -> tuple[int, int, int]:
+    """Tokens and heads of a program, and its warps: few tokens spread over more programs."""
+    return (1, 4, 4) if num_tokens <= 64 else (4, 4, 4)
+
+
+def rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """Rotate q and k and write k and v to the cache; see `rope_write_reference`."""
+    check_cache("rope_write", k, v, k_cache, v_cache, q_start, slot, block_table)
+    _check_rotation(q, k, cos, sin)
+    num_heads, num_tokens, head_dim = q.shape
+    num_kv_heads = k.shape[0]
+    num_blocks, block_size, _, value_dim = v_cache.shape
+    num_seqs, num_pages = block_table.shape
+    out = q.new_empty(num_tokens, num_heads, head_dim)
+    if num_tokens == 0:
+        return out.transpose(0, 1)
+    size = cos.shape[1]
+    block_t, block_h, num_warps = config(num_tokens)
+    num_groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
+    _rope_write_kernel[(triton.cdiv(num_tokens, block_t), num_groups)](
+        *(q, k, v, cos, sin, k_cache, v_cache, q_start, slot, block_table, out),
+        *(num_tokens, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages, block_size),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0)),
+        *(*k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0)),
+        **_sizes(head_dim, value_dim, size),
+        BT=block_t,
+        BH=block_h,
+        BB=SEARCH,
+        num_warps=num_warps,
+    )
+    return out.transpose(0, 1)
+
+
+def _sizes(head_dim: int, value_dim: int, size: int) -> dict[str, int]:
+    sizes = {"D": head_dim, "DV": value_dim, "R": size, "BDV": triton.next_power_of_2(value_dim)}
+    rest = triton.next_power_of_2(head_dim - size) if head_dim > size else 1
+    return {**sizes, "BR": triton.next_power_of_2(size // 2), "BREST": rest}
+
+
+def _check_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    num_tokens, head_dim = q.shape[1:]
+    if k.shape[1:] != q.shape[1:] or q.dtype not in DTYPES:
+        raise ValueError(
+            f"rope_write: found q {q.dtype} {tuple(q.shape)} and k {tuple(k.shape)};"
+            f" needed [H, Nt, D] and [HK, Nt, D] of {', '.join(map(str, DTYPES))}"
+        )
+    size = cos.shape[-1]
+    is_valid = cos.shape == sin.shape == (num_tokens, size) and 0 < size <= head_dim
+    if not is_valid or size % 2:
+        raise ValueError(
+            f"rope_write: found cos {tuple(cos.shape)} and sin {tuple(sin.shape)};"
+            f" needed [{num_tokens}, R], R even and at most {head_dim}"
+        )
+    for label, tensor in {"q": q, "cos": cos, "sin": sin}.items():
+        if tensor.dtype not in DTYPES or tensor.stride(-1) != 1:
+            raise ValueError(
+                f"rope_write: found {label} {tensor.dtype} of strides {tensor.stride()};"
+                f" needed {', '.join(map(str, DTYPES))}, and 1 in the last dimension"
+            )
+
+
+# (head size, rotated elements): whole heads, and the partial rotation of a quarter and a half
+_SHIPPED_SIZES: tuple[tuple[int, int], ...] = (
+    (64, 64),
+    (64, 16),
+    (80, 80),
+    (80, 32),
+    (96, 96),
+    (128, 128),
+    (128, 64),
+)
+_SHIPPED_SIZES += ((256, 256), (256, 64))
+_STRIDES: tuple[str, ...] = (
+    "stride_qh",
+    "stride_qt",
+    "stride_kh",
+    "stride_kt",
+    "stride_vh",
+    "stride_vt",
+)
+_STRIDES += ("stride_cos", "stride_sin", "stride_kcb", "stride_kcs", "stride_kch")
+_STRIDES += ("stride_vcb", "stride_vcs", "stride_vch")
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """Every configuration that engines launch on a capability."""
+    del capability
+    tensors = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "out")
+    for dtype in DTYPES:
+        pointers = dict.fromkeys(tensors, f"*{TYPE_NAMES[dtype]}")
+        pointers |= dict.fromkeys(("q_start", "slot", "block_table"), "*i32")
+        for head_dim, size in _SHIPPED_SIZES:
+            for block_t, block_h, num_warps in (config(1), config(512)):
+                blocks = {"BT": block_t, "BH": block_h, "BB": SEARCH}
+                yield Shipped(
+                    f"rope_write-{TYPE_NAMES[dtype]}-d{head_dim}-r{size}-tokens{block_t}",
+                    _rope_write_kernel,
+                    {**pointers, **dict.fromkeys((*_NOT_SPECIALIZED, *_STRIDES), "i32")},
+                    {**_sizes(head_dim, head_dim, size), **blocks},
+                    num_warps,
+                    3,
+                    (*pointers, *_STRIDES),
+                )

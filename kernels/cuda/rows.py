@@ -1,0 +1,239 @@
+"""`specc::tree_rows`, `commit_rows` and `next_tokens`, one launch each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specc.kernels.cuda.shipped import Shipped
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["count"])
+def tree_rows_kernel(
+    cache_len,
+    nodes,
+    depths,
+    slot,
+    position,
+    len_stride,
+    node_stride,
+    depth_stride,
+    num_nodes,
+    count,
+    BLOCK: tl.constexpr,
+):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = o < count
+    o_b = (o // num_nodes).to(tl.int64)
+    o_n = (o % num_nodes).to(tl.int64)
+    b_len = tl.load(cache_len + o_b * len_stride, mask=m, other=0)
+    b_node = tl.load(nodes + o_n * node_stride, mask=m, other=0)
+    b_depth = tl.load(depths + o_n * depth_stride, mask=m, other=0)
+    tl.store(slot + o, b_len + b_node, mask=m)
+    tl.store(position + o, tl.maximum(b_len + b_depth, 0).to(tl.int64), mask=m)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def commit_rows_kernel(
+    path,
+    cache_len,
+    has_row,
+    source,
+    length,
+    path_stride,
+    len_stride,
+    has_stride,
+    num_nodes,
+    width,
+    batch,
+    BB: tl.constexpr,
+    BP: tl.constexpr,
+):
+    o_b = (tl.program_id(0) * BB + tl.arange(0, BB)).to(tl.int64)
+    m_b = o_b < batch
+    o_p = tl.arange(0, BP)
+    m = m_b[:, None] & (o_p < width)[None, :]  # [BB, BP]
+    b_path = tl.load(path + o_b[:, None] * path_stride + o_p[None, :], mask=m, other=-1)
+    m_node = (b_path >= 0) & (b_path < num_nodes)
+    b_has = tl.load(has_row + b_path.to(tl.int64) * has_stride, mask=m_node, other=0)
+    b_len = tl.load(cache_len + o_b * len_stride, mask=m_b, other=0)
+    m_kept = b_has != 0
+    b_source = tl.where(m_kept, b_path + b_len[:, None], -1)
+    tl.store(source + o_b[:, None] * width + o_p[None, :], b_source, mask=m)
+    tl.store(length + o_b, b_len + tl.sum(m_kept.to(tl.int32), 1), mask=m_b)
+
+
+@triton.jit(do_not_specialize=["count"])
+def next_tokens_kernel(
+    last_tokens,
+    output_tokens,
+    num_accepted,
+    out,
+    last_stride,
+    output_stride,
+    accepted_stride,
+    width,
+    count,
+    BLOCK: tl.constexpr,
+):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = o < count
+    o_b = (o // 2).to(tl.int64)
+    # place in the accepted run; the one in front of its first is the last token before it
+    b_place = tl.load(num_accepted + o_b * accepted_stride, mask=m, other=0) + o % 2 - 1
+    p_output = output_tokens + o_b * output_stride + b_place
+    b_run = tl.load(p_output, mask=m & (b_place >= 0) & (b_place < width), other=-1)
+    b_last = tl.load(last_tokens + o_b * last_stride + 1, mask=m & (b_place == -1), other=-1)
+    tl.store(out + o, tl.where(b_place == -1, b_last, b_run), mask=m)
+
+
+def config(width: int) -> dict[str, int]:
+    """Sequences and path nodes of a program of `commit_rows`."""
+    block_p = triton.next_power_of_2(width)
+    return {"BB": max(1, BLOCK // block_p), "BP": block_p}
+
+
+def tree_rows(cache_len: Tensor, nodes: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+    _check_integers("tree_rows", cache_len=(cache_len, 1), nodes=(nodes, 1), depths=(depths, 1))
+    if nodes.shape != depths.shape:
+        raise ValueError(
+            f"tree_rows: found {len(nodes)} nodes and {len(depths)} depths; needed as many of both"
+        )
+    count = len(cache_len) * len(nodes)
+    slot = torch.empty(count, dtype=torch.int32, device=cache_len.device)
+    position = torch.empty(count, dtype=torch.int64, device=cache_len.device)
+    if count:
+        tree_rows_kernel[(triton.cdiv(count, BLOCK),)](
+            cache_len,
+            nodes,
+            depths,
+            slot,
+            position,
+            cache_len.stride(0),
+            nodes.stride(0),
+            depths.stride(0),
+            len(nodes),
+            count,
+            BLOCK=BLOCK,
+        )
+    return slot, position
+
+
+def commit_rows(path: Tensor, cache_len: Tensor, has_row: Tensor) -> tuple[Tensor, Tensor]:
+    _check_integers("commit_rows", path=(path, 2), cache_len=(cache_len, 1), has_row=(has_row, 1))
+    batch, width = path.shape
+    if len(cache_len) != batch or not 1 <= width <= BLOCK or (width > 1 and path.stride(1) != 1):
+        raise ValueError(
+            f"commit_rows: found path {list(path.shape)} of strides {path.stride()} and"
+            f" {len(cache_len)} lengths; needed [B, 1 … {BLOCK}], rows of one piece, and B"
+        )
+    source = torch.empty(batch, width, dtype=torch.int32, device=path.device)
+    length = torch.empty(batch, dtype=torch.int32, device=path.device)
+    if batch:
+        sizes = config(width)
+        commit_rows_kernel[(triton.cdiv(batch, sizes["BB"]),)](
+            path,
+            cache_len,
+            has_row,
+            source,
+            length,
+            path.stride(0),
+            cache_len.stride(0),
+            has_row.stride(0),
+            len(has_row),
+            width,
+            batch,
+            BB=sizes["BB"],
+            BP=sizes["BP"],
+        )
+    return source, length
+
+
+def next_tokens(last_tokens: Tensor, output_tokens: Tensor, num_accepted: Tensor) -> Tensor:
+    _check_integers("next_tokens", num_accepted=(num_accepted, 1))
+    batch = len(num_accepted)
+    for name, tensor in (("last_tokens", last_tokens), ("output_tokens", output_tokens)):
+        is_dense = tensor.dim() == 2 and (tensor.shape[1] == 1 or tensor.stride(1) == 1)
+        if not is_dense or tensor.dtype != torch.int64 or len(tensor) != batch:
+            raise ValueError(
+                f"next_tokens: found {name} {list(tensor.shape)} of {tensor.dtype}, strides"
+                f" {tensor.stride()}; needed [{batch}, any] of int64, rows of one piece"
+            )
+    if last_tokens.shape[1] != 2:
+        raise ValueError(f"next_tokens: found last_tokens {list(last_tokens.shape)}; needed [B, 2]")
+    out = torch.empty(batch, 2, dtype=torch.int64, device=last_tokens.device)
+    if batch:
+        next_tokens_kernel[(triton.cdiv(batch * 2, BLOCK),)](
+            last_tokens,
+            output_tokens,
+            num_accepted,
+            out,
+            last_tokens.stride(0),
+            output_tokens.stride(0),
+            num_accepted.stride(0),
+            output_tokens.shape[1],
+            batch * 2,
+            BLOCK=BLOCK,
+        )
+    return out
+
+
+def _check_integers(operator: str, **tensors: tuple[Tensor, int]) -> None:
+    for name, (tensor, dim) in tensors.items():
+        if tensor.dim() != dim or tensor.dtype != torch.int32:
+            raise ValueError(
+                f"{operator}: found {name} {list(tensor.shape)} of {tensor.dtype};"
+                f" needed {dim} dimension{'s' * (dim > 1)} of int32"
+            )
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """The same for every compute capability: a few integers."""
+    yield Shipped(
+        name="tree_rows",
+        kernel=tree_rows_kernel,
+        signature={
+            **dict.fromkeys(("cache_len", "nodes", "depths", "slot"), "*i32"),
+            "position": "*i64",
+            **dict.fromkeys(("len_stride", "node_stride", "depth_stride"), "i32"),
+            **dict.fromkeys(("num_nodes", "count"), "i32"),
+        },
+        constexprs={"BLOCK": BLOCK},
+        num_warps=4,
+        num_stages=3,
+        divisible=("cache_len", "nodes", "depths", "slot", "position"),
+    )
+    for width in (1, 8, 64, 1024):
+        yield Shipped(
+            name=f"commit_rows-width{width}",
+            kernel=commit_rows_kernel,
+            signature={
+                **dict.fromkeys(("path", "cache_len", "has_row", "source", "length"), "*i32"),
+                **dict.fromkeys(("path_stride", "len_stride", "has_stride"), "i32"),
+                **dict.fromkeys(("num_nodes", "width", "batch"), "i32"),
+            },
+            constexprs=config(width),
+            num_warps=4,
+            num_stages=3,
+            divisible=("path", "cache_len", "has_row", "source", "length"),
+        )
+    yield Shipped(
+        name="next_tokens",
+        kernel=next_tokens_kernel,
+        signature={
+            **dict.fromkeys(("last_tokens", "output_tokens", "out"), "*i64"),
+            "num_accepted": "*i32",
+            **dict.fromkeys(("last_stride", "output_stride", "accepted_stride"), "i32"),
+            **dict.fromkeys(("width", "count"), "i32"),
+        },
+        constexprs={"BLOCK": BLOCK},
+        num_warps=4,
+        num_stages=3,
+        divisible=("last_tokens", "output_tokens", "num_accepted", "out"),
+    )

@@ -1,0 +1,74 @@
+"""One compiled configuration of a Triton kernel, as data.
+
+Every file of this package lists its own in `shipped(capability)`: what an engine may launch on a
+device of that compute capability (80, 90, 100, 120). A process without a GPU compiles them ahead
+of time and looks at registers, spills and shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+CAPABILITIES = (80, 90, 100, 120)
+# dtype of a tensor → name of the type in a kernel's signature
+TYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+# alignment of tensors from torch's allocator, and what Triton specializes integers on
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A configuration of a kernel that ships.
+
+    Args:
+        name: unique in its file, for tables: "bf16-d128-rows16".
+        kernel: the jitted function.
+        signature: argument → type ("*bf16", "i32", "fp32"), for all that are not constexprs.
+        constexprs: argument → value; None for an absent pointer.
+        num_warps: warps of a program.
+        num_stages: stages of its software pipeline.
+        divisible: arguments that are multiples of 16 (pointers: aligned to 16 bytes).
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    divisible: Iterable[str] = field(default=())
+
+    @property
+    def attrs(self) -> dict[tuple[int, ...], list[list[Any]]]:
+        """Divisibility as `triton.compiler.ASTSource` takes it."""
+        names = list(self.kernel.arg_names)
+        return {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in self.divisible}
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of `triton.compile`."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def source(self) -> Any:
+        """What `triton.compile` takes; needs a process without `TRITON_INTERPRET`."""
+        from triton.compiler import ASTSource
+
+        names = list(self.kernel.arg_names)
+        given = {**self.signature, **dict.fromkeys(self.constexprs, "constexpr")}
+        if sorted(given) != sorted(names):
+            differ = sorted(set(given) ^ set(names))
+            raise ValueError(
+                f"{self.name}: found arguments that differ in {differ}; needed {names}"
+            )
+        signature = {name: given[name] for name in names}
+        return ASTSource(self.kernel, signature, dict(self.constexprs), self.attrs)

@@ -1,0 +1,206 @@
+"""`specc::tree_expand` in two launches: the best of each part of the vocabulary, then of those.
+
+Values become integers that sort as the operator ranks tokens. All of them differ, so a maximum
+needs no index beside it, and ties and NaN need no code of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+
+MAX_CHILDREN = 128
+# what one program holds
+MAX_CANDIDATES = 8192
+# up to this many children, taking the maximum again and again beats sorting
+MAX_ROUNDS = 16
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NO_KEY = tl.constexpr(-(1 << 63))
+
+
+@triton.jit
+def order_key(b_value, o_token):
+    """Integers that sort by value, NaN above all, equal values by descending token."""
+    b_value = tl.where(b_value == 0.0, 0.0, b_value)
+    b_bits = b_value.to(tl.int32, bitcast=True)
+    b_order = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+    b_order = tl.where(b_value != b_value, 0x7FFFFFFF, b_order)
+    return (b_order.to(tl.int64) << 32) | (0x7FFFFFFF - o_token).to(tl.int64)
+
+
+@triton.jit
+def token_of(b_key):
+    return 0x7FFFFFFF - (b_key & 0xFFFFFFFF)
+
+
+@triton.jit
+def best_keys(b_key, K: tl.constexpr, BK: tl.constexpr, MAX_ROUNDS: tl.constexpr):
+    """The K largest of distinct keys, in descending order; what lies behind them is anything."""
+    if K > MAX_ROUNDS:
+        b_best = tl.topk(b_key, BK)
+    else:
+        o_k = tl.arange(0, BK)
+        b_best = tl.full([BK], NO_KEY, tl.int64)
+        for i in range(K):
+            best = tl.max(b_key, 0)
+            b_best = tl.where(o_k == i, best, b_best)
+            b_key = tl.where(b_key == best, NO_KEY, b_key)
+    return b_best  # [BK]
+
+
+@triton.jit
+def tree_expand_parts_kernel(
+    logits,
+    keys,
+    row_stride,
+    vocab,
+    num_parts,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    MAX_ROUNDS: tl.constexpr,
+):
+    i_r = (tl.program_id(0) // num_parts).to(tl.int64)
+    i_p = tl.program_id(0) % num_parts
+    o_v = i_p * BV + tl.arange(0, BV)
+    m_v = o_v < vocab
+    b_logit = tl.load(logits + i_r * row_stride + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_key = tl.where(m_v, order_key(b_logit, o_v), NO_KEY)  # [BV]
+    o_k = tl.arange(0, BK)
+    b_best = best_keys(b_key, K, BK, MAX_ROUNDS)
+    tl.store(keys + (i_r * num_parts + i_p) * K + o_k, b_best, mask=o_k < K)
+
+
+@triton.jit
+def tree_expand_merge_kernel(
+    keys,
+    out,
+    num_candidates,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BC: tl.constexpr,
+    MAX_ROUNDS: tl.constexpr,
+):
+    i_r = tl.program_id(0).to(tl.int64)
+    o_c = tl.arange(0, BC)
+    b_key = tl.load(keys + i_r * num_candidates + o_c, mask=o_c < num_candidates, other=NO_KEY)
+    o_k = tl.arange(0, BK)
+    b_best = best_keys(b_key, K, BK, MAX_ROUNDS)
+    tl.store(out + i_r * K + o_k, token_of(b_best), mask=o_k < K)
+
+
+def config(vocab: int, num_children: int) -> dict[str, int]:
+    """Block sizes: a part has to hold its children, and all parts' children have to fit one block.
+
+    One row of a large vocabulary makes about as many programs as a device has processors.
+    """
+    block_k = triton.next_power_of_2(num_children)
+    part = 256 if vocab <= 4096 else 2048 if num_children <= MAX_ROUNDS else 4096
+    part = max(part, block_k)
+    num_parts = triton.cdiv(vocab, part)
+    candidates = triton.next_power_of_2(max(num_parts * num_children, block_k))
+    return {
+        "BK": block_k,
+        "BV": part,
+        "BC": candidates,
+        "num_parts": num_parts,
+        "part_warps": 8 if part > 2048 else 4,
+        "merge_warps": 8 if candidates > 2048 else 4 if candidates > 256 else 1,
+    }
+
+
+def tree_expand(logits: Tensor, num_children: int) -> Tensor:
+    check_logits(logits)
+    num_rows, vocab = logits.shape
+    if not 1 <= num_children <= min(vocab, MAX_CHILDREN):
+        raise ValueError(
+            f"tree_expand: found {num_children} children of a vocabulary of {vocab};"
+            f" needed 1 … {min(vocab, MAX_CHILDREN)}"
+        )
+    sizes = config(vocab, num_children)
+    if sizes["BC"] > MAX_CANDIDATES:
+        raise ValueError(
+            f"tree_expand: found {num_children} children of a vocabulary of {vocab}, which leave"
+            f" {sizes['BC']} candidates; needed at most {MAX_CANDIDATES}"
+        )
+    out = torch.empty(num_rows, num_children, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return out
+    num_parts = sizes["num_parts"]
+    keys = torch.empty(num_rows, num_parts, num_children, dtype=torch.int64, device=logits.device)
+    tree_expand_parts_kernel[(num_rows * num_parts,)](
+        logits,
+        keys,
+        logits.stride(0),
+        vocab,
+        num_parts,
+        K=num_children,
+        BK=sizes["BK"],
+        BV=sizes["BV"],
+        MAX_ROUNDS=MAX_ROUNDS,
+        num_warps=sizes["part_warps"],
+    )
+    tree_expand_merge_kernel[(num_rows,)](
+        keys,
+        out,
+        num_parts * num_children,
+        K=num_children,
+        BK=sizes["BK"],
+        BC=sizes["BC"],
+        MAX_ROUNDS=MAX_ROUNDS,
+        num_warps=sizes["merge_warps"],
+    )
+    return out
+
+
+def check_logits(logits: Tensor) -> None:
+    if logits.dim() != 2 or logits.dtype not in DTYPES or logits.shape[1] == 0:
+        raise ValueError(
+            f"logits: found {list(logits.shape)} of {logits.dtype};"
+            " needed [R, V] of float32, float16 or bfloat16, V at least 1"
+        )
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        raise ValueError(
+            f"logits: found strides {logits.stride()}; needed rows of one piece, (any, 1)"
+        )
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """The same for every compute capability: integers and comparisons alone."""
+    for num_children in (1, 2, 3, 4, 6, 8, 10, 16, 32, 64):
+        sizes = config(131072, num_children)
+        constexprs = {"K": num_children, "BK": sizes["BK"], "MAX_ROUNDS": MAX_ROUNDS}
+        for dtype in DTYPES:
+            yield Shipped(
+                name=f"parts-{TYPE_NAMES[dtype]}-k{num_children}",
+                kernel=tree_expand_parts_kernel,
+                signature={
+                    "logits": f"*{TYPE_NAMES[dtype]}",
+                    "keys": "*i64",
+                    "row_stride": "i32",
+                    "vocab": "i32",
+                    "num_parts": "i32",
+                },
+                constexprs={**constexprs, "BV": sizes["BV"]},
+                num_warps=sizes["part_warps"],
+                num_stages=3,
+                divisible=("logits", "keys", "row_stride", "vocab"),
+            )
+        # vocabularies of 32k, 128k and 256k leave different numbers of candidates
+        for vocab in (32768, 131072, 262144):
+            sizes = config(vocab, num_children)
+            yield Shipped(
+                name=f"merge-v{vocab}-k{num_children}",
+                kernel=tree_expand_merge_kernel,
+                signature={"keys": "*i64", "out": "*i64", "num_candidates": "i32"},
+                constexprs={**constexprs, "BC": sizes["BC"]},
+                num_warps=sizes["merge_warps"],
+                num_stages=3,
+                divisible=("keys", "out"),
+            )

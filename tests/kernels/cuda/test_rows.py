@@ -1,0 +1,61 @@
+"""`tree_rows`, `commit_rows` and `next_tokens` in Triton against their oracles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specc.kernels.cuda import rows
+from tests.kernels.cuda import cases_rows as cases
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_nodes"), [(1, 1), (3, 2), (5, 17), (3, 700), (0, 3), (3, 0)], ids=str
+)
+def test_tree_rows(batch, num_nodes, device):
+    cases.check_tree_rows(batch, num_nodes, device)
+
+
+@pytest.mark.parametrize(
+    ("batch", "width", "num_nodes"),
+    [(1, 1, 1), (3, 5, 9), (600, 3, 40), (2, 200, 300), (0, 2, 3)],
+    ids=str,
+)
+def test_commit_rows(batch, width, num_nodes, device):
+    cases.check_commit_rows(batch, width, num_nodes, device)
+
+
+def test_nodes_beyond_the_tree_have_no_row(device):
+    cases.check_nodes_beyond_the_tree(device)
+
+
+@pytest.mark.parametrize(("batch", "width"), [(1, 1), (7, 4), (600, 9), (0, 2)], ids=str)
+def test_next_tokens(batch, width, device):
+    cases.check_next_tokens(batch, width, device)
+
+
+def test_counts_beyond_the_row_read_nothing(device):
+    cases.check_counts_beyond_the_row(device)
+
+
+def test_bad_inputs_are_refused_with_their_values():
+    one, two = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+    pair = torch.zeros(2, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"nodes .* of torch.int64"):
+        rows.tree_rows(one, one.long(), one)
+    with pytest.raises(ValueError, match="2 nodes and 3 depths"):
+        rows.tree_rows(one, one, torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"path \[2\]"):
+        rows.commit_rows(one, one, one)
+    with pytest.raises(ValueError, match="3 lengths"):
+        rows.commit_rows(two, torch.zeros(3, dtype=torch.int32), one)
+    with pytest.raises(ValueError, match="strides"):
+        rows.commit_rows(torch.zeros(3, 2, dtype=torch.int32).T, one, one)
+    with pytest.raises(ValueError, match=r"output_tokens .* of torch.int32"):
+        rows.next_tokens(pair, two, one)
+    with pytest.raises(ValueError, match=r"last_tokens \[2, 1\]"):
+        rows.next_tokens(pair[:, :1], pair, one)
+    with pytest.raises(ValueError, match=r"num_accepted .* of torch.int64"):
+        rows.next_tokens(pair, pair, one.long())
