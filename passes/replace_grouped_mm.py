@@ -21,6 +21,9 @@ def has_no_foreign_ops(program: Program) -> bool:
 class ReplaceGroupedMM(Pass):
     """`transformers.grouped_mm_fallback(x, w, ends)` → `specc.grouped_mm(x, w, ends)`.
 
+    So is `aten._grouped_mm`, which transformers prefers for bfloat16, and which not every device
+    and shape has a kernel for.
+
     The tokens of each expert are counted with `histc` on integers in a meta trace, which no CPU
     kernel implements: they are counted by comparison.
     """
@@ -36,6 +39,11 @@ class ReplaceGroupedMM(Pass):
                 with graph.inserting_before(node):
                     replace(node, emit_call(graph, ops.grouped_mm, *node.args[:3]))
                 result.rewrites += 1
+            elif node.target is aten._grouped_mm.default:
+                if (reason := _replace_aten_grouped_mm(node)) is None:
+                    result.rewrites += 1
+                else:
+                    result.decline(node.name, reason)
             elif node.op == "call_function" and node.target is aten.histc.default:
                 if (reason := _replace_integer_histc(node)) is None:
                     result.rewrites += 1
@@ -43,6 +51,20 @@ class ReplaceGroupedMM(Pass):
                     result.decline(node.name, reason)
         graph.eliminate_dead_code()
         return result
+
+
+def _replace_aten_grouped_mm(node: fx.Node) -> str | None:
+    """Rows of x by experts of w; returns why not, if not."""
+    bound = bind_args(node)
+    x, weight = bound["self"], bound["mat2"]
+    dims = (x.meta["val"].dim(), weight.meta["val"].dim())
+    if dims != (2, 3) or bound["offs"] is None:
+        return f"grouped matrices of {dims[0]} and {dims[1]} dimensions"
+    if bound["bias"] is not None or bound["out_dtype"] not in (None, x.meta["val"].dtype):
+        return "a bias, or a result of another dtype"
+    with node.graph.inserting_before(node):
+        replace(node, emit_call(node.graph, ops.grouped_mm, x, weight, bound["offs"]))
+    return None
 
 
 def _replace_integer_histc(node: fx.Node) -> str | None:

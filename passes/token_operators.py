@@ -22,7 +22,15 @@ ALONG = frozenset(
     )
 )
 REDUCTIONS = frozenset(("max", "min", "amax", "amin", "sum", "mean", "prod"))
-NORMS = frozenset(("layer_norm", "native_layer_norm", "rms_norm"))
+# along the last dimension where no shape says otherwise
+NORMS = frozenset(("layer_norm", "native_layer_norm", "rms_norm", "add_rms_norm", "act_and_mul"))
+# operands that are [heads, tokens, head_dim], the first of each operator, then tables
+ATTENTION = {
+    "tree_attention": (3, 0),
+    "attend": (1, 0),
+    "write_kv": (2, 0),
+    "rope_write": (3, 2),
+}
 PRODUCTS = frozenset(("linear", "mm", "bmm", "matmul", "addmm", "baddbmm"))
 # element by element, and yet without the tag; `repeat` of tokens would change their number
 POINTWISE = frozenset(

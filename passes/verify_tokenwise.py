@@ -100,7 +100,7 @@ class _Proof:
         states = [self._states[item] for item in node.all_input_nodes]
         if node.target is operator.getitem:
             return states[0][node.args[1]]
-        if not any(isinstance(v, Tensor) for v in _outputs(node)):
+        if node.meta["val"] is not None and not any(isinstance(v, Tensor) for v in _outputs(node)):
             return _SIZE
         if not isinstance(node.target, torch._ops.OpOverload):
             raise self._refuse(node, f"{target_name(node.target)} computes a tensor")
@@ -111,8 +111,8 @@ class _Proof:
             if isinstance(routed, Tokens) and sizes[0] is not None:
                 return replace(routed, scale=sizes[0].scale)
             return routed
-        if name == "tree_attention":
-            return self._attention(node)
+        if name in operators.ATTENTION:
+            return self._attention(node, *operators.ATTENTION[name])
         self._refuse_uses(node, name, states)
         if rule := self._rule(node, name):
             return rule(node, name)
@@ -234,7 +234,7 @@ class _Proof:
 
     def _norm(self, node: fx.Node, name: str) -> Any:
         bound, state = bind_args(node), self._merge(node)
-        if state is not None and state.dim >= state.ndim - len(bound["normalized_shape"]):
+        if state is not None and state.dim >= state.ndim - len(bound.get("normalized_shape", "D")):
             raise self._mixes(node)
         return self._result(node, state)
 
@@ -348,12 +348,17 @@ class _Proof:
             self._scales[expression] = found
         return self._scales[expression]
 
-    def _attention(self, node: fx.Node) -> Any:
-        for item in node.args[:3]:
+    def _attention(self, node: fx.Node, num_operands: int, num_tables: int) -> Any:
+        for i, item in enumerate(node.args[: num_operands + num_tables]):
             state = self._states[item]
             is_plain = isinstance(state, Tokens) and (state.scale, state.order) == (1, None)
-            if not is_plain or (state.dim, state.ndim) != (1, 3):
-                raise self._refuse(node, f"{item.name} is not [heads, tokens, head_dim]")
+            place, what = ((1, 3), "[heads, tokens, head_dim]")
+            if i >= num_operands:
+                place, what = ((0, 2), "[tokens, columns]")
+            if not is_plain or (state.dim, state.ndim) != place:
+                raise self._refuse(node, f"{item.name} is not {what}")
+        if node.meta["val"] is None:
+            return None
         state = self._states[node.args[0]]
         return replace(self._result(node, state), is_position=False)
 

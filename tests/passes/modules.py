@@ -161,6 +161,92 @@ def flat_logits(
         return fx.Interpreter(_runnable(program)).run(*values)
 
 
+BLOCK_SIZE, BLOCKS_A_ROW = 4, 8
+# two sequences; node 2 is a sibling of node 1, nodes 3 and 4 are children of node 1
+TREE = (-1, 0, 0, 1, 1)
+
+
+class Runner:
+    """A program as it is now, through the file format, with random caches that passes change."""
+
+    def __init__(self, program: Program, model: nn.Module) -> None:
+        self.graph_module = _runnable(program)
+        self.caches: dict[str, Tensor] = {}
+        self._values: list[Any] = []
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        generator = torch.Generator().manual_seed(11)
+        for node in program.graph.find_nodes(op="placeholder"):
+            name = node.target
+            if name in program.weights:
+                parts = [parameters[key] for key in program.weights[name].parameters]
+                self._values.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+            elif name in program.constants:
+                self._values.append(program.constants[name])
+            elif name in program.caches:
+                layer = program.layers[program.caches[name][0]]
+                # one block belongs to nobody
+                shape = (2 * BLOCKS_A_ROW + 1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+                rows = torch.randn(shape, generator=generator).to(node.meta["val"].dtype)
+                self.caches[name] = rows
+                self._values.append(rows)
+            else:
+                self._values.append(name)
+
+    def run(self, inputs: dict[str, Tensor | None]) -> Tensor:
+        values = [inputs[x] if isinstance(x, str) else x for x in self._values]
+        with torch.no_grad():
+            return fx.Interpreter(self.graph_module).run(*values)
+
+
+def several_passes(vocab: int = VOCAB) -> list[dict[str, Tensor | None]]:
+    """Prefill of two sequences, a tree for each, and plain decoding; each has one dead token."""
+    lengths, generator = torch.tensor([19, 4]), torch.Generator().manual_seed(3)
+    table = torch.randperm(2 * BLOCKS_A_ROW, generator=generator).view(2, -1).to(torch.int32)
+    parents = torch.tensor(TREE)
+    allowed, depth = [], []
+    for i, parent in enumerate(TREE):
+        allowed.append((allowed[parent] if i else 0) | 1 << i)
+        depth.append(depth[parent] + 1 if i else 0)
+    passes = [
+        # positions of each sequence, rows before it, whether it is a tree
+        ([torch.arange(n) for n in lengths.tolist()], torch.zeros(2), False),
+        ([n + torch.tensor(depth) for n in lengths], lengths, True),
+        ([n + 1 + torch.zeros(1) for n in lengths], lengths + 1, False),
+    ]
+    result = []
+    for positions, cache_len, is_tree in passes:
+        flat = torch.cat([*positions, torch.zeros(1)]).long()
+        counts = torch.tensor([len(p) for p in positions])
+        counts[1] += 1  # the dead token
+        slots = (n + torch.arange(len(parents)) for n in cache_len) if is_tree else positions
+        slot = torch.cat([*slots, torch.tensor([-1])])
+        words = torch.tensor([*allowed, *allowed, 0])[:, None]
+        result.append(
+            {
+                "tokens": torch.randint(0, vocab, (len(flat),), generator=generator),
+                "positions": flat,
+                "q_start": torch.cat([torch.zeros(1), counts.cumsum(0)]).to(torch.int32),
+                "slot": slot.to(torch.int32),
+                "cache_len": cache_len.to(torch.int32),
+                "ancestors": words if is_tree else None,
+                "block_table": table,
+                "logit_rows": torch.arange(len(flat) - 1),
+            }
+        )
+    return result
+
+
+def assert_runs_alike(
+    before: Runner, after: Runner, vocab: int = VOCAB, **tolerance: float
+) -> None:
+    """Several passes give the same logits, and the same caches in the end."""
+    for inputs in several_passes(vocab):
+        want, got = before.run(inputs), after.run(inputs)
+        torch.testing.assert_close(got, want, **(TOLERANCE | tolerance))
+    for name, rows in before.caches.items():
+        torch.testing.assert_close(after.caches[name], rows, **(TOLERANCE | tolerance))
+
+
 def _runnable(program: Program) -> fx.GraphModule:
     if program.caches:  # also through the file format, as the runtime gets it
         return graph_from_json(json.loads(json.dumps(graph_to_json(program.graph))))

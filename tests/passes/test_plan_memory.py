@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specc.passes.lower_cuda import CUDA_PHASES
+from specc.passes.pipeline import Pipeline
 from specc.passes.plan_memory import ModelMemory, PassShape, peak_bytes, plan_memory
 from tests.passes.modules import Tiny, compiled, flat_logits
 
@@ -112,3 +114,12 @@ def test_workspace_is_of_the_measured_order():
     workspace = measured.peak - made
     planned = peak_bytes(program, PassShape(count, count, 1, count, count))
     assert workspace / 3 < planned < workspace * 3
+
+
+def test_a_gpu_needs_memory_for_splits(model):
+    """What attention needs there depends on the machine's size, not on the context."""
+    program = compiled(model)[0]
+    Pipeline(CUDA_PHASES).run(program)
+    scratch = 4 * 2 * 160 * 128 * (4 + 1)
+    longer = PassShape(12, 5, 2, 6, 640)
+    assert scratch < peak_bytes(program, SHAPE) == peak_bytes(program, longer)
