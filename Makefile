@@ -19,13 +19,16 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc
 
-.PHONY: help decode demo test test-full lint clean distclean
+.PHONY: help decode demo gpu-check test test-full lint clean distclean
+# where there is a GPU: an interpreter with torch and Triton, nothing installed by make
+GPU_PYTHON ?= python3
 
 help:
 	@echo "make demo       compile examples/pair, generate with it, measure"
 	@echo "make test       formatting, lint, types, and all tests but the slow ones"
 	@echo "make test-full  the slow tests too"
 	@echo "make decode     build/decode: examples/decode.cpp, an engine without Python"
+	@echo "make gpu-check  on a machine with a GPU: kernels, replays, output; JSON into docs/results"
 	@echo "make lint       formatting, lint and types only"
 	@echo "make clean      remove build outputs and caches; make distclean: and .venv"
 
@@ -45,6 +48,9 @@ test: lint
 
 test-full: lint
 	@$(PYTEST) $(PYTEST_ARGS)
+
+gpu-check:
+	@$(GPU_PYTHON) -P tests/gpu/check.py
 
 # specc is laid out as specc/ passes/ runtime/ kernels/ and imported as specc.*: links give the
 # type checker the same view
