@@ -66,7 +66,8 @@ class CompiledProgram:
         bound = bind_weights(program, weights)
         # torch keeps a reference to each bound tensor that nothing ever drops: these share the
         # memory of the weights, and let go of it when the program goes
-        aliases = [torch.empty(0, dtype=weight.dtype).set_(weight) for weight in bound]
+        # (the stubs of set_ know neither of its two forms here)
+        aliases = [torch.empty(0, dtype=w.dtype).set_(w) for w in bound]  # type: ignore[call-overload]
         weakref.finalize(self, _release, aliases).atexit = False
         names = {f"w{i}": alias for i, alias in enumerate(aliases)}
         used = self.native.weight_names()
@@ -351,7 +352,7 @@ def _outputs(graph: fx.GraphModule) -> Mapping[str, fx.Node]:
 @torch.inference_mode()
 def _release(aliases: Iterable[Tensor]) -> None:
     for alias in aliases:
-        alias.set_()
+        alias.set_()  # type: ignore[call-overload]
 
 
 class _Nothing(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from specc.errors import ConfigError, EngineError
 from specc.kernels import native
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.machine import check_threads
+from specc.runtime.cuda_backend import CaptureLimits, LayerCaches, cuda_device, load_programs
 from specc.runtime.kv_cache import CacheShape, KVCache
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import Model, ModelProgram, Step, StepProgram
@@ -24,8 +26,12 @@ from specc.runtime.program import Model, ModelProgram, Step, StepProgram
 if TYPE_CHECKING:
     from specc.manifest import Manifest, ModelEntry
 
-BACKENDS = ("cpu", "eager")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BACKENDS = ("cpu", "cuda", "eager")
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 _DO = "compile the engine again"
 
 
@@ -46,7 +52,8 @@ class Engine:
         eos_token_ids: end an output.
         bos_token_id: put in front of a text prompt where `add_bos`.
         manifest: None for an engine made by hand.
-        backend: what runs the programs: `cpu` (compiled code) or `eager` (torch, op by op).
+        backend: what runs the programs: `cuda` (captured graphs), `cpu` (compiled code) or `eager`
+            (torch, op by op).
         mapped_weights: files that the programs read, to be checked while they run.
     """
 
@@ -87,6 +94,7 @@ class Engine:
         num_threads: int | None = None,
         max_num_seqs: int | None = None,
         backend: str | None = None,
+        capture: CaptureLimits | None = None,
     ) -> Engine:
         """Open an engine directory; weights stay in the memory-mapped files.
 
@@ -94,10 +102,12 @@ class Engine:
             path: the engine directory.
             verify: compare every file with its hash in the manifest; None leaves out the weights,
                 which would be read for it; False compares none.
-            num_threads: threads of torch, for the whole process; None leaves them alone.
+            num_threads: threads of torch, for the whole process; None leaves them alone. Compiled
+                programs keep the number that they were loaded with.
             max_num_seqs: sequences that run together, and the size of the caches; None is what
                 the engine was compiled for.
             backend: `eager` runs the graphs of any engine; None is what it was compiled for.
+            capture: what capturing CUDA graphs may cost here; None is the default.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime.
             ConfigError: more sequences or fewer threads than possible.
@@ -107,27 +117,28 @@ class Engine:
             path, verify, backend=backend, backends=BACKENDS, max_num_seqs=max_num_seqs
         )
         backend = backend or manifest.backend
-        if manifest.device != "cpu" or manifest.dtype not in _DTYPES:
+        if manifest.dtype not in _DTYPES:
             raise EngineError(
-                f"an engine for device {manifest.device}, dtype {manifest.dtype}",
-                f"device cpu, dtype {' or '.join(_DTYPES)}",
-                _DO,
+                f"an engine of dtype {manifest.dtype}", f"dtype {' or '.join(_DTYPES)}", _DO
             )
         check_threads(num_threads, "num_threads")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        cache = _make_cache(manifest, max_num_seqs)
-        program_class, step_class = _classes(path, manifest, backend)
-        models = {
-            model.name: program_class.load(path / model.dir, _layer_caches(model, cache))
-            for model in manifest.models
-        }
-        steps = {}
+        loaded: tuple[Any, Any]
+        if backend == "cuda":
+            graphs = cuda_device()
+            cache = _make_cache(manifest, max_num_seqs, graphs.device)
+            loaded = load_programs(
+                path, manifest, cache, _caches(manifest, cache), graphs, capture or CaptureLimits()
+            )
+        else:
+            cache = _make_cache(manifest, max_num_seqs, torch.device("cpu"))
+            loaded = _load_host_programs(path, manifest, backend, _caches(manifest, cache))
+        models: dict[str, Any] = loaded[0]
+        steps: dict[str, Any] = loaded[1]
         for plan in manifest.plans:
-            step = step_class.load(path / plan.file, models)
-            if step.plan != SpecPlan(plan.name, plan.widths):
+            if (step := steps[plan.name]).plan != SpecPlan(plan.name, plan.widths):
                 raise EngineError(f"{plan.file} holds {step.plan}", f"plan {plan.name}", _DO)
-            steps[plan.name] = step
         if OFF.name not in steps:
             raise EngineError(f"plans {', '.join(steps)}", f"plan {OFF.name} among them", _DO)
         target, *drafts = models.values()
@@ -148,8 +159,24 @@ class Engine:
             add_bos=manifest.tokenizer.add_bos,
             manifest=manifest,
             backend=backend,
-            mapped_weights=tuple(model.weights for model in models.values()),
+            mapped_weights=tuple(
+                model.weights
+                for model in models.values()
+                if isinstance(model.weights, MappedWeights)
+            ),
         )
+
+
+def _load_host_programs(
+    path: Path, manifest: Manifest, backend: str, caches: Mapping[str, LayerCaches]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    program_class, step_class = _classes(path, manifest, backend)
+    models = {
+        model.name: program_class.load(path / model.dir, caches[model.name])
+        for model in manifest.models
+    }
+    steps = {plan.name: step_class.load(path / plan.file, models) for plan in manifest.plans}
+    return models, steps
 
 
 def _classes(path: Path, manifest: Manifest, backend: str) -> tuple[Any, Any]:
@@ -164,7 +191,7 @@ def _classes(path: Path, manifest: Manifest, backend: str) -> tuple[Any, Any]:
     return CompiledProgram, CompiledStep
 
 
-def _make_cache(manifest: Manifest, max_num_seqs: int | None) -> KVCache:
+def _make_cache(manifest: Manifest, max_num_seqs: int | None, device: torch.device) -> KVCache:
     limits = manifest.limits
     if max_num_seqs is None:
         max_num_seqs = limits.max_batch_size
@@ -180,7 +207,11 @@ def _make_cache(manifest: Manifest, max_num_seqs: int | None) -> KVCache:
         model.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.slabs]
         for model in manifest.models
     }
-    return KVCache(shape, specs, _DTYPES[manifest.dtype])
+    return KVCache(shape, specs, _DTYPES[manifest.dtype], device)
+
+
+def _caches(manifest: Manifest, cache: KVCache) -> dict[str, LayerCaches]:
+    return {model.name: _layer_caches(model, cache) for model in manifest.models}
 
 
 def _layer_caches(model: ModelEntry, cache: KVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -85,6 +85,7 @@ class KVCache:
         shape: rows and blocks.
         slab_specs: model name → (num_layers, num_kv_heads, head_dim) of each of its slabs.
         dtype: of the rows.
+        device: that they lie on.
     """
 
     def __init__(
@@ -92,14 +93,18 @@ class KVCache:
         shape: CacheShape,
         slab_specs: Mapping[str, Sequence[tuple[int, int, int]]],
         dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.shape = shape
+        self.device = torch.device(device)
         self.allocator = BlockAllocator(shape.num_blocks)
         # zeros, not empty: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
         self.slabs: dict[str, list[Tensor]] = {
             model: [
                 torch.zeros(
-                    layers, 2, shape.num_blocks, shape.rows_per_block, heads, dim, dtype=dtype
+                    (layers, 2, shape.num_blocks, shape.rows_per_block, heads, dim),
+                    dtype=dtype,
+                    device=self.device,
                 )
                 for layers, heads, dim in specs
             ]
@@ -116,7 +121,7 @@ class KVCache:
         }
 
     def block_table(self, block_lists: Sequence[Sequence[int]]) -> Tensor:
-        """[B, n] int32; entries behind a sequence's own blocks are 0 and never used."""
+        """[B, n] int32 on the host; entries behind a sequence's own blocks are 0 and never used."""
         width = self.shape.blocks_per_sequence
         if not block_lists:
             return torch.empty(0, width, dtype=torch.int32)

@@ -38,7 +38,8 @@ class LLM:
             with a loaded `Engine`, which has its caches already.
         policy: picks the plan of each step instead of `plan`.
         verify: compare the files with the hashes of the manifest; None leaves out the weights.
-        num_threads: threads of torch, for the whole process; None leaves them alone.
+        num_threads: threads of torch, for the whole process; None leaves them alone. Compiled
+            programs keep the number that they were loaded with.
         backend: `eager` runs the graphs of any engine; None is what it was compiled for.
     Raises:
         EngineError: the engine cannot be loaded.

@@ -107,7 +107,7 @@ class Runner:
         positions = torch.tensor([p for s in spans for p in range(s.start, s.end)])
         ends = torch.tensor([s.end - s.start for s in spans]).cumsum(0)
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        return model(
+        inputs = (
             torch.tensor(tokens),
             positions,
             starts.int(),
@@ -117,6 +117,8 @@ class Runner:
             self._cache.block_table([s.sequence.blocks for s in spans]),
             ends[torch.tensor(wants_logits)] - 1,
         )
+        device = self._cache.device
+        return model(*(x if x is None else x.to(device, non_blocking=True) for x in inputs))
 
 
 def _split(spans: list[Span], limit: int) -> Iterator[list[Span]]:

@@ -22,7 +22,7 @@ from specc.machine import cpu_model, isa_flags
 from specc.manifest import MANIFEST_FILE, FileEntry, Manifest, check_relative
 from specc.safetensors_io import Progress
 
-BACKENDS = ("cpu", "eager")
+BACKENDS = ("cpu", "cuda", "eager")
 
 # signals that end a process without unwinding it, unless somebody turns them into an exception
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -267,7 +267,7 @@ def open_engine(
     _check_runtime(manifest, manifest.backend if backend is None else backend, backends)
     if available_memory is None:
         available_memory = available_memory_bytes()
-    if manifest.device == "cpu" and available_memory is not None:
+    if (backend or manifest.backend) != "cuda" and available_memory is not None:
         _check_memory(manifest, available_memory, max_num_seqs)
     for name, entry in manifest.files.items():
         _check_file(path, name, entry)
@@ -343,11 +343,13 @@ def _check_runtime(manifest: Manifest, backend: str, backends: Collection[str]) 
     if manifest.native is not None and backend != "eager":
         _check_isa(manifest.native.isa_flags)
     kind = manifest.device.split(":")[0]
-    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
+    # graphs of a GPU's engine run on the CPU, too, operator by operator
+    has_device = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+    if not has_device and not (kind == "cuda" and backend == "eager"):
         raise EngineError(
-            f"an engine for device {manifest.device}, which this machine does not have",
+            f"an engine for device {manifest.device}, which torch does not see on this machine",
             "an engine for this machine's devices",
-            again,
+            f"run it on a machine that has one, run its graphs with --backend eager, or {again}",
         )
 
 

@@ -120,7 +120,9 @@ def compile_(
             help="Chain of this length instead of a tree; 4 where neither is given.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, bfloat16, or float16 on a GPU.")
+    ] = "float32",
     max_batch_size: Annotated[
         int, typer.Option("--max-batch-size", help="Sequences that decode together.")
     ] = 8,
@@ -141,7 +143,8 @@ def compile_(
         str | None,
         typer.Option(
             "--backend",
-            help="cpu, compiled for this machine, or eager; else cpu where there is a compiler.",
+            help="cuda, cpu (compiled for this machine) or eager; else cuda where torch has a GPU,"
+            " cpu where there is a compiler.",
         ),
     ] = None,
     dump_graphs: Annotated[

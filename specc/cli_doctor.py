@@ -95,6 +95,7 @@ def examine() -> dict[str, Any]:
         _package("transformers", "specc compile (a deployed engine runs without it)", "compile"),
         _compiler(),
         _gpu(),
+        _package("triton", "running engines of the backend cuda", "cuda"),
         *_later_packages(),
     ]
     return {
@@ -187,7 +188,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 def _gpu() -> Check:
     """A GPU that torch can use; the driver and torch's build may disagree."""
-    needed_for = "CUDA engines (not in this version)"
+    needed_for = "running engines of the backend cuda (compiling them needs none)"
     try:
         import torch
 
@@ -211,7 +212,6 @@ def _later_packages() -> list[Check]:
         ("TensorRT", "tensorrt", "tensorrt", "TensorRT engines"),
         ("TensorRT-RTX", "tensorrt_rtx", "tensorrt-rtx", "TensorRT engines on RTX GPUs"),
         ("ONNX Runtime", "onnxruntime", "onnxruntime", "ONNX engines"),
-        ("Triton", "triton", "triton", "GPU kernels"),
     )
     checks = []
     for name, module, package, needed_for in packages:

@@ -35,8 +35,10 @@ from specc.passes import hf_model, lower_cpu
 from specc.passes.emit import program_to_json
 from specc.passes.fit_vocabulary import FitVocabulary
 from specc.passes.fuse_step import fuse_step
+from specc.passes.lower_cuda import CUDA_PHASES
 from specc.passes.model_source import ModelSource
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
+from specc.passes.pipeline import Phases as Layout
 from specc.passes.plan_memory import ModelMemory, PassShape, plan_memory
 from specc.passes.position_limit import position_limit
 from specc.passes.program import Program
@@ -112,6 +114,12 @@ def build(
     dtype = getattr(torch, config.dtype)
     plans = engine_plans(config, draft is not None)
     backend, fallback = choose_backend(config.backend)
+    if config.dtype == "float16" and backend != "cuda":
+        raise ConfigError(
+            "dtype float16 for a CPU",
+            "float32 or bfloat16, or the backend cuda",
+            "pass --dtype bfloat16, or --backend cuda to compile for a GPU",
+        )
     with EngineWriter(output, force=force) as writer:
         with phases.phase("load models"):
             sources = [ModelSource.load("target", target, dtype)]
@@ -120,7 +128,10 @@ def build(
             warnings, token_entry, tokenizer_file = _check_tokenizers(sources, tokenizer)
             warnings += fallback
         limits = _limits(sources, plans, config)  # what can be refused before tracing
-        models, records = _compile_models(sources, plans, limits.max_seq_len, dump_graphs, phases)
+        lowering = CUDA_PHASES if backend == "cuda" else ()
+        models, records = _compile_models(
+            sources, plans, limits.max_seq_len, lowering, dump_graphs, phases
+        )
         limits = _limits(sources, plans, config)  # the graphs may hold fewer positions
         for model in models:
             model.memory = _plan_model_memory(model, limits, dtype)
@@ -140,7 +151,7 @@ def build(
             torch_version=torch_version(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             backend=backend,
-            device="cpu",
+            device="cuda" if backend == "cuda" else "cpu",
             dtype=config.dtype,
             models=tuple(model.entry for model in models),
             plans=steps,
@@ -158,6 +169,8 @@ def build(
         available = available_memory_bytes()
         if probe is None or not config.probe or tokenizer_file is None:
             pass
+        elif backend == "cuda" and not torch.cuda.is_available():
+            warnings.append("no probe: this machine has no GPU that torch can use")
         elif available is not None and manifest.total_memory > available:
             warnings.append(
                 f"no probe: the engine needs {format_bytes(manifest.total_memory)},"
@@ -172,7 +185,7 @@ def build(
 
 
 def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
-    """The backend of an engine, and warnings: where none is named, what this machine can build.
+    """The backend of an engine, and warnings: where none is named, what this machine can run.
 
     Raises:
         CompilerError: the backend cpu is asked for, and there is no C++ compiler.
@@ -182,6 +195,10 @@ def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
         raise ConfigError(
             f"backend {wanted}", " or ".join(BACKENDS), "choose one of them, or leave it out"
         )
+    if wanted is None and torch.cuda.is_available():
+        wanted = "cuda"
+    if wanted == "cuda":
+        return wanted, []
     missing = None if wanted == "eager" else lower_cpu.missing_compiler()
     if missing is None:
         return wanted or "cpu", []
@@ -217,6 +234,7 @@ def _compile_models(
     sources: Sequence[ModelSource],
     plans: list[SpecPlan],
     max_seq_len: int,
+    lowering: Layout,
     dump: Path | None,
     phases: Phases,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
@@ -228,9 +246,9 @@ def _compile_models(
             source.position_rows = position_limit(program)
         layout = PHASES
         if source.name != "target":
-            layout = (*PHASES, ("vocabulary", (partial(FitVocabulary, num_ids),)))
+            layout = (*layout, ("vocabulary", (partial(FitVocabulary, num_ids),)))
         with phases.phase(f"rewrite {source.name}"):
-            records += Pipeline(layout, dump).run(program)
+            records += Pipeline((*layout, *lowering), dump).run(program)
         entry = _describe(source, program, max_seq_len)
         num_ids = num_ids or entry.vocab_size
         models.append(CompiledModel(source, program, entry))

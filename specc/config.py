@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from specc.errors import ConfigError, RequestError
 from specc.tree import TokenTree
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 # the upper ends are those of the traced dimensions (passes/trace.py), or beyond any use
 _RANGES = (("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16))
 
@@ -53,13 +53,15 @@ class CompileConfig:
 
     Args:
         plans: speculation plans of the engine; off is always added. The first is the default.
-        dtype: arithmetic and weight type of both models, `float32` or `bfloat16`.
+        dtype: arithmetic and weight type of both models, `float32` or `bfloat16`, on a GPU also
+            `float16`.
         max_batch_size: sequences that decode together.
         max_seq_len: tokens of prompt and output together; None takes the target's own maximum,
             at most 4096.
         block_size: rows of a KV cache block; 0 means dense: one block a sequence.
         prefill_chunk: tokens of one prefill pass.
-        backend: `cpu` or `eager`; None is cpu where there is a C++ compiler.
+        backend: `cuda`, `cpu` or `eager`; None is what this machine can run: cuda with a GPU,
+            cpu with a C++ compiler.
         probe: generate a few dozen tokens at the end and report the acceptance.
     Raises:
         ConfigError: a value is outside its range.

@@ -100,7 +100,7 @@ def test_no_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"dtype": "float16"}, "dtype float16", id="dtype"),
+        pytest.param({"dtype": "float8"}, "dtype float8", id="dtype"),
         pytest.param(
             {"plans": (PlanEntry("chain-4", (1, 1, 1, 1), "steps/chain-4.json"),)},
             "plan off among them",

@@ -122,11 +122,11 @@ class TestChoice:
         with pytest.raises(CompilerError):
             choose_backend(None)
 
-    @pytest.mark.parametrize("value", ["CPU", "cuda", "cpu ", "0"])
+    @pytest.mark.parametrize("value", ["CPU", "gpu", "cpu ", "0"])
     def test_no_such_backend(self, value, monkeypatch):
         for wanted, variable in ((value, ""), (None, value)):
             monkeypatch.setenv("SPECC_BACKEND", variable)
-            with pytest.raises(ConfigError, match="cpu or eager") as caught:
+            with pytest.raises(ConfigError, match="cpu or cuda or eager") as caught:
                 choose_backend(wanted)
             assert value in caught.value.found
             assert_complete(caught.value)
@@ -383,7 +383,7 @@ class TestCommandLine:
         assert "/nonexistent/g++" in result.stderr
 
     @pytest.mark.parametrize(
-        ("backend", "word"), [("cpu", "/nonexistent/g++"), ("cuda", "cpu or eager")]
+        ("backend", "word"), [("cpu", "/nonexistent/g++"), ("gpu", "cpu or cuda or eager")]
     )
     def test_refused(self, backend, word, tiny_models, tmp_path):
         result = self.compile(tiny_models, tmp_path / "engine", "--backend", backend)

@@ -81,7 +81,7 @@ def test_compile_options_at_their_limits(options):
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        pytest.param({"dtype": "float16"}, "float16", id="dtype"),
+        pytest.param({"dtype": "float64"}, "float64", id="dtype"),
         pytest.param({"dtype": ""}, "dtype", id="dtype-empty"),
         pytest.param({"max_batch_size": 0}, "--max-batch-size 0", id="batch-0"),
         pytest.param({"max_batch_size": -3}, "--max-batch-size -3", id="batch-negative"),

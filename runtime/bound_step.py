@@ -1,0 +1,164 @@
+"""A step for one batch size, as functions without arguments: what a graph can capture."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specc.graph_io import target_name
+from specc.runtime.program import draft_len_name
+
+_SIZE = torch.ops.aten.sym_size.int
+
+
+class CaptureError(RuntimeError):
+    """An operator that failed, perhaps because it cannot be captured."""
+
+    def __init__(self, operator: str, error: Exception) -> None:
+        super().__init__(f"{operator} ({type(error).__name__}: {error})")
+        self.operator = operator
+
+
+class BoundStep:
+    """A step whose inputs are static tensors of one size.
+
+    What follows from the batch size and the tree alone is computed once, here: a replay must not
+    repeat it. `parts` are the stages as functions; run in their order they are one step, which
+    leaves its results and the state that the next step starts from.
+
+    Args:
+        stages: name → graph, on the device.
+        constants: name → tensor of the plan's tree.
+        inputs: name → static tensor: last_tokens, cache_len and block_table of B rows, slabs.
+        results: [B, 2 + P + drafts] int64, written by the last stage: num_accepted,
+            output_tokens, next_cache_len, then the length of each draft.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[str, fx.GraphModule],
+        constants: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        results: Tensor,
+    ) -> None:
+        # name → value; what a captured stage has put here keeps its address
+        self.environment: dict[str, Any] = {**constants, **inputs}
+        self._results = results
+        fixed = set(constants)
+        self._stages = []
+        with torch.inference_mode():
+            for graph in stages.values():
+                stage = _BoundStage(graph, self.environment, fixed, set(inputs))
+                fixed |= stage.folded_outputs
+                self._stages.append(stage)
+        self.fixed_names = frozenset(fixed)
+
+    @property
+    def parts(self) -> list[Callable[[], None]]:
+        """The stages; the last one also leaves the results."""
+        *first, last = [stage.run for stage in self._stages]
+
+        def finish() -> None:
+            last()
+            self._leave_results()
+
+        return [torch.inference_mode()(part) for part in (*first, finish)]
+
+    def run(self) -> None:
+        """The whole step.
+
+        Raises:
+            CaptureError: an operator failed.
+        """
+        for part in self.parts:
+            part()
+
+    def _leave_results(self) -> None:
+        env = self.environment
+        drafts = itertools.takewhile(env.__contains__, map(draft_len_name, itertools.count()))
+        columns = [
+            env["num_accepted"][:, None],
+            env["output_tokens"],
+            env["next_cache_len"][:, None],
+            *(env[name][:, None] for name in drafts),
+        ]
+        found = torch.cat(columns, dim=1)
+        self._results[:, : found.shape[1]].copy_(found)
+        # the next step may start before the host has read this one
+        env["last_tokens"].copy_(env["next_last_tokens"])
+        env["cache_len"].copy_(env["next_cache_len"])
+
+
+class _BoundStage:
+    """One stage: values that are known now, and the calls that are left.
+
+    Args:
+        graph: of the stage.
+        environment: read now and at every run; gets the outputs.
+        fixed: names in it whose values never change.
+        inputs: names in it whose tensors never change, though their content does.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        environment: dict[str, Any],
+        fixed: set[str],
+        inputs: set[str],
+    ) -> None:
+        self._environment = environment
+        self._known: dict[fx.Node, Any] = {}
+        self._late: list[fx.Node] = []
+        self._calls: list[tuple[fx.Node, Callable[..., Any]]] = []
+        constant: set[fx.Node] = set()
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                if node.target in fixed | inputs:
+                    self._known[node] = environment[node.target]
+                else:
+                    self._late.append(node)
+                if node.target in fixed:
+                    constant.add(node)
+            elif node.op == "output":
+                self._outputs: Mapping[str, fx.Node] = node.args[0]
+            else:
+                module = node.op == "call_module"
+                function = graph.get_submodule(node.target) if module else node.target
+                # a size is known as soon as the tensor is, whatever it holds
+                is_size = node.target is _SIZE and node.args[0] in self._known
+                if is_size or (not module and _is_pure(node, constant)):
+                    constant.add(node)
+                    self._known[node] = _call(node, function, self._known)
+                else:
+                    self._calls.append((node, function))
+        known_outputs = {k: n for k, n in self._outputs.items() if n in constant}
+        environment |= {name: self._known[node] for name, node in known_outputs.items()}
+        self.folded_outputs = set(known_outputs)
+
+    def run(self) -> None:
+        values = self._known | {node: self._environment[node.target] for node in self._late}
+        for node, function in self._calls:
+            values[node] = _call(node, function, values)
+        self._environment |= {name: values[node] for name, node in self._outputs.items()}
+
+
+def _is_pure(node: fx.Node, constant: set[fx.Node]) -> bool:
+    """Computes the same at every run."""
+    schema = getattr(node.target, "_schema", None)
+    is_mutable = schema is not None and schema.is_mutable
+    return not is_mutable and all(operand in constant for operand in node.all_input_nodes)
+
+
+def _call(node: fx.Node, function: Callable[..., Any], values: Mapping[fx.Node, Any]) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        label = node.target
+        raise CaptureError(
+            label if isinstance(label, str) else target_name(label), error
+        ) from error

@@ -1,0 +1,160 @@
+"""Programs of an engine on a GPU: weights and caches in its memory, steps captured as graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specc.errors import ConfigError, EngineError
+from specc.manifest import Manifest
+from specc.runtime.captured_step import CapturedStep
+from specc.runtime.graph_device import GraphDevice
+from specc.runtime.kv_cache import KVCache
+from specc.runtime.mapped_weights import MappedWeights
+from specc.runtime.program import ModelProgram, read_json
+from specc.runtime.step_buffers import StepBuffers
+
+LayerCaches = Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class CaptureLimits:
+    """What capturing graphs while an engine loads may cost; the rest is captured at first use.
+
+    Args:
+        max_seconds: of capturing.
+        max_bytes: of the device's memory.
+        sizes: batch sizes to capture, ascending; None is powers of two up to the largest batch.
+    Raises:
+        ConfigError: no sizes, or sizes that do not ascend from 1 on.
+    """
+
+    max_seconds: float = 30.0
+    max_bytes: int = 4 << 30
+    sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        if sizes is not None and (not sizes or list(sizes) != sorted({*sizes}) or sizes[0] < 1):
+            raise ConfigError(
+                f"capture sizes {list(sizes)}",
+                "batch sizes that ascend, each at least 1",
+                "for example 1, 2, 4, 8",
+            )
+
+    def buckets(self, max_batch: int) -> tuple[int, ...]:
+        """Batch sizes that get graphs; the last one is `max_batch`."""
+        if self.sizes is None:
+            powers = (1 << i for i in range(max_batch.bit_length()))
+            return tuple(dict.fromkeys([*(size for size in powers if size < max_batch), max_batch]))
+        return (*(size for size in self.sizes if size < max_batch), max_batch)
+
+
+def load_programs(
+    path: Path,
+    manifest: Manifest,
+    cache: KVCache,
+    caches: Mapping[str, LayerCaches],
+    graphs: GraphDevice,
+    limits: CaptureLimits,
+) -> tuple[dict[str, ModelProgram], dict[str, CapturedStep]]:
+    """Models and steps of an engine on a device; what is captured at once is up to `limits`.
+
+    Args:
+        path: the engine directory.
+        manifest: its manifest.
+        cache: on the device.
+        caches: model name → its layers' k and v caches.
+        graphs: the device.
+        limits: of capturing.
+    Raises:
+        EngineError: a file is absent or cannot be read.
+    """
+    models = {
+        model.name: ModelProgram(
+            read_json(path / model.program_file),
+            _to_device(path / model.weights_file, graphs.device),
+            caches[model.name],
+            graphs.device,
+        )
+        for model in manifest.models
+    }
+    max_batch = cache.shape.max_num_seqs
+    depth = max(len(plan.widths) for plan in manifest.plans)
+    buffers = StepBuffers(
+        graphs, max_batch, cache.shape.blocks_per_sequence, 2 + depth + 1 + len(models) - 1
+    )
+    steps = {
+        plan.name: CapturedStep(
+            read_json(path / plan.file),
+            models,
+            cache.environment,
+            buffers,
+            graphs,
+            limits.buckets(max_batch),
+        )
+        for plan in manifest.plans
+    }
+    # the plan that most steps run comes first
+    order = sorted(steps, key=lambda name: name != manifest.default_plan)
+    capture_within(limits, [steps[name] for name in order], graphs)
+    return models, steps
+
+
+def cuda_device() -> GraphDevice:
+    """The GPU of this process, with the Triton kernels registered.
+
+    Raises:
+        EngineError: torch sees no GPU, or there is no Triton.
+    """
+    if not torch.cuda.is_available():
+        raise EngineError(
+            "an engine for CUDA, and no GPU that torch can use",
+            "an NVIDIA GPU and a CUDA build of torch",
+            "run it where there is one (specc doctor tells what this machine has), or run its"
+            " graphs with --backend eager",
+        )
+    try:
+        from specc.kernels.cuda.register import register
+    except ImportError as error:
+        raise EngineError(
+            f"no Triton: {error}", "triton, which runs the kernels", "pip install 'specc[cuda]'"
+        ) from error
+    from specc.runtime.cuda_graphs import CudaGraphs
+
+    register("CUDA")
+    return CudaGraphs(torch.cuda.current_device())
+
+
+def capture_within(
+    limits: CaptureLimits,
+    steps: Sequence[CapturedStep],
+    graphs: GraphDevice,
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """Capture steps, large batches first so that smaller graphs fit into their memory.
+
+    Returns:
+        number of graphs; the remaining ones would exceed the limits and are captured when used.
+    """
+    begin, used = clock(), graphs.used_bytes()
+    count = 0
+    for size in sorted({bucket for step in steps for bucket in step.buckets}, reverse=True):
+        for step in steps:
+            if clock() - begin > limits.max_seconds:
+                return count
+            if graphs.used_bytes() - used > limits.max_bytes:
+                return count
+            if size in step.buckets:
+                step.capture(size)
+                count += 1
+    return count
+
+
+def _to_device(file: Path, device: torch.device) -> dict[str, Tensor]:
+    return {key: weight.to(device) for key, weight in MappedWeights(file).items()}

@@ -1,0 +1,50 @@
+"""What capturing a step needs of a device; CUDA's is in `cuda_graphs.py`.
+
+Tests have one that records operators on the CPU and replays them at the same addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Graph(Protocol):
+    """Captured work; `replay` repeats it on the tensors that it was captured with."""
+
+    def replay(self) -> None: ...
+
+
+class Event(Protocol):
+    """A point in the device's work; `synchronize` waits until it is reached."""
+
+    def synchronize(self) -> None: ...
+
+
+class GraphDevice(Protocol):
+    """A device that runs work in order and can capture it."""
+
+    device: torch.device
+
+    def capture(self, run: Callable[[], object]) -> Graph:
+        """Capture `run`, which has run before: nothing in it may compile, allocate anew or wait.
+
+        Raises:
+            RuntimeError: an operator cannot be captured.
+        """
+        ...
+
+    def record_event(self) -> Event:
+        """An event behind everything that has been queued."""
+        ...
+
+    def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host that copies from and to the device need not stage: pinned."""
+        ...
+
+    def used_bytes(self) -> int:
+        """Memory of the device in use."""
+        ...

@@ -1,0 +1,250 @@
+"""Captured steps on a simulated device: replays equal the eager step, whatever it replays for."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specc.runtime.captured_step import CapturedStep, CaptureWarning
+from specc.runtime.engine import Engine
+from specc.runtime.program import StepResult, read_json
+from specc.runtime.step_buffers import PADDING, StepBuffers
+from tests.runtime.simulated_device import SimulatedDevice
+
+PLANS = ("off", "chain-3", "tree-2-1")
+BUCKETS = (1, 2, 4)
+
+
+@dataclass
+class Rig:
+    """One engine twice: eager steps, and captured ones on slabs of their own."""
+
+    eager: Engine
+    other: Engine
+    device: SimulatedDevice
+    buffers: StepBuffers
+    steps: dict[str, CapturedStep]
+
+    def state(self, batch: int) -> tuple[list[tuple[int, int, int]], Tensor]:
+        """Rows and block table of sequences of different lengths, and caches to match."""
+        shape = self.eager.cache.shape
+        lengths = [9, 4, 17, 12][:batch]
+        table = torch.arange(shape.num_blocks, dtype=torch.int32).view(shape.max_num_seqs, -1)
+        # blocks in no order
+        table = table.flip(0, 1)[:batch].contiguous()
+        generator = torch.Generator().manual_seed(7)
+        for name, slab in self.eager.cache.environment.items():
+            slab.copy_(torch.randn(slab.shape, generator=generator))
+            self.other.cache.environment[name].copy_(slab)
+        rows = [(3 + b, 20 + b, length) for b, length in enumerate(lengths)]
+        return rows, table
+
+    def assert_same_caches(self) -> None:
+        for name, slab in self.eager.cache.environment.items():
+            # padding makes matrices wider, which rounds otherwise
+            torch.testing.assert_close(self.other.cache.environment[name], slab)
+
+
+@pytest.fixture
+def rig(tiny_engine) -> Rig:
+    eager, other = Engine.load(tiny_engine), Engine.load(tiny_engine)
+    device = SimulatedDevice()
+    shape = other.cache.shape
+    buffers = StepBuffers(device, 4, shape.blocks_per_sequence, 8)
+    models = {"target": other.target, "draft_0": other.drafts[0]}
+    steps = {}
+    for plan in other.manifest.plans:
+        program = read_json(tiny_engine / plan.file)
+        steps[plan.name] = CapturedStep(
+            program, models, other.cache.environment, buffers, device, BUCKETS
+        )
+    return Rig(eager, other, device, buffers, steps)
+
+
+def same(found: StepResult, wanted: StepResult) -> None:
+    assert found[:4] == wanted[:4]
+
+
+def following(rows: list[tuple[int, int, int]], result: StepResult) -> list[tuple[int, int, int]]:
+    """Rows of the next step, as the host would compute them."""
+    made = []
+    for b, (_, last, _) in enumerate(rows):
+        run = [last, *result.output_tokens[b][: result.num_accepted[b] + 1]]
+        made.append((run[-2], run[-1], result.next_cache_len[b]))
+    return made
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+def test_replays_equal_the_eager_step(rig, plan, batch) -> None:
+    rows, table = rig.state(batch)
+    for _ in range(4):
+        wanted = rig.eager.steps[plan].advance(rows, table, rig.eager.cache.environment)
+        found = rig.steps[plan].advance(rows, table, rig.other.cache.environment)
+        same(found, wanted)
+        rig.assert_same_caches()
+        rows = following(rows, wanted)
+    assert len(rig.device.tapes) == 1
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_graph_serves_other_sequences_and_smaller_batches(rig, plan) -> None:
+    step = rig.steps[plan]
+    rows, table = rig.state(4)
+    for batch in (4, 3, 4, 2, 1, 3):
+        order = [(b * 3 + batch) % 4 for b in range(batch)]
+        mine, blocks = [rows[b] for b in order], table[order]
+        wanted = rig.eager.steps[plan].advance(mine, blocks, rig.eager.cache.environment)
+        same(step.advance(mine, blocks, rig.other.cache.environment), wanted)
+        rig.assert_same_caches()
+    assert len(rig.device.tapes) == len(BUCKETS)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_device_goes_on_before_the_host_has_read(rig, plan, batch) -> None:
+    """Two steps are in flight; each result is read one step late."""
+    rows, table = rig.state(batch)
+    pending = rig.steps[plan].submit(rows, table)
+    for _ in range(5):
+        ahead = rig.steps[plan].submit_next(batch)
+        wanted = rig.eager.steps[plan].advance(rows, table, rig.eager.cache.environment)
+        same(pending.result(), wanted)
+        rows, pending = following(rows, wanted), ahead
+
+
+def test_the_host_takes_over_from_the_device(rig) -> None:
+    """After steps of its own the device accepts other rows, also with less of them."""
+    rows, table = rig.state(4)
+    step = rig.steps["chain-3"]
+    step.submit(rows, table).result()
+    step.submit_next(4).result()
+    rig.state(4)
+    wanted = rig.eager.steps["chain-3"].advance(rows[1:3], table[1:3], rig.eager.cache.environment)
+    same(step.submit(rows[1:3], table[1:3]).result(), wanted)
+    rig.assert_same_caches()
+
+
+def test_what_is_captured_does_not_depend_on_the_data(rig) -> None:
+    """The operators of a capture with full rows are those of one with padding alone."""
+    rows, table = rig.state(4)
+    step = rig.steps["tree-2-1"]
+    step.capture(4)
+    rig.buffers.copy_from(rows, table, 4)
+    rig.device.capture(step._bound[4].run)
+    padded, full = rig.device.tapes
+    assert padded.operators == full.operators
+    assert "specc.tree_attention.default" in full.operators
+
+
+def test_constants_are_not_computed_at_every_replay(rig) -> None:
+    rig.steps["tree-2-1"].capture(2)
+    names = rig.device.tapes[0].operators
+    models = [name for name in names if name.startswith("aten.arange")]
+    assert models == []
+
+
+def test_capture_leaves_inputs_and_caches_alone(rig) -> None:
+    rows, table = rig.state(2)
+    rig.buffers.copy_from(rows, table, 2)
+    rig.steps["chain-3"].capture(2)
+    rig.assert_same_caches()
+    assert rig.buffers.cache_len[:2].tolist() == [row[2] for row in rows]
+    assert rig.buffers.last_tokens[:2].tolist() == [list(row[:2]) for row in rows]
+    assert torch.equal(rig.buffers.block_table[:2], table)
+
+
+def test_padding_stays_padding(rig) -> None:
+    rows, table = rig.state(3)
+    rig.steps["chain-3"].submit(rows, table).result()
+    for _ in range(3):
+        rig.steps["chain-3"].submit_next(3).result()
+    assert rig.buffers.cache_len[3] < PADDING // 2
+
+
+@pytest.mark.parametrize("plan", ["chain-3", "tree-2-1"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_hook_stands_between_verification_and_acceptance(rig, plan, batch) -> None:
+    """It sees rows of real sequences alone, and what it writes counts."""
+    rows, table = rig.state(batch)
+    num_nodes = rig.steps[plan].plan.tree.num_nodes
+    seen = []
+
+    def hook(values: Any) -> None:
+        seen.append((values["logits"].shape[0], values["tokens"].shape[0]))
+        logits = values["logits"].clone()
+        # every child is what the target wants
+        tokens = values["tokens"]
+        parents = rig.steps[plan].plan.tree.parents
+        for node, parent in reversed(list(enumerate(parents))[1:]):
+            for b in range(tokens.shape[0]):
+                logits[b * num_nodes + parent, tokens[b, node]] = 1e9 + num_nodes - node
+        values["logits"] = logits
+
+    depth = rig.steps[plan].plan.tree.max_depth
+    for steps in (rig.eager.steps, rig.steps):
+        steps[plan].before_accept = hook
+    wanted = rig.eager.steps[plan].advance(rows, table, rig.eager.cache.environment)
+    found = rig.steps[plan].advance(rows, table, rig.other.cache.environment)
+    same(found, wanted)
+    assert found.num_accepted == [depth] * batch
+    assert seen == [(batch * num_nodes, batch)] * 2
+    assert len(rig.device.tapes) == 3, "draft, verify, accept and commit"
+    rig.steps[plan].before_accept = None
+    rig.eager.steps[plan].before_accept = None
+    rows = following(rows, wanted)
+    same(
+        rig.steps[plan].advance(rows, table, rig.other.cache.environment),
+        rig.eager.steps[plan].advance(rows, table, rig.eager.cache.environment),
+    )
+    assert len(rig.device.tapes) == 4
+
+
+def test_a_step_that_cannot_be_captured_runs_anyway_and_says_why(rig) -> None:
+    """A host read in the middle: the operator is named once, results are right."""
+    step = rig.steps["chain-3"]
+    graph = step._stages["accept_commit"].graph
+    (accept,) = [n for n in graph.nodes if n.target is torch.ops.specc.accept_greedy.default]
+    with graph.inserting_before(accept):
+        graph.call_function(torch.ops.aten.equal.default, (accept.args[1], accept.args[1]))
+    rows, table = rig.state(3)
+    with pytest.warns(CaptureWarning, match=r"chain-3 for 4 sequences .* aten\.equal\.default"):
+        found = step.advance(rows, table, rig.other.cache.environment)
+    same(found, rig.eager.steps["chain-3"].advance(rows, table, rig.eager.cache.environment))
+    rig.assert_same_caches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.advance(rows, table, rig.other.cache.environment)
+    assert not step.is_captured(4)
+
+
+@pytest.mark.parametrize(
+    ("operator", "make"),
+    [
+        ("_local_scalar_dense", lambda x: x.sum().item()),
+        ("nonzero", lambda x: x.nonzero()),
+        ("index", lambda x: x[x > 0]),
+    ],
+)
+def test_the_simulated_device_refuses_what_cuda_refuses(operator, make) -> None:
+    with pytest.raises(RuntimeError, match=operator):
+        SimulatedDevice().capture(lambda: make(torch.ones(3)))
+
+
+def test_the_simulated_device_reads_where_it_was_captured() -> None:
+    """A buffer that Python replaces afterwards is not seen; its content is."""
+    box = {"x": torch.ones(3)}
+    out = torch.zeros(3)
+    old = box["x"]
+    graph = SimulatedDevice().capture(lambda: out.copy_(box["x"] * 2))
+    box["x"] = torch.full((3,), 5.0)
+    graph.replay()
+    assert out.tolist() == [2.0] * 3
+    old.fill_(7)
+    graph.replay()
+    assert out.tolist() == [14.0] * 3

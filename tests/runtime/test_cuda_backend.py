@@ -1,0 +1,216 @@
+"""Engines for CUDA without a GPU: a simulated device, and Triton's interpreter for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specc.api import compile_with
+from specc.config import CompileConfig, SamplingParams, SpecPlan
+from specc.errors import ConfigError, EngineError
+from specc.runtime import engine
+from specc.runtime.cuda_backend import CaptureLimits, capture_within, cuda_device
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from tests.runtime.simulated_device import SimulatedDevice
+
+PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7]
+PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def cuda_engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pair compiled for CUDA, which needs no GPU."""
+    path = tmp_path_factory.mktemp("engines") / "cuda"
+    plans = (SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1)))
+    config = CompileConfig(plans=plans, max_seq_len=48, max_batch_size=2, backend="cuda")
+    compile_with(str(tiny_models.target), str(tiny_models.draft), path, config)
+    return path
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    """Stands for the GPU of this machine."""
+    simulated = SimulatedDevice()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engine, "cuda_device", lambda: simulated)
+    return simulated
+
+
+@pytest.fixture
+def triton_kernels() -> Iterator[None]:
+    """The kernels, interpreted, in place of the oracles."""
+    from specc.kernels.cuda.register import register, unregister
+
+    register("CPU")
+    yield
+    unregister("CPU")
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny_engine: Path) -> list[list[int]]:
+    """What an engine of plain graphs says."""
+    outputs = LLM(tiny_engine, plan="off").generate(PROMPTS, PARAMS)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def generate(llm: LLM, params: SamplingParams = PARAMS) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("plan", ["off", "chain-3", "tree-2-1"])
+def test_fused_graphs_say_the_same(cuda_engine, wanted, plan) -> None:
+    """The graphs with the oracles of the fused operators, operator by operator, on the CPU."""
+    assert generate(LLM(cuda_engine, plan=plan, backend="eager")) == wanted
+
+
+@pytest.mark.parametrize("plan", ["off", "chain-3", "tree-2-1"])
+def test_replayed_steps_say_the_same(cuda_engine, wanted, plan, device) -> None:
+    """Requests come and go; graphs are captured while the engine loads, and none later."""
+    llm = LLM(cuda_engine, plan=plan)
+    assert llm.engine.backend == "cuda"
+    captured = len(device.tapes)
+    assert captured == 3 * len((1, 2)), "each plan for each batch size"
+    assert generate(llm) == wanted
+    assert len(device.tapes) == captured
+
+
+@pytest.mark.parametrize("plan", ["off", "tree-2-1"])
+def test_the_kernels_say_the_same(cuda_engine, wanted, plan, device, triton_kernels) -> None:
+    """All of it: fused graphs, captured, with the Triton kernels."""
+    limits = CaptureLimits(sizes=(2,), max_seconds=0)
+    llm = LLM(Engine.load(cuda_engine, capture=limits), plan=plan)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    assert generate(llm, params) == [tokens[:4] for tokens in wanted]
+
+
+HOST_READS = ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+
+class Launches:
+    """Records launches of kernels; outside of them, nothing may read a tensor on the host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        self.made: list[tuple[str, Any]] = []
+        self._is_inside = False
+        run = InterpretedFunction.run
+
+        def recorded(kernel: Any, *args: Any, grid: Any, **options: Any) -> Any:
+            numbers = tuple(x for x in args if isinstance(x, int | float))
+            switches = tuple((k, v) for k, v in options.items() if k != "warmup")
+            self.made.append((kernel.fn.__name__, (tuple(grid), numbers, switches)))
+            self._is_inside = True
+            try:
+                return run(kernel, *args, grid=grid, **options)
+            finally:
+                self._is_inside = False
+
+        monkeypatch.setattr(InterpretedFunction, "run", recorded)
+        for name in HOST_READS:
+            monkeypatch.setattr(torch.Tensor, name, self._guard(name))
+
+    def _guard(self, name: str) -> Any:
+        method = getattr(torch.Tensor, name)
+
+        def guarded(tensor: Any, *args: Any, **options: Any) -> Any:
+            assert self._is_inside, f"{name} of a tensor between launches"
+            return method(tensor, *args, **options)
+
+        return guarded
+
+
+def test_launches_do_not_depend_on_the_data(cuda_engine, device, triton_kernels) -> None:
+    """The same kernels with the same numbers, whatever lengths and tokens are, and no host read."""
+    loaded = Engine.load(cuda_engine, capture=CaptureLimits(max_seconds=-1))
+    step = loaded.steps["tree-2-1"]
+    table = torch.arange(loaded.cache.shape.num_blocks, dtype=torch.int32).view(2, -1)
+    found = []
+    for rows in ([(5, 6, 1), (7, 8, 30)], [(50, 60, 22), (70, 80, 3)]):
+        step._buffers.copy_from(rows, table, 2)
+        bound = step._bind(2)
+        with pytest.MonkeyPatch.context() as patch:
+            launches = Launches(patch)
+            bound.run()
+        found.append(launches.made)
+    assert found[0] == found[1]
+    names = [name for name, _ in found[0]]
+    # the draft twice, then the target with its two layers
+    assert names.count("attend_kernel") == 1 + 1 + 2
+    assert names.count("_rope_write_kernel") == names.count("attend_kernel")
+    assert {"commit_kv_kernel", "walk_kernel"} <= set(names)
+
+
+def test_the_guard_sees_host_reads(monkeypatch) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Launches(patch)
+        for read in (lambda x: x.tolist(), lambda x: bool(x), lambda x: x.item(), range):
+            with pytest.raises(AssertionError, match="between launches"):
+                read(torch.ones((), dtype=torch.int64))
+
+
+def test_no_gpu_is_an_error_that_says_what_to_do(cuda_engine) -> None:
+    with pytest.raises(EngineError) as caught:
+        LLM(cuda_engine)
+    assert "cuda" in caught.value.found
+    assert "--backend eager" in caught.value.do
+    with pytest.raises(EngineError, match="no GPU"):
+        cuda_device()
+
+
+def test_capturing_stops_at_the_limits(device) -> None:
+    """Large sizes first, the default plan's before others; what is left is captured when used."""
+
+    class Step:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.buckets = (1, 2, 4)
+
+        def capture(self, bucket: int) -> None:
+            done.append((self.name, bucket))
+            clock.now += 1.0
+            clock.bytes += 100
+
+    class Clock:
+        now, bytes = 0.0, 0
+
+        def __call__(self) -> float:
+            return self.now
+
+        def used_bytes(self) -> int:
+            return self.bytes
+
+    for limits, count in (
+        (CaptureLimits(), 6),
+        (CaptureLimits(max_seconds=2.5), 3),
+        (CaptureLimits(max_bytes=150), 2),
+        (CaptureLimits(max_seconds=-1), 0),
+    ):
+        done: list[tuple[str, int]] = []
+        clock = Clock()
+        steps: list[Any] = [Step("tree"), Step("off")]
+        assert capture_within(limits, steps, clock, clock) == count  # type: ignore[arg-type]
+        every = [("tree", 4), ("off", 4), ("tree", 2), ("off", 2), ("tree", 1), ("off", 1)]
+        assert done == every[:count]
+
+
+def test_batch_sizes() -> None:
+    assert CaptureLimits().buckets(1) == (1,)
+    assert CaptureLimits().buckets(6) == (1, 2, 4, 6)
+    assert CaptureLimits().buckets(8) == (1, 2, 4, 8)
+    assert CaptureLimits(sizes=(3, 20)).buckets(8) == (3, 8)
+    for sizes in ((), (2, 1), (0, 1), (2, 2)):
+        with pytest.raises(ConfigError, match="ascend"):
+            CaptureLimits(sizes=sizes)
+
+
+def test_weights_are_checked_and_moved(cuda_engine, device) -> None:
+    """No mapped file stands behind a GPU's weights, so none is watched."""
+    loaded = Engine.load(cuda_engine, capture=CaptureLimits(max_seconds=-1))
+    assert loaded.mapped_weights == ()
+    assert not device.tapes
