@@ -82,10 +82,15 @@ class CapturedStep:
             stage["name"]: place(graph_from_json(stage["graph"], modules=models), graphs.device)
             for stage in program["stages"]
         }
+        for stage in self._stages.values():
+            # the module and its graph name each other: weights would outlive the engine until the
+            # garbage collector comes by
+            stage.graph.owning_module = None
         (output,) = self._stages["accept_commit"].graph.find_nodes(op="output")
         names = map(draft_len_name, itertools.count())
         self.num_drafts = sum(1 for _ in itertools.takewhile(output.args[0].__contains__, names))
-        self._bound: dict[int, BoundStep] = {}
+        # a capture's results stay where it put them, so each way of capturing has its own
+        self._bound: dict[tuple[int, bool], BoundStep] = {}
         self._captured: dict[tuple[int, bool], list[Graph] | None] = {}
 
     @property
@@ -153,7 +158,7 @@ class CapturedStep:
 
     @torch.inference_mode()
     def _queue(self, batch: int, bucket: int, begin_s: float) -> PendingStep:
-        bound = self._bound[bucket]
+        bound = self._bound[bucket, self.is_split]
         captured = self._captured[bucket, self.is_split]
         parts: list[Callable[[], object]] = [graph.replay for graph in captured or ()]
         if not parts:
@@ -170,9 +175,7 @@ class CapturedStep:
         return PendingStep(self, batch, begin_s, self._buffers.read_results())
 
     def _try_capture(self, bucket: int, is_split: bool) -> list[Graph] | None:
-        if bucket not in self._bound:
-            self._bound[bucket] = self._bind(bucket)
-        bound = self._bound[bucket]
+        bound = self._bound[bucket, is_split] = self._bind(bucket)
         parts = bound.parts if is_split else [bound.run]
         # a run of padding compiles what compiles at first use, and writes no cache row
         with self._buffers.kept_inputs(bucket):

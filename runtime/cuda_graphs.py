@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Callable
 
 import torch
@@ -24,13 +26,32 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(self.device)
 
     def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        _refuse_host_reads(run)
+        torch.cuda.synchronize(self.device)
+        gc.collect()
+        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads of the process may allocate meanwhile
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            run()
+        # not torch.cuda.graph: where a capture fails, that leaves its stream current and its error
+        # in place of the operator's
+        with torch.cuda.stream(self._stream):
+            # thread_local: other threads of the process may allocate meanwhile
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                self._abandon(graph)
+                raise
+            graph.capture_end()
         return graph
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed; its pool may be in any state: the next graphs get another."""
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        # torch 2.11 forgets this where ending the capture is an error
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
 
     def record_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -43,3 +64,16 @@ class CudaGraphs:
     def used_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
+
+
+def _refuse_host_reads(run: Callable[[], object]) -> None:
+    """Run once, and let every operator fail that waits for the device.
+
+    Inside a capture such an operator would invalidate it, and not every torch recovers from that.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

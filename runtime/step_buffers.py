@@ -92,9 +92,11 @@ class StepBuffers:
         before = [tensor.clone() for tensor in inputs]
         for tensor, number in zip(inputs, (0, PADDING, 0), strict=True):
             tensor.fill_(number)
-        yield
-        for tensor, kept in zip(inputs, before, strict=True):
-            tensor.copy_(kept)
+        try:
+            yield
+        finally:
+            for tensor, kept in zip(inputs, before, strict=True):
+                tensor.copy_(kept)
 
     def read_results(self) -> HostResults:
         """Queue the copy of the results to the host, behind the step that made them.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.machinery
 import inspect
 import itertools
 import math
@@ -123,6 +124,8 @@ def install() -> None:
     module.skip = _skip
     module.approx = _Approx
     module.FixtureRequest = module.TempPathFactory = module.MonkeyPatch = object
+    # libraries ask whether pytest is there
+    module.__spec__ = importlib.machinery.ModuleSpec("pytest", None)
     sys.modules["pytest"] = module
 
 

@@ -136,7 +136,7 @@ def test_what_is_captured_does_not_depend_on_the_data(rig) -> None:
     step = rig.steps["tree-2-1"]
     step.capture(4)
     rig.buffers.copy_from(rows, table, 4)
-    rig.device.capture(step._bound[4].run)
+    rig.device.capture(step._bound[4, False].run)
     padded, full = rig.device.tapes
     assert padded.operators == full.operators
     assert "specc.tree_attention.default" in full.operators
@@ -203,6 +203,22 @@ def test_a_hook_stands_between_verification_and_acceptance(rig, plan, batch) -> 
         rig.eager.steps[plan].advance(rows, table, rig.eager.cache.environment),
     )
     assert len(rig.device.tapes) == 4
+
+
+def test_hooks_come_and_go(rig) -> None:
+    """A hook sees the values of its own graphs, also after the whole step was captured."""
+    rows, table = rig.state(2)
+    step, eager = rig.steps["chain-3"], rig.eager.steps["chain-3"]
+    seen: list[Tensor] = []
+    for is_hooked in (True, False, True):
+        for each in (step, eager):
+            each.before_accept = (lambda v: seen.append(v["logits"].clone())) if is_hooked else None
+        wanted = eager.advance(rows, table, rig.eager.cache.environment)
+        same(step.advance(rows, table, rig.other.cache.environment), wanted)
+        if is_hooked:
+            torch.testing.assert_close(*seen[-2:])
+        rows = following(rows, wanted)
+    assert not torch.equal(seen[0], seen[-1])
 
 
 def test_a_step_that_cannot_be_captured_runs_anyway_and_says_why(rig) -> None:
