@@ -79,8 +79,9 @@ class Runner:
         table = self._block_table([s.blocks for s in sequences])
         step = self._steps[group.plan.name]
         result = step.advance(rows, table, self._cache.environment)
-        if "draft" in result.stage_s:
-            result.stage_s["draft"] += catch_up_s
+        stage = "step" if "step" in result.stage_s else "draft"
+        if stage in result.stage_s:
+            result.stage_s[stage] += catch_up_s
         return result
 
     def _block_table(self, blocks: list[list[int]]) -> Tensor:

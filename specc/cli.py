@@ -143,8 +143,8 @@ def compile_(
         str | None,
         typer.Option(
             "--backend",
-            help="cuda, cpu (compiled for this machine) or eager; else cuda where torch has a GPU,"
-            " cpu where there is a compiler.",
+            help="cpu (compiled for this machine), eager, or cuda (experimental); else cpu where"
+            " there is a compiler.",
         ),
     ] = None,
     dump_graphs: Annotated[

@@ -185,7 +185,7 @@ def build(
 
 
 def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
-    """The backend of an engine, and warnings: where none is named, what this machine can run.
+    """The backend of an engine, and warnings: where none is named, what this machine can build.
 
     Raises:
         CompilerError: the backend cpu is asked for, and there is no C++ compiler.
@@ -195,8 +195,7 @@ def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
         raise ConfigError(
             f"backend {wanted}", " or ".join(BACKENDS), "choose one of them, or leave it out"
         )
-    if wanted is None and torch.cuda.is_available():
-        wanted = "cuda"
+    # never by itself, GPU or not, until one has shown it
     if wanted == "cuda":
         return wanted, []
     missing = None if wanted == "eager" else lower_cpu.missing_compiler()

@@ -60,8 +60,8 @@ class CompileConfig:
             at most 4096.
         block_size: rows of a KV cache block; 0 means dense: one block a sequence.
         prefill_chunk: tokens of one prefill pass.
-        backend: `cuda`, `cpu` or `eager`; None is what this machine can run: cuda with a GPU,
-            cpu with a C++ compiler.
+        backend: `cpu`, `eager` or `cuda` (experimental); None is cpu where there is a C++
+            compiler.
         probe: generate a few dozen tokens at the end and report the acceptance.
     Raises:
         ConfigError: a value is outside its range.

@@ -37,6 +37,7 @@ class SpecStats:
         prefill_s: seconds of prefill passes, target and drafts.
         draft_s: seconds of drafting, catch-up passes included.
         verify_s: seconds of verification; of the off plan, the whole target pass.
+        whole_s: seconds of steps that ran as one graph, whose stages nobody times apart.
         commit_s: seconds of acceptance and commit.
         first_token_s: sum over requests of the seconds from arrival to the first token.
         num_first_tokens: requests that have a first token.
@@ -57,6 +58,7 @@ class SpecStats:
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    whole_s: float = 0.0
     commit_s: float = 0.0
     first_token_s: float = 0.0
     num_first_tokens: int = 0
@@ -98,6 +100,7 @@ class SpecStats:
         self.num_step_passes += 1
         self.draft_s += stage_s.get("draft", 0.0)
         self.verify_s += stage_s.get("verify", 0.0)
+        self.whole_s += stage_s.get("step", 0.0)
         self.commit_s += stage_s.get("accept_commit", 0.0)
 
     def record_first_token(self, seconds: float) -> None:
@@ -167,7 +170,8 @@ class SpecStats:
 
     @property
     def ms_per_step(self) -> float:
-        return self.draft_ms_per_step + self.verify_ms_per_step + self.commit_ms_per_step
+        staged = self.draft_ms_per_step + self.verify_ms_per_step + self.commit_ms_per_step
+        return staged + 1000 * _ratio(self.whole_s, self.num_step_passes)
 
     def as_dict(self) -> dict[str, Any]:
         """Counters and rates, for JSON."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specc.api import compile_with
+from specc.cli_stats import stats_rows
 from specc.config import CompileConfig, SamplingParams, SpecPlan
 from specc.errors import ConfigError, EngineError
 from specc.runtime import engine
@@ -77,6 +78,11 @@ def test_replayed_steps_say_the_same(cuda_engine, wanted, plan, device) -> None:
     assert captured == 3 * len((1, 2)), "each plan for each batch size"
     assert generate(llm) == wanted
     assert len(device.tapes) == captured
+    # one graph a step: its time is not lost, though no stage has one of its own
+    stats = llm.get_metrics()
+    assert stats.ms_per_step == pytest.approx(1000 * stats.whole_s / stats.num_step_passes)
+    assert stats.whole_s > 0 == stats.verify_s
+    assert "one graph" in dict(stats_rows(stats))["ms per step"]
 
 
 @pytest.mark.parametrize("plan", ["off", "tree-2-1"])
