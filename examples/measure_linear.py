@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from specc.kernels import native
+from specc.weight_layout import to_blocks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -59,7 +60,10 @@ SIZES = (
 def make_turn(method: str, weights: list[Tensor], x: Tensor) -> Turn | None:
     """All products of x with one method; None where torch has no such method for the dtype."""
     if method == "specc":
-        return lambda x: [torch.ops.specc_cpu.linear(x, w, None) for w in weights]
+        # in one piece, as the engine's file holds them
+        blocks = torch.stack([to_blocks(w) for w in weights])
+        n = weights[0].shape[0]
+        return lambda x: [torch.ops.specc_cpu.linear(x, w, None, n) for w in blocks]
     if method == "F.linear":
         return lambda x: [linear(x, w) for w in weights]
     if method == "onednn":

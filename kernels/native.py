@@ -58,7 +58,7 @@ C_SHIMS = {
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"
     " double, int64_t, int64_t, AtenTensorHandle*)",
     "linear": "AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle, AtenTensorHandle,"
-    " AtenTensorHandle*, AtenTensorHandle*)",
+    " AtenTensorHandle*, int64_t, AtenTensorHandle*)",
 }
 # the sources that define what Python, compiled programs and steps call; kernels behind the same
 # operators may change, and an engine that carries older ones still loads

@@ -33,8 +33,8 @@ def _tree_attention_fake(
     return q.new_empty(q.shape[1], q.shape[0], v.shape[2]).transpose(0, 1)
 
 
-def _linear_fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return input.new_empty(input.shape[0], weight.shape[0])
+def _linear_fake(input: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return input.new_empty(input.shape[0], out_features)
 
 
 def _tree_expand_fake(logits: Tensor, num_children: int) -> Tensor:
@@ -107,7 +107,7 @@ tree_attention = _define(
     _tree_attention_fake,
 )
 linear = _define(
-    "linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
+    "linear(Tensor input, Tensor weight, Tensor? bias, int out_features) -> Tensor",
     reference.linear_reference,
     _linear_fake,
 )

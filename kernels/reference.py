@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specc.tree import WORD_BITS
+from specc.weight_layout import from_blocks
 
 
 def tree_attention_reference(
@@ -157,16 +158,20 @@ def attend_reference(
     return out
 
 
-def linear_reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_reference(
+    input: Tensor, weight: Tensor, bias: Tensor | None, out_features: int
+) -> Tensor:
     """Project rows: what CPU lowerings put in place of `aten.linear`.
 
     Args:
         input: [M, K]; M may be 0.
-        weight: [N, K], as in a checkpoint.
+        weight: [N, K] in blocks, see `specc.weight_layout`.
         bias: [N], or None.
+        out_features: N.
     Returns:
         [M, N] in the dtype of the input, accumulated in float32.
     """
+    weight = from_blocks(weight, (out_features, input.shape[1]))
     return torch.nn.functional.linear(input, weight, bias)
 
 

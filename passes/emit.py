@@ -24,7 +24,9 @@ def program_to_json(program: Program) -> dict[str, Any]:
         if name in program.weights:
             weight = program.weights[name]
             entry |= {"kind": "weight", "key": weight.key, "dtype": _dtype(weight.dtype)}
-            entry["shape"] = list(weight.shape)
+            entry["shape"] = list(weight.stored_shape)
+            if weight.in_blocks:
+                entry["blocks_of"] = list(weight.shape)
         elif name in program.constants:
             value = program.constants[name]
             entry |= {"kind": "constant", "key": constant_key(name), "dtype": _dtype(value.dtype)}

@@ -18,9 +18,12 @@ from specc.machine import isa_flags
 from specc.passes.emit import program_to_json
 from specc.passes.lower_aot_inductor import compile_package
 from specc.passes.lower_linear import LowerLinear
+from specc.passes.pack_weights import PackWeights
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
 from specc.passes.program import Program
 
+# before the graphs are written: how the engine stores its weights
+LAYOUT_PHASES: Phases = (("layout", (PackWeights,)),)
 CPU_PHASES: Phases = (("lower", (LowerLinear,)),)
 LIBRARY_FILE = f"native/{native.LIBRARY_NAME}"
 

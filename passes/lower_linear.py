@@ -2,57 +2,84 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
 from specc.passes.program import Program, bind_args, emit_call, replace
+from specc.weight_layout import BLOCK
 
 aten = torch.ops.aten
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class LowerLinear(Pass):
-    """`aten.linear(x, w, b)` → `specc.linear` over the flattened rows of x.
+    """`aten.linear(x, w, b)` → `specc.linear` over the flattened rows of x, where w is in blocks.
 
-    A step projects 1 to about 32 rows, which is bound by reading w. The weight keeps the layout of
-    the checkpoint, so every backend reads the same file.
+    `aten.embedding(w, ids)` of such a weight → `aten.index`, which reads columns of blocks. The
+    graph's inputs become the blocks themselves.
     """
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
+        packed = [
+            node
+            for node in program.graph.find_nodes(op="placeholder")
+            if node.target in program.weights and program.weights[node.target].in_blocks
+        ]
+        for node in packed:
+            weight = program.weights[node.target]
+            if tuple(node.meta["val"].shape) == weight.stored_shape:
+                continue  # an earlier run of this pass
+            node.meta["val"] = node.meta["val"].new_empty(weight.stored_shape)
+            for user in list(node.users):
+                if user.target is aten.embedding.default:
+                    _lower_embedding(user)
+                else:
+                    _lower_linear(user, weight.shape[0])
+                    result.rewrites += 1
         for node in program.calls(aten.linear.default):
-            bound = bind_args(node)
-            if reason := _why_not(bound):
-                result.decline(node.name, reason)
-                continue
-            _lower(node, bound)
-            result.rewrites += 1
+            result.decline(node.name, "its weight is not in blocks")
         return result
 
 
-def _why_not(bound: dict[str, fx.Node | None]) -> str | None:
-    values: list[Tensor] = [x.meta["val"] for x in bound.values() if x is not None]
-    x, weight = values[:2]
-    if x.dtype not in _DTYPES or any(value.dtype != x.dtype for value in values):
-        return f"dtypes {', '.join(str(value.dtype) for value in values)}"
-    if weight.dim() != 2:
-        return f"a weight of {weight.dim()} dimensions"
-    if sum(not isinstance(size, int) for size in x.shape) > 1:
-        return f"more than one dynamic dimension in {list(x.shape)}"
-    return None
-
-
-def _lower(node: fx.Node, bound: dict[str, fx.Node | None]) -> None:
-    graph, x = node.graph, bound["input"]
-    assert x is not None
+def _lower_linear(node: fx.Node, out_features: int) -> None:
+    graph, bound = node.graph, bind_args(node)
+    x = bound["input"]
     shape = x.meta["val"].shape
     with graph.inserting_before(node):
         rows = emit_call(graph, aten.reshape.default, x, [-1, shape[-1]])
-        out = emit_call(graph, ops.linear, rows, bound["weight"], bound["bias"])
+        out = emit_call(graph, ops.linear, rows, bound["weight"], bound["bias"], out_features)
         if len(shape) != 2:
             # the dynamic dimension, the number of tokens, is what the others leave
             leading = [size if isinstance(size, int) else -1 for size in shape[:-1]]
-            out = emit_call(graph, aten.reshape.default, out, [*leading, out.meta["val"].shape[-1]])
+            out = emit_call(graph, aten.reshape.default, out, [*leading, out_features])
     replace(node, out)
+
+
+def _lower_embedding(node: fx.Node) -> None:
+    graph, (blocks, ids) = node.graph, node.args[:2]
+    width, shape = node.meta["val"].shape[-1], ids.meta["val"].shape
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return emit_call(graph, target, *args)
+
+    with graph.inserting_before(node):
+        flat = call(aten.reshape.default, ids, [-1])
+        block = call(aten.floor_divide.Scalar, flat, BLOCK)
+        row = call(aten.remainder.Scalar, flat, BLOCK)
+        # the two indices are apart, so their dimension comes first: [ids, units, columns of a unit]
+        units = call(aten.index.Tensor, blocks, [block, None, row])
+        values = call(aten.reshape.default, units, [-1, _padded_width(blocks)])
+        if _padded_width(blocks) != width:
+            values = call(aten.slice.Tensor, values, 1, 0, width)
+        leading = [size if isinstance(size, int) else -1 for size in shape]
+        out = call(aten.reshape.default, values, [*leading, width])
+    replace(node, out)
+
+
+def _padded_width(blocks: fx.Node) -> int:
+    _, units, _, unit = blocks.meta["val"].shape
+    return units * unit

@@ -95,7 +95,11 @@ class ModelSource:
         specs = []
         for weight in program.weights.values():
             sources = tuple(s for name in weight.parameters for s in sources_of(name))
-            specs.append(WeightSpec(weight.key, weight.dtype, weight.shape, sources))
+            specs.append(
+                WeightSpec(
+                    weight.key, weight.dtype, weight.shape, sources, in_blocks=weight.in_blocks
+                )
+            )
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
         return specs

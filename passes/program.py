@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from specc.weight_layout import blocks_shape
+
 # inputs of every model program, in order, before the caches; shapes in kernels/reference.py
 RUNTIME_INPUTS = (
     "tokens",
@@ -25,16 +27,29 @@ RUNTIME_INPUTS = (
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight input: the concatenation of these model parameters along dim 0."""
+    """One weight input: the concatenation of these model parameters along dim 0.
+
+    Args:
+        parameters: names in the model.
+        dtype: of the input.
+        shape: of the concatenation.
+        in_blocks: whether the engine's file holds it in blocks; see `specc.weight_layout`.
+    """
 
     parameters: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
+    in_blocks: bool = False
 
     @property
     def key(self) -> str:
         """Name in the engine's weight file."""
         return self.parameters[0] if len(self.parameters) == 1 else "+".join(self.parameters)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape in the engine's weight file."""
+        return blocks_shape(self.shape, self.dtype) if self.in_blocks else self.shape
 
 
 @dataclass(frozen=True)

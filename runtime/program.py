@@ -17,6 +17,7 @@ from specc.errors import EngineError
 from specc.graph_io import graph_from_json
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.place import place
+from specc.weight_layout import from_blocks
 
 SCHEMA_VERSION = 1
 _DO = "compile the engine again"
@@ -95,7 +96,7 @@ class ModelProgram(nn.Module):
         self.name: str = program["name"]
         self.weights = weights
         # plain lists: as parameters or buffers, nn.Module would list and move the mapped file
-        self._weights: list[Tensor] = bind_weights(program, weights)
+        self._weights: list[Tensor] = weights_in_rows(program, bind_weights(program, weights))
         self._caches: list[Tensor] = [
             caches[entry["layer"]][entry["part"] == "v"]
             for entry in program["inputs"]
@@ -141,7 +142,8 @@ class ModelProgram(nn.Module):
         Returns:
             [R, V] logits.
         """
-        return self._graph(
+        # not the call of the module, which drops the traceback of an error and prints it instead
+        return self._graph.forward(
             *self._weights,
             tokens,
             positions,
@@ -262,6 +264,19 @@ def bind_weights(program: Mapping[str, Any], weights: Mapping[str, Tensor]) -> l
         _bound_weight(program["name"], entry, weights)
         for entry in program["inputs"]
         if entry["kind"] in ("weight", "constant")
+    ]
+
+
+def weights_in_rows(program: Mapping[str, Any], bound: Sequence[Tensor]) -> list[Tensor]:
+    """What `bind_weights` returns, as the graph reads it.
+
+    The weights that a CPU engine stores in blocks are copied, which takes memory and time: eager
+    graphs of such engines are for looking into a result.
+    """
+    entries = [e for e in program["inputs"] if e["kind"] in ("weight", "constant")]
+    return [
+        from_blocks(weight, entry["blocks_of"]) if "blocks_of" in entry else weight
+        for entry, weight in zip(entries, bound, strict=True)
     ]
 
 

@@ -128,7 +128,7 @@ def build(
             warnings, token_entry, tokenizer_file = _check_tokenizers(sources, tokenizer)
             warnings += fallback
         limits = _limits(sources, plans, config)  # what can be refused before tracing
-        lowering = CUDA_PHASES if backend == "cuda" else ()
+        lowering = {"cuda": CUDA_PHASES, "cpu": lower_cpu.LAYOUT_PHASES}.get(backend, ())
         models, records = _compile_models(
             sources, plans, limits.max_seq_len, lowering, dump_graphs, phases
         )

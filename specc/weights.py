@@ -21,6 +21,7 @@ from specc.safetensors_io import (
     tensor_bytes,
 )
 from specc.safetensors_writer import OutputTensor, convert_chunks, write_safetensors
+from specc.weight_layout import blocks_of_stream, blocks_shape
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class WeightSpec:
         shape: shape of the whole tensor.
         sources: where the bytes come from; empty for a constant.
         constant: a small tensor in memory (rotary frequencies) in place of sources.
+        in_blocks: write a matrix in blocks; see `specc.weight_layout`.
     """
 
     key: str
@@ -58,6 +60,7 @@ class WeightSpec:
     shape: tuple[int, ...]
     sources: tuple[Source, ...] = ()
     constant: Tensor | None = field(default=None, compare=False)
+    in_blocks: bool = False
 
     @classmethod
     def from_tensor(cls, key: str, tensor: Tensor) -> WeightSpec:
@@ -65,8 +68,9 @@ class WeightSpec:
         return cls(key, tensor.dtype, tuple(tensor.shape), constant=tensor)
 
     @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape in the engine's file."""
+        return blocks_shape(self.shape, self.dtype) if self.in_blocks else self.shape
 
 
 class MemoryReader:
@@ -157,7 +161,7 @@ def write_weights(
     # larger items first keep every tensor aligned to its items, which a memory-mapped load needs
     ordered = sorted(unique.values(), key=lambda spec: -spec.dtype.itemsize)
     tensors = [
-        OutputTensor(spec.key, spec.dtype, spec.shape, _spec_chunks(spec, reader))
+        OutputTensor(spec.key, spec.dtype, spec.stored_shape, _spec_chunks(spec, reader))
         for spec in ordered
     ]
     return write_safetensors(path, tensors, progress)
@@ -229,7 +233,8 @@ def _spec_chunks(spec: WeightSpec, reader: TensorReader) -> Iterator[Buffer]:
         return convert_chunks(
             _tensor_chunks(spec.constant, CHUNK_BYTES), spec.constant.dtype, spec.dtype
         )
-    return itertools.chain.from_iterable(_source_chunks(s, spec, reader) for s in spec.sources)
+    rows = itertools.chain.from_iterable(_source_chunks(s, spec, reader) for s in spec.sources)
+    return blocks_of_stream(rows, spec.shape, spec.dtype) if spec.in_blocks else rows
 
 
 def _source_chunks(source: Source, spec: WeightSpec, reader: TensorReader) -> Iterator[Buffer]:

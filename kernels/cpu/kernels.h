@@ -47,8 +47,11 @@ void tree_attention(const TreeAttention& a, int num_threads);
 // Throws std::runtime_error where a call would leave the cache, before anything is written.
 void check_bounds(const TreeAttention& a);
 
+// Outputs of a block of w; specc/weight_layout.py has the layout.
+constexpr int kLinearBlock = 32;
 // y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]), accumulated in float32. x and y are row-major with
-// a row stride; w is [N, K] contiguous, as in a checkpoint.
+// a row stride; w is contiguous, [N / 32, K, 32] of float or [N / 32, K / 2, 32, 2] of bfloat16,
+// both rounded up.
 struct Linear {
   DType dtype;  // of x, w, bias and y
   int64_t rows, n, k;

@@ -1,16 +1,15 @@
 // y = x @ w.T + bias for the 1 to about 32 rows of a decoding or verification step, where the time
 // is that of reading w once.
 //
-// Every thread takes a range of w's rows and walks them in tiles of 4 rows by one chunk of columns.
-// A tile is multiplied by all rows of x while it is in the first-level cache; meanwhile the tiles
-// that come next are asked for, since the hardware prefetcher follows a stream only to the end of
-// its 4 KB page. All tiles of a group of kGroup rows take one chunk before any takes the next, so
-// that the chunk of x stays close; x is copied into the order in which the tiles read it.
+// w lies in blocks of 32 outputs (specc/weight_layout.py), which a thread reads as one stream from
+// its first block to its last. The lanes of a register are outputs; each value of x is multiplied
+// with all outputs of the block. Where x has many rows, a chunk of the block is multiplied with one
+// tile of rows after the other while it is in the first-level cache. The hardware prefetcher
+// follows a stream only to the end of its 4 KB page, so what comes next is asked for.
 //
-// Order of summation: y[m, n] is summed in one vector accumulator along each chunk, the lanes of
-// the accumulator in a fixed tree, the chunks from left to right. Neither the number of rows nor
-// that of threads enters: a token's projection has the same bits whether it is decoded alone or
-// verified among others.
+// Order of summation: y[m, n] is summed from left to right along each chunk, and so are the chunks.
+// Neither the number of rows nor that of threads enters: a token's projection has the same bits
+// whether it is decoded alone or verified among others.
 
 // before any header: the compiler may reorder the sums of each instantiation below differently
 #if defined(__clang__)
@@ -24,7 +23,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -36,261 +35,223 @@ namespace {
 using vec::Float;
 using vec::kWidth;
 
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kTileM = 6;  // 4 x 6 accumulators and 5 operands of 32 registers
+constexpr int kBlock = kLinearBlock;
+constexpr int kVectors = kBlock / kWidth;  // registers of a column of a block
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;  // 12 x 2 accumulators, 2 columns and a value of x: 27 registers
+#elif defined(__aarch64__)
+constexpr int kTileRows = 2;  // 2 x 8 accumulators, 8 columns and a value of x: 25 of 32
+#elif defined(__AVX__)
+constexpr int kTileRows = 3;  // 3 x 4 accumulators and operands of 16 registers
 #else
-constexpr int kTileM = 2;  // 4 x 2 accumulators and 5 operands of 16 registers
+constexpr int kTileRows = 1;  // 8 accumulators and operands of 16 registers
 #endif
-constexpr int kTileN = 4;
-constexpr int64_t kGroup = 32;          // rows of w that share a chunk of x
 constexpr int64_t kMaxRows = 32;        // rows of x for which w is read once
-constexpr int64_t kChunkBytes = 2048;   // of a row of w: 16 rows of x take 32 KB
-constexpr int64_t kAheadBytes = 12288;  // covers memory's latency at a thread's bandwidth
+constexpr int64_t kChunk = 128;         // units of a block: 16 KB
+constexpr int64_t kStride = kChunk + 16;  // of x's rows, which would share sets of the cache
+constexpr int64_t kUnitBytes = 4 * kBlock;
+constexpr int64_t kAheadBytes = 4096;   // covers memory's latency at a thread's bandwidth
 constexpr int64_t kSerialWork = 16384;  // products that cost less than waking a second thread
-
-typedef float Quad __attribute__((vector_size(16)));
 
 struct alignas(64) Line {
   char bytes[64];
-};
-
-// The inner loop takes kStep columns at a time, an Operand holds them.
-template <class E>
-struct Traits {
-  using Unit = std::conditional_t<std::is_same_v<E, vec::BFloat16> && vec::kHasPairs, vec::Pair, E>;
-  using Operand = decltype(vec::load(static_cast<const Unit*>(nullptr)));
-  static constexpr int kStep = kWidth * sizeof(Unit) / sizeof(E);
-  static Operand load(const E* p) { return vec::load(reinterpret_cast<const Unit*>(p)); }
 };
 
 // Keeps a loaded value in a register: the compiler would load it again for each of its uses, and
 // loads are what the loop has fewest of.
 template <class V>
 inline void keep(V& value) {
-#if defined(__x86_64__)
+#if defined(__AVX512F__)
   asm("" : "+v"(value));
 #else
   (void)value;
 #endif
 }
 
-// The lanes of a, of b, of c and of d, each summed.
-inline Quad sum_lanes(Float a, Float b, Float c, Float d) {
-  constexpr vec::Lanes lanes;
-  const Float ab = vec::unpack<0>(a, b, lanes) + vec::unpack<1>(a, b, lanes);
-  const Float cd = vec::unpack<0>(c, d, lanes) + vec::unpack<1>(c, d, lanes);
-  const Float all = vec::unpack_twos<0>(ab, cd, lanes) + vec::unpack_twos<1>(ab, cd, lanes);
-  Quad part[kWidth / 4];
-  std::memcpy(part, &all, sizeof part);
-  for (int width = kWidth / 8; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) part[i] += part[i + width];
-  return part[0];
-}
-
+// What is multiplied at once is a unit: a float, or two neighboring bfloat16 of a row. A Column
+// holds kWidth outputs of it, Value is the unit of a row of x.
 template <class E>
-struct Tile {
-  const E* w[kTileN];  // rows of the tile, at its first column
-  int64_t steps;       // whole ones
-  bool has_tail;
-  E tail[kTileN][Traits<E>::kStep];  // the columns behind the steps, then zeros
-  const char* ahead[kTileN];         // rows of a later tile
+struct Unit;
+
+template <>
+struct Unit<float> {
+  static constexpr int64_t kColumns = 1;
+  using Column = Float;
+  using Value = float;
+  static Value of(const float* x, int64_t) { return *x; }
+  static Column load(const char* w) { return vec::load(reinterpret_cast<const float*>(w)); }
+  static void multiply_add(Float& sum, Column w, Value x) {
+    vec::multiply_add(sum, w, vec::splat(x));
+  }
 };
 
-// sums[m][n] += x[m, chunk] . w[n, chunk] of `rows` rows of x and the tile's rows of w; asks for
-// `ahead` rows of the later tile, from row `first` on.
-template <class E, int rows, int ahead>
-void multiply_tile(const Tile<E>& tile, const typename Traits<E>::Operand* x, int first,
-                   float* sums) {
-  const E* w[kTileN];
-  std::copy_n(tile.w, kTileN, w);
-  const char* later[ahead + 1];
-  std::copy_n(tile.ahead + first, ahead, later);
-
-  Float acc[rows][kTileN] = {};
-  const auto step = [&](const E* const* row, int64_t column) __attribute__((always_inline)) {
-    typename Traits<E>::Operand wv[kTileN];
-#pragma GCC unroll 4
-    for (int n = 0; n < kTileN; ++n) {
-      wv[n] = Traits<E>::load(row[n] + column);
-      keep(wv[n]);
-    }
-#pragma GCC unroll 6
-    for (int m = 0; m < rows; ++m) {
-      typename Traits<E>::Operand xv = x[m];
-      keep(xv);
-#pragma GCC unroll 4
-      for (int n = 0; n < kTileN; ++n) vec::multiply_add(acc[m][n], wv[n], xv);
-    }
-    x += rows;
+#ifdef __AVX512BF16__
+template <>
+struct Unit<vec::BFloat16> {
+  static constexpr int64_t kColumns = 2;
+  using Column = __m512bh;
+  using Value = vec::Pair;
+  static Value of(const vec::BFloat16* x, int64_t count) {
+    return {x[0].bits | (count > 1 ? uint32_t{x[1].bits} << 16 : 0)};
+  }
+  static Column load(const char* w) { return vec::load(reinterpret_cast<const vec::Pair*>(w)); }
+  static void multiply_add(Float& sum, Column w, Value x) {
+    vec::multiply_add(sum, w, vec::splat(x));
+  }
+};
+#else
+template <>
+struct Unit<vec::BFloat16> {
+  static constexpr int64_t kColumns = 2;
+  using Column = vec::UInt;
+  struct Value {
+    float first, second;
   };
-  for (int64_t i = 0; i < tile.steps; ++i) {
-    const int64_t column = i * Traits<E>::kStep;
-#pragma GCC unroll 4
-    for (int n = 0; n < ahead; ++n) __builtin_prefetch(later[n] + column * sizeof(E));
-    step(w, column);
+  static Value of(const vec::BFloat16* x, int64_t count) {
+    return {vec::to_float(x[0]), count > 1 ? vec::to_float(x[1]) : 0.0f};
   }
-  if (tile.has_tail) {
-    const E* const tail[kTileN] = {tile.tail[0], tile.tail[1], tile.tail[2], tile.tail[3]};
-    step(tail, 0);
+  static Column load(const char* w) {
+    Column bits;
+    std::memcpy(&bits, w, sizeof bits);
+    return bits;
   }
-#pragma GCC unroll 6
-  for (int m = 0; m < rows; ++m) {
-    float* sum = sums + m * kGroup;
-    Quad total;
-    std::memcpy(&total, sum, sizeof total);
-    total += sum_lanes(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
-    std::memcpy(sum, &total, sizeof total);
+  static void multiply_add(Float& sum, Column w, Value x) {
+    vec::multiply_add(sum, reinterpret_cast<Float>(w << 16), vec::splat(x.first));
+    vec::multiply_add(sum, reinterpret_cast<Float>(w & 0xffff0000u), vec::splat(x.second));
   }
+};
+#endif
+
+// sums[m][0..32) += x[m, chunk] . w[chunk] for `rows` rows of x, kStride apart.
+template <class E, int rows, bool ahead>
+void multiply_tile(const char* w, const typename Unit<E>::Value* x, int64_t units, float* sums) {
+  Float acc[rows][kVectors] = {};
+  for (int64_t i = 0; i < units; ++i, w += kUnitBytes) {
+    if constexpr (ahead)
+#pragma GCC unroll 2
+      for (int64_t line = 0; line < kUnitBytes; line += 64)
+        __builtin_prefetch(w + kAheadBytes + line);
+    typename Unit<E>::Column columns[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      columns[v] = Unit<E>::load(w + v * kWidth * 4);
+      keep(columns[v]);
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v)
+        Unit<E>::multiply_add(acc[m][v], columns[v], x[m * kStride + i]);
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      float* sum = sums + m * kBlock + v * kWidth;
+      vec::store(sum, vec::load(sum) + acc[m][v]);
+    }
 }
 
 template <class E>
-using MultiplyTile = void (*)(const Tile<E>&, const typename Traits<E>::Operand*, int, float*);
+using MultiplyTile = void (*)(const char*, const typename Unit<E>::Value*, int64_t, float*);
 
-template <class E, int ahead>
-MultiplyTile<E> select(int64_t rows) {
-  static constexpr MultiplyTile<E> kOfRows[] = {
-      multiply_tile<E, 1, ahead>,
-      multiply_tile<E, 2, ahead>,
-#if defined(__AVX512F__) || defined(__aarch64__)
-      multiply_tile<E, 3, ahead>,
-      multiply_tile<E, 4, ahead>,
-      multiply_tile<E, 5, ahead>,
-      multiply_tile<E, 6, ahead>,
-#endif
-  };
-  static_assert(sizeof kOfRows / sizeof kOfRows[0] == kTileM);
+template <class E, bool ahead, int... less_one>
+MultiplyTile<E> select(int64_t rows, std::integer_sequence<int, less_one...>) {
+  static constexpr MultiplyTile<E> kOfRows[] = {multiply_tile<E, less_one + 1, ahead>...};
   return kOfRows[rows - 1];
 }
 
-// A part of x's rows that is multiplied by a tile at once.
+// A part of x's rows that is multiplied with a chunk at once; the first one reads ahead.
 template <class E>
 struct RowTile {
-  int64_t row, rows;
-  int first_ahead;  // the tiles of a chunk share the prefetches
+  int64_t row;
   MultiplyTile<E> multiply;
 };
 
 template <class E>
 class Rows {
  public:
-  Rows(const Linear& a, int64_t begin, int64_t count) : a_(a), begin_(begin), count_(count) {
-    num_tiles_ = (count + kTileM - 1) / kTileM;
-    const int ahead = num_tiles_ == 1 ? 4 : num_tiles_ <= 3 ? 2 : 1;
+  Rows(const Linear& a, int64_t begin, int64_t count)
+      : a_(a), begin_(begin), count_(count), units_((a.k + kColumns - 1) / kColumns) {
+    constexpr auto heights = std::make_integer_sequence<int, kTileRows>();
+    num_tiles_ = (count + kTileRows - 1) / kTileRows;
     for (int64_t i = 0; i < num_tiles_; ++i) {
-      RowTile<E>& tile = tiles_[i];
-      tile.row = count * i / num_tiles_;
-      tile.rows = count * (i + 1) / num_tiles_ - tile.row;
-      tile.first_ahead = static_cast<int>(i) * ahead;
-      tile.multiply = tile.first_ahead >= kTileN ? select<E, 0>(tile.rows)
-                      : ahead == 4               ? select<E, 4>(tile.rows)
-                      : ahead == 2               ? select<E, 2>(tile.rows)
-                                                 : select<E, 1>(tile.rows);
-      tile.first_ahead = std::min(tile.first_ahead, kTileN);
+      const int64_t row = count * i / num_tiles_, rows = count * (i + 1) / num_tiles_ - row;
+      tiles_[i] = {row, i == 0 ? select<E, true>(rows, heights) : select<E, false>(rows, heights)};
     }
     pack();
   }
 
-  // y[rows, n_begin..n_end)
-  void multiply(int64_t n_begin, int64_t n_end) const {
-    for (int64_t n = n_begin; n < n_end; n += kGroup) {
-      alignas(64) float sums[kMaxRows * kGroup];
-      const int64_t columns = std::min(kGroup, n_end - n);
-      std::fill_n(sums, count_ * kGroup, 0.0f);
-      for (int64_t k = 0; k < a_.k; k += kChunk)
-        for (int64_t i = 0; i < columns; i += kTileN) multiply_chunk(n, i, columns, k, sums);
-      store(n, columns, sums);
+  // y of these rows, outputs of the blocks begin..end
+  void multiply(int64_t begin, int64_t end) const {
+    const char* w = static_cast<const char*>(a_.w) + begin * units_ * kUnitBytes;
+    for (int64_t block = begin; block < end; ++block) {
+      alignas(64) float sums[kMaxRows * kBlock];
+      std::fill_n(sums, count_ * kBlock, 0.0f);
+      const Value* x = packed_;
+      for (int64_t i = 0; i < units_; i += kChunk) {
+        const int64_t units = std::min(kChunk, units_ - i);
+        for (int64_t t = 0; t < num_tiles_; ++t) {
+          const RowTile<E>& tile = tiles_[t];
+          tile.multiply(w, x + tile.row * kStride, units, sums + tile.row * kBlock);
+        }
+        w += units * kUnitBytes;
+        x += count_ * kStride;
+      }
+      store(block * kBlock, sums);
     }
   }
 
  private:
-  using Operand = typename Traits<E>::Operand;
-  static constexpr int kStep = Traits<E>::kStep;
-  static constexpr int64_t kChunk = kChunkBytes / sizeof(E);
+  using Value = typename Unit<E>::Value;
+  static constexpr int64_t kColumns = Unit<E>::kColumns;
 
-  // Copies x in the order [chunk][row tile][step][row], with zeros behind each row's end.
+  // Copies x in the order [chunk][row][unit].
   void pack() {
     thread_local std::vector<Line> buffer;
-    const int64_t steps = (a_.k + kStep - 1) / kStep;
-    const size_t bytes = static_cast<size_t>(steps * count_) * sizeof(Operand);
+    const int64_t chunks = (units_ + kChunk - 1) / kChunk;
+    const size_t bytes = static_cast<size_t>(chunks * count_ * kStride) * sizeof(Value);
     buffer.resize(std::max(buffer.size(), (bytes + sizeof(Line) - 1) / sizeof(Line)));
-    auto* out = reinterpret_cast<Operand*>(buffer.data());
+    auto* out = reinterpret_cast<Value*>(buffer.data());
     packed_ = out;
     const E* x = static_cast<const E*>(a_.x) + begin_ * a_.x_stride;
-    for (int64_t k = 0; k < a_.k; k += kChunk)
-      for (int64_t i = 0; i < num_tiles_; ++i)
-        for (int64_t j = k; j < std::min(k + kChunk, a_.k); j += kStep)
-          for (int64_t m = tiles_[i].row; m < tiles_[i].row + tiles_[i].rows; ++m)
-            *out++ = load_row(x + m * a_.x_stride, j);
-  }
-
-  Operand load_row(const E* row, int64_t column) const {
-    if (column + kStep <= a_.k) return Traits<E>::load(row + column);
-    E padded[kStep] = {};
-    std::copy(row + column, row + a_.k, padded);
-    return Traits<E>::load(padded);
-  }
-
-  // One chunk, from column k on, of the tile at row n + i; the group has `columns` rows of w.
-  void multiply_chunk(int64_t n, int64_t i, int64_t columns, int64_t k, float* sums) const {
-    const int64_t width = std::min(kChunk, a_.k - k);
-    Tile<E> tile;
-    tile.steps = width / kStep;
-    const int64_t tail = width % kStep;
-    tile.has_tail = tail > 0;
-
-    const int64_t tile_bytes = std::min(kChunk, a_.k) * kTileN * int64_t{sizeof(E)};
-    int64_t later_n = n + i + std::max<int64_t>(1, kAheadBytes / tile_bytes) * kTileN, later_k = k;
-    if (later_n >= n + columns) {  // the next chunk of this group, or the next group
-      later_k = k + kChunk < a_.k ? k + kChunk : 0;
-      if (later_k > 0) later_n -= columns;
-    }
-    const E* w = static_cast<const E*>(a_.w);
-    for (int r = 0; r < kTileN; ++r) {
-      // behind the last row it is repeated; store() drops what that gives
-      tile.w[r] = w + std::min(n + i + r, a_.n - 1) * a_.k + k;
-      tile.ahead[r] =
-          reinterpret_cast<const char*>(w + std::min(later_n + r, a_.n - 1) * a_.k + later_k);
-      if (tail > 0) {
-        std::fill_n(tile.tail[r], kStep, E{});
-        std::copy_n(tile.w[r] + tile.steps * kStep, tail, tile.tail[r]);
+    const int64_t whole = a_.k / kColumns;  // the last unit may be a column short
+    for (int64_t first = 0; first < units_; first += kChunk)
+      for (int64_t m = 0; m < count_; ++m, out += kStride) {
+        const E* row = x + m * a_.x_stride + first * kColumns;
+        const int64_t units = std::min(kChunk, whole - first);
+        for (int64_t i = 0; i < units; ++i) out[i] = Unit<E>::of(row + i * kColumns, kColumns);
+        if (units < std::min(kChunk, units_ - first))
+          out[units] = Unit<E>::of(row + units * kColumns, 1);
       }
-    }
-    const int64_t steps = tile.steps + tile.has_tail;
-    const Operand* x = packed_ + k / kStep * count_;
-    for (int64_t t = 0; t < num_tiles_; ++t) {
-      const RowTile<E>& rows = tiles_[t];
-      rows.multiply(tile, x, rows.first_ahead, sums + rows.row * kGroup + i);
-      x += steps * rows.rows;
-    }
   }
 
-  void store(int64_t n, int64_t columns, const float* sums) const {
+  void store(int64_t n, const float* sums) const {
     const E* bias = static_cast<const E*>(a_.bias);
+    const int64_t columns = std::min<int64_t>(kBlock, a_.n - n);
     for (int64_t m = 0; m < count_; ++m) {
       E* y = static_cast<E*>(a_.y) + (begin_ + m) * a_.y_stride + n;
-      const float* sum = sums + m * kGroup;
+      const float* sum = sums + m * kBlock;
       for (int64_t i = 0; i < columns; ++i)
         vec::from_float(bias == nullptr ? sum[i] : sum[i] + vec::to_float(bias[n + i]), y + i);
     }
   }
 
   const Linear& a_;
-  int64_t begin_, count_;
-  int64_t num_tiles_;
-  RowTile<E> tiles_[(kMaxRows + kTileM - 1) / kTileM];
-  const Operand* packed_ = nullptr;
+  int64_t begin_, count_, units_, num_tiles_;
+  RowTile<E> tiles_[(kMaxRows + kTileRows - 1) / kTileRows];
+  const Value* packed_ = nullptr;
 };
 
 template <class E>
 void run(const Linear& a, int num_threads) {
-  const int64_t tiles = (a.n + kTileN - 1) / kTileN;
+  const int64_t blocks = (a.n + kBlock - 1) / kBlock;
   const int64_t parts = (a.rows + kMaxRows - 1) / kMaxRows;
   const bool is_tiny = a.rows * a.n * a.k < kSerialWork;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_tiny)
   {
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const int64_t begin = tiles * thread / threads * kTileN;
-    const int64_t end = std::min(tiles * (thread + 1) / threads * kTileN, a.n);
+    const int64_t begin = blocks * thread / threads, end = blocks * (thread + 1) / threads;
     for (int64_t i = 0; i < parts && begin < end; ++i) {
       const int64_t row = a.rows * i / parts;
       Rows<E>(a, row, a.rows * (i + 1) / parts - row).multiply(begin, end);

@@ -112,16 +112,21 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
 }
 
 AtenTensorHandle linear(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
-                        AtenTensorHandle bias_handle) {
+                        AtenTensorHandle bias_handle, int64_t out_features) {
   const View x(x_handle), w(w_handle);
-  check(x.dim == 2 && w.dim == 2 && x.sizes[1] == w.sizes[1], "x is [M, K], weight is [N, K]");
   check(x.dtype == w.dtype && x.is_dense_row() && w.is_contiguous(),
-        "x and weight have one dtype; their rows are contiguous");
+        "x and weight have one dtype; rows of x and all of the weight are contiguous");
   specc::Linear a{};
   a.dtype = to_dtype(x);
+  const int64_t unit = a.dtype == specc::DType::kFloat32 ? 1 : 2;
+  check(x.dim == 2 && w.dim == 4 && w.sizes[2] == specc::kLinearBlock && w.sizes[3] == unit,
+        "x is [M, K], weight is in blocks of 32 outputs");
+  check(w.sizes[0] == (out_features + specc::kLinearBlock - 1) / specc::kLinearBlock &&
+            w.sizes[1] == (x.sizes[1] + unit - 1) / unit,
+        "the blocks are those of out_features and K");
   a.rows = x.sizes[0];
-  a.n = w.sizes[0];
-  a.k = w.sizes[1];
+  a.n = out_features;
+  a.k = x.sizes[1];
   a.x = x.data;
   a.x_stride = x.strides[0];
   a.w = w.data;
@@ -151,8 +156,8 @@ Tensor boxed_tree_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor
                                handle_of(ancestors), block_table.get(), scale, window, sink));
 }
 
-Tensor boxed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  return Tensor(linear(x.get(), weight.get(), handle_of(bias)));
+Tensor boxed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t out_features) {
+  return Tensor(linear(x.get(), weight.get(), handle_of(bias), out_features));
 }
 
 // AOTInductor's code reads a code, not an exception.
@@ -180,7 +185,7 @@ STABLE_TORCH_LIBRARY(specc_cpu, library) {
       "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors, "
       "Tensor block_table, *, float scale, int window=0, int sink=0) -> Tensor");
-  library.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
+  library.def("linear(Tensor input, Tensor weight, Tensor? bias, int out_features) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
@@ -205,9 +210,10 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_tree_attent
 }
 
 __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_linear(
-    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias,
+    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, int64_t out_features,
     AtenTensorHandle* result) {
-  return guarded([&] { *result = linear(x, weight, bias == nullptr ? nullptr : *bias); });
+  return guarded(
+      [&] { *result = linear(x, weight, bias == nullptr ? nullptr : *bias, out_features); });
 }
 
 __attribute__((visibility("default"))) float specc_sum_floats(const float* data, int64_t count,

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from specc.kernels import native, ops
+from specc.weight_layout import blocks_shape
 
-WEIGHT_SHAPE = (256, 16)
+NUM_OUTPUTS, NUM_INPUTS = 256, 16
+WEIGHT_SHAPE = blocks_shape((NUM_OUTPUTS, NUM_INPUTS), torch.float32)
 UNLUCKY = 13
 # (threads of the loops between kernels, threads of kernels) of each pass
 SEEN: list[tuple[int, int]] = []
@@ -40,7 +42,7 @@ class _Probe(nn.Module):
         self.register_buffer("w0", torch.empty(WEIGHT_SHAPE))
 
     def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
-        projected = torch.ops.specc.linear(x, self.w0)
+        projected = torch.ops.specc.linear(x, self.w0, None, NUM_OUTPUTS)
         return torch.ops.specc_probe.look(tokens)[:, None] + projected
 
 
@@ -50,7 +52,7 @@ def compile_probe(package: Path) -> None:
     from torch.fx.experimental import _config as symbolic_shapes
 
     rows = {0: torch.export.Dim.DYNAMIC}
-    inputs = torch.zeros(24, dtype=torch.int64), torch.zeros(24, WEIGHT_SHAPE[1])
+    inputs = torch.zeros(24, dtype=torch.int64), torch.zeros(24, NUM_INPUTS)
     with symbolic_shapes.patch(backed_size_oblivious=True):
         exported = torch.export.export(_Probe(), inputs, dynamic_shapes=(rows, rows), strict=False)
         options: dict[str, Any] = {
@@ -74,4 +76,4 @@ def load_probe(package: Path, weight: Tensor | None = None) -> Any:
 
 
 def probe_inputs(num_tokens: int) -> list[Tensor]:
-    return [torch.arange(num_tokens), torch.zeros(num_tokens, WEIGHT_SHAPE[1])]
+    return [torch.arange(num_tokens), torch.zeros(num_tokens, NUM_INPUTS)]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specc.kernels import native
+from specc.weight_layout import to_blocks
 
 WRAPPER = """
 #include "kernels.h"
@@ -86,8 +87,23 @@ def run(
     threads: int = 1,
     y_stride: int | None = None,
 ) -> Tensor:
-    """Call the kernel; nothing around y may change."""
-    (rows, k), n = x.shape, weight.shape[0]
+    """Call the kernel on a weight [N, K]; nothing around y may change."""
+    return run_blocks(
+        library, x, to_blocks(weight), bias, weight.shape[0], threads=threads, y_stride=y_stride
+    )
+
+
+def run_blocks(
+    library: ctypes.CDLL,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    n: int,
+    *,
+    threads: int = 1,
+    y_stride: int | None = None,
+) -> Tensor:
+    rows, k = x.shape
     y_stride = n if y_stride is None else y_stride
     around = torch.full((rows + 2, y_stride), CANARY, dtype=x.dtype)
     around[1:-1, :n] = torch.nan
@@ -173,10 +189,12 @@ def before_a_forbidden_page(*shape: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("k", [3, 64, 200], ids="k{}".format)
 def test_reads_nothing_behind_x_and_weight(library, k, dtype):
-    x, weight = (before_a_forbidden_page(size, k, dtype=dtype) for size in (5, 39))
+    x = before_a_forbidden_page(5, k, dtype=dtype)
+    packed = to_blocks(torch.ones(39, k, dtype=dtype))
+    weight = before_a_forbidden_page(1, packed.numel(), dtype=dtype).copy_(packed.view(1, -1))
     child = os.fork()
     if child == 0:
-        right = bool((run(library, x, weight) == k).all())
+        right = bool((run_blocks(library, x, weight, None, 39) == k).all())
         os._exit(0 if right else 1)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -223,9 +241,15 @@ def test_operator(dtype):
     x = in_poison(7, 48, dtype=dtype, padding=16)
     weight = in_poison(100, 48, dtype=dtype)
     bias = torch.randn(100).to(dtype)
-    assert_close(torch.ops.specc_cpu.linear(x, weight, bias), x, weight, bias)
-    assert_close(torch.ops.specc_cpu.linear(x, weight, None), x, weight, None)
-    assert torch.ops.specc_cpu.linear(x[:0], weight, None).shape == (0, 100)
+    project, blocks = torch.ops.specc_cpu.linear, to_blocks(weight)
+    assert_close(project(x, blocks, bias, 100), x, weight, bias)
+    assert_close(project(x, blocks, None, 100), x, weight, None)
+    assert project(x[:0], blocks, None, 100).shape == (0, 100)
+    for wrong in (weight, blocks.transpose(1, 2), blocks[:-1], blocks[:, :-1]):
+        with pytest.raises(RuntimeError, match=r"blocks|contiguous"):
+            project(x, wrong, None, 100)
+    with pytest.raises(RuntimeError, match="blocks"):
+        project(x, blocks, None, 96)
 
 
 @pytest.mark.usefixtures("operators")

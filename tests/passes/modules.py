@@ -7,7 +7,7 @@ pass has to rewrite, or one near miss that it has to decline or refuse.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from specc.passes.base import Pass, PassResult
 from specc.passes.pipeline import Pipeline
 from specc.passes.program import Program
 from specc.passes.trace import trace
+from specc.weight_layout import to_blocks
 
 aten = torch.ops.aten
 VOCAB = 13
@@ -146,8 +147,7 @@ def flat_logits(
     for node in program.graph.find_nodes(op="placeholder"):
         name = node.target
         if name in program.weights:
-            parts = [parameters[key] for key in program.weights[name].parameters]
-            values.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+            values.append(_weight(program, node, parameters))
         elif name in program.constants:
             values.append(program.constants[name])
         elif name in program.caches:
@@ -159,6 +159,14 @@ def flat_logits(
             values.append(inputs[name])
     with torch.no_grad():
         return fx.Interpreter(_runnable(program)).run(*values)
+
+
+def _weight(program: Program, node: fx.Node, parameters: Mapping[str, Tensor]) -> Tensor:
+    """A weight as the graph reads it: in rows, or in blocks once it is lowered."""
+    weight = program.weights[node.target]
+    parts = [parameters[key].detach() for key in weight.parameters]
+    rows = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return rows if tuple(node.meta["val"].shape) == weight.shape else to_blocks(rows)
 
 
 BLOCK_SIZE, BLOCKS_A_ROW = 4, 8
@@ -178,8 +186,7 @@ class Runner:
         for node in program.graph.find_nodes(op="placeholder"):
             name = node.target
             if name in program.weights:
-                parts = [parameters[key] for key in program.weights[name].parameters]
-                self._values.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+                self._values.append(_weight(program, node, parameters))
             elif name in program.constants:
                 self._values.append(program.constants[name])
             elif name in program.caches:

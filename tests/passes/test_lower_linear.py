@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from specc.kernels import ops
-from specc.passes.lower_cpu import CPU_PHASES
+from specc.passes.lower_cpu import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.lower_linear import LowerLinear
-from specc.passes.pipeline import Pipeline
-from specc.passes.program import Program
+from specc.passes.pipeline import PassRecord, Pipeline
+from specc.passes.program import Program, Weight
+from specc.weight_layout import to_blocks
 from tests.models import build_model
 from tests.passes.modules import (
     Tiny,
@@ -23,23 +24,27 @@ from tests.passes.modules import (
 )
 
 
-def make_program(*values: Tensor, target: object = aten.linear.default) -> Program:
-    """A graph of one call of these values: what no checkpoint holds can be tried, too."""
+def make_program(x: Tensor, weight: Tensor, *others: Tensor, is_packed: bool = True) -> Program:
+    """A graph of one projection of these values: what no checkpoint holds can be tried, too."""
+    values = (x, weight, *others)
     graph = fx.Graph()
     inputs = []
     for i, value in enumerate(values):
         node = graph.placeholder(f"x{i}")
         node.meta["val"] = value
         inputs.append(node)
-    out = graph.call_function(target, tuple(inputs))
-    out.meta["val"] = target(*values)
+    out = graph.call_function(aten.linear.default, tuple(inputs))
+    out.meta["val"] = F.linear(*values)
     graph.output(out)
-    return Program("target", fx.GraphModule(nn.Module(), graph), {}, {})
+    stored = Weight(("w",), weight.dtype, tuple(weight.shape), in_blocks=is_packed)
+    return Program("target", fx.GraphModule(nn.Module(), graph), {"x1": stored}, {})
 
 
-def run(program: Program, *values: Tensor) -> Tensor:
+def run(program: Program, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
     program.graph.lint()
-    return fx.Interpreter(program.graph_module).run(*values)
+    if program.placeholder("x1").meta["val"].dim() == 4:
+        weight = to_blocks(weight)
+    return fx.Interpreter(program.graph_module).run(x, weight, *others)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,9 +67,9 @@ def test_fires_and_computes_the_same(
     assert program.calls(aten.linear.default) == []
     (call,) = program.calls(ops.linear)
     assert call.args[0].meta["val"].dim() == 2
-    # the weight is read as the checkpoint holds it
-    assert call.args[1].target == "x1"
+    assert (call.args[1].target, call.args[3]) == ("x1", 7)
     assert (call.args[2] is not None) == has_bias
+    assert call.args[1].meta["val"].shape == program.weights["x1"].stored_shape
     found = run(program, *values)
     assert (found.shape, found.dtype) == (want.shape, want.dtype)
     assert torch.equal(found, want)
@@ -81,64 +86,47 @@ def test_rows_that_lie_apart() -> None:
     assert torch.equal(run(program, x, weight), want)
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "reason"),
-    [
-        (("float64", "float64"), "dtypes torch.float64, torch.float64"),
-        (("float16", "float16"), "dtypes torch.float16, torch.float16"),
-        (("int64", "int64"), "dtypes torch.int64, torch.int64"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_other_dtypes_are_declined(dtypes: tuple[str, ...], reason: str) -> None:
-    x, weight = (
-        numbers(*shape).to(getattr(torch, dtype))
-        for shape, dtype in zip(((5, 6), (7, 6)), dtypes, strict=True)
-    )
-    check_declined(make_program(x, weight), reason, x, weight)
-
-
-@pytest.mark.parametrize("index", [1, 2])
-def test_mixed_dtypes_are_declined(index: int) -> None:
-    """No operator computes them; a graph that says so stays as it is."""
-    values = [numbers(5, 6), numbers(7, 6), numbers(7)]
-    program = make_program(*values)
-    placeholder = program.placeholder(f"x{index}")
-    placeholder.meta["val"] = values[index].bfloat16()
-    check_declined(program, "torch.bfloat16", *values)
-
-
-def test_a_vector_as_weight_is_declined() -> None:
-    x, weight = numbers(5, 6), numbers(6)
-    check_declined(make_program(x, weight), "a weight of 1 dimensions", x, weight)
-
-
-def check_declined(program: Program, reason: str, *values: Tensor) -> None:
+def test_a_weight_in_rows_stays_a_linear() -> None:
+    x, weight = numbers(5, 6), numbers(7, 6)
+    program = make_program(x, weight, is_packed=False)
     (call,) = program.calls(aten.linear.default)
     result = LowerLinear().run(program)
     assert result.rewrites == 0
     (declined,) = result.declined
-    assert declined.node == call.name
-    assert reason in declined.reason
+    assert (declined.node, declined.reason) == (call.name, "its weight is not in blocks")
     assert program.calls(aten.linear.default) == [call]
-    assert torch.equal(run(program, *values), F.linear(*values))
+    assert torch.equal(run(program, x, weight), F.linear(x, weight))
 
 
-@pytest.mark.parametrize("target", [aten.mm.default, aten.matmul.default], ids=str)
-def test_products_that_are_no_projections_stay(target: object) -> None:
-    values = numbers(5, 6), numbers(6, 7)
-    program = make_program(*values, target=target)
-    result = LowerLinear().run(program)
-    assert (result.rewrites, result.declined) == (0, [])
-    assert len(program.calls(target)) == 1
-    assert program.calls(ops.linear) == []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("shape", [(9,), (1, 9), (0,)], ids=str)
+@pytest.mark.parametrize("width", [6, 7])
+def test_an_embedding_reads_blocks(shape: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
+    table = torch.randn(70, width).to(dtype)
+    ids = torch.randint(0, 70, shape)
+    ids.view(-1)[:3] = torch.tensor([69, 0, 32])[: ids.numel()]
+    graph = fx.Graph()
+    nodes = [graph.placeholder("table"), graph.placeholder("ids")]
+    for node, value in zip(nodes, (table, ids), strict=True):
+        node.meta["val"] = value
+    out = graph.call_function(aten.embedding.default, tuple(nodes))
+    out.meta["val"] = F.embedding(ids, table)
+    graph.output(out)
+    stored = Weight(("w",), dtype, (70, width), in_blocks=True)
+    program = Program("target", fx.GraphModule(nn.Module(), graph), {"table": stored}, {})
+    LowerLinear().run(program)
+    program.graph.lint()
+    assert program.calls(aten.embedding.default) == []
+    found = fx.Interpreter(program.graph_module).run(to_blocks(table), ids)
+    assert torch.equal(found, F.embedding(ids, table))
 
 
 def test_it_runs_twice() -> None:
     values = numbers(5, 6), numbers(7, 6)
     program = make_program(*values)
     assert LowerLinear().run(program).rewrites == 1
-    assert LowerLinear().run(program).rewrites == 0
+    again = LowerLinear().run(program)
+    assert (again.rewrites, again.declined) == (0, [])
 
 
 class Biased(Tiny):
@@ -162,11 +150,21 @@ class ThroughMM(Tiny):
 @pytest.mark.parametrize(
     # q, k and v are one projection, then o and head
     ("kind", "count"),
-    [(Tiny, 3), (Biased, 3), (Twice, 5), (ThroughMM, 3)],
+    [(Tiny, 3), (Biased, 3), (Twice, 5)],
 )
 def test_modules(kind: type[Tiny], count: int) -> None:
     torch.manual_seed(0)
     check_model(kind().eval(), count)
+
+
+def test_a_weight_that_a_product_reads_too_keeps_its_rows() -> None:
+    torch.manual_seed(0)
+    model = ThroughMM().eval()
+    program, _ = compiled(model)
+    record = lower(program)
+    assert (record.rewrites, len(record.declined)) == (2, 1)
+    assert len(program.calls(aten.linear.default)) == len(program.calls(aten.mm.default)) == 1
+    assert_same_numbers_flat(program, model)
 
 
 @pytest.mark.parametrize(
@@ -202,16 +200,21 @@ def test_a_projection_of_each_head() -> None:
     model = PerHead().eval()
     program, _ = compiled(model)
     before = program_logits(program, model, random_tokens())
-    (record,) = Pipeline(CPU_PHASES).run(program)
-    assert record.rewrites + len(record.declined) == 4
+    record = lower(program)
+    assert record.rewrites == 4
     torch.testing.assert_close(program_logits(program, model, random_tokens()), before)
+
+
+def lower(program: Program) -> PassRecord:
+    _, record = Pipeline((*LAYOUT_PHASES, *CPU_PHASES)).run(program)
+    return record
 
 
 def check_model(model: nn.Module, count: int) -> None:
     program, _ = compiled(model)
     others = len(program.calls(aten.addmm.default, aten.mm.default))
     before = program_logits(program, model, random_tokens())
-    (record,) = Pipeline(CPU_PHASES).run(program)
+    record = lower(program)
     assert (record.name, record.rewrites, record.declined) == ("LowerLinear", count, ())
     assert len(program.calls(ops.linear)) == count
     assert program.calls(aten.linear.default) == []
@@ -225,7 +228,7 @@ def test_bfloat16_models() -> None:
     """A program of a model in bfloat16 is rewritten alike."""
     torch.manual_seed(0)
     program, _ = compiled(Biased().bfloat16().eval())
-    (record,) = Pipeline(CPU_PHASES).run(program)
+    record = lower(program)
     assert record.rewrites == 3
     assert {call.meta["val"].dtype for call in program.calls(ops.linear)} == {torch.bfloat16}
 
@@ -233,8 +236,7 @@ def test_bfloat16_models() -> None:
 def test_double_models_are_left_alone() -> None:
     torch.manual_seed(0)
     program, _ = compiled(Tiny().double().eval())
-    (record,) = Pipeline(CPU_PHASES).run(program)
+    record = lower(program)
     assert record.rewrites == 0
     assert len(record.declined) == 3
-    assert all(item.reason.startswith("dtypes torch.float64, ") for item in record.declined)
     assert len(program.calls(aten.linear.default)) == 3
