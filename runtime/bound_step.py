@@ -9,18 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.graph_io import target_name
+from specc.runtime.failed_operator import OperatorError
 from specc.runtime.program import draft_len_name
 
 _SIZE = torch.ops.aten.sym_size.int
-
-
-class CaptureError(RuntimeError):
-    """An operator that failed, perhaps because it cannot be captured."""
-
-    def __init__(self, operator: str, error: Exception) -> None:
-        super().__init__(f"{operator} ({type(error).__name__}: {error})")
-        self.operator = operator
 
 
 class BoundStep:
@@ -45,7 +37,7 @@ class BoundStep:
         inputs: Mapping[str, Tensor],
         results: Tensor,
     ) -> None:
-        # name → value; what a captured stage has put here keeps its address
+        # name → value; what a stage that was captured by itself has put here keeps its address
         self.environment: dict[str, Any] = {**constants, **inputs}
         self._results = results
         fixed = set(constants)
@@ -56,10 +48,14 @@ class BoundStep:
                 fixed |= stage.folded_outputs
                 self._stages.append(stage)
         self.fixed_names = frozenset(fixed)
+        self._lasting_names = self.fixed_names | inputs.keys()
 
     @property
     def parts(self) -> list[Callable[[], None]]:
-        """The stages; the last one also leaves the results."""
+        """The stages; the last one also leaves the results.
+
+        What they put into the environment stays there: a hook reads it between two of them.
+        """
         *first, last = [stage.run for stage in self._stages]
 
         def finish() -> None:
@@ -69,13 +65,18 @@ class BoundStep:
         return [torch.inference_mode()(part) for part in (*first, finish)]
 
     def run(self) -> None:
-        """The whole step.
+        """The whole step; what its stages hand to each other is let go again.
 
         Raises:
-            CaptureError: an operator failed.
+            OperatorError: an operator failed.
         """
-        for part in self.parts:
-            part()
+        try:
+            for part in self.parts:
+                part()
+        finally:
+            # nobody reads it behind the step, and captured memory would stay taken for it
+            for name in self.environment.keys() - self._lasting_names:
+                del self.environment[name]
 
     def _leave_results(self) -> None:
         env = self.environment
@@ -158,7 +159,4 @@ def _call(node: fx.Node, function: Callable[..., Any], values: Mapping[fx.Node, 
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        label = node.target
-        raise CaptureError(
-            label if isinstance(label, str) else target_name(label), error
-        ) from error
+        raise OperatorError.of(node, error) from error

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from specc.config import SpecPlan
+from specc.errors import EngineError
 from specc.graph_io import graph_from_json
-from specc.runtime.bound_step import BoundStep, CaptureError
+from specc.runtime.bound_step import BoundStep
+from specc.runtime.failed_operator import OperatorError
 from specc.runtime.graph_device import Graph, GraphDevice
 from specc.runtime.place import place
 from specc.runtime.program import BeforeAccept, StepResult, check_schema, draft_len_name
@@ -25,17 +27,26 @@ class CaptureWarning(UserWarning):
 
 
 class PendingStep(NamedTuple):
-    """A step that was queued: `result` waits for it, before two further steps are queued."""
+    """A step that was queued; `result` waits for it."""
 
     step: CapturedStep
     batch: int
     begin_s: float
     results: HostResults
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `submit_next` is the step behind this one: queued without a word of the host.
+
+        Not with a hook, which reads what the device has made, nor where another step was queued
+        meanwhile: the device goes on from that one.
+        """
+        return self.step.is_newest(self.results) and self.step.is_replayed(self.batch)
+
     def result(self) -> StepResult:
-        self.results.event.synchronize()
-        values = self.results.values[: self.batch]
-        return self.step.to_result(values, time.perf_counter() - self.begin_s)
+        """Once; the seconds are those since the step before it ended, or it was queued."""
+        values = self.results.wait()
+        return self.step.to_result(values[: self.batch], self.step.seconds_since(self.begin_s))
 
 
 class CapturedStep:
@@ -102,11 +113,25 @@ class CapturedStep:
         """Whether a step of this size is replayed; False before `capture`."""
         return self._captured.get((bucket, self.is_split)) is not None
 
-    def capture(self, bucket: int) -> None:
-        """Capture a bucket where that has not been tried; a warning tells where it fails."""
+    def capture(self, bucket: int) -> float:
+        """Capture a bucket where that has not been tried; a warning tells where it fails.
+
+        Returns:
+            seconds of capturing, without the run before it, which compiles kernels.
+        Raises:
+            EngineError: the step cannot run at all.
+        """
         key = (bucket, self.is_split)
-        if key not in self._captured:
-            self._captured[key] = self._try_capture(bucket, self.is_split)
+        if key in self._captured:
+            return 0.0
+        # padding alone: the run before the capture writes no cache row
+        with self._graphs.active(), self._buffers.kept_inputs(bucket):
+            bound = self._bind(bucket)
+            parts = bound.parts if self.is_split else [bound.run]
+            self._warm_up(parts, bucket)
+            begin_s = time.perf_counter()
+            self._bound[key], self._captured[key] = bound, self._try_capture(parts, bucket)
+            return time.perf_counter() - begin_s
 
     def submit(self, rows: Sequence[tuple[int, int, int]], block_table: Tensor) -> PendingStep:
         """Queue a step; nothing waits for the device.
@@ -118,8 +143,9 @@ class CapturedStep:
         begin_s = time.perf_counter()
         bucket = self.bucket_of(len(rows))
         self.capture(bucket)
-        self._buffers.copy_from(rows, block_table, bucket)
-        return self._queue(len(rows), bucket, begin_s)
+        with self._graphs.active():
+            self._buffers.copy_from(rows, block_table, bucket)
+            return self._queue(len(rows), bucket, begin_s)
 
     def submit_next(self, batch: int) -> PendingStep:
         """Queue a step that goes on where the last one ended, which the host may not know yet.
@@ -130,7 +156,8 @@ class CapturedStep:
         begin_s = time.perf_counter()
         bucket = self.bucket_of(batch)
         self.capture(bucket)
-        return self._queue(batch, bucket, begin_s)
+        with self._graphs.active():
+            return self._queue(batch, bucket, begin_s)
 
     def advance(
         self, rows: Sequence[tuple[int, int, int]], block_table: Tensor, slabs: Mapping[str, Tensor]
@@ -138,6 +165,19 @@ class CapturedStep:
         """Run the step for sequences that are known on the host; see `program.advance`."""
         assert all(slabs[name] is slab for name, slab in self._slabs.items()), "slabs are captured"
         return self.submit(rows, block_table).result()
+
+    def is_newest(self, results: HostResults) -> bool:
+        """No step of the engine was queued behind the one of these results."""
+        return self._buffers.newest is results
+
+    def is_replayed(self, batch: int) -> bool:
+        """A step of this many sequences runs as one graph."""
+        return not self.is_split and self.is_captured(self.bucket_of(batch))
+
+    def seconds_since(self, begin_s: float) -> float:
+        """Seconds up to now, or since the host saw the last step end where that is less."""
+        end_s, self._buffers.end_s = self._buffers.end_s, time.perf_counter()
+        return self._buffers.end_s - max(begin_s, end_s)
 
     def bucket_of(self, batch: int) -> int:
         """The smallest bucket that holds a batch."""
@@ -174,23 +214,32 @@ class CapturedStep:
             accept()
         return PendingStep(self, batch, begin_s, self._buffers.read_results())
 
-    def _try_capture(self, bucket: int, is_split: bool) -> list[Graph] | None:
-        bound = self._bound[bucket, is_split] = self._bind(bucket)
-        parts = bound.parts if is_split else [bound.run]
-        # a run of padding compiles what compiles at first use, and writes no cache row
-        with self._buffers.kept_inputs(bucket):
-            try:
-                for part in parts:
-                    part()
-                return [self._graphs.capture(part) for part in parts]
-            except CaptureError as error:
-                warnings.warn(
-                    f"plan {self.plan.name} for {bucket} sequences cannot be captured and runs"
-                    f" operator by operator, which is slower: {error}",
-                    CaptureWarning,
-                    stacklevel=4,
-                )
-                return None
+    def _warm_up(self, parts: Sequence[Callable[[], object]], bucket: int) -> None:
+        """Run once: this compiles and allocates what the first run does."""
+        try:
+            for part in parts:
+                part()
+        except OperatorError as error:
+            raise EngineError(
+                f"plan {self.plan.name} for {bucket} sequences cannot run: {error}",
+                "a step whose operators run on this device, and memory for them",
+                "lower max_num_seqs if memory ran out; --backend eager runs the engine without"
+                " the kernels",
+            ) from error
+
+    def _try_capture(
+        self, parts: Sequence[Callable[[], object]], bucket: int
+    ) -> list[Graph] | None:
+        try:
+            return [self._graphs.capture(part) for part in parts]
+        except OperatorError as error:
+            warnings.warn(
+                f"plan {self.plan.name} for {bucket} sequences cannot be captured and runs"
+                f" operator by operator, which is slower: {error}",
+                CaptureWarning,
+                stacklevel=4,
+            )
+            return None
 
     def _bind(self, bucket: int) -> BoundStep:
         buffers = self._buffers

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +21,34 @@ from specc.runtime.step_buffers import StepBuffers
 LayerCaches = Sequence[tuple[Tensor, Tensor]]
 
 
+class DeviceModel:
+    """A model's program for passes between steps: they launch on its device, whichever is current.
+
+    Args:
+        program: on the device.
+        graphs: the device.
+    """
+
+    def __init__(self, program: ModelProgram, graphs: GraphDevice) -> None:
+        self.name = program.name
+        self.weights = program.weights
+        self._program = program
+        self._graphs = graphs
+
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
+        with self._graphs.active():
+            return self._program(*inputs)
+
+
 @dataclass(frozen=True)
 class CaptureLimits:
     """What capturing graphs while an engine loads may cost; the rest is captured at first use.
 
     Args:
-        max_seconds: of capturing.
-        max_bytes: of the device's memory.
+        max_seconds: of capturing. A step runs once before its capture, and what that takes to
+            compile kernels is not counted: it would be needed without graphs, too. Below 0
+            nothing is captured while the engine loads.
+        max_bytes: of the device's memory; weights, caches and the memory of a pass come first.
         sizes: batch sizes to capture, ascending; None is powers of two up to the largest batch.
     Raises:
         ConfigError: no sizes, or sizes that do not ascend from 1 on.
@@ -47,6 +67,11 @@ class CaptureLimits:
                 "for example 1, 2, 4, 8",
             )
 
+    @classmethod
+    def lazy(cls) -> CaptureLimits:
+        """Nothing while the engine loads: for a few steps of few batch sizes."""
+        return cls(max_seconds=-1.0)
+
     def buckets(self, max_batch: int) -> tuple[int, ...]:
         """Batch sizes that get graphs; the last one is `max_batch`."""
         if self.sizes is None:
@@ -62,7 +87,7 @@ def load_programs(
     caches: Mapping[str, LayerCaches],
     graphs: GraphDevice,
     limits: CaptureLimits,
-) -> tuple[dict[str, ModelProgram], dict[str, CapturedStep]]:
+) -> tuple[dict[str, DeviceModel], dict[str, CapturedStep]]:
     """Models and steps of an engine on a device; what is captured at once is up to `limits`.
 
     Args:
@@ -103,7 +128,7 @@ def load_programs(
     # the plan that most steps run comes first
     order = sorted(steps, key=lambda name: name != manifest.default_plan)
     capture_within(limits, [steps[name] for name in order], graphs)
-    return models, steps
+    return {name: DeviceModel(model, graphs) for name, model in models.items()}, steps
 
 
 def cuda_device() -> GraphDevice:
@@ -132,26 +157,23 @@ def cuda_device() -> GraphDevice:
 
 
 def capture_within(
-    limits: CaptureLimits,
-    steps: Sequence[CapturedStep],
-    graphs: GraphDevice,
-    clock: Callable[[], float] = time.perf_counter,
+    limits: CaptureLimits, steps: Sequence[CapturedStep], graphs: GraphDevice
 ) -> int:
     """Capture steps, large batches first so that smaller graphs fit into their memory.
 
     Returns:
         number of graphs; the remaining ones would exceed the limits and are captured when used.
     """
-    begin, used = clock(), graphs.used_bytes()
+    seconds, free = 0.0, graphs.free_bytes()
     count = 0
     for size in sorted({bucket for step in steps for bucket in step.buckets}, reverse=True):
         for step in steps:
-            if clock() - begin > limits.max_seconds:
+            if seconds > limits.max_seconds:
                 return count
-            if graphs.used_bytes() - used > limits.max_bytes:
+            if free - graphs.free_bytes() > limits.max_bytes:
                 return count
             if size in step.buckets:
-                step.capture(size)
+                seconds += step.capture(size)
                 count += 1
     return count
 

@@ -25,6 +25,9 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)
 
+    def active(self) -> torch.cuda.device:
+        return torch.cuda.device(self.device)
+
     def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
         _refuse_host_reads(run)
         torch.cuda.synchronize(self.device)
@@ -61,9 +64,10 @@ class CudaGraphs:
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, pin_memory=True)
 
-    def used_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self.device)
-        return total - free
+    def free_bytes(self) -> int:
+        # torch keeps what was freed, and takes it from no other process
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
 
 
 def _refuse_host_reads(run: Callable[[], object]) -> None:

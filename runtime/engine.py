@@ -19,6 +19,7 @@ from specc.kernels import native
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.machine import check_threads
 from specc.runtime.cuda_backend import CaptureLimits, LayerCaches, cuda_device, load_programs
+from specc.runtime.device_memory import fit_device
 from specc.runtime.kv_cache import CacheShape, KVCache
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import Model, ModelProgram, Step, StepProgram
@@ -109,7 +110,8 @@ class Engine:
             backend: `eager` runs the graphs of any engine; None is what it was compiled for.
             capture: what capturing CUDA graphs may cost here; None is the default.
         Raises:
-            EngineError: the directory is no engine, is altered, or needs another runtime.
+            EngineError: the directory is no engine, is altered, or needs another runtime or more
+                memory.
             ConfigError: more sequences or fewer threads than possible.
         """
         path = Path(path)
@@ -127,10 +129,10 @@ class Engine:
         loaded: tuple[Any, Any]
         if backend == "cuda":
             graphs = cuda_device()
+            limits = fit_device(manifest, graphs, capture or CaptureLimits(), max_num_seqs)
             cache = _make_cache(manifest, max_num_seqs, graphs.device)
-            loaded = load_programs(
-                path, manifest, cache, _caches(manifest, cache), graphs, capture or CaptureLimits()
-            )
+            caches = _caches(manifest, cache)
+            loaded = load_programs(path, manifest, cache, caches, graphs, limits)
         else:
             cache = _make_cache(manifest, max_num_seqs, torch.device("cpu"))
             loaded = _load_host_programs(path, manifest, backend, _caches(manifest, cache))

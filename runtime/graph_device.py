@@ -6,6 +6,7 @@ Tests have one that records operators on the CPU and replays them at the same ad
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -29,6 +30,13 @@ class GraphDevice(Protocol):
 
     device: torch.device
 
+    def active(self) -> AbstractContextManager[object]:
+        """Make this the device that kernels of this thread launch on, for a while.
+
+        Operators follow the device of their tensors; a Triton kernel launches on the current one.
+        """
+        ...
+
     def capture(self, run: Callable[[], object]) -> Graph:
         """Capture `run`, which has run before: nothing in it may compile, allocate anew or wait.
 
@@ -45,6 +53,6 @@ class GraphDevice(Protocol):
         """Memory of the host that copies from and to the device need not stage: pinned."""
         ...
 
-    def used_bytes(self) -> int:
-        """Memory of the device in use."""
+    def free_bytes(self) -> int:
+        """Memory of the device that can still be had."""
         ...

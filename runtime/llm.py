@@ -16,6 +16,7 @@ from specc.errors import RequestError
 from specc.metrics import SpecStats
 from specc.runtime.detokenizer import Detokenizer
 from specc.runtime.engine import Engine
+from specc.runtime.in_flight import InFlight
 from specc.runtime.outputs import RequestOutput, StreamOutput
 from specc.runtime.policy import FixedPolicy, Policy
 from specc.runtime.runner import Runner
@@ -83,6 +84,7 @@ class LLM:
             engine.prefill_chunk,
             engine.position_limit,
         )
+        self._in_flight = InFlight(self._scheduler, self._runner)
         self._num_requests = 0
         self._num_iterations = 0
         self._special_token_ids = _special_token_ids(engine.tokenizer)
@@ -160,21 +162,19 @@ class LLM:
         finally:
             for sequence in sequences:
                 self._scheduler.abort(sequence)
+            self._in_flight.settle()
 
     def _advance(self) -> None:
         begin = time.perf_counter()
-        batch = self._scheduler.schedule()
-        if not batch.prefill and not batch.groups:
+        self._num_iterations += 1
+        if self._num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
+            self.engine.check_weights()
+        if not self._in_flight.advance():
             raise RequestError(
                 "no request can run: another LLM holds the caches of this engine",
                 "free slots and cache blocks",
                 "finish or close the streams of the other LLM first",
             )
-        self._num_iterations += 1
-        if self._num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
-            self.engine.check_weights()
-        result = self._runner.run(batch)
-        self._scheduler.postprocess(batch, result)
         self._scheduler.stats.elapsed_s += time.perf_counter() - begin
 
     def _make_sequences(

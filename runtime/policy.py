@@ -8,7 +8,16 @@ from specc.metrics import SpecStats
 
 
 class Policy(Protocol):
-    """Chooses a plan before every step."""
+    """Chooses a plan before every step.
+
+    Args:
+        needs_results: the choice depends on what the last step did. False promises that it follows
+            from `num_running` alone: a step over the same sequences may then be queued, with the
+            same plan, before the results of the last one are known, and `choose` is not asked.
+            A policy without it counts as one that needs results.
+    """
+
+    needs_results: bool
 
     def choose(self, num_running: int, stats: SpecStats) -> str:
         """Name of a plan.
@@ -22,6 +31,8 @@ class Policy(Protocol):
 
 class FixedPolicy:
     """Always the same plan."""
+
+    needs_results = False
 
     def __init__(self, plan: str) -> None:
         self._plan = plan

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specc.runtime.captured_step import CapturedStep, PendingStep
 from specc.runtime.kv_cache import KVCache
 from specc.runtime.program import Model, Step, StepResult
 from specc.runtime.scheduler import Batch, Span, StepGroup
@@ -60,6 +61,22 @@ class Runner:
             prefill_s = time.perf_counter() - begin
         return RunResult(first_tokens, prefill_s, [self._step(group) for group in batch.groups])
 
+    def queue(self, batch: Batch) -> PendingStep | None:
+        """Queue a batch and return before it is done; None where only `run` can run it.
+
+        That is a batch with a prefill pass or of two plans, a step with a hook, and every program
+        that the host itself runs.
+        """
+        if batch.prefill or len(batch.groups) != 1:
+            return None
+        (group,) = batch.groups
+        step = self._steps[group.plan.name]
+        if not isinstance(step, CapturedStep) or step.is_split:
+            return None
+        begin_s = time.perf_counter()
+        self._catch_up(group)
+        return step.submit(*self._inputs(group))._replace(begin_s=begin_s)
+
     def _prefill(self, spans: list[Span]) -> list[int | None]:
         logits = self._causal_pass(self._target, spans, [span.is_last for span in spans])
         for i, draft in enumerate(self._drafts):
@@ -70,19 +87,20 @@ class Runner:
 
     def _step(self, group: StepGroup) -> StepResult:
         begin = time.perf_counter()
-        if group.plan.widths:
-            for draft in range(len(self._drafts)):
-                self._catch_up(draft, group)
+        self._catch_up(group)
         catch_up_s = time.perf_counter() - begin
-        sequences = group.sequences
-        rows = [(s.token_ids[-2], s.token_ids[-1], s.cache_len) for s in sequences]
-        table = self._block_table([s.blocks for s in sequences])
         step = self._steps[group.plan.name]
-        result = step.advance(rows, table, self._cache.environment)
+        result = step.advance(*self._inputs(group), self._cache.environment)
         stage = "step" if "step" in result.stage_s else "draft"
         if stage in result.stage_s:
             result.stage_s[stage] += catch_up_s
         return result
+
+    def _inputs(self, group: StepGroup) -> tuple[list[tuple[int, int, int]], Tensor]:
+        """What a step takes from the host: its rows, and the block table."""
+        sequences = group.sequences
+        rows = [(s.token_ids[-2], s.token_ids[-1], s.cache_len) for s in sequences]
+        return rows, self._block_table([s.blocks for s in sequences])
 
     def _block_table(self, blocks: list[list[int]]) -> Tensor:
         """The table of a batch; sequences keep their blocks, so it mostly is that of before."""
@@ -91,15 +109,18 @@ class Runner:
             self._table = self._cache.block_table(blocks)
         return self._table
 
-    def _catch_up(self, draft: int, group: StepGroup) -> None:
-        """Feed a draft the committed tokens that its first level does not reach back to."""
-        behind = [
-            Span(s, s.draft_lens[draft], s.cache_len)
-            for s in group.sequences
-            if s.draft_lens[draft] < s.cache_len - 1
-        ]
-        for spans in _split(behind, self._prefill_chunk):
-            self._causal_pass(self._drafts[draft], spans, [False] * len(spans))
+    def _catch_up(self, group: StepGroup) -> None:
+        """Feed drafts the committed tokens that their first level does not reach back to."""
+        if not group.plan.widths:
+            return
+        for i, draft in enumerate(self._drafts):
+            behind = [
+                Span(s, s.draft_lens[i], s.cache_len)
+                for s in group.sequences
+                if s.draft_lens[i] < s.cache_len - 1
+            ]
+            for spans in _split(behind, self._prefill_chunk):
+                self._causal_pass(draft, spans, [False] * len(spans))
 
     @torch.inference_mode()
     def _causal_pass(self, model: Model, spans: list[Span], wants_logits: list[bool]) -> Tensor:

@@ -83,6 +83,10 @@ class Scheduler:
         self._policy = policy
         self._prefill_chunk = prefill_chunk
         self._position_limit = position_limit
+        self._needs_results = getattr(policy, "needs_results", True)
+        # queued and not post-processed, in order; and who left while one of them held its blocks
+        self._in_flight: deque[Batch] = deque()
+        self._left: list[Sequence] = []
 
     @property
     def has_work(self) -> bool:
@@ -127,8 +131,39 @@ class Scheduler:
         spans = self._prefill_spans(plan) if len(ready) < len(self.running) else []
         return Batch(spans, groups)
 
+    def hold(self, batch: Batch) -> None:
+        """The batch is queued: until `postprocess`, the blocks of its sequences stay theirs."""
+        self._in_flight.append(batch)
+
+    def repeats(self, batch: Batch) -> bool:
+        """Whether the iteration behind a queued step is that step again, whatever its results are.
+
+        The same plan then runs over the same sequences, but for one that happens to end:
+        `postprocess` drops its row of the repetition. No sequence may be certain to end, or reach
+        behind its blocks or the last position where all of its draft tokens are accepted.
+
+        Args:
+            batch: one step, whose results nobody has seen yet.
+        """
+        group = batch.groups[0]
+        if self._needs_results or group.sequences != self.running or self._can_admit():
+            return False
+        most_tokens = len(group.plan.widths) + 1
+        shape = self._cache.shape
+        for sequence in group.sequences:
+            cache_len = sequence.cache_len + most_tokens
+            is_within = cache_len + shape.max_nodes <= len(sequence.blocks) * shape.rows_per_block
+            is_same = not group.plan.widths or self._speculates(sequence, group.plan, cache_len)
+            if sequence.num_tokens_left == 1 or not is_within or not is_same:
+                return False
+        # a row that no length limit ends makes the repetition worth its while
+        return any(sequence.num_tokens_left > most_tokens for sequence in group.sequences)
+
     def postprocess(self, batch: Batch, result: RunResult) -> None:
         """Commit what the passes did: lengths, tokens, counters; release requests that ended."""
+        if self._in_flight:
+            oldest = self._in_flight.popleft()
+            assert oldest is batch, "batches end in the order of their start"
         if batch.prefill:
             self.stats.record_prefill_pass(result.prefill_s)
         for span, token in zip(batch.prefill, result.first_tokens, strict=True):
@@ -142,8 +177,11 @@ class Scheduler:
                 self.stats.record_first_token(sequence.stats.first_token_s)
                 self.stats.num_prompt_tokens += sequence.num_prompt_tokens
         for group, step in zip(batch.groups, result.steps, strict=True):
+            rows = [(i, s) for i, s in enumerate(group.sequences) if s not in self._left]
+            if not rows:
+                continue
             self.stats.record_step_pass(step.stage_s)
-            for i, sequence in enumerate(group.sequences):
+            for i, sequence in rows:
                 num_accepted = step.num_accepted[i]
                 num_emitted = sequence.append(step.output_tokens[i][: num_accepted + 1])
                 sequence.cache_len = step.next_cache_len[i]
@@ -155,16 +193,20 @@ class Scheduler:
         for sequence in [s for s in self.running if s.is_finished]:
             self._release(sequence)
             self.stats.num_requests += 1
+        if self._left:
+            self._free_blocks()
 
     def _admit(self) -> None:
-        allocator = self._cache.allocator
-        while self.waiting and len(self.running) < self._cache.shape.max_num_seqs:
-            needed = self._blocks_for(self.waiting[0])
-            if needed > allocator.num_free:
-                return
+        while self._can_admit():
             sequence = self.waiting.popleft()
-            sequence.admit(allocator.allocate(needed))
+            sequence.admit(self._cache.allocator.allocate(self._blocks_for(sequence)))
             self.running.append(sequence)
+
+    def _can_admit(self) -> bool:
+        """There is a slot for the first who waits, and there are blocks."""
+        if not self.waiting or len(self.running) >= self._cache.shape.max_num_seqs:
+            return False
+        return self._blocks_for(self.waiting[0]) <= self._cache.allocator.num_free
 
     def _prefill_spans(self, plan: SpecPlan) -> list[Span]:
         spans = []
@@ -193,5 +235,13 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._cache.allocator.free(sequence.blocks)
-        sequence.blocks = []
+        self._left.append(sequence)
+        self._free_blocks()
+
+    def _free_blocks(self) -> None:
+        """Free the blocks of those who left, but for those that a queued step still uses."""
+        used = {id(s) for batch in self._in_flight for g in batch.groups for s in g.sequences}
+        for sequence in [s for s in self._left if id(s) not in used]:
+            self._left.remove(sequence)
+            self._cache.allocator.free(sequence.blocks)
+            sequence.blocks = []

@@ -86,6 +86,11 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def num_tokens_left(self) -> int:
+        """Tokens up to the length limit."""
+        return self.num_prompt_tokens + self.max_tokens - len(self.token_ids)
+
+    @property
     def text(self) -> str:
         if self._detokenizer is None:
             return ""

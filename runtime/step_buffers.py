@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +17,30 @@ PADDING = -(1 << 30)
 NUM_STAGES = 2
 
 
-class HostResults(NamedTuple):
-    """Results of a step on their way to the host; `event` is behind the copy."""
+class HostResults:
+    """Results of a step on their way to the host.
 
-    values: Tensor
-    event: Event
+    Args:
+        values: staging memory, [B, result_width] int64.
+        event: behind the copy into it.
+    """
+
+    def __init__(self, values: Tensor, event: Event) -> None:
+        self._values = values
+        self._event = event
+        self._is_read = False
+
+    def wait(self) -> Tensor:
+        """The values; read them before two further steps are queued."""
+        self._event.synchronize()
+        self._is_read = True
+        return self._values
+
+    def leave_staging(self) -> None:
+        """Another step needs the staging memory: keep a copy for whoever has not read this."""
+        if not self._is_read:
+            self._event.synchronize()
+            self._values = self._values.clone()
 
 
 class StepBuffers:
@@ -57,6 +75,10 @@ class StepBuffers:
             for _ in range(NUM_STAGES)
         ]
         self._fences: list[Event | None] = [None] * NUM_STAGES
+        self._results: list[HostResults | None] = [None] * NUM_STAGES
+        # of the step that was queued last; when the host last saw one end
+        self.newest: HostResults | None = None
+        self.end_s = 0.0
         self._next_input = self._next_output = 0
 
     def copy_from(
@@ -99,14 +121,15 @@ class StepBuffers:
                 tensor.copy_(kept)
 
     def read_results(self) -> HostResults:
-        """Queue the copy of the results to the host, behind the step that made them.
-
-        A result is valid until `NUM_STAGES` further steps were queued.
-        """
+        """Queue the copy of the results to the host, behind the step that made them."""
         stage = self._next_output
         self._next_output = (stage + 1) % NUM_STAGES
+        if (older := self._results[stage]) is not None:
+            older.leave_staging()
         self._outputs[stage].copy_(self.results, non_blocking=True)
-        return HostResults(self._outputs[stage], self._graphs.record_event())
+        self.newest = HostResults(self._outputs[stage], self._graphs.record_event())
+        self._results[stage] = self.newest
+        return self.newest
 
     def _views(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tokens, cache_len, table = flat.split(self._sizes)

@@ -149,9 +149,12 @@ def plans_of(
 def probe_engine(directory: Path) -> dict[str, Any]:
     """Generate a few dozen tokens on built-in prompts; returns acceptance figures."""
     from specc.config import SamplingParams
+    from specc.runtime.cuda_backend import CaptureLimits
+    from specc.runtime.engine import Engine
     from specc.runtime.llm import LLM
 
-    llm = LLM(directory, verify=False)
+    # a GPU captures only what these prompts run
+    llm = LLM(Engine.load(directory, verify=False, capture=CaptureLimits.lazy()))
     room = llm.engine.max_seq_len // 2
     tokenizer = llm.tokenizer
     assert tokenizer is not None, "build probes engines with a tokenizer only"

@@ -1,9 +1,11 @@
 """What needs a GPU: kernels against oracles, replays against eager steps, output, measurements.
 
-    make gpu-check            or    python tests/gpu/check.py [--output FILE] [--only PART …]
+    make gpu-check    or    python tests/gpu/check.py [--output FILE] [--only PART …] [--files …]
 
 Takes a Python with torch and triton; parts that compile models need transformers, too. Writes
-JSON to --output, else to $OUT/gpu_check.json, else to docs/results/gpu_check.json.
+JSON to --output, else to $OUT/gpu_check.json, else to docs/results/gpu_check.json, after every
+check. `--files test_rows test_attend` runs these files of the kernel tests, and no other part
+unless --only names it.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.gpu.report import Part
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", nargs="+", choices=PARTS)
+    parser.add_argument("--files", nargs="+", choices=[path.stem for path in kernel_files()])
     options = parser.parse_args()
     _make_importable()
     import torch
@@ -39,76 +45,82 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("found:  no GPU that torch can use\nneeded: one NVIDIA GPU\ndo:     run it there")
         return 2
-    report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(),
-        "capability": list(torch.cuda.get_device_capability()),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
+    from tests.gpu.report import Report
+
+    report = Report(
+        options.output or _default_output(),
+        {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "device": torch.cuda.get_device_name(),
+            "capability": list(torch.cuda.get_device_capability()),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "cuda": torch.version.cuda,
+            },
         },
-    }
-    output = options.output or _default_output()
-    for name in options.only or PARTS:
-        begin = time.perf_counter()
-        print(f"{name} …", flush=True)
-        try:
-            report[name] = PARTS[name]()
-        except Exception:
-            report[name] = {"state": "failed", "error": traceback.format_exc(limit=-6)}
-        report[name]["seconds"] = round(time.perf_counter() - begin, 1)
-        print(f"{name}: {report[name].get('state')} in {report[name]['seconds']} s", flush=True)
-        # after every part: a run that is cut off leaves what it has
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(output)
-    return int(any(report[name].get("state") == "failed" for name in options.only or PARTS))
+    )
+    for name in options.only or (["kernels"] if options.files else PARTS):
+        part = PARTS[name]
+        report.run(name, partial(part, files=options.files) if name == "kernels" else part)
+    print(report.path)
+    return int(report.has_failed)
 
 
-def check_kernels() -> dict[str, Any]:
+def kernel_files() -> list[Path]:
+    """Tests of kernels that run on a GPU; the others are about the interpreter and the compiler."""
+    files = sorted((ROOT / "tests/kernels/cuda").glob("test_*.py"))
+    return [path for path in files if path.stem not in ("test_interpreter", "test_budgets")]
+
+
+def check_kernels(part: Part, files: Sequence[str] | None = None) -> None:
     """Every test of the Triton kernels, on the GPU, with real sizes added."""
     from tests.gpu import runner
 
     runner.install()
     outcomes = []
-    for path in sorted((ROOT / "tests/kernels/cuda").glob("test_*.py")):
-        if path.stem in ("test_interpreter", "test_budgets"):
+    for path in kernel_files():
+        if files is not None and path.stem not in files:
             continue
-        found = runner.run_file(path, ROOT, lambda o: o.state == "failed" and print(o.name))
+        try:
+            found = runner.run_file(path, ROOT, lambda o: o.state == "failed" and print(o.name))
+        except Exception:
+            part.fail(path.stem, traceback.format_exc(limit=-6))
+            continue
         outcomes += found
         counts = {s: sum(o.state == s for o in found) for s in ("passed", "failed", "skipped")}
+        failed = {o.name: o.message[-1500:] for o in found if o.state == "failed"}
         print(f"  {path.stem}: {counts}", flush=True)
-    failed = [o for o in outcomes if o.state == "failed"]
-    return {
-        "state": "failed" if failed or not outcomes else "passed",
-        "num_passed": sum(o.state == "passed" for o in outcomes),
-        "failed": {o.name: o.message[-1500:] for o in failed[:20]},
-        "num_failed": len(failed),
-        "skipped": [o.name for o in outcomes if o.state == "skipped"],
-        "slowest": {
-            o.name: round(o.seconds, 2) for o in sorted(outcomes, key=lambda o: -o.seconds)[:5]
-        },
-    }
+        note = part.fail if failed or not counts["passed"] else part.note
+        note(
+            path.stem,
+            counts
+            | {"seconds": round(sum(o.seconds for o in found), 1)}
+            | {"failures": dict(list(failed.items())[:5])},
+        )
+    part.note("num_passed", sum(o.state == "passed" for o in outcomes))
+    part.note("num_failed", sum(o.state == "failed" for o in outcomes))
+    part.note("skipped_tests", [o.name for o in outcomes if o.state == "skipped"])
+    slowest = sorted(outcomes, key=lambda o: -o.seconds)[:5]
+    part.note("slowest", {o.name: round(o.seconds, 2) for o in slowest})
 
 
-def check_replay() -> dict[str, Any]:
+def check_replay(part: Part) -> None:
     """A replayed step equals the same operators one by one, on the same inputs and caches."""
     import torch
 
-    found: dict[str, Any] = {"state": "passed", "plans": {}}
+    from tests.gpu.pair import pair_engine
+
     with tempfile.TemporaryDirectory() as scratch:
-        engine = _pair_engine(Path(scratch) / "pair", "float32")
+        engine = pair_engine(Path(scratch) / "pair", "float32")
         for plan, step in engine.steps.items():
             for batch in (1, 3, 8):
                 same = _replays_alike(engine, step, batch)
-                found["plans"][f"{plan}-{batch}"] = same
-                if not (same["equal"] and same["is_captured"]):
-                    found["state"] = "failed"
+                note = part.note if same["equal"] and same["is_captured"] else part.fail
+                note(f"{plan}-{batch}", same)
         free, total = torch.cuda.mem_get_info()
-        found["memory_in_use_mib"] = (total - free) >> 20
-    return found
+        part.note("memory_in_use_mib", (total - free) >> 20)
 
 
 def _replays_alike(engine: Any, step: Any, batch: int) -> dict[str, Any]:
@@ -138,7 +150,7 @@ def _replays_alike(engine: Any, step: Any, batch: int) -> dict[str, Any]:
     return {"equal": equal, "is_captured": captured is not None}
 
 
-def check_output() -> dict[str, Any]:
+def check_output(part: Part) -> None:
     """Greedy output of the demo pair equals transformers', token for token, but for near ties.
 
     In bfloat16 a tie is two tokens that are closer in exact arithmetic than the target's own
@@ -150,9 +162,8 @@ def check_output() -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from specc.config import SamplingParams
-    from specc.runtime.llm import LLM
-    from tests.lossless import Tie, forgive_near_ties, require_near_tie
+    from tests.gpu.pair import pair_engine
+    from tests.lossless import Tie, require_near_tie
 
     def load(dtype: str) -> Any:
         target = ROOT / "examples/pair/target"
@@ -161,29 +172,41 @@ def check_output() -> dict[str, Any]:
         return model.cuda().eval()
 
     exact = load("float32")
-    report: dict[str, Any] = {"state": "passed"}
     with tempfile.TemporaryDirectory() as scratch:
         for dtype in ("float32", "bfloat16"):
-            engine, model = _pair_engine(Path(scratch) / dtype, dtype), load(dtype)
+            engine, model = pair_engine(Path(scratch) / dtype, dtype), load(dtype)
+            prompts = [engine.tokenizer.encode(p).ids for p in _prompts(8)]
+            references = [_generate(model, ids, 64) for ids in prompts]
 
             def rule(prompt: Any, reference: Any, tie: Tie, model: Any = model) -> None:
                 error = _error(model, exact, [*prompt, *reference.tokens[: tie.position]], tie)
                 assert error > 0, tie
 
-            prompts = [engine.tokenizer.encode(p).ids for p in _prompts(8)]
-            references = [_generate(model, ids, 64) for ids in prompts]
+            chosen = require_near_tie if dtype == "float32" else rule
             for plan in engine.plans:
-                llm = LLM(engine, plan=plan)
-                params = SamplingParams(max_tokens=64, ignore_eos=True)
-                ties: list[Tie] = []
-                for ids, reference, output in zip(
-                    prompts, references, llm.generate(prompts, params), strict=True
-                ):
-                    found = list(output.outputs[0].token_ids)
-                    chosen = require_near_tie if dtype == "float32" else rule
-                    ties += forgive_near_ties(llm, plan, ids, found, reference, chosen)
-                report[f"{dtype}-{plan}"] = {"tokens": 64 * len(prompts), "near_ties": len(ties)}
-    return report
+                compare = partial(_compare, engine, plan, prompts, references, chosen)
+                part.check(f"{dtype}-{plan}", compare)
+
+
+def _compare(
+    engine: Any,
+    plan: str,
+    prompts: Sequence[list[int]],
+    references: Sequence[Any],
+    rule: Callable[..., None],
+) -> dict[str, int]:
+    """Tokens that were compared, and those of them that differ within `rule`, which raises."""
+    from specc.config import SamplingParams
+    from specc.runtime.llm import LLM
+    from tests.lossless import forgive_near_ties
+
+    llm = LLM(engine, plan=plan)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=64, ignore_eos=True))
+    num_ties = 0
+    for ids, reference, output in zip(prompts, references, outputs, strict=True):
+        found = list(output.outputs[0].token_ids)
+        num_ties += len(forgive_near_ties(llm, plan, ids, found, reference, rule))
+    return {"tokens": 64 * len(prompts), "near_ties": num_ties}
 
 
 def _error(model: Any, exact: Any, tokens: list[int], tie: Any) -> float:
@@ -219,98 +242,12 @@ def _generate(model: Any, ids: list[int], count: int) -> Any:
     return Reference(result.sequences[0, len(ids) :].tolist(), logits)
 
 
-def check_questions() -> dict[str, Any]:
-    """For the record: AOTInductor under capture, Triton operators in a .pt2, memory of graphs."""
-    return {
-        "state": "passed",
-        "triton_operator_in_pt2": _try(_triton_in_package),
-        "graph_memory_mib": _try(_graph_memory),
-        # last: a capture that fails may leave torch in any state
-        "aot_program_twice_in_one_capture": _try(_aot_twice),
-    }
-
-
-def _try(question: Callable[[], Any]) -> Any:
-    try:
-        return question()
-    except Exception as error:
-        text = next(iter(str(error).splitlines()), "")
-        return f"no: {type(error).__name__}: {text[:300]}"
-
-
-def _aot_twice() -> str:
-    import torch
-
-    layer = torch.nn.Linear(64, 64).cuda().eval()
-    x = torch.randn(4, 64, device="cuda")
-    with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
-        package = torch._inductor.aoti_compile_and_package(
-            torch.export.export(layer, (x,)), package_path=f"{scratch}/layer.pt2"
-        )
-        run = torch._inductor.aoti_load_package(package, run_single_threaded=True)
-        run(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = run(run(x))
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        torch.cuda.synchronize()
-        close = torch.allclose(out, layer(layer(x)), atol=1e-3)
-    return "yes" if close else "no: another result"
-
-
-def _triton_in_package() -> str:
-    import torch
-    import triton
-
-    from tests.gpu.double_kernel import double_kernel
-
-    @torch.library.triton_op("specc_check::double", mutates_args=())
-    def double(x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        torch.library.wrap_triton(double_kernel)[(triton.cdiv(x.numel(), 128),)](
-            x, out, x.numel(), BLOCK=128
-        )
-        return out
-
-    class Module(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return double(x) + 1
-
-    x = torch.randn(300, device="cuda")
-    with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
-        package = torch._inductor.aoti_compile_and_package(
-            torch.export.export(Module(), (x,)), package_path=f"{scratch}/double.pt2"
-        )
-        found = torch._inductor.aoti_load_package(package)(x)
-    return "yes" if torch.equal(found, 2 * x + 1) else "no: another result"
-
-
-def _graph_memory() -> dict[str, float]:
-    """Device memory that capturing each plan for one and for eight sequences takes."""
-    import torch
-
-    from specc.runtime.cuda_backend import CaptureLimits
-
-    found = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        engine = _pair_engine(Path(scratch) / "pair", "bfloat16", CaptureLimits(max_seconds=-1))
-        for plan, step in engine.steps.items():
-            for bucket in (8, 1):
-                torch.cuda.synchronize()
-                before = torch.cuda.mem_get_info()[0]
-                step.capture(bucket)
-                torch.cuda.synchronize()
-                found[f"{plan}-{bucket}"] = (before - torch.cuda.mem_get_info()[0]) / 2**20
-    return found
-
-
-def check_sanitizer() -> dict[str, Any]:
+def check_sanitizer(part: Part) -> None:
     """compute-sanitizer over one file of kernel tests, where it is installed."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
-        return {"state": "skipped", "reason": "no compute-sanitizer"}
+        part.skip("no compute-sanitizer")
+        return
     code = (
         "from pathlib import Path; from tests.gpu import runner; runner.install();"
         f"found = [o for n in ('commit_kv', 'write_kv') for o in runner.run_file("
@@ -324,20 +261,28 @@ def check_sanitizer() -> dict[str, Any]:
         timeout=150,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    state = "passed" if result.returncode == 0 else "failed"
-    return {"state": state, "output": result.stdout[-1500:] + result.stderr[-500:]}
+    note = part.note if result.returncode == 0 else part.fail
+    note("output", result.stdout[-1500:] + result.stderr[-500:])
 
 
-def _pair_engine(path: Path, dtype: str, capture: Any = None) -> Any:
-    from specc.api import compile_with
-    from specc.config import CompileConfig, SpecPlan
-    from specc.runtime.engine import Engine
+def check_questions(part: Part) -> None:
+    """For the record: AOTInductor under capture, Triton operators in a .pt2, memory of graphs."""
+    from tests.gpu import questions
 
-    plans = (SpecPlan.from_widths((1,) * 4), SpecPlan.from_widths((3, 2, 1)))
-    config = CompileConfig(plans=plans, dtype=dtype, max_seq_len=512, backend="cuda", probe=False)
-    pair = ROOT / "examples/pair"
-    compile_with(str(pair / "target"), str(pair / "draft"), path, config)
-    return Engine.load(path, capture=capture)
+    part.note("triton_operator_in_pt2", questions.ask(questions.triton_in_package))
+    part.note("graph_memory_mib", questions.ask(questions.graph_memory))
+    # last: a capture that fails may leave torch in any state
+    part.note("aot_program_twice_in_one_capture", questions.ask(questions.aot_twice))
+
+
+def check_benchmark(part: Part) -> None:
+    """Figures of speed, in a process of their own."""
+    from tests.gpu.benchmark import run_benchmark
+
+    found = run_benchmark()
+    note = part.note if found.pop("state") == "passed" else part.fail
+    for name, value in found.items():
+        note(name, value)
 
 
 def _prompts(count: int) -> list[str]:
@@ -368,12 +313,13 @@ def _make_importable() -> None:
     sys.path[:0] = [str(site), str(ROOT)]
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Part], None]] = {
     "kernels": check_kernels,
     "replay": check_replay,
     "output": check_output,
     "sanitizer": check_sanitizer,
     "questions": check_questions,
+    "benchmark": check_benchmark,
 }
 
 if __name__ == "__main__":

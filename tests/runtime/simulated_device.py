@@ -8,12 +8,14 @@ operator wrote before it is read shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
@@ -75,19 +77,36 @@ class _Recorder(TorchDispatchMode):
 
 
 class SimulatedDevice:
-    """A `GraphDevice` on the CPU; `tapes` holds what it captured, `events` counts waits."""
+    """A `GraphDevice` on the CPU.
+
+    `tapes` holds what it captured, `num_waits` counts waits, `memory_bytes` is what it has, and
+    `is_active` says whether launches would go to it.
+    """
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.tapes: list[Tape] = []
         self.num_waits = 0
+        self.memory_bytes = 1 << 40
+        self.is_active = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        before, self.is_active = self.is_active, True
+        try:
+            yield
+        finally:
+            self.is_active = before
 
     def capture(self, run: Callable[[], object]) -> Tape:
-        tape = Tape()
+        tape = self.make_tape()
         with _Recorder(tape):
             run()
         self.tapes.append(tape)
         return tape
+
+    def make_tape(self) -> Tape:
+        return Tape()
 
     def record_event(self) -> SimulatedDevice:
         return self
@@ -100,8 +119,112 @@ class SimulatedDevice:
         _poison(buffer)
         return buffer
 
-    def used_bytes(self) -> int:
-        return sum(out.nbytes for tape in self.tapes for *_, outs in tape.calls for out in outs)
+    def free_bytes(self) -> int:
+        captured = [outs for tape in self.tapes for *_, outs in tape.calls]
+        return self.memory_bytes - sum(out.nbytes for outs in captured for out in outs)
+
+
+class LateDevice(SimulatedDevice):
+    """Runs what is queued as late as a device may: when somebody waits for it, or needs it.
+
+    Replays and copies that need not be staged are queued in their order; every other operator on
+    memory of the device waits for all of them. Staging buffers are read and written at once: one
+    that is filled again too early spoils the copy from it.
+
+    `before_replay` is called with the tape whenever the device comes to a replay.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_replay: Callable[[Tape], object] = lambda tape: None
+        self._queue: deque[Callable[[], object]] = deque()
+        self._num_queued = self._num_done = 0
+        self._host: set[int] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Replays and copies that nobody has waited for yet."""
+        return len(self._queue)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with super().active(), _Late(self):
+            yield
+
+    def capture(self, run: Callable[[], object]) -> Tape:
+        self.run_until(self._num_queued)
+        return super().capture(run)
+
+    def make_tape(self) -> Tape:
+        return _LateTape(self)
+
+    def record_event(self) -> _LateEvent:
+        return _LateEvent(self, self._num_queued)
+
+    def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        buffer = super().host_buffer(*shape, dtype=dtype)
+        self._host.add(_storage(buffer))
+        return buffer
+
+    def is_of_host(self, values: Any) -> bool:
+        """Staging memory is among these tensors, or there are none."""
+        storages = _storages(tree_leaves(values))
+        return not storages or bool(storages & self._host)
+
+    def add(self, work: Callable[[], object]) -> None:
+        self._queue.append(work)
+        self._num_queued += 1
+
+    def run_until(self, count: int) -> None:
+        """Do the first `count` pieces of work that were ever queued."""
+        while self._num_done < count:
+            self._num_done += 1
+            work = self._queue.popleft()
+            with _disable_current_modes():
+                work()
+
+    def run_all(self) -> None:
+        self.run_until(self._num_queued)
+
+
+class _LateTape(Tape):
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def replay(self) -> None:
+        def work() -> None:
+            self._device.before_replay(self)
+            super(_LateTape, self).replay()
+
+        self._device.add(work)
+
+
+class _LateEvent:
+    def __init__(self, device: LateDevice, count: int) -> None:
+        self._device = device
+        self._count = count
+
+    def synchronize(self) -> None:
+        self._device.num_waits += 1
+        self._device.run_until(self._count)
+
+
+class _Late(TorchDispatchMode):
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.copy_.default and (kwargs.get("non_blocking") or len(args) > 2):
+            self._device.add(lambda: args[0].copy_(args[1]))
+            return args[0]
+        if not (func.is_view or self._device.is_of_host((args, kwargs))):
+            self._device.run_all()
+        return func(*args, **kwargs)
 
 
 def _poison(tensor: Tensor) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from specc.errors import EngineError
 from specc.runtime.captured_step import CapturedStep, CaptureWarning
 from specc.runtime.engine import Engine
+from specc.runtime.failed_operator import OperatorError
 from specc.runtime.program import StepResult, read_json
 from specc.runtime.step_buffers import PADDING, StepBuffers
-from tests.runtime.simulated_device import SimulatedDevice
+from tests.runtime.simulated_device import LateDevice, SimulatedDevice
 
+aten = torch.ops.aten
 PLANS = ("off", "chain-3", "tree-2-1")
 BUCKETS = (1, 2, 4)
 
@@ -52,8 +57,17 @@ class Rig:
 
 @pytest.fixture
 def rig(tiny_engine) -> Rig:
+    return make_rig(tiny_engine, SimulatedDevice())
+
+
+@pytest.fixture
+def late_rig(tiny_engine) -> Rig:
+    """On a device that runs what is queued when somebody waits for it."""
+    return make_rig(tiny_engine, LateDevice())
+
+
+def make_rig(tiny_engine: Path, device: SimulatedDevice) -> Rig:
     eager, other = Engine.load(tiny_engine), Engine.load(tiny_engine)
-    device = SimulatedDevice()
     shape = other.cache.shape
     buffers = StepBuffers(device, 4, shape.blocks_per_sequence, 8)
     models = {"target": other.target, "draft_0": other.drafts[0]}
@@ -237,6 +251,141 @@ def test_a_step_that_cannot_be_captured_runs_anyway_and_says_why(rig) -> None:
         warnings.simplefilter("error")
         step.advance(rows, table, rig.other.cache.environment)
     assert not step.is_captured(4)
+
+
+def call_before(graph: fx.Graph, target: Any, function: Any, *args: Any) -> fx.Node:
+    """Call a function with the first operand of an operator, in front of its last call."""
+    node = graph.find_nodes(op="call_function", target=target)[-1]
+    with graph.inserting_before(node):
+        return graph.call_function(function, (node.args[0], *args))
+
+
+def test_an_operator_inside_of_a_model_is_named(rig) -> None:
+    """One that cannot be captured: by its own name, and that of the model."""
+    module = rig.other.target._graph
+    call_before(module.graph, aten.linear.default, aten.nonzero.default)
+    module.recompile()
+    rows, table = rig.state(2)
+    with pytest.warns(CaptureWarning, match=r"aten\.nonzero\.default of target \(Runtime"):
+        found = rig.steps["chain-3"].advance(rows, table, rig.other.cache.environment)
+    same(found, rig.eager.steps["chain-3"].advance(rows, table, rig.eager.cache.environment))
+
+
+@pytest.mark.parametrize("where", ["target", "step"])
+def test_a_step_that_cannot_run_is_told_from_one_that_cannot_be_captured(rig, where) -> None:
+    """The run before the capture fails, as where memory is out: no step of that size can run."""
+    step = rig.steps["chain-3"]
+    module = {"target": rig.other.target._graph, "step": step._stages["accept_commit"]}[where]
+    operator = {"target": aten.linear, "step": torch.ops.specc.accept_greedy}[where].default
+    added = call_before(module.graph, operator, aten.view.default, [7, 7, 7])
+    module.recompile()
+    rows, table = rig.state(2)
+    place = {"target": r"aten\.view\.default of target \(", "step": r"aten\.view\.default \("}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        message = f"chain-3 for 2 sequences cannot run: {place[where]}"
+        with pytest.raises(EngineError, match=message):
+            step.advance(rows, table, rig.other.cache.environment)
+    assert not rig.device.tapes
+    # what went wrong may be gone next time
+    module.graph.erase_node(added)
+    module.recompile()
+    found = step.advance(rows, table, rig.other.cache.environment)
+    same(found, rig.eager.steps["chain-3"].advance(rows, table, rig.eager.cache.environment))
+    assert step.is_captured(2)
+
+
+def test_a_whole_capture_keeps_no_values_of_its_stages(rig) -> None:
+    """They would take memory of the pool that other graphs could use; a hook's graphs keep them."""
+    step = rig.steps["tree-2-1"]
+    rows, table = rig.state(2)
+    step.advance(rows, table, rig.other.cache.environment)
+    whole = step._bound[2, False].environment
+    assert not {"logits", "tokens", "path", "output_tokens"} & whole.keys()
+    assert {"last_tokens", "cache_len", "block_table", "parents", "target_slab_0"} <= whole.keys()
+    step.before_accept = lambda values: values["logits"]
+    step.advance(rows, table, rig.other.cache.environment)
+    assert {"logits", "tokens", "path"} <= step._bound[2, True].environment.keys()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_results_outlive_further_steps(tiny_engine, is_late) -> None:
+    """Who reads late reads the own results: another LLM may run its steps in between."""
+    rig = make_rig(tiny_engine, LateDevice() if is_late else SimulatedDevice())
+    rows, table = rig.state(4)
+    plans = ["chain-3", "off", "tree-2-1", "chain-3"]
+    for plan in PLANS:
+        # this waits for what is queued
+        rig.steps[plan].capture(1)
+    queued = [rig.steps[p].submit(rows[b:][:1], table[b:][:1]) for b, p in enumerate(plans)]
+    for b in (2, 0, 3, 1):
+        step, cache = rig.eager.steps[plans[b]], rig.eager.cache.environment
+        same(queued[b].result(), step.advance(rows[b:][:1], table[b:][:1], cache))
+
+
+def test_the_device_runs_behind_the_host(late_rig) -> None:
+    """Nothing waits but who reads a result, and that for no more than its step."""
+    rows, table = late_rig.state(2)
+    step, device = late_rig.steps["chain-3"], late_rig.device
+    assert isinstance(device, LateDevice)
+    step.capture(2)
+    device.run_all()
+    first = step.submit(rows, table)
+    # inputs, step, results
+    assert device.num_waiting == 3
+    second = step.submit_next(2)
+    assert device.num_waiting == 5
+    wanted = late_rig.eager.steps["chain-3"].advance(rows, table, late_rig.eager.cache.environment)
+    same(first.result(), wanted)
+    assert device.num_waiting == 2
+    rows = following(rows, wanted)
+    wanted = late_rig.eager.steps["chain-3"].advance(rows, table, late_rig.eager.cache.environment)
+    same(second.result(), wanted)
+
+
+def test_when_a_step_can_go_on(rig) -> None:
+    rows, table = rig.state(2)
+    step = rig.steps["chain-3"]
+    pending = step.submit(rows, table)
+    assert pending.can_go_on
+    further = step.submit_next(2)
+    assert further.can_go_on
+    assert not pending.can_go_on
+    other = rig.steps["off"].submit(rows, table)
+    assert other.can_go_on
+    assert not further.can_go_on
+    step.before_accept = lambda values: None
+    assert not step.submit(rows, table).can_go_on
+
+
+def test_a_step_that_is_not_captured_does_not_go_on(rig, monkeypatch) -> None:
+    """It could run and wait, while the results of the last one are ready to be read."""
+
+    def refuse(run: Any) -> None:
+        raise OperatorError("aten.item", None, RuntimeError("refused"))
+
+    monkeypatch.setattr(rig.device, "capture", refuse)
+    rows, table = rig.state(2)
+    with pytest.warns(CaptureWarning, match=r"aten\.item \(RuntimeError: refused\)"):
+        pending = rig.steps["chain-3"].submit(rows, table)
+    assert not pending.can_go_on
+
+
+def test_seconds_of_steps_that_were_queued_together_do_not_overlap(rig) -> None:
+    rows, table = rig.state(1)
+    step = rig.steps["chain-3"]
+    step.capture(1)
+    begin = time.perf_counter()
+    pending = step.submit(rows, table)
+    seconds = 0.0
+    for _ in range(5):
+        ahead = step.submit_next(1)
+        time.sleep(0.01)
+        seconds += pending.result().stage_s["step"]
+        pending = ahead
+    time.sleep(0.05)
+    seconds += pending.result().stage_s["step"]
+    assert 0.1 < seconds <= time.perf_counter() - begin
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from specc.api import compile_with
+from specc.api import compile_with, probe_engine
+from specc.artifact import read_manifest
 from specc.cli_stats import stats_rows
 from specc.config import CompileConfig, SamplingParams, SpecPlan
 from specc.errors import ConfigError, EngineError
-from specc.runtime import engine
+from specc.runtime import captured_step, engine
 from specc.runtime.cuda_backend import CaptureLimits, capture_within, cuda_device
+from specc.runtime.device_memory import fit_device
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from tests.runtime.simulated_device import SimulatedDevice
@@ -133,7 +137,7 @@ class Launches:
 
 def test_launches_do_not_depend_on_the_data(cuda_engine, device, triton_kernels) -> None:
     """The same kernels with the same numbers, whatever lengths and tokens are, and no host read."""
-    loaded = Engine.load(cuda_engine, capture=CaptureLimits(max_seconds=-1))
+    loaded = Engine.load(cuda_engine, capture=CaptureLimits.lazy())
     step = loaded.steps["tree-2-1"]
     table = torch.arange(loaded.cache.shape.num_blocks, dtype=torch.int32).view(2, -1)
     found = []
@@ -169,40 +173,109 @@ def test_no_gpu_is_an_error_that_says_what_to_do(cuda_engine) -> None:
         cuda_device()
 
 
-def test_capturing_stops_at_the_limits(device) -> None:
+def test_capturing_stops_at_the_limits() -> None:
     """Large sizes first, the default plan's before others; what is left is captured when used."""
+
+    class Memory:
+        taken = 0
+
+        def free_bytes(self) -> int:
+            return 10_000 - self.taken
 
     class Step:
         def __init__(self, name: str) -> None:
             self.name = name
             self.buckets = (1, 2, 4)
 
-        def capture(self, bucket: int) -> None:
+        def capture(self, bucket: int) -> float:
             done.append((self.name, bucket))
-            clock.now += 1.0
-            clock.bytes += 100
-
-    class Clock:
-        now, bytes = 0.0, 0
-
-        def __call__(self) -> float:
-            return self.now
-
-        def used_bytes(self) -> int:
-            return self.bytes
+            memory.taken += 100
+            return 1.0
 
     for limits, count in (
         (CaptureLimits(), 6),
         (CaptureLimits(max_seconds=2.5), 3),
         (CaptureLimits(max_bytes=150), 2),
-        (CaptureLimits(max_seconds=-1), 0),
+        (CaptureLimits.lazy(), 0),
     ):
         done: list[tuple[str, int]] = []
-        clock = Clock()
+        memory = Memory()
         steps: list[Any] = [Step("tree"), Step("off")]
-        assert capture_within(limits, steps, clock, clock) == count  # type: ignore[arg-type]
+        assert capture_within(limits, steps, memory) == count  # type: ignore[arg-type]
         every = [("tree", 4), ("off", 4), ("tree", 2), ("off", 2), ("tree", 1), ("off", 1)]
         assert done == every[:count]
+
+
+def test_only_capturing_counts_as_capturing(cuda_engine, device, monkeypatch) -> None:
+    """Every operator takes a second, and the run before a capture does so, too, uncounted."""
+    clock = 0.0
+
+    class Slow(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal clock
+            clock += 1.0
+            return func(*args, **(kwargs or {}))
+
+    loaded = Engine.load(cuda_engine, capture=CaptureLimits.lazy())
+    monkeypatch.setattr(captured_step, "time", SimpleNamespace(perf_counter=lambda: clock))
+    step = loaded.steps["off"]
+    with Slow():
+        seconds = step.capture(1)
+    # the tape lists what the capture did
+    (tape,) = device.tapes
+    assert 0 < seconds <= 1.2 * len(tape.operators) < 0.7 * clock
+    assert step.capture(1) == 0.0
+
+
+def test_launches_go_to_the_device_of_the_engine(cuda_engine, device) -> None:
+    """Of a thread whose current device is another one: prefill, warm-up, capture, steps, hooks."""
+    seen: dict[str, int] = {}
+
+    class Guard(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "specc":
+                assert device.is_active, func
+                seen[func._opname] = seen.get(func._opname, 0) + 1
+            return func(*args, **(kwargs or {}))
+
+    with Guard():
+        loaded = Engine.load(cuda_engine, capture=CaptureLimits.lazy())
+        step = loaded.steps["chain-3"]
+        step.before_accept = lambda values: values["logits"].argmax(-1)
+        generate(LLM(loaded, plan="chain-3"))
+        step.before_accept = None
+        generate(LLM(loaded, plan="chain-3"))
+    assert {"attend", "rope_write", "commit_kv"} <= seen.keys()
+    assert not device.is_active
+
+
+@pytest.mark.parametrize("max_num_seqs", [None, 1])
+def test_memory_is_checked_before_it_is_taken(cuda_engine, device, max_num_seqs) -> None:
+    """One byte less than weights, caches and passes need is an error that says what they are."""
+    manifest = read_manifest(cuda_engine)
+    plan = manifest.memory_plan.values()
+    share = (max_num_seqs or 2) / manifest.limits.max_batch_size
+    needed = sum(e.weights + int(share * e.cache) + e.logits + e.workspace for e in plan)
+    device.memory_bytes = needed - 1
+    with pytest.raises(EngineError) as caught:
+        Engine.load(cuda_engine, max_num_seqs=max_num_seqs)
+    assert "free on cpu" in caught.value.found
+    assert f"for {max_num_seqs or 2} sequences of 48 tokens" in caught.value.needed
+    assert "max_num_seqs" in caught.value.do
+    assert not device.tapes
+    # graphs get what is left, here next to nothing: one, whose size nobody could know before
+    device.memory_bytes = needed + 1
+    loaded = Engine.load(cuda_engine, max_num_seqs=max_num_seqs)
+    assert len(device.tapes) == 1
+    assert len(generate(LLM(loaded))) == len(PROMPTS)
+
+
+def test_graphs_get_no_more_than_their_limit(cuda_engine, device) -> None:
+    manifest = read_manifest(cuda_engine)
+    limits = CaptureLimits(max_bytes=77)
+    assert fit_device(manifest, device, limits) == limits
+    device.memory_bytes = manifest.total_memory + 50
+    assert fit_device(manifest, device, limits) == CaptureLimits(max_bytes=50)
 
 
 def test_batch_sizes() -> None:
@@ -217,6 +290,13 @@ def test_batch_sizes() -> None:
 
 def test_weights_are_checked_and_moved(cuda_engine, device) -> None:
     """No mapped file stands behind a GPU's weights, so none is watched."""
-    loaded = Engine.load(cuda_engine, capture=CaptureLimits(max_seconds=-1))
+    loaded = Engine.load(cuda_engine, capture=CaptureLimits.lazy())
     assert loaded.mapped_weights == ()
     assert not device.tapes
+
+
+def test_a_probe_captures_what_it_runs(cuda_engine, device) -> None:
+    """Of three plans and two batch sizes, one plan; its graphs serve until the engine goes."""
+    found = probe_engine(cuda_engine)
+    assert found["num_spec_steps"] > 0
+    assert 1 <= len(device.tapes) <= 2

@@ -1,0 +1,21 @@
+"""The demo pair, compiled for the GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pair_engine(path: Path, dtype: str, capture: Any = None) -> Any:
+    """Compile it into `path` and load it; `capture` are `CaptureLimits`."""
+    from specc.api import compile_with
+    from specc.config import CompileConfig, SpecPlan
+    from specc.runtime.engine import Engine
+
+    plans = (SpecPlan.from_widths((1,) * 4), SpecPlan.from_widths((3, 2, 1)))
+    config = CompileConfig(plans=plans, dtype=dtype, max_seq_len=512, backend="cuda", probe=False)
+    pair = ROOT / "examples/pair"
+    compile_with(str(pair / "target"), str(pair / "draft"), path, config)
+    return Engine.load(path, capture=capture)

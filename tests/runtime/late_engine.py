@@ -1,0 +1,91 @@
+"""An engine on a device that runs late, and a guard of the blocks that its steps reach into."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.runtime.policy import FixedPolicy
+from tests.runtime.simulated_device import LateDevice, Tape
+
+
+class Waits(FixedPolicy):
+    """The same plan, and no step ahead of the results: what overlap is compared with."""
+
+    needs_results = True
+
+
+@dataclass
+class Rig:
+    """One engine on a device that runs late; steps ahead of results, and rows nobody read."""
+
+    engine: Engine
+    device: LateDevice
+    num_ahead: int = 0
+    num_dropped: int = 0
+
+    def llm(self, plan: str, *, overlaps: bool = True) -> LLM:
+        return LLM(self.engine, plan=plan, policy=(FixedPolicy if overlaps else Waits)(plan))
+
+    def is_idle(self, llm: LLM) -> bool:
+        allocator = self.engine.cache.allocator
+        return (
+            not llm._scheduler.has_work
+            and allocator.num_free == allocator.num_blocks
+            and self.device.num_waiting == 0
+        )
+
+
+def save_draft(models: Any, path: Path) -> Path:
+    """The target with noise: it accepts some of the draft's tokens, sometimes all of a step."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(models.target)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=generator)
+    model.save_pretrained(path)
+    shutil.copy(models.target / "tokenizer.json", path)
+    return path
+
+
+def guard_blocks(rig: Rig) -> None:
+    """Blocks that a step reaches into must be somebody's, and of one sequence; freed ones change.
+
+    A sequence reaches from its first row to the last node of the plan's tree, wherever the step
+    before, which the host may not have read yet, has left it.
+    """
+    cache, steps = rig.engine.cache, rig.engine.steps
+    buffers = steps["off"]._buffers
+    allocator, free = cache.allocator, cache.allocator.free
+
+    def poisoned(blocks: list[int]) -> None:
+        free(blocks)
+        for slab in cache.environment.values():
+            slab[:, :, blocks] = 777.0
+
+    def check(tape: Tape) -> None:
+        ((step, bucket),) = [
+            (step, bucket)
+            for step in steps.values()
+            for (bucket, _), tapes in step._captured.items()
+            if tape in tapes
+        ]
+        taken: list[int] = []
+        for b in range(bucket):
+            rows = int(buffers.cache_len[b]) + step.plan.tree.num_nodes
+            if rows > 0:
+                count = -(-rows // cache.shape.rows_per_block)
+                taken += buffers.block_table[b, :count].tolist()
+        assert len(taken) == len(set(taken)), "a block of two sequences"
+        assert set(taken) <= allocator._used, "a block that is free"
+
+    allocator.free = poisoned
+    rig.device.before_replay = check

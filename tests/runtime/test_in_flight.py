@@ -1,0 +1,367 @@
+"""Steps that are queued ahead of the results change nothing but the time that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from specc.api import compile_with
+from specc.config import CompileConfig, SamplingParams, SpecPlan
+from specc.metrics import SpecStats
+from specc.runtime import engine as engine_module
+from specc.runtime.captured_step import CapturedStep
+from specc.runtime.cuda_backend import CaptureLimits
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.runtime.outputs import RequestOutput, StreamOutput
+from specc.runtime.runner import RunResult
+from specc.runtime.scheduler import Batch, Scheduler
+from specc.runtime.step_buffers import HostResults
+from tests.runtime.late_engine import Rig, guard_blocks, save_draft
+from tests.runtime.simulated_device import LateDevice
+
+PLANS = ("off", "chain-3", "tree-2-1")
+PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7, list(range(60, 83)), [200]]
+MAX_SEQ_LEN = 64
+SEEDS = [
+    pytest.param(range(5), id="few"),
+    pytest.param(range(5, 60), id="many", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module")
+def rig(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    path = tmp_path_factory.mktemp("engines") / "overlap"
+    draft = save_draft(tiny_models, tmp_path_factory.mktemp("draft"))
+    plans = tuple(SpecPlan.from_widths(widths) for widths in ((2, 1), (1, 1, 1)))
+    config = CompileConfig(
+        plans=plans, max_seq_len=MAX_SEQ_LEN, max_batch_size=3, block_size=4, backend="cuda"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        device = LateDevice()
+        compile_with(str(tiny_models.target), str(draft), path, config)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(engine_module, "cuda_device", lambda: device)
+        made = Rig(Engine.load(path, capture=CaptureLimits.lazy()), device)
+        submit_next, postprocess = CapturedStep.submit_next, Scheduler.postprocess
+
+        def counted(step: CapturedStep, batch: int) -> Any:
+            made.num_ahead += 1
+            return submit_next(step, batch)
+
+        def watched(scheduler: Scheduler, batch: Batch, result: RunResult) -> None:
+            sequences = [s for group in batch.groups for s in group.sequences]
+            made.num_dropped += sum(s not in scheduler.running for s in sequences)
+            postprocess(scheduler, batch, result)
+
+        patch.setattr(CapturedStep, "submit_next", counted)
+        patch.setattr(Scheduler, "postprocess", watched)
+        guard_blocks(made)
+        yield made
+
+
+COUNTERS = (
+    *("num_requests", "num_prompt_tokens", "num_output_tokens", "num_steps", "num_spec_steps"),
+    *("num_draft_tokens", "num_accepted_tokens", "num_trimmed_tokens", "accepted_at_depth"),
+    *("num_prefill_passes", "num_step_passes", "num_first_tokens"),
+)
+
+
+def counters(stats: SpecStats | None) -> dict[str, Any]:
+    assert stats is not None
+    return {name: getattr(stats, name) for name in COUNTERS}
+
+
+def described(output: RequestOutput) -> dict[str, Any]:
+    (completion,) = output.outputs
+    return dataclasses.asdict(completion) | counters(output.metrics)
+
+
+@pytest.fixture(scope="module")
+def references(rig: Rig) -> list[tuple[list[int], str]]:
+    """Tokens and text of each prompt, as long as it can be: stops are chosen from them."""
+    params = SamplingParams(max_tokens=1000, ignore_eos=True)
+    outputs = rig.llm("off", overlaps=False).generate(PROMPTS, params)
+    return [(list(output.outputs[0].token_ids), output.outputs[0].text) for output in outputs]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how it ends: by length, at a token of the reference, or in its text."""
+
+    prompt: int
+    max_tokens: int
+    end: str
+    position: int
+    speculative: bool
+
+    def params(self, references: list[tuple[list[int], str]]) -> SamplingParams:
+        tokens, text = references[self.prompt]
+        place = self.position % max(len(text) - 2, 1)
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            ignore_eos=self.end != "eos",
+            stop_token_ids=[tokens[self.position % len(tokens)]] if self.end == "token" else [],
+            stop=text[place : place + 2] if self.end == "text" else (),
+            speculative=self.speculative,
+        )
+
+    @classmethod
+    def draw(cls, dice: random.Random) -> Request:
+        return cls(
+            prompt=dice.randrange(len(PROMPTS)),
+            max_tokens=dice.choice([1, 3, 9, 14, 20, 33, 1000, 1000, 1000]),
+            end=dice.choice(["length", "eos", "token", "text"]),
+            position=dice.randrange(3, 40),
+            speculative=dice.random() < 0.8,
+        )
+
+
+def draw_eos(dice: random.Random, references: list[tuple[list[int], str]]) -> frozenset[int]:
+    """A token that an output holds."""
+    return frozenset({references[dice.randrange(len(PROMPTS))][0][dice.randrange(3, 30)]})
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_generate_is_the_same_with_and_without(rig, references, plan, seeds) -> None:
+    """Tokens, texts, reasons and counters; requests that wait for a slot may join a step later."""
+    rig.num_ahead = rig.num_dropped = 0
+    for seed in seeds:
+        dice = random.Random(seed)
+        requests = [Request.draw(dice) for _ in range(dice.randint(1, 5))]
+        rig.engine.eos_token_ids = draw_eos(dice, references)
+        prompts = [PROMPTS[request.prompt] for request in requests]
+        params = [request.params(references) for request in requests]
+        found = {}
+        for overlaps in (False, True):
+            llm = rig.llm(plan, overlaps=overlaps)
+            outputs = llm.generate(prompts, params)
+            engine = counters(llm.get_metrics())
+            if len(requests) > rig.engine.cache.shape.max_num_seqs:
+                del engine["num_prefill_passes"], engine["num_step_passes"]
+            found[overlaps] = [described(output) for output in outputs], engine
+            assert rig.is_idle(llm)
+        assert found[True] == found[False], seed
+    assert rig.num_ahead > 5 * len(seeds)
+    assert rig.num_dropped > 0
+
+
+def play(rig: Rig, llms: list[LLM], references: list[tuple[list[int], str]], seed: int) -> Any:
+    """Streams of several LLMs, read in turns, closed and overtaken by other requests.
+
+    Returns:
+        what each yields, and the counters of each that ends.
+    """
+    dice = random.Random(seed)
+    rig.engine.eos_token_ids = draw_eos(dice, references)
+    requests = [Request.draw(dice) for _ in range(dice.randint(1, 3))]
+    streams = [dice.choice(llms).stream(PROMPTS[r.prompt], r.params(references)) for r in requests]
+    seen: list[list[StreamOutput]] = [[] for _ in streams]
+    outputs = []
+    for _ in range(dice.randint(8, 24)):
+        index = dice.randrange(len(streams))
+        action = dice.choice(["read"] * 10 + ["close", "generate"])
+        if action == "read":
+            seen[index] += itertools.islice(streams[index], dice.randint(1, 5))
+        elif action == "close":
+            streams[index].close()
+        elif sum(stream.gi_frame is not None for stream in streams) < 3:
+            request = Request.draw(dice)
+            (output,) = dice.choice(llms).generate(
+                [PROMPTS[request.prompt]], request.params(references)
+            )
+            outputs.append(described(output))
+    for index, stream in enumerate(streams):
+        seen[index] += stream
+    assert all(rig.is_idle(llm) for llm in llms)
+    events = [
+        (event.index, event.token_id, event.text, event.finish_reason, event.stop_reason)
+        for event in itertools.chain(*seen)
+    ]
+    ends = [counters(event.metrics) for event in itertools.chain(*seen) if event.finished]
+    return outputs, [len(events) for events in seen], events, ends
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("num_llms", [1, 2])
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_streams_are_the_same_with_and_without(rig, references, plan, num_llms, seeds) -> None:
+    """Requests that come and go at any time, also those of two LLMs on one engine."""
+    rig.num_ahead = rig.num_dropped = 0
+    for seed in seeds:
+        found = [
+            play(rig, [rig.llm(plan, overlaps=o) for _ in range(num_llms)], references, seed)
+            for o in (False, True)
+        ]
+        assert found[0] == found[1], seed
+    assert rig.num_ahead > 5 * len(seeds)
+    assert rig.num_dropped > 0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_step_but_the_ends_is_queued_ahead(rig, plan) -> None:
+    """The first step waits for prefill; a step that may be the last has none behind it."""
+    llm = rig.llm(plan)
+    rig.num_ahead = rig.num_dropped = 0
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=24, ignore_eos=True))
+    depth = len(rig.engine.plans[plan].widths)
+    stats = output.metrics
+    assert stats.num_steps - 2 - depth <= rig.num_ahead < stats.num_steps
+    assert rig.num_ahead > 0
+    assert rig.num_dropped == 0
+    assert rig.is_idle(llm)
+
+
+def test_a_stream_yields_while_the_next_step_runs(rig) -> None:
+    llm = rig.llm("chain-3")
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=20, ignore_eos=True))
+    waiting = [rig.device.num_waiting for _ in stream]
+    # a step and the copy of its results
+    assert set(waiting) == {0, 2}
+    assert waiting.count(2) > waiting.count(0)
+
+
+def test_a_step_ahead_of_an_end_is_waited_for_and_not_counted(rig, references) -> None:
+    """EOS in the middle: the one who asked gets the blocks back and the counters of before."""
+    tokens, _ = references[0]
+    rig.engine.eos_token_ids = frozenset({tokens[12]})
+    rig.num_dropped = 0
+    llm = rig.llm("off")
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=40))
+    end = tokens.index(tokens[12]) + 1
+    assert output.outputs[0].token_ids == tokens[:end]
+    assert rig.num_dropped == 1
+    assert llm.get_metrics().num_step_passes == end - 1
+    assert rig.is_idle(llm)
+
+
+@pytest.mark.parametrize("num_read", [1, 2, 7])
+def test_a_closed_stream_leaves_nothing_in_flight(rig, references, num_read) -> None:
+    llm = rig.llm("tree-2-1")
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(num_read):
+        next(stream)
+    stream.close()
+    assert rig.is_idle(llm)
+    (output,) = llm.generate([PROMPTS[2]], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert output.outputs[0].token_ids == references[2][0][:9]
+
+
+def test_blocks_of_a_closed_stream_stay_taken_while_a_step_uses_them(rig, references) -> None:
+    """Another stream runs in the same step; it frees what the closed one held when it goes on."""
+    llm = rig.llm("chain-3")
+    allocator = rig.engine.cache.allocator
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
+    tokens = [next(first).token_id, next(second).token_id]
+    assert tokens == [references[0][0][0], references[1][0][0]]
+    while rig.device.num_waiting == 0:
+        next(first)
+    free = allocator.num_free
+    first.close()
+    assert allocator.num_free == free
+    assert rig.device.num_waiting == 2
+    rest = [next(second).token_id]
+    while allocator.num_free == free:
+        rest.append(next(second).token_id)
+    rest += [event.token_id for event in second]
+    assert tokens[1:] + rest == references[1][0][:30]
+    assert rig.is_idle(llm)
+
+
+def test_a_request_that_arrives_joins_behind_the_step_in_flight(rig, references) -> None:
+    llm = rig.llm("chain-3")
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    first = llm.stream(PROMPTS[0], params)
+    while rig.device.num_waiting == 0:
+        next(first)
+    ahead = rig.num_ahead
+    (output,) = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert output.outputs[0].token_ids == references[1][0][:4]
+    assert rig.num_ahead >= ahead
+    first.close()
+    assert rig.is_idle(llm)
+
+
+def test_who_interrupts_the_wait_loses_nothing_of_others(rig, references, monkeypatch) -> None:
+    llm = rig.llm("chain-3")
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
+    tokens = [next(second).token_id]
+    next(first)
+    while rig.device.num_waiting == 0:
+        tokens.append(next(second).token_id)
+
+    def interrupt(results: HostResults) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostResults, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(first)
+    tokens += [event.token_id for event in second]
+    assert tokens == references[1][0][:30]
+    assert rig.is_idle(llm)
+
+
+def test_two_llms_take_turns_on_one_engine(rig, references) -> None:
+    """A step in flight is another LLM's business no less: the device holds the state of one."""
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    llms = [rig.llm("chain-3"), rig.llm("chain-3")]
+    streams = [llm.stream(PROMPTS[i], params) for i, llm in enumerate(llms)]
+    tokens: list[list[int]] = [[], []]
+    rig.num_ahead = 0
+    for turn in range(12):
+        # results of one are read when several steps of the other were queued behind them
+        events = itertools.islice(streams[turn % 2], 6)
+        tokens[turn % 2] += [event.token_id for event in events]
+    assert tokens == [references[0][0][:30], references[1][0][:30]]
+    assert rig.num_ahead > 5
+    assert all(rig.is_idle(llm) for llm in llms)
+
+
+class ByLoad:
+    """Chains for few, plain decoding for many; `needs_results` as the test says."""
+
+    def choose(self, num_running: int, stats: SpecStats) -> str:
+        return "chain-3" if num_running < 2 else "off"
+
+
+@pytest.mark.parametrize("needs_results", [None, True, False])
+def test_a_policy_says_whether_it_needs_results(rig, references, needs_results) -> None:
+    """Who does not say needs them; plans change as requests end, and drafts catch up."""
+    policy: Any = ByLoad()
+    if needs_results is not None:
+        policy.needs_results = needs_results
+    llm = LLM(rig.engine, policy=policy)
+    rig.num_ahead = 0
+    lengths = (9, 30)
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+    outputs = llm.generate(PROMPTS[:2], params)
+    for output, (tokens, _), length in zip(outputs, references, lengths, strict=False):
+        assert output.outputs[0].token_ids == tokens[:length]
+    stats = llm.get_metrics()
+    assert 0 < stats.num_spec_steps < stats.num_steps
+    assert (rig.num_ahead > 0) == (needs_results is False)
+
+
+def test_a_hook_sees_every_step(rig) -> None:
+    llm = rig.llm("chain-3")
+    step = rig.engine.steps["chain-3"]
+    seen = []
+    rig.num_ahead = 0
+    step.before_accept = lambda values: seen.append(values["tokens"].tolist())
+    try:
+        (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=15, ignore_eos=True))
+    finally:
+        step.before_accept = None
+    assert len(seen) == output.metrics.num_spec_steps
+    assert rig.num_ahead == 0
