@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from specc.config import SpecPlan
 from specc.graph_io import graph_from_json
 from specc.kernels import native
-from specc.manifest import Manifest, ModelEntry
+from specc.manifest import Manifest
 from specc.runtime.program import read_json
 
 BUFFER_BYTES = 400_000_000
@@ -51,6 +51,27 @@ class StepBytes:
         return self.target_weights + self.draft_weights + self.embeddings + self.kv_cache
 
 
+class Layer(Protocol):
+    """Geometry of an attention layer; window 0 is no limit."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def window(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What counting needs of a model: content of its `program.json`, and its attention layers."""
+
+    program: Mapping[str, Any]
+    layers: Sequence[Layer]
+
+
 @dataclass(frozen=True)
 class ModelBytes:
     """What one pass of a model reads: `weights` whole, `row` for each token it looks up."""
@@ -72,17 +93,43 @@ def step_bytes(
         sequences: that take part in a step, on average.
     """
     entry = next(item for item in manifest.plans if item.name == plan.name)
-    passes = count_passes(read_json(directory / entry.file))
+    models = {
+        model.name: ModelShape(read_json(directory / model.program_file), model.layers)
+        for model in manifest.models
+    }
+    step = read_json(directory / entry.file)
+    return count_step_bytes(step, models, manifest.dtype, plan, context, sequences)
+
+
+def count_step_bytes(
+    step: Mapping[str, Any],
+    models: Mapping[str, ModelShape],
+    dtype: str,
+    plan: SpecPlan,
+    context: float,
+    sequences: float,
+) -> StepBytes:
+    """Count what a step reads, from its programs.
+
+    Args:
+        step: content of `steps/<plan>.json`.
+        models: by name, `target` among them.
+        dtype: of the caches.
+        plan: of the step.
+        context: committed rows of a sequence, on average.
+        sequences: that take part in a step, on average.
+    """
+    passes = count_passes(step)
     num_tokens = _tokens_of(plan)
     weights: Counter[str] = Counter()
     embeddings, cache = 0.0, 0.0
-    for model in manifest.models:
-        own = model_bytes(read_json(directory / model.program_file))
-        kind = _TARGET if model.name == _TARGET else "draft"
-        weights[kind] += passes[model.name] * own.weights
-        if passes[model.name]:
+    for name, model in models.items():
+        own = model_bytes(model.program)
+        kind = _TARGET if name == _TARGET else "draft"
+        weights[kind] += passes[name] * own.weights
+        if passes[name]:
             embeddings += own.row * num_tokens[kind] * sequences
-        cache += passes[model.name] * sequences * cache_bytes(model, manifest.dtype, context)
+        cache += passes[name] * sequences * cache_bytes(model.layers, dtype, context)
     return StepBytes(weights[_TARGET], weights["draft"], round(embeddings), round(cache))
 
 
@@ -106,12 +153,12 @@ def model_bytes(program: Mapping[str, Any]) -> ModelBytes:
     )
 
 
-def cache_bytes(model: ModelEntry, dtype: str, context: float) -> float:
+def cache_bytes(layers: Sequence[Layer], dtype: str, context: float) -> float:
     """Bytes of K and V of one sequence; a sliding window cuts its layers."""
     itemsize = getattr(torch, dtype).itemsize
     return sum(
         2 * layer.num_kv_heads * layer.head_dim * itemsize * min(context, layer.window or context)
-        for layer in model.layers
+        for layer in layers
     )
 
 

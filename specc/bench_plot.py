@@ -77,7 +77,9 @@ def _label(run: dict[str, Any]) -> str:
 def _title(report: dict[str, Any]) -> str:
     settings, machine = report["settings"], report["machine"]
     threads = f"{settings['threads']} thread{'s' if settings['threads'] != 1 else ''}"
+    device = report.get("device", {}).get("name")
+    where = device or f"{machine['cpu']}, {threads}"
     return (
-        f"{machine['cpu']}, {threads}, {report['engine']['dtype']}, batch {settings['batch_size']},"
+        f"{where}, {report['engine']['dtype']}, batch {settings['batch_size']},"
         f" {settings['num_prompts']} prompts × {settings['tokens']} tokens"
     )

@@ -102,7 +102,7 @@ def make_report(bench: Bench, command: str) -> dict[str, Any]:
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
-        "versions": _versions(),
+        "versions": versions(),
         "engine": {
             "path": str(bench.directory),
             "backend": manifest.backend,
@@ -122,7 +122,11 @@ def make_report(bench: Bench, command: str) -> dict[str, Any]:
             _run(bench, contender, measured)
             for contender, measured in zip(bench.contenders, bench.measured, strict=True)
         ],
-        "notes": [*bench.notes, *_short_runs(bench), *_uneven_runs(bench)],
+        "notes": [
+            *bench.notes,
+            *_short_runs(bench),
+            *uneven_runs(bench.contenders, bench.measured),
+        ],
     }
 
 
@@ -179,10 +183,12 @@ def _short_runs(bench: Bench) -> list[str]:
     ]
 
 
-def _uneven_runs(bench: Bench) -> list[str]:
+def uneven_runs(
+    contenders: Sequence[Contender], measured_runs: Sequence[Sequence[Measurement]]
+) -> list[str]:
     """Runs whose rounds differ so much that something else must have used the machine."""
     uneven = []
-    for contender, measured in zip(bench.contenders, bench.measured, strict=True):
+    for contender, measured in zip(contenders, measured_runs, strict=True):
         rates = [m.tokens_per_s for m in measured]
         if (ratio := max(rates) / min(rates)) > _UNEVEN:
             uneven.append(f"{_label(contender)} by {ratio - 1:.0%}")
@@ -195,7 +201,8 @@ def _label(contender: Contender) -> str:
     return f"{contender.name} {contender.plan}" if contender.name == SPECULATIVE else contender.name
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
+    """What a figure depends on, for JSON."""
     from specc import __version__
 
     versions: dict[str, str | None] = {

@@ -17,6 +17,7 @@ from specc.errors import ConfigError, ModelNotFoundError
 
 PLAIN = "transformers"
 ASSISTED = "transformers-assisted"
+STATIC = "transformers-compiled"
 # what transformers does unless told otherwise: up to 20 draft tokens, cut where the draft is unsure
 DEFAULTS = "defaults"
 
@@ -46,6 +47,7 @@ class TransformersContender:
         max_tokens: output tokens of each prompt.
         assistant: draft model of assisted generation.
         settings: fields of the draft's generation configuration; empty are the defaults.
+        options: fields of the target's generation configuration.
     """
 
     plan: str | None = None
@@ -58,13 +60,20 @@ class TransformersContender:
         max_tokens: int,
         assistant: Any = None,
         settings: dict[str, Any] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         self.name = name
         self.settings = settings or {}
+        self._generation = options or {}
         self._model = model
         self._assistant = assistant
         self._max_tokens = max_tokens
-        self._batches = [(len(batch), *_pad(batch)) for batch in batches]
+        device = model.device
+        padded = [_pad(batch) for batch in batches]
+        self._batches = [
+            (len(batch), token_ids.to(device), mask.to(device))
+            for batch, (token_ids, mask) in zip(batches, padded, strict=True)
+        ]
 
     def run(self) -> Measurement:
         self._configure()
@@ -108,7 +117,9 @@ class TransformersContender:
         from transformers import GenerationConfig
 
         shared = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        self._model.generation_config = GenerationConfig(max_new_tokens=self._max_tokens, **shared)
+        self._model.generation_config = GenerationConfig(
+            max_new_tokens=self._max_tokens, **shared, **self._generation
+        )
         if self._assistant is not None:
             self._assistant.generation_config = GenerationConfig(**shared, **self.settings)
 
@@ -158,28 +169,100 @@ def load_contenders(
     if checkpoints.draft is None or depth == 0:
         return [plain], [f"{ASSISTED} is left out: the engine has no draft, or no plan drafts"]
     if any(len(batch) > 1 for batch in batches):
-        return [plain], [f"{ASSISTED} is left out: it decodes one sequence at a time"]
+        return [plain], [f"{ASSISTED} is left out: {_ONE_SEQUENCE}"]
     draft = _load(checkpoints.draft, checkpoints.dtype, "--draft-checkpoint")
-    constant = {
-        "num_assistant_tokens": depth,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
     choices = {
         name: TransformersContender(ASSISTED, target, batches, max_tokens, draft, settings)
-        for name, settings in ((f"constant {depth}", constant), (DEFAULTS, {}))
+        for name, settings in ((f"constant {depth}", _constant(depth)), (DEFAULTS, {}))
     }
     try:
         # in turns, the faster of two runs each: the first one warms up
         turns = [{name: choices[name].run().elapsed_s for name in choices} for _ in range(2)]
-    except ValueError as error:  # transformers refuses the pair, for example by vocabulary size
-        reason = str(error).splitlines()[0]
-        return [plain], [f"{ASSISTED} is left out: transformers refuses the pair ({reason})"]
+    except ValueError as error:
+        return [plain], [_refusal(error)]
     seconds = {name: min(turn[name] for turn in turns) for name in choices}
     best = min(seconds, key=lambda name: seconds[name])
     times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
     note = f"{ASSISTED} runs with its faster setting, {best} (before the rounds: {times})"
     return [plain, choices[best]], [note]
+
+
+_ONE_SEQUENCE = "it decodes one sequence at a time"
+
+
+def make_contenders(
+    target: Any,
+    draft: Any,
+    batches: Sequence[Sequence[list[int]]],
+    max_tokens: int,
+    depth: int,
+) -> tuple[list[TransformersContender], list[str]]:
+    """Contenders of modules that are loaded already; each has run once where that compiles.
+
+    Args:
+        target: the module.
+        draft: the assistant; None leaves assisted generation out.
+        batches: token ids of prompts, by batch.
+        max_tokens: output tokens of each prompt.
+        depth: draft tokens of the plan; 0 leaves assisted generation out.
+    Returns:
+        plain generation, assisted where possible, and on a GPU the compiled one with a static
+        cache; notes on what was left out.
+    """
+    _quieten()
+    found = [TransformersContender(PLAIN, target, batches, max_tokens)]
+    notes = []
+    if draft is not None and depth:
+        assisted = TransformersContender(
+            ASSISTED, target, batches, max_tokens, draft, _constant(depth)
+        )
+        if any(len(batch) > 1 for batch in batches):
+            notes.append(f"{ASSISTED} is left out: {_ONE_SEQUENCE}")
+        else:
+            try:
+                assisted.run()
+                found.append(assisted)
+            except ValueError as error:
+                notes.append(_refusal(error))
+    if target.device.type == "cuda":
+        static = TransformersContender(
+            STATIC, target, batches, max_tokens, options=static_cache_options()
+        )
+        static.run()
+        found.append(static)
+    else:
+        notes.append(f"{STATIC} is left out: its graphs need a GPU")
+    return found, notes
+
+
+def static_cache_options(backend: str = "inductor", everywhere: bool = False) -> dict[str, Any]:
+    """What makes `generate` decode with a static cache and a compiled forward.
+
+    Args:
+        backend: of torch.compile.
+        everywhere: compile on a CPU, too, where transformers would not.
+    """
+    from transformers import CompileConfig
+
+    mode = "reduce-overhead" if backend == "inductor" else None
+    config = CompileConfig(backend=backend, mode=mode)  # type: ignore[arg-type]
+    config._compile_all_devices = everywhere  # type: ignore[assignment]
+    return {"cache_implementation": "static", "compile_config": config}
+
+
+def _constant(depth: int) -> dict[str, Any]:
+    """Settings of a draft that always proposes this many tokens."""
+    return {
+        "num_assistant_tokens": depth,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+
+
+def _refusal(error: ValueError) -> str:
+    """Why transformers refuses a pair: it refuses some pairs, for example by vocabulary size."""
+    reason = str(error).splitlines()[0]
+    return f"{ASSISTED} is left out: transformers refuses the pair ({reason})"
 
 
 def _load(source: str, dtype: str, option: str) -> Any:
@@ -197,8 +280,7 @@ def _load(source: str, dtype: str, option: str) -> Any:
             "the original checkpoint, to run transformers on it",
             f"pass {option} DIR",
         )
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    _quieten()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, dtype), local_files_only=True
@@ -210,6 +292,14 @@ def _load(source: str, dtype: str, option: str) -> Any:
             f"pass {option} DIR",
         ) from error
     return model.eval()
+
+
+def _quieten() -> None:
+    """No warnings and no bars of transformers between the lines of a benchmark."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def _is_cached(source: str) -> bool:

@@ -144,7 +144,8 @@ def compile_(
         typer.Option(
             "--backend",
             help="cpu (compiled for this machine), eager, or cuda (experimental); else cpu where"
-            " there is a compiler.",
+            " there is a compiler. aot-inductor, cuda with compiled code, has run on no GPU yet:"
+            " it needs one, and SPECC_EXPERIMENTAL=aot-inductor.",
         ),
     ] = None,
     dump_graphs: Annotated[
@@ -268,7 +269,30 @@ def run(
 
 @app.command("bench")
 def bench(
-    engine: EngineArgument,
+    engine: Annotated[
+        Path | None,
+        typer.Argument(help="Engine directory; none with --synthetic.", show_default=False),
+    ] = None,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(
+            "--synthetic",
+            metavar="TARGET[/DRAFT]",
+            help="Shapes of published models with random weights, instead of an engine.",
+        ),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", help="Of --synthetic: tokens of a prompt; else 1024.")
+    ] = None,
+    tree: Annotated[
+        list[str] | None, typer.Option("--tree", help="Of --synthetic: as specc compile takes it.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option("--num-speculative-tokens", help="Of --synthetic: likewise.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of --synthetic; else what suits the device.")
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option("--prompts", help='File of JSON lines, each {"prompt": "…"}; else built-in.'),
@@ -327,7 +351,7 @@ def bench(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Measure an engine: its default plan, plain decoding, and transformers.
+    """Measure an engine, or shapes with random weights: plans, plain decoding, transformers.
 
     The plan off always runs, too. Rounds are interleaved; figures are medians with their spread,
     and every output is compared with that of plain decoding.
@@ -339,8 +363,10 @@ def bench(
       specc bench engine/ --against transformers --rounds 7
       specc bench engine/ --plan chain-4 --plan tree-3-2-1 --batch-size 8
       specc bench engine/ --synthetic-acceptance 0.7,0.1,0.05
+      specc bench --synthetic llama-3.1-8b/llama-3.2-1b --synthetic-acceptance .8
     """  # noqa: D301
-    from specc.cli_bench import BenchOptions, run_bench
+    from specc.cli_bench import BenchOptions, choose_subject
+    from specc.cli_bench_shapes import ShapesOptions
 
     options = BenchOptions(
         plans=tuple(plan or ()),
@@ -359,7 +385,8 @@ def bench(
         plot=plot,
         verify=verify,
     )
-    run_bench(engine, options)
+    shapes = ShapesOptions(synthetic, context, tuple(tree or ()), num_speculative_tokens, dtype)
+    choose_subject(engine, shapes, options)
 
 
 @app.command("inspect")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from specc.progress import Phases
 if TYPE_CHECKING:
     from specc.bench import Contender
     from specc.bench_report import Settings
+    from specc.cli_bench_shapes import ShapesOptions
     from specc.runtime.engine import Engine
 
 BUILT_IN = "built-in"
@@ -92,6 +93,17 @@ class BenchOptions:
             check_plot(self.plot)
             _check_output(self.plot)
 
+    def named(self) -> dict[str, object]:
+        """Options that only an engine has, by name."""
+        return {
+            "--plan": self.plans,
+            "--prompts": self.prompts,
+            "--num-prompts": self.num_prompts,
+            "--target-checkpoint": self.target_checkpoint,
+            "--draft-checkpoint": self.draft_checkpoint,
+            "--verify": self.verify,
+        }
+
     def settings(self) -> Settings:
         """The part of the options that the report repeats."""
         from specc.bench_report import Settings
@@ -108,6 +120,43 @@ class BenchOptions:
         )
 
 
+def choose_subject(directory: Path | None, shapes: ShapesOptions, options: BenchOptions) -> None:
+    """Measure the engine or the shapes, whichever is there.
+
+    Raises:
+        ConfigError: both, neither, or options of the other.
+        SpeccError: see `run_bench` and `run_shapes_bench`.
+    """
+    from specc.cli_bench_shapes import run_shapes_bench
+
+    if shapes.synthetic is None and directory is None:
+        raise ConfigError(
+            "no engine to measure",
+            "an engine directory, or shapes to draw random weights for",
+            "specc bench ENGINE, or specc bench --synthetic llama-3.1-8b/llama-3.2-1b",
+        )
+    if shapes.synthetic is None:
+        _refuse_options(shapes.named(), "an engine", "--synthetic", "leave it out")
+        assert directory is not None
+        run_bench(directory, options)
+        return
+    if directory is not None:
+        raise ConfigError(
+            f"both {directory} and --synthetic {shapes.synthetic}",
+            "one of them",
+            "leave out the engine, or --synthetic",
+        )
+    do = "leave it out; shapes take --tree or --num-speculative-tokens, --context and --tokens"
+    _refuse_options(options.named(), "--synthetic", "an engine", do)
+    run_shapes_bench(shapes, options)
+
+
+def _refuse_options(given: Mapping[str, object], subject: str, other: str, do: str) -> None:
+    for name, value in given.items():
+        if value not in (None, ()):
+            raise ConfigError(f"{name} with {subject}", f"{name} with {other} only", do)
+
+
 def run_bench(directory: Path, options: BenchOptions) -> None:
     """Measure, and print or write the report.
 
@@ -118,6 +167,19 @@ def run_bench(directory: Path, options: BenchOptions) -> None:
     prompts = read_prompts(options)
     with make_listener() as listen:
         report = measure(directory, prompts, options, Phases(listen))
+    from specc.cli_bench_table import print_report
+
+    put_out(report, options, print_report)
+
+
+def put_out(
+    report: dict[str, Any], options: BenchOptions, show: Callable[[dict[str, Any]], None]
+) -> None:
+    """Draw, write and print a report, as the options ask for.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
     if options.plot is not None:
         from specc.bench_plot import write_plot
 
@@ -132,9 +194,7 @@ def run_bench(directory: Path, options: BenchOptions) -> None:
             path.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise output_error(path, error) from error
-    from specc.cli_bench_table import print_report
-
-    print_report(report)
+    show(report)
 
 
 def read_prompts(options: BenchOptions) -> list[str]:

@@ -15,11 +15,11 @@ def print_report(report: dict[str, Any]) -> None:
     for line in _setting_lines(report):
         console.print(line, soft_wrap=True)
     console.print()
-    console.print(_speed_table(report))
+    console.print(speed_table(report))
     console.print()
     console.print(_step_table(report))
     console.print()
-    for line in [*_depth_lines(report), *_difference_lines(report), *report["notes"]]:
+    for line in [*depth_lines(report), *difference_lines(report), *report["notes"]]:
         console.print(line, soft_wrap=True)
 
 
@@ -37,14 +37,15 @@ def _setting_lines(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _speed_table(report: dict[str, Any]) -> Table:
+def speed_table(report: dict[str, Any]) -> Table:
+    """Tokens a second of every run, and what they are compared with."""
     columns = ("tokens/s", "least – most", "× off", "first token", "length", "even at")
     table = render.make_table(("run", *columns, "identical"), ("run", *columns))
     table.columns[0].justify = "left"
     for run in report["runs"]:
         speed_up = run["speedup_over_off"]
         table.add_row(
-            _name(run),
+            run_name(run),
             f"{run['tokens_per_s']:.1f}",
             f"{run['tokens_per_s_min']:.1f} – {run['tokens_per_s_max']:.1f}",
             f"{speed_up['median']:.2f}" if speed_up else "",
@@ -71,11 +72,12 @@ def _step_table(report: dict[str, Any]) -> Table:
             gb_s = run["bytes_per_step"] / 1e6 / run["ms_per_step"]
             row += [f"{run['bytes_per_step'] / 1e6:.1f} MB", f"{gb_s:.2f}"]
             row.append(f"{run['read_bandwidth_share']:.0%}")
-        table.add_row(_name(run), *row)
+        table.add_row(run_name(run), *row)
     return table
 
 
-def _depth_lines(report: dict[str, Any]) -> list[str]:
+def depth_lines(report: dict[str, Any]) -> list[str]:
+    """What was accepted, depth by depth, and where dice decided it."""
     lines = []
     for run in report["runs"]:
         if run["accepted_per_depth"]:
@@ -90,7 +92,8 @@ def _depth_lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _difference_lines(report: dict[str, Any]) -> list[str]:
+def difference_lines(report: dict[str, Any]) -> list[str]:
+    """Where outputs leave those of plain decoding."""
     lines = []
     for run in report["runs"]:
         for item in run["differences"][:5]:
@@ -98,15 +101,17 @@ def _difference_lines(report: dict[str, Any]) -> list[str]:
             reason = "unknown" if margin is None else f"{margin:.1e}"
             tie = ", a near tie" if item["is_near_tie"] else ""
             lines.append(
-                f"{_name(run)}: prompt {item['prompt']} differs from token {item['position']} on;"
+                f"{run_name(run)}: prompt {item['prompt']} differs from token"
+                f" {item['position']} on;"
                 f" gap of the target's two best logits there: {reason}{tie}"
             )
         if (more := len(run["differences"]) - 5) > 0:
-            lines.append(f"{_name(run)}: {more} more prompts differ")
+            lines.append(f"{run_name(run)}: {more} more prompts differ")
     return lines
 
 
-def _name(run: dict[str, Any]) -> str:
+def run_name(run: dict[str, Any]) -> str:
+    """A run as tables call it."""
     return f"{run['name']} {run['plan']}" if run["name"] == "speculative" else run["name"]
 
 

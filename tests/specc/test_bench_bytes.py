@@ -95,13 +95,13 @@ def test_a_tied_head_is_read_once_and_whole():
 
 def test_a_window_limits_what_is_read(manifest):
     model = manifest.models[0]
-    assert cache_bytes(model, "float32", 50.0) == kv_bytes("target", 50)
-    assert cache_bytes(model, "bfloat16", 50.0) == kv_bytes("target", 50) / 2
+    assert cache_bytes(model.layers, "float32", 50.0) == kv_bytes("target", 50)
+    assert cache_bytes(model.layers, "bfloat16", 50.0) == kv_bytes("target", 50) / 2
     first, second = model.layers
     layers = (dataclasses.replace(first, window=16), second)
     model = dataclasses.replace(model, layers=layers)
-    assert cache_bytes(model, "float32", 50.0) == (kv_bytes("target", 16 + 50)) / 2
-    assert cache_bytes(model, "float32", 8.0) == kv_bytes("target", 8)
+    assert cache_bytes(model.layers, "float32", 50.0) == (kv_bytes("target", 16 + 50)) / 2
+    assert cache_bytes(model.layers, "float32", 8.0) == kv_bytes("target", 8)
 
 
 def test_mean_context():

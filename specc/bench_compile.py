@@ -1,0 +1,199 @@
+"""Compile shapes without weights, in memory: what `specc bench --synthetic` runs.
+
+The passes are those of `specc compile`; nothing is written, and no weight exists while they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specc.bench_model import BenchModel, BenchPrograms
+from specc.config import OFF, SpecPlan
+from specc.errors import ConfigError
+from specc.manifest import LayerEntry, LimitsEntry, MemoryEntry, ModelEntry, SlabEntry
+from specc.passes import hf_model
+from specc.passes.draw_acceptance import draw_acceptance
+from specc.passes.emit import constant_key, program_to_json
+from specc.passes.fit_vocabulary import FitVocabulary
+from specc.passes.fuse_step import StepProgram, fuse_step
+from specc.passes.lower_cuda import CUDA_PHASES
+from specc.passes.pipeline import PHASES, Pipeline
+from specc.passes.plan_memory import PassShape, plan_memory
+from specc.passes.position_limit import position_limit
+from specc.passes.program import Program
+from specc.passes.trace import trace
+from specc.progress import Phases
+
+_NAMES = ("target", "draft_0")
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """What the programs are compiled for.
+
+    Args:
+        plans: the default first; off is added.
+        dtype: of weights and caches.
+        batch_size: sequences of a step.
+        context: tokens of a prompt.
+        tokens: output tokens of a prompt.
+        is_lowered: run the phases in front of capture on a GPU.
+        acceptance: probabilities by sibling rank, drawn inside of steps; None is real acceptance.
+        block_size: rows of a KV cache block.
+        prefill_chunk: prompt tokens of a pass.
+    """
+
+    plans: tuple[SpecPlan, ...]
+    dtype: str
+    batch_size: int
+    context: int
+    tokens: int
+    is_lowered: bool = False
+    acceptance: tuple[float, ...] | None = None
+    block_size: int = 16
+    prefill_chunk: int = 512
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.context + self.tokens
+
+
+def load_config(directory: Path) -> Any:
+    """The configuration in a directory, checked; see `hf_model.load_config`."""
+    return hf_model.load_config(directory)
+
+
+def check_positions(labels: Sequence[str], configs: Sequence[Any], options: ShapeOptions) -> None:
+    """Raises ConfigError: context and output are longer than a model has positions."""
+    for label, config in zip(labels, configs, strict=True):
+        limit = hf_model.max_position(config)
+        if limit is not None and options.max_seq_len > limit:
+            raise ConfigError(
+                f"--context {options.context} and --tokens {options.tokens};"
+                f" {label} has {limit} positions",
+                f"at most {limit} together",
+                "lower --context or --tokens",
+            )
+
+
+def compile_shapes(
+    labels: Sequence[str], configs: Sequence[Any], options: ShapeOptions, phases: Phases
+) -> BenchPrograms:
+    """Compile a target, and its draft where there is one.
+
+    Args:
+        labels: what the user called the models.
+        configs: of transformers; the target first.
+        options: what to compile for.
+        phases: tells the listener how far this is.
+    Raises:
+        SpeccError: a model that specc does not compile, or too many positions.
+    """
+    check_positions(labels, configs, options)
+    plans = tuple(dict.fromkeys([*options.plans, OFF]))
+    limits = LimitsEntry(
+        max_batch_size=options.batch_size,
+        max_seq_len=options.max_seq_len,
+        block_size=options.block_size,
+        prefill_chunk=options.prefill_chunk,
+        max_nodes=max(plan.tree.num_nodes for plan in plans),
+    )
+    dtype = getattr(torch, options.dtype)
+    models: list[BenchModel] = []
+    for name, label, config in zip(_NAMES, labels, configs, strict=False):
+        module = hf_model.build_on_meta(config, dtype)
+        with phases.phase(f"trace {name}"):
+            program = trace(module, name)
+        _check_rows(label, position_limit(program), limits.max_seq_len)
+        layout = list(PHASES)
+        if models:
+            num_ids = models[0].entry.vocab_size
+            layout.append(("vocabulary", (partial(FitVocabulary, num_ids),)))
+        layout += CUDA_PHASES if options.is_lowered else ()
+        with phases.phase(f"rewrite {name}"):
+            Pipeline(tuple(layout)).run(program)
+        models.append(_model(label, config, module, program, limits, dtype))
+    steps = {plan.name: _step(plan, models, options, limits).to_json() for plan in plans}
+    return BenchPrograms(tuple(models), steps, plans, limits, options.dtype)
+
+
+def _step(
+    plan: SpecPlan, models: Sequence[BenchModel], options: ShapeOptions, limits: LimitsEntry
+) -> StepProgram:
+    step = fuse_step(plan, {model.entry.name: len(model.entry.slabs) for model in models})
+    if options.acceptance is None or not plan.widths:
+        return step
+    # rows that a sequence reaches while it decodes, and those of a last step that is cut
+    period = options.tokens + limits.max_nodes
+    return draw_acceptance(
+        step,
+        options.acceptance,
+        max_batch=options.batch_size,
+        period=period,
+        dtype=models[0].logits_dtype,
+    )
+
+
+def _model(
+    label: str,
+    config: Any,
+    module: Any,
+    program: Program,
+    limits: LimitsEntry,
+    dtype: torch.dtype,
+) -> BenchModel:
+    (result,) = program.graph.find_nodes(op="output")
+    logits = result.args[0].meta["val"]
+    layers, slabs = _caches(program)
+    entry = ModelEntry(
+        name=program.name,
+        dir=program.name,
+        architecture=type(module).__name__,
+        model_type=config.model_type,
+        vocab_size=int(logits.shape[-1]),
+        num_parameters=program.num_parameters,
+        max_position=hf_model.max_position(config) or limits.max_seq_len,
+        layers=layers,
+        slabs=slabs,
+        source=label,
+    )
+    constants = {constant_key(name): value for name, value in program.constants.items()}
+    memory = _memory(program, limits, dtype)
+    return BenchModel(entry, module, program_to_json(program), constants, memory, logits.dtype)
+
+
+def _caches(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEntry, ...]]:
+    """Layers, and one slab for each geometry among them."""
+    counts: dict[tuple[int, int], int] = {}
+    layers = []
+    for layer in program.layers:
+        key = (layer.num_kv_heads, layer.head_dim)
+        index = counts.get(key, 0)
+        counts[key] = index + 1
+        slab = list(counts).index(key)
+        layers.append(LayerEntry(layer.name, layer.num_heads, *key, layer.window, slab, index))
+    return tuple(layers), tuple(SlabEntry(count, *key) for key, count in counts.items())
+
+
+def _memory(program: Program, limits: LimitsEntry, dtype: torch.dtype) -> MemoryEntry:
+    batch, nodes = limits.max_batch_size, limits.max_nodes
+    context = -(-(limits.max_seq_len + nodes) // limits.block_size) * limits.block_size
+    chunk = min(limits.prefill_chunk, limits.max_seq_len * batch)
+    prefill = PassShape(chunk, batch, batch, min(chunk, limits.max_seq_len), context)
+    step = PassShape(batch * nodes, batch * nodes, batch, nodes, context)
+    return MemoryEntry(**plan_memory(program, dtype, batch * context, [prefill, step]).to_json())
+
+
+def _check_rows(label: str, rows: int | None, needed: int) -> None:
+    if rows is not None and needed > rows:
+        raise ConfigError(
+            f"--context and --tokens of {needed} together; {label} has {rows} positions",
+            f"at most {rows} together",
+            "lower --context or --tokens",
+        )

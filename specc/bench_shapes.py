@@ -1,0 +1,136 @@
+"""Shapes of published models, by name: what a benchmark with random weights is made of.
+
+Figures are those of each model's public config.json. Weights are never looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specc.errors import ConfigError, VocabMismatchError
+
+
+def _llama(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    rotary = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    return {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": more.pop("head_dim", 128),
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": rotary | {"factor": more.pop("factor", 8.0)},
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+_TIED = {"tie_word_embeddings": True}
+# name → fields of the configuration
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _llama(4096, 14336, 32, 32),
+    "llama-3.1-70b": _llama(8192, 28672, 80, 64),
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, head_dim=64, factor=32.0, **_TIED),
+    "llama-3.2-3b": _llama(3072, 8192, 28, 24, factor=32.0, **_TIED),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, **_TIED),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, **_TIED),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, **_TIED),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's geometry.
+
+    Args:
+        label: what the user called it: a name of the table, or a directory.
+        fields: of the configuration, where it is one of the table.
+        directory: that holds config.json; None for a shape of the table.
+    """
+
+    label: str
+    fields: dict[str, Any] | None = None
+    directory: Path | None = None
+
+    def make_config(self) -> Any:
+        """A fresh configuration of transformers, of a shape of the table."""
+        from transformers import AutoConfig
+
+        assert self.fields is not None, "the compiler reads directories"
+        return AutoConfig.for_model(**self.fields)
+
+
+def parse_shapes(text: str) -> tuple[Shape, Shape | None]:
+    """A target, and its draft: `llama-3.1-8b/llama-3.2-1b`, or directories with a comma between.
+
+    Raises:
+        ConfigError: neither a name of the table nor a directory with config.json.
+    """
+    if "," in text:
+        target, draft = text.split(",", 1)
+        return _find(target, text), _find(draft, text)
+    name, slash, rest = text.partition("/")
+    if slash and name in SHAPES:
+        return _find(name, text), _find(rest, text)
+    return _find(text, text), None
+
+
+def check_vocabularies(target: Any, draft: Any, shapes: tuple[Shape, Shape]) -> None:
+    """Raises VocabMismatchError: the configurations have vocabularies of different sizes."""
+    if target.vocab_size != draft.vocab_size:
+        names = [shape.label for shape in shapes]
+        same = [n for n, f in SHAPES.items() if f["vocab_size"] == target.vocab_size]
+        raise VocabMismatchError(
+            f"{names[0]} has {target.vocab_size} tokens, {names[1]} has {draft.vocab_size}",
+            "a draft with the target's vocabulary",
+            f"choose a draft of {', '.join(same)}" if same else "choose another draft",
+        )
+
+
+def _find(text: str, option: str) -> Shape:
+    name = text.strip()
+    if name in SHAPES:
+        return Shape(name, fields=dict(SHAPES[name]))
+    if name and (Path(name) / "config.json").is_file():
+        return Shape(name, directory=Path(name))
+    raise ConfigError(
+        f"--synthetic {option}: {name or 'an empty name'} is no known shape, and no directory"
+        " with a config.json",
+        f"one of {', '.join(SHAPES)}, or such a directory",
+        "for example --synthetic llama-3.1-8b/llama-3.2-1b; put a comma between directories:"
+        " --synthetic TARGET,DRAFT",
+    )
