@@ -48,8 +48,8 @@ _FLAGS = (
 )
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
-    *("tree_attention", "linear", "tree_expand", "accept_greedy", "commit_kv"),
-    *("tree_rows", "commit_rows", "next_tokens"),
+    *("tree_attention", "linear", "embedding_of_blocks", "tree_expand", "accept_greedy"),
+    *("commit_kv", "tree_rows", "commit_rows", "next_tokens"),
 )
 # operator → declaration of the C function that AOTInductor's code calls in its place
 C_SHIMS = {
@@ -59,6 +59,8 @@ C_SHIMS = {
     " double, int64_t, int64_t, AtenTensorHandle*)",
     "linear": "AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle*, int64_t, AtenTensorHandle*)",
+    "embedding_of_blocks": "AOTITorchError aoti_torch_cpu_embedding_of_blocks(AtenTensorHandle,"
+    " AtenTensorHandle, int64_t, int64_t, AtenTensorHandle*)",
 }
 # the sources that define what Python, compiled programs and steps call; kernels behind the same
 # operators may change, and an engine that carries older ones still loads

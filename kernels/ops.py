@@ -37,6 +37,12 @@ def _linear_fake(input: Tensor, weight: Tensor, bias: Tensor | None, out_feature
     return input.new_empty(input.shape[0], out_features)
 
 
+def _embedding_of_blocks_fake(
+    weight: Tensor, tokens: Tensor, num_embeddings: int, width: int
+) -> Tensor:
+    return weight.new_empty(tokens.shape[0], width)
+
+
 def _tree_expand_fake(logits: Tensor, num_children: int) -> Tensor:
     return logits.new_empty(logits.shape[0], num_children, dtype=torch.int64)
 
@@ -110,6 +116,11 @@ linear = _define(
     "linear(Tensor input, Tensor weight, Tensor? bias, int out_features) -> Tensor",
     reference.linear_reference,
     _linear_fake,
+)
+embedding_of_blocks = _define(
+    "embedding_of_blocks(Tensor weight, Tensor tokens, int num_embeddings, int width) -> Tensor",
+    reference.embedding_of_blocks_reference,
+    _embedding_of_blocks_fake,
 )
 tree_expand = _define(
     "tree_expand(Tensor logits, int num_children) -> Tensor",

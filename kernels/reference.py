@@ -175,6 +175,23 @@ def linear_reference(
     return torch.nn.functional.linear(input, weight, bias)
 
 
+def embedding_of_blocks_reference(
+    weight: Tensor, tokens: Tensor, num_embeddings: int, width: int
+) -> Tensor:
+    """Look tokens up in a table that lies as `specc.linear` reads it: a projection is tied to it.
+
+    Args:
+        weight: [N, K] in blocks, see `specc.weight_layout`.
+        tokens: [T] int64, each in 0 … N - 1.
+        num_embeddings: N.
+        width: K.
+    Returns:
+        [T, K] in the dtype of the weight.
+    """
+    rows = from_blocks(weight, (num_embeddings, width))
+    return torch.nn.functional.embedding(tokens, rows)
+
+
 def tree_expand_reference(logits: Tensor, num_children: int) -> Tensor:
     """Children of each frontier node: its most likely tokens.
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
 from specc.passes.program import Program, bind_args, emit_call, replace
-from specc.weight_layout import BLOCK
 
 aten = torch.ops.aten
 
@@ -18,8 +15,8 @@ aten = torch.ops.aten
 class LowerLinear(Pass):
     """`aten.linear(x, w, b)` → `specc.linear` over the flattened rows of x, where w is in blocks.
 
-    `aten.embedding(w, ids)` of such a weight → `aten.index`, which reads columns of blocks. The
-    graph's inputs become the blocks themselves.
+    `aten.embedding(w, ids)` of such a weight → `specc.embedding_of_blocks`. The graph's inputs become the
+    blocks themselves.
     """
 
     def run(self, program: Program) -> PassResult:
@@ -36,7 +33,7 @@ class LowerLinear(Pass):
             node.meta["val"] = node.meta["val"].new_empty(weight.stored_shape)
             for user in list(node.users):
                 if user.target is aten.embedding.default:
-                    _lower_embedding(user)
+                    _lower_embedding(user, weight.shape[0])
                 else:
                     _lower_linear(user, weight.shape[0])
                     result.rewrites += 1
@@ -59,27 +56,12 @@ def _lower_linear(node: fx.Node, out_features: int) -> None:
     replace(node, out)
 
 
-def _lower_embedding(node: fx.Node) -> None:
+def _lower_embedding(node: fx.Node, num_embeddings: int) -> None:
     graph, (blocks, ids) = node.graph, node.args[:2]
     width, shape = node.meta["val"].shape[-1], ids.meta["val"].shape
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return emit_call(graph, target, *args)
-
     with graph.inserting_before(node):
-        flat = call(aten.reshape.default, ids, [-1])
-        block = call(aten.floor_divide.Scalar, flat, BLOCK)
-        row = call(aten.remainder.Scalar, flat, BLOCK)
-        # the two indices are apart, so their dimension comes first: [ids, units, columns of a unit]
-        units = call(aten.index.Tensor, blocks, [block, None, row])
-        values = call(aten.reshape.default, units, [-1, _padded_width(blocks)])
-        if _padded_width(blocks) != width:
-            values = call(aten.slice.Tensor, values, 1, 0, width)
+        flat = emit_call(graph, aten.reshape.default, ids, [-1])
+        out = emit_call(graph, ops.embedding_of_blocks, blocks, flat, num_embeddings, width)
         leading = [size if isinstance(size, int) else -1 for size in shape]
-        out = call(aten.reshape.default, values, [*leading, width])
+        out = emit_call(graph, aten.reshape.default, out, [*leading, width])
     replace(node, out)
-
-
-def _padded_width(blocks: fx.Node) -> int:
-    _, units, _, unit = blocks.meta["val"].shape
-    return units * unit

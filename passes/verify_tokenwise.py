@@ -131,7 +131,7 @@ class _Proof:
             (name in operators.PRODUCTS, self._product),
             (name == "expand", self._expand),
             (name in ("pad", "constant_pad_nd"), self._pad),
-            (name == "embedding", self._embedding),
+            (name in ("embedding", "embedding_of_blocks"), self._embedding),
             (name == "index", self._index),
             (name in operators.POINTWISE or torch.Tag.pointwise in tags, self._pointwise),
         )

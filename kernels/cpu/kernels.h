@@ -64,6 +64,17 @@ struct Linear {
 };
 void linear(const Linear& a, int num_threads);
 
+// out[t] = w[tokens[t]], of a weight [N, K] in the blocks of `linear`; throws std::runtime_error
+// where a token is not in 0..N, before anything is written.
+struct Embedding {
+  DType dtype;  // of w and out
+  int64_t num_tokens, n, k;
+  const int64_t* tokens;
+  const void* w;
+  void* out;  // [num_tokens, K]
+};
+void embedding(const Embedding& a);
+
 // specc::tree_expand: the num_children best tokens of each row, ties by ascending token.
 struct TreeExpand {
   DType dtype;

@@ -111,6 +111,16 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
   return out;
 }
 
+// A weight [N, K] in blocks of outputs.
+void check_blocks(const View& w, specc::DType dtype, int64_t n, int64_t k) {
+  const int64_t unit = dtype == specc::DType::kFloat32 ? 1 : 2;
+  check(w.dim == 4 && w.sizes[2] == specc::kLinearBlock && w.sizes[3] == unit,
+        "the weight is in blocks of 32 outputs");
+  check(w.sizes[0] == (n + specc::kLinearBlock - 1) / specc::kLinearBlock &&
+            w.sizes[1] == (k + unit - 1) / unit,
+        "the blocks are those of all outputs and columns");
+}
+
 AtenTensorHandle linear(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
                         AtenTensorHandle bias_handle, int64_t out_features) {
   const View x(x_handle), w(w_handle);
@@ -118,12 +128,8 @@ AtenTensorHandle linear(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
         "x and weight have one dtype; rows of x and all of the weight are contiguous");
   specc::Linear a{};
   a.dtype = to_dtype(x);
-  const int64_t unit = a.dtype == specc::DType::kFloat32 ? 1 : 2;
-  check(x.dim == 2 && w.dim == 4 && w.sizes[2] == specc::kLinearBlock && w.sizes[3] == unit,
-        "x is [M, K], weight is in blocks of 32 outputs");
-  check(w.sizes[0] == (out_features + specc::kLinearBlock - 1) / specc::kLinearBlock &&
-            w.sizes[1] == (x.sizes[1] + unit - 1) / unit,
-        "the blocks are those of out_features and K");
+  check(x.dim == 2, "x is [M, K]");
+  check_blocks(w, a.dtype, out_features, x.sizes[1]);
   a.rows = x.sizes[0];
   a.n = out_features;
   a.k = x.sizes[1];
@@ -143,6 +149,25 @@ AtenTensorHandle linear(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
   return y;
 }
 
+AtenTensorHandle embedding(AtenTensorHandle w_handle, AtenTensorHandle tokens_handle,
+                           int64_t num_embeddings, int64_t width) {
+  const View w(w_handle), tokens(tokens_handle);
+  check_index(tokens, 1, aoti_torch_dtype_int64(), "tokens is [T] int64");
+  check(w.is_contiguous(), "the weight is contiguous");
+  specc::Embedding a{};
+  a.dtype = to_dtype(w);
+  check_blocks(w, a.dtype, num_embeddings, width);
+  a.num_tokens = tokens.sizes[0];
+  a.n = num_embeddings;
+  a.k = width;
+  a.tokens = tokens.as<int64_t>();
+  a.w = w.data;
+  AtenTensorHandle out = empty({a.num_tokens, width}, w.dtype);
+  a.out = data_of(out);
+  specc::embedding(a);
+  return out;
+}
+
 AtenTensorHandle handle_of(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->get() : nullptr;
 }
@@ -158,6 +183,10 @@ Tensor boxed_tree_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor
 
 Tensor boxed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t out_features) {
   return Tensor(linear(x.get(), weight.get(), handle_of(bias), out_features));
+}
+
+Tensor boxed_embedding(Tensor weight, Tensor tokens, int64_t num_embeddings, int64_t width) {
+  return Tensor(embedding(weight.get(), tokens.get(), num_embeddings, width));
 }
 
 // AOTInductor's code reads a code, not an exception.
@@ -186,11 +215,14 @@ STABLE_TORCH_LIBRARY(specc_cpu, library) {
       "Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors, "
       "Tensor block_table, *, float scale, int window=0, int sink=0) -> Tensor");
   library.def("linear(Tensor input, Tensor weight, Tensor? bias, int out_features) -> Tensor");
+  library.def(
+      "embedding_of_blocks(Tensor weight, Tensor tokens, int num_embeddings, int width) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
   library.impl("tree_attention", TORCH_BOX(&boxed_tree_attention));
   library.impl("linear", TORCH_BOX(&boxed_linear));
+  library.impl("embedding_of_blocks", TORCH_BOX(&boxed_embedding));
 }
 
 extern "C" {
@@ -214,6 +246,12 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_linear(
     AtenTensorHandle* result) {
   return guarded(
       [&] { *result = linear(x, weight, bias == nullptr ? nullptr : *bias, out_features); });
+}
+
+__attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_embedding_of_blocks(
+    AtenTensorHandle weight, AtenTensorHandle tokens, int64_t num_embeddings, int64_t width,
+    AtenTensorHandle* result) {
+  return guarded([&] { *result = embedding(weight, tokens, num_embeddings, width); });
 }
 
 __attribute__((visibility("default"))) float specc_sum_floats(const float* data, int64_t count,

@@ -253,6 +253,22 @@ def test_operator(dtype):
 
 
 @pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(70, 6), (64, 7), (1, 1)], ids=str)
+def test_embedding_of_blocks(shape, dtype):
+    table = torch.randn(shape).to(dtype)
+    look_up, blocks = torch.ops.specc_cpu.embedding_of_blocks, to_blocks(table)
+    tokens = torch.cat([torch.randint(0, shape[0], (9,)), torch.tensor([0, shape[0] - 1])])
+    assert torch.equal(look_up(blocks, tokens, *shape), table[tokens])
+    assert look_up(blocks, tokens[:0], *shape).shape == (0, shape[1])
+    for wrong in (-1, shape[0]):
+        with pytest.raises(RuntimeError, match="outside of the embedding"):
+            look_up(blocks, torch.tensor([0, wrong]), *shape)
+    with pytest.raises(RuntimeError, match="blocks"):
+        look_up(blocks, tokens, shape[0] + 32, shape[1])
+
+
+@pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 1000])
 def test_sum_floats_reads_every_float_once(count):
     data = torch.randint(-8, 8, (count + 1,)).float()[1:]
