@@ -20,6 +20,8 @@ RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc
 
 .PHONY: help decode demo gpu-check test test-full lint clean distclean
+# the oldest that pyproject.toml allows; tests/kernels/cuda/test_budgets.py compiles with it, too
+OLDEST_TRITON := 3.6.0
 # where there is a GPU: an interpreter with torch and Triton, nothing installed by make
 GPU_PYTHON ?= python3
 
@@ -46,7 +48,7 @@ build/decode: examples/decode.cpp $(VENV)/.compile
 test: lint
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-full: lint
+test-full: lint build/triton-$(OLDEST_TRITON)/.installed
 	@$(PYTEST) $(PYTEST_ARGS)
 
 gpu-check:
@@ -79,6 +81,13 @@ $(VENV)/.dev: $(VENV)/.compile
 $(VENV)/.compile: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "specc: installing transformers, tokenizers and specc"
 	@$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[compile]"
+	@touch $@
+
+# beside the pinned version: in no environment, found by those who put it on PYTHONPATH
+build/triton-%/.installed: | $(VENV)/.dev
+	@echo "specc: installing triton==$* (for the tests of what it compiles)"
+	@rm -rf $(@D)
+	@$(PIP) --no-deps --target $(@D) triton==$*
 	@touch $@
 
 # torch comes first and alone: nothing that depends on it may choose another build

@@ -203,6 +203,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 divisible=("logits", "best", "row_stride", "vocab"),
             )
     for block_n, block_d in ((1, 1), (8, 8), (32, 8), (64, 8), (256, 16), (1024, 64), (1024, 1024)):
+        # the parts of one sequence's rows: those of a larger batch are fewer
+        num_parts = config(block_n, 131072)["num_parts"]
         yield Shipped(
             name=f"walk-nodes{block_n}-depth{block_d}",
             kernel=walk_kernel,
@@ -212,7 +214,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 **dict.fromkeys(("token_stride", "parent_stride", "num_nodes"), "i32"),
                 **dict.fromkeys(("max_depth", "num_parts"), "i32"),
             },
-            constexprs={"BN": block_n, "BD": block_d, "BS": 64},
+            constexprs={"BN": block_n, "BD": block_d, "BS": triton.next_power_of_2(num_parts)},
             num_warps=walk_warps(block_n),
             num_stages=3,
             divisible=("best", "tokens", "parents", "path", "num_accepted", "output_tokens"),

@@ -14,8 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
-from specc.kernels.cuda.attend_config import choose_splits, config, machine
+from specc.kernels.cuda.attend_config import Config, choose_splits, config, machine
 from specc.kernels.cuda.attend_kernels import attend_kernel, merge_splits_kernel
+from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.tree import WORD_BITS
 
@@ -66,14 +67,13 @@ def attend(
         max_splits = triton.cdiv(num_pages * block_size, c.block_n) // c.min_blocks
         num_splits = choose_splits(num_programs, c.programs_per_sm * num_sms, max_splits)
     is_split = num_splits > 1
-    partial = lse = out
+    # absent, in the type they have else: one kernel for both
+    partial = lse = q.new_empty(0, dtype=torch.float32)
     if is_split:
         lse = q.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
         partial = q.new_empty(num_splits, num_tokens, num_heads, value_dim, dtype=torch.float32)
-    # a key block crosses no page if pages are whole key blocks, or there is only one
-    has_whole_blocks = num_pages == 1 or block_size % c.block_n == 0
     num_tiles = num_tokens * group // c.block_m + num_seqs
-    attend_kernel[(num_tiles, num_kv_heads, num_splits)](
+    launcher(attend_kernel)[(num_tiles, num_kv_heads, num_splits)](
         *(q, k_cache, v_cache, out, partial, lse),
         *(q_start, position, slot, cache_len),
         q_start if ancestors is None else ancestors,
@@ -95,7 +95,7 @@ def attend(
         BC=_columns(q.dtype, head_dim),
         BB=_SEARCH,
         MIN_BLOCKS=c.min_blocks,
-        PAGE=0 if has_whole_blocks else block_size,
+        PAGE=_page(num_pages, block_size, c.block_n),
         IS_TREE=ancestors is not None,
         num_warps=c.num_warps,
         num_stages=c.num_stages,
@@ -103,7 +103,7 @@ def attend(
     if is_split:
         num_rows = num_tokens * num_heads
         block_r, block_s = _MERGE_FEW if num_rows <= 4 * num_sms else _MERGE_MANY
-        merge_splits_kernel[(triton.cdiv(num_rows, block_r),)](
+        launcher(merge_splits_kernel)[(triton.cdiv(num_rows, block_r),)](
             *(out, partial, lse, num_rows, num_splits),
             DV=value_dim,
             BDV=_padded(value_dim),
@@ -117,6 +117,11 @@ def attend(
 def _padded(size: int) -> int:
     """Columns of a tile: a power of two, and what tensor cores take at least."""
     return max(16, triton.next_power_of_2(size))
+
+
+def _page(num_pages: int, block_size: int, block_n: int) -> int:
+    """Rows of a page; 0 if none ends in a key block: whole key blocks, or a page that holds all."""
+    return 0 if num_pages == 1 or block_size % block_n == 0 else block_size
 
 
 def _columns(dtype: torch.dtype, head_dim: int) -> int:
@@ -193,9 +198,9 @@ def _check(
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# what engines are built with: dense rows or pages of whole key blocks, and pages of 16 rows
+# what engines are built with: the head sizes, and dense rows (one page) or pages of 16 rows
 _SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)
-_SHIPPED_PAGES = (0, 16)
+_SHIPPED_PAGES = ((1, 4096), (256, 16))
 _POINTERS: tuple[str, ...] = (
     "q",
     "k_cache",
@@ -232,33 +237,37 @@ _INTEGERS += ("stride_words", *_DIVISIBLE_STRIDES)
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration of both kernels that engines launch on a capability."""
     for dtype in _DTYPES:
-        name = TYPE_NAMES[dtype]
-        tensors = {"q": name, "k_cache": name, "v_cache": name, "out": name, "position": "i64"}
-        tensors |= {"partial": "fp32", "lse": "fp32", "ancestors": "i64"}
-        signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _POINTERS}
-        signature |= {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")}
         for head_dim in _SHIPPED_HEAD_DIMS:
-            yield from _shipped_merges(name, head_dim)
+            yield from _shipped_merges(TYPE_NAMES[dtype], head_dim)
             configs = {config(dtype, head_dim, rows, capability) for rows in (1, 64, 4096)}
             for c in sorted(configs, key=lambda c: c.block_m):
-                for page in _SHIPPED_PAGES:
+                # where key blocks are no longer than pages, paged and dense caches are the same
+                for page in sorted({_page(*sizes, c.block_n) for sizes in _SHIPPED_PAGES}):
                     for is_tree in (True, False):
-                        mode = "tree" if is_tree else "causal"
-                        yield Shipped(
-                            f"attend-{name}-d{head_dim}-rows{c.block_m}-page{page}-{mode}",
-                            attend_kernel,
-                            signature,
-                            {
-                                **{"D": head_dim, "DV": head_dim},
-                                **{"BD": _padded(head_dim), "BDV": _padded(head_dim)},
-                                **{"BM": c.block_m, "BN": c.block_n, "BB": _SEARCH},
-                                "BC": _columns(dtype, head_dim),
-                                **{"MIN_BLOCKS": c.min_blocks, "PAGE": page, "IS_TREE": is_tree},
-                            },
-                            c.num_warps,
-                            c.num_stages,
-                            (*_POINTERS, *_DIVISIBLE_STRIDES),
-                        )
+                        yield _shipped_attend(dtype, head_dim, c, page, is_tree)
+
+
+def _shipped_attend(
+    dtype: torch.dtype, head_dim: int, c: Config, page: int, is_tree: bool
+) -> Shipped:
+    name = TYPE_NAMES[dtype]
+    tensors = {"q": name, "k_cache": name, "v_cache": name, "out": name, "position": "i64"}
+    tensors |= {"partial": "fp32", "lse": "fp32", "ancestors": "i64" if is_tree else "i32"}
+    signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _POINTERS}
+    return Shipped(
+        f"attend-{name}-d{head_dim}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
+        attend_kernel,
+        signature | {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")},
+        {
+            **{"D": head_dim, "DV": head_dim},
+            **{"BD": _padded(head_dim), "BDV": _padded(head_dim)},
+            **{"BM": c.block_m, "BN": c.block_n, "BC": _columns(dtype, head_dim), "BB": _SEARCH},
+            **{"MIN_BLOCKS": c.min_blocks, "PAGE": page, "IS_TREE": is_tree},
+        },
+        c.num_warps,
+        c.num_stages,
+        (*_POINTERS, *_DIVISIBLE_STRIDES),
+    )
 
 
 def _shipped_merges(name: str, head_dim: int) -> Iterator[Shipped]:

@@ -46,14 +46,25 @@ _TABLE = {
     (2, 128, 16): Config(16, 64, 4, 5),
     (2, 128, 64): Config(64, 32, 4, 5),
     (2, 128, 128): Config(128, 64, 8, 5, 1),
-    (2, 256, 16): Config(16, 32, 8, 5),
+    (2, 256, 16): Config(16, 32, 8, 5, 1),
     (2, 256, 64): Config(64, 32, 8, 5, 1),
     (4, 64, 16): Config(16, 16, 4, 5),
-    (4, 128, 16): Config(16, 16, 4, 5),
-    (4, 256, 16): Config(16, 16, 4, 5, 1),
+    # 4 warps would need all registers that a thread can have, and a few more here and there
+    (4, 128, 16): Config(16, 16, 8, 5, 1),
+    (4, 256, 16): Config(16, 16, 8, 5, 1),
 }
 # (capability, bytes, padded head size, rows) → Config, where the one above does not fit
-_EXCEPTIONS: dict[tuple[int, int, int, int], Config] = {}
+_EXCEPTIONS = {
+    # mma.sync keeps accumulators and both operands in registers, where wgmma and tcgen05 read
+    # shared and write tensor memory: the tiles above spill
+    **{(c, 2, 128, rows): Config(64, 32, 8, 5, 1) for c in (80, 120) for rows in (64, 128)},
+    **{(c, 2, 256, 64): Config(32, 32, 8, 5, 1) for c in (80, 120)},
+    # with 32 keys ptxas makes three programs fit the registers, and spills
+    (100, 2, 128, 64): Config(64, 64, 4, 4),
+    # 100 KiB of a multiprocessor hold two programs with two key blocks each, not with four; of
+    # head size 64 ptxas makes three fit, as above
+    **{(120, 2, size, 16): Config(16, 64, 4, 3) for size in (64, 128)},
+}
 
 
 def config(dtype: torch.dtype, head_dim: int, rows: int, capability: int) -> Config:

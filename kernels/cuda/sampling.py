@@ -225,7 +225,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     *("logits", "temperature", "seed", "offset", "best", "row_stride", "vocab"),
                 ),
             )
-    for block_s in (1, 4, 16, 32, 64, 128):
+    for block_s in (1, 2, 4, 8, 16, 32, 64, 128):
         yield Shipped(
             name=f"merge-parts{block_s}",
             kernel=sample_merge_kernel,

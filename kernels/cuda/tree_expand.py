@@ -111,7 +111,8 @@ def config(vocab: int, num_children: int) -> dict[str, int]:
         "BC": candidates,
         "num_parts": num_parts,
         "part_warps": 8 if part > 2048 else 4,
-        "merge_warps": 8 if candidates > 2048 else 4 if candidates > 256 else 1,
+        # 8 warps spill a sort of 4096 on sm_80
+        "merge_warps": 16 if candidates > 2048 else 4 if candidates > 256 else 1,
     }
 
 

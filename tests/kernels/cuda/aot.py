@@ -1,103 +1,192 @@
 """Compile the shipped configurations of all Triton kernels without a GPU, and say what they use.
 
-    python -P tests/kernels/cuda/aot.py --capabilities 90 --output usage.json [--only attend]
+    python -P tests/kernels/cuda/aot.py --capabilities 90 --output usage.jsonl [--only attend]
+    python -P tests/kernels/cuda/aot.py --capabilities 90 --output usage.jsonl --tables budget
 
 A process of its own, without TRITON_INTERPRET. Triton compiles a kernel that asks for more shared
-memory than a device has, and one that spills: only the numbers tell.
+memory than a device has, and one that spills: only the numbers tell. The output has one line a
+configuration, written as soon as it is known; what stands there is not compiled again unless its
+source has changed, so that an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
+import contextlib
 import importlib
+import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-# files of specc/kernels/cuda with a function `shipped`
+# files of specc/kernels/cuda with a function `shipped`, the quick ones first
 MODULES = (
-    *("act_and_mul", "accept_greedy", "attend", "commit_kv", "merge", "rms_norm", "rope_write"),
-    *("rows", "sampling", "tree_expand", "write_kv"),
+    *("rows", "commit_kv", "write_kv", "act_and_mul", "rms_norm", "rope_write", "sampling"),
+    *("accept_greedy", "tree_expand", "merge", "attend"),
 )
-# bytes of shared memory that a block may ask for, by compute capability (CUDA programming guide,
-# technical specifications per compute capability)
-MAX_SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
-_TENSOR_CORES = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)")
+CAPABILITIES = (80, 90, 100, 120)
+_PTXAS = re.compile(
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores,"
+    r" (?P<loads>\d+) bytes spill loads\s.*?Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+_TENSOR_CORES = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b")
 
 
-def usage(module: str, capability: int, index: int) -> dict[str, Any]:
-    """What one configuration uses: registers a thread, bytes of stack and shared memory."""
+@dataclass(frozen=True)
+class Usage:
+    """What a compiled configuration uses.
+
+    Args:
+        registers: of a thread.
+        spilled: bytes that ptxas stores to and loads from local memory for want of registers.
+        stack: bytes of a thread's stack frame: spilled registers and arrays that no register holds.
+        shared: bytes of a block's shared memory.
+        tensor_memory: columns of a block's tensor memory (sm_100).
+        tensor_core: matrix instructions for tensor cores in the code.
+    """
+
+    registers: int
+    spilled: int
+    stack: int
+    shared: int
+    tensor_memory: int
+    tensor_core: int
+
+
+def items(module: str, capability: int) -> list[Any]:
+    """What a file ships for a capability."""
+    return list(importlib.import_module(f"specc.kernels.cuda.{module}").shipped(capability))
+
+
+def usage(item: Any, capability: int) -> Usage:
+    """Compile one configuration; needs a process without `TRITON_INTERPRET`."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    shipped = list(importlib.import_module(f"specc.kernels.cuda.{module}").shipped(capability))
-    item = shipped[index]
-    begin = time.perf_counter()
-    compiled = triton.compile(
-        item.source(), target=GPUTarget("cuda", capability, 32), options=item.options
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        compiled = triton.compile(
+            item.source(), target=GPUTarget("cuda", capability, 32), options=item.options
+        )
+    # one kernel, and no function that it calls: a second one would have a line of its own
+    (found,) = _PTXAS.finditer(log.getvalue())
+    if compiled.metadata.global_scratch_size:
+        raise ValueError(f"{item.name}: needs memory that no launch gives it")
+    return Usage(
+        registers=int(found["registers"]),
+        spilled=int(found["stores"]) + int(found["loads"]),
+        stack=int(found["stack"]),
+        shared=compiled.metadata.shared,
+        tensor_memory=compiled.metadata.tmem_size,
+        tensor_core=len(_TENSOR_CORES.findall(compiled.asm["ptx"])),
     )
-    seconds = time.perf_counter() - begin
-    found = {"module": module, "name": item.name, "capability": capability}
-    found |= _resources(compiled.asm["cubin"])
-    found["shared"] = compiled.metadata.shared
-    found["tensor_core_instructions"] = len(_TENSOR_CORES.findall(compiled.asm["ptx"]))
-    return found | {"seconds": round(seconds, 2)}
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
-    import triton.backends.nvidia
-
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    return {
-        "registers": max(int(n) for n in re.findall(r"REG:(\d+)", text)),
-        "stack": max(int(n) for n in re.findall(r"STACK:(\d+)", text)),
-    }
+def read_lines(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
+    """(version of Triton, capability, name) → what was found last."""
+    found = {}
+    if path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # cut off where a run was ended
+                line = json.loads(text)
+                found[line["triton"], line["capability"], line["name"]] = line
+    return found
 
 
-def count(module: str, capability: int) -> int:
-    return len(list(importlib.import_module(f"specc.kernels.cuda.{module}").shipped(capability)))
+def usage_of(line: Mapping[str, Any]) -> Usage:
+    return Usage(**{field.name: line[field.name] for field in fields(Usage)})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100, 120])
-    parser.add_argument("--only", nargs="+", default=MODULES, choices=MODULES)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--workers", type=int, default=1)
-    options = parser.parse_args()
-    assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
-    # a warm cache would hide what no longer compiles
-    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="specc-aot-")
-    import torch
+def compile_all(
+    work: Iterable[tuple[int, str, Any]], output: Path, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Yield a line for each (capability, name, configuration), as far as the time allows."""
     import triton
 
+    known = read_lines(output)
+    begin = time.monotonic()
+    with output.open("a", encoding="utf-8") as file:
+        for capability, name, item in work:
+            key = f"{item.source().hash()}-{json.dumps(item.options, sort_keys=True)}"
+            line = known.get((triton.__version__, capability, name))
+            if line is None or line["key"] != key:
+                if time.monotonic() - begin > seconds:
+                    return
+                line = {"triton": triton.__version__, "capability": capability, "name": name}
+                started = time.perf_counter()
+                try:
+                    line |= asdict(usage(item, capability))
+                except Exception as error:
+                    line["error"] = f"{type(error).__name__}: {error}"[:2000]
+                line |= {"seconds": round(time.perf_counter() - started, 2), "key": key}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+            yield line
+
+
+def table_path(folder: Path, version: str, capability: int) -> Path:
+    return folder / f"triton-{version}-sm_{capability}.json"
+
+
+def write_table(path: Path, version: str, capability: int, found: Mapping[str, Usage]) -> None:
+    """Write a budget table: one line a configuration, sorted."""
+    head = {
+        "triton": version,
+        "capability": capability,
+        "columns": [field.name for field in fields(Usage)],
+    }
+    rows = [f"  {json.dumps(name)}: {list(astuple(found[name]))}" for name in sorted(found)]
+    text = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
+    text = f'{{\n{text},\n "budgets": {{\n' + ",\n".join(rows) + "\n }\n}\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
+    parser.add_argument("--only", nargs="+", default=MODULES, choices=MODULES)
+    parser.add_argument("--names", nargs="+", help="these alone: sm_90/rows/tree_rows")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--tables", type=Path, help="folder of budget tables to write")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing later")
+    options = parser.parse_args()
+    assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
+    from triton import __version__, knobs
+
+    knobs.compilation.always_compile = True
+    knobs.nvidia.dump_ptxas_log = True
     work = [
-        (module, capability, index)
-        for module in options.only
+        (capability, f"{module}/{item.name}", item)
         for capability in options.capabilities
-        for index in range(count(module, capability))
+        for module in options.only
+        for item in items(module, capability)
+        if options.names is None or f"sm_{capability}/{module}/{item.name}" in options.names
     ]
-    with concurrent.futures.ProcessPoolExecutor(options.workers) as pool:
-        found = []
-        for item in pool.map(usage, *zip(*work, strict=True)):
-            found.append(item)
-            print(json.dumps(item), file=sys.stderr, flush=True)
-    report = {"triton": triton.__version__, "torch": torch.__version__, "kernels": found}
-    options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    lines = []
+    with tempfile.TemporaryDirectory(prefix="specc-aot-") as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for line in compile_all(work, options.output, options.seconds):
+            lines.append(line)
+    print(f"{len(lines)} of {len(work)} configurations", file=sys.stderr)
+    failed = [x for x in lines if "error" in x]
+    for line in failed:
+        print(f"sm_{line['capability']} {line['name']}: {line['error']}", file=sys.stderr)
+    if failed or len(lines) < len(work):
+        return 1
+    for capability in options.capabilities if options.tables else ():
+        found = {x["name"]: usage_of(x) for x in lines if x["capability"] == capability}
+        path = table_path(options.tables, __version__, capability)
+        write_table(path, __version__, capability, found)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""How the operators of model programs launch their kernels: at once, or as nodes of a graph.
+
+An exported graph that calls an operator leaves its Python behind: only launches that tracing sees
+become part of the code that AOTInductor generates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+# kernel → what `[grid](*args)` is called on
+Wrap = Callable[[Any], Any]
+_wrap: ContextVar[Wrap | None] = ContextVar("specc_wrap", default=None)
+
+
+def launcher(kernel: Any) -> Any:
+    """What launches a kernel with `[grid](*args)`: the kernel itself, except while `inlined`."""
+    wrap = _wrap.get()
+    return kernel if wrap is None else wrap(kernel)
+
+
+@contextlib.contextmanager
+def inlined(wrap: Wrap = torch.library.wrap_triton) -> Iterator[None]:
+    """Let launches of this thread become nodes of the graph that is being traced.
+
+    Args:
+        wrap: makes of a kernel what tracing sees. Triton's interpreter has kernels of another
+            kind, which torch would call at once.
+    """
+    token = _wrap.set(wrap)
+    try:
+        yield
+    finally:
+        _wrap.reset(token)

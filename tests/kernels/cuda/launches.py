@@ -1,0 +1,271 @@
+"""What the operators launch, recorded instead of run, for calls on tensors without data.
+
+The calls are those that the shipped configurations are for: the head sizes, vocabularies and
+trees that an engine meets. What they launch and what `shipped` lists have to be the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.kernels.cuda import (
+    accept_greedy,
+    act_and_mul,
+    attend,
+    commit_kv,
+    merge,
+    rms_norm,
+    rope_write,
+    rows,
+    sampling,
+    tree_expand,
+    write_kv,
+)
+from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped
+
+# multiprocessors of the device that is launched on
+NUM_SMS = 132
+# options of a launch that does not name them
+DEFAULTS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+I32, I64 = torch.int32, torch.int64
+_TYPES = {**TYPE_NAMES, torch.int8: "i8", torch.int16: "i16"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, as far as the compiler knows it.
+
+    Args:
+        compiled: kernel, types, constexprs and options: equal for what shares a binary, but for
+            what is known of integers.
+        divisible: integers that the compiler takes for multiples of 16.
+    """
+
+    compiled: tuple[Any, ...]
+    divisible: frozenset[str]
+
+
+def shipped_launch(item: Shipped) -> Launch:
+    """What a configuration says of its launches."""
+    divisible = {name for name in item.divisible if not item.signature[name].startswith("*")}
+    compiled = _compiled(item.kernel, item.signature, item.constexprs, item.options)
+    return Launch(compiled, frozenset(divisible))
+
+
+def _compiled(
+    kernel: Any, signature: Mapping[str, str], constexprs: Mapping[str, Any], options: Mapping
+) -> tuple[Any, ...]:
+    options = {**DEFAULTS, **options}
+    parts = (signature, constexprs, options)
+    return (kernel.__name__, *(tuple(sorted(part.items())) for part in parts))
+
+
+class _Recorder:
+    """Takes the place of a kernel."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+        parameters = inspect.signature(kernel.fn).parameters
+        self.names = list(parameters)
+        self.constexprs = [n for n, p in parameters.items() if "constexpr" in str(p.annotation)]
+        is_interpreted = type(kernel).__name__ == "InterpretedFunction"
+        options = kernel.kwargs if is_interpreted else vars(kernel)
+        fixed = options["do_not_specialize"] or ()
+        self.specialized = [name for name in self.names if name not in fixed]
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: Any, **options: Any) -> None:
+        given = dict(zip(self.names, args, strict=False))
+        given |= {name: options.pop(name) for name in list(options) if name in self.names}
+        assert set(given) == set(self.names)
+        constant = {n: v for n, v in given.items() if n in self.constexprs or v is None}
+        others = {n: v for n, v in given.items() if n not in constant}
+        signature = {name: _type(value) for name, value in others.items()}
+        integers = [n for n in others if n in self.specialized and isinstance(given[n], int)]
+        divisible = frozenset(name for name in integers if given[name] % ALIGNMENT == 0)
+        compiled = _compiled(self.kernel, signature, constant, options)
+        self.launches.append(Launch(compiled, divisible))
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    assert isinstance(value, int)
+    return "i32" if abs(value) < 1 << 31 else "i64"
+
+
+def record(module: types.ModuleType, capability: int, monkeypatch: Any) -> list[Launch]:
+    """The launches of all calls of a file of `specc.kernels.cuda`."""
+    launches: list[Launch] = []
+    for name, value in list(vars(module).items()):
+        if name.endswith("_kernel") and hasattr(value, "arg_names"):
+            monkeypatch.setattr(module, name, _Recorder(value, launches))
+    monkeypatch.setattr(attend, "machine", lambda device: (capability, NUM_SMS))
+    for _ in CALLS[module.__name__.rpartition(".")[2]]():
+        pass
+    return launches
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _heads(num_tokens: int, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Heads [H, Nt, D] of a fused projection of 16 heads."""
+    fused = _meta(num_tokens, 16 * size, dtype=dtype)[:, : num_heads * size]
+    return fused.view(num_tokens, num_heads, size).transpose(0, 1)
+
+
+def _rows_calls() -> Iterator[Any]:
+    length = _meta(4, dtype=I32)
+    yield rows.tree_rows(length, _meta(7, dtype=I32), _meta(7, dtype=I32))
+    for width in (1, 8, 64, 1024):
+        yield rows.commit_rows(_meta(4, width, dtype=I32), length, _meta(70, dtype=I32))
+    yield rows.next_tokens(_meta(4, 2, dtype=I64), _meta(4, 5, dtype=I64), length)
+
+
+def _commit_kv_calls() -> Iterator[Any]:
+    for dtype in (torch.bfloat16, torch.float32):
+        for heads in (4, 8):
+            slab = _meta(2, 2, 300, 16, heads, 128, dtype=dtype)
+            for num_moves in (1, 4, 8, 16, 64, 1024):
+                moves = _meta(4, num_moves, dtype=I32), _meta(4, num_moves, dtype=I32)
+                yield commit_kv.commit_kv(slab, *moves, _meta(4, 100, dtype=I32))
+
+
+def _cache_arguments(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    cache = _meta(300, 16, 8, size, dtype=dtype)
+    table = _meta(1, 256, dtype=I32)
+    return cache, cache, _meta(2, dtype=I32), _meta(num_tokens, dtype=I32), table
+
+
+def _write_kv_calls() -> Iterator[Any]:
+    for dtype in FLOATS:
+        for size in (64, 80, 96, 128, 256):
+            for num_tokens in (1, 512):
+                k = _heads(num_tokens, 8, size, dtype)
+                yield write_kv.write_kv(k, k, *_cache_arguments(num_tokens, size, dtype))
+
+
+def _rope_write_calls() -> Iterator[Any]:
+    whole = ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256))
+    for dtype in FLOATS:
+        for size, rotated in (*whole, (64, 16), (80, 32), (128, 64), (256, 64)):
+            for num_tokens in (1, 512):
+                k = _heads(num_tokens, 8, size, dtype)
+                cos = _meta(num_tokens, rotated, dtype=dtype)
+                cache = _cache_arguments(num_tokens, size, dtype)
+                yield rope_write.rope_write(k, k, k, cos, cos, *cache)
+
+
+def _act_and_mul_calls() -> Iterator[Any]:
+    for dtype in FLOATS:
+        for activation in act_and_mul.ACTIVATIONS:
+            for size in (64, 128, 256, 512, 11008):
+                yield act_and_mul.act_and_mul(_meta(5, 2 * size, dtype=dtype), activation)
+
+
+def _rms_norm_calls() -> Iterator[Any]:
+    for dtype in FLOATS:
+        for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
+            x, weight = _meta(5, size, dtype=dtype), _meta(size, dtype=dtype)
+            yield rms_norm.rms_norm(x, weight, 1e-6)
+            yield rms_norm.add_rms_norm(x, x, weight, 1e-6)
+
+
+def _sampling_calls() -> Iterator[Any]:
+    for dtype in FLOATS:
+        for vocab in (32768, 131072, 262144):
+            for batch in (1, 64, 256, 512, 1024, 2048):
+                logits = _meta(batch, vocab, dtype=dtype)
+                seed = _meta(batch, dtype=I64)
+                yield sampling.sample(logits, _meta(batch, dtype=torch.float32), seed, seed)
+
+
+def _accept_greedy_calls() -> Iterator[Any]:
+    # batches of trees; the last one is a chain
+    trees = ((1, 0), (7, 4), (32, 6), (60, 7), (256, 10), (1024, 63), (1024, 1023))
+    for dtype in FLOATS:
+        for num_nodes, max_depth in trees:
+            for batch, vocab in ((1, 131072), (16, 131072), (256, 262144)):
+                tree = _meta(batch, num_nodes, dtype=I64), _meta(batch, num_nodes, dtype=I32)
+                logits = _meta(batch * num_nodes, vocab, dtype=dtype)
+                yield accept_greedy.accept_greedy(logits, *tree, max_depth)
+
+
+def _tree_expand_calls() -> Iterator[Any]:
+    for dtype in FLOATS:
+        for vocab in (32768, 131072, 262144):
+            for num_children in (1, 2, 3, 4, 6, 8, 10, 16, 32, 64):
+                yield tree_expand.tree_expand(_meta(4, vocab, dtype=dtype), num_children)
+
+
+def _merge_calls() -> Iterator[Any]:
+    def tree(num_nodes: int) -> tuple[Tensor, Tensor]:
+        return _meta(4, num_nodes, dtype=I64), _meta(4, num_nodes, dtype=I32)
+
+    for num_trees, tree_nodes in ((2, 8), (2, 32), (3, 64), (4, 256)):
+        yield merge.merge_trees(*tree(num_trees * tree_nodes), _meta(num_trees + 1, dtype=I32))
+    for num_candidates, num_nodes in ((43, 16), (511, 60), (1024, 256), (4096, 1024)):
+        scores = _meta(4, num_candidates, dtype=torch.float32)
+        yield merge.rerank_tree(*tree(num_candidates), scores, num_nodes)
+    for num_nodes in (8, 60, 256, 1024):
+        yield merge.ancestor_words(tree(num_nodes)[1])
+
+
+def _attend_calls() -> Iterator[Any]:
+    # one token, a tree and a chunk of a prompt; dense rows and pages of 16
+    for dtype in FLOATS:
+        for size in (64, 80, 96, 128, 256):
+            for num_tokens in (1, 16, 512):
+                for pages in ((1, 4096), (256, 16)):
+                    for is_tree in (True, False):
+                        for splits in (1, 5):
+                            yield _attend(dtype, size, num_tokens, pages, is_tree, splits)
+
+
+def _attend(
+    dtype: torch.dtype,
+    size: int,
+    num_tokens: int,
+    pages: tuple[int, int],
+    is_tree: bool,
+    splits: int,
+) -> Tensor:
+    num_pages, block_size = pages
+    cache = _meta(num_pages + 3, block_size, 2, size, dtype=dtype)
+    position, slot = _meta(num_tokens, dtype=I64), _meta(num_tokens, dtype=I32)
+    words = _meta(num_tokens, -(-num_tokens // 64), dtype=I64) if is_tree else None
+    return attend.attend(
+        *(_heads(num_tokens, 8, size, dtype), cache, cache, _meta(2, dtype=I32), position, slot),
+        *(_meta(1, dtype=I32), words, _meta(1, num_pages, dtype=I32)),
+        scale=0.125,
+        num_splits=splits,
+    )
+
+
+CALLS: dict[str, Callable[[], Iterator[Any]]] = {
+    "accept_greedy": _accept_greedy_calls,
+    "act_and_mul": _act_and_mul_calls,
+    "attend": _attend_calls,
+    "commit_kv": _commit_kv_calls,
+    "merge": _merge_calls,
+    "rms_norm": _rms_norm_calls,
+    "rope_write": _rope_write_calls,
+    "rows": _rows_calls,
+    "sampling": _sampling_calls,
+    "tree_expand": _tree_expand_calls,
+    "write_kv": _write_kv_calls,
+}

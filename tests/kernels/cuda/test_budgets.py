@@ -1,0 +1,255 @@
+"""What the shipped configurations use, compared with committed tables, and that they are launched.
+
+A compiler of one version gives one result, so a table says what was measured and a test asks for
+the same: an upper bound would hide what grows below it. `docs/triton-budgets.md` says how to
+write the tables anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specc.kernels.cuda import attend_config
+from specc.kernels.cuda.shipped import CAPABILITIES, Shipped
+from tests.kernels.cuda import aot, launches
+from tests.kernels.cuda.aot import Usage
+
+ROOT = Path(__file__).resolve().parents[3]
+TABLES = Path(__file__).parent / "budget"
+PINNED = re.findall(r"^triton==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+# the oldest version that pyproject.toml allows; `make test-full` installs it
+OLDEST = "3.6.0"
+CONDITIONS = [*((PINNED, capability) for capability in CAPABILITIES), (OLDEST, 90)]
+# limits of a multiprocessor (CUDA programming guide, technical specifications per compute
+# capability): bytes of shared memory, of which a block takes 1024 more than it asks for, and warps
+SHARED = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
+WARPS = {80: 64, 90: 64, 100: 64, 120: 48}
+REGISTERS = 65536
+# registers are handed out to a warp in units
+REGISTER_UNIT = 256
+TENSOR_MEMORY = 512
+# one of each way in which `attend` uses tensor cores, most of them next to a limit, and one of none
+SAMPLED_ATTEND = (
+    "sm_80/attend/attend-bf16-d128-rows64-page0-tree",
+    "sm_90/attend/attend-bf16-d128-rows128-page0-tree",
+    "sm_90/attend/attend-fp32-d64-rows16-page0-causal",
+    "sm_100/attend/attend-fp16-d64-rows64-page16-causal",
+    "sm_120/attend/attend-bf16-d128-rows16-page16-tree",
+)
+
+every_table = pytest.mark.parametrize(
+    ("version", "capability"), CONDITIONS, ids=[f"{v}-sm_{c}" for v, c in CONDITIONS]
+)
+every_capability = pytest.mark.parametrize("capability", CAPABILITIES)
+
+
+def shipped(capability: int) -> dict[str, Shipped]:
+    return {
+        f"{module}/{item.name}": item
+        for module in aot.MODULES
+        for item in aot.items(module, capability)
+    }
+
+
+def read_table(version: str, capability: int) -> dict[str, Usage]:
+    path = aot.table_path(TABLES, version, capability)
+    table = json.loads(path.read_text(encoding="utf-8"))
+    assert (table["triton"], table["capability"]) == (version, capability)
+    rows = table["budgets"].items()
+    return {name: Usage(**dict(zip(table["columns"], row, strict=True))) for name, row in rows}
+
+
+def resident(usage: Usage, num_warps: int, capability: int) -> int:
+    """Programs that a multiprocessor holds at a time; 0 is a kernel that cannot be launched."""
+    per_warp = -(-usage.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    most = [
+        WARPS[capability] // num_warps,
+        REGISTERS // (per_warp * num_warps),
+        SHARED[capability] // (usage.shared + 1024),
+    ]
+    return min(*most, TENSOR_MEMORY // usage.tensor_memory if usage.tensor_memory else most[0])
+
+
+def differences(found: Mapping[str, Usage], table: Mapping[str, Usage]) -> list[str]:
+    """What moved, a line for each number."""
+    return [
+        f"{name}: {key} {value}, in the table {asdict(table[name])[key]}"
+        for name, usage in found.items()
+        for key, value in asdict(usage).items()
+        if value != asdict(table[name])[key]
+    ]
+
+
+@pytest.mark.parametrize("name", aot.MODULES)
+@every_capability
+def test_what_ships_is_what_is_launched(
+    name: str, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(f"specc.kernels.cuda.{name}")
+    items = [(item.name, launches.shipped_launch(item)) for item in module.shipped(capability)]
+    listed = {launch.compiled: key for key, launch in items}
+    assert len(listed) == len(items), "two names of one configuration"
+    launched = launches.record(module, capability, monkeypatch)
+    for key, launch in items:
+        equal = [other for other in launched if other.compiled == launch.compiled]
+        assert equal, f"{key} is never launched"
+        assert any(launch.divisible <= other.divisible for other in equal), f"{key}: not divisible"
+    # the walk after a larger batch differs in the number of parts alone, which is smaller
+    unlisted = {launch.compiled for launch in launched} - set(listed)
+    assert {compiled for compiled in unlisted if compiled[0] != "walk_kernel"} == set()
+
+
+def test_every_file_with_kernels_is_compiled() -> None:
+    files = (ROOT / "kernels" / "cuda").glob("*.py")
+    found = {p.stem for p in files if "\ndef shipped(" in p.read_text(encoding="utf-8")}
+    assert found == set(aot.MODULES)
+    jitted = {
+        f"{module}.{name}"
+        for module in (*aot.MODULES, "attend_kernels")
+        for name, value in vars(importlib.import_module(f"specc.kernels.cuda.{module}")).items()
+        if name.endswith("_kernel") and hasattr(value, "arg_names")
+    }
+    kernels = {item.kernel.__name__ for item in shipped(90).values()}
+    assert {name.split(".")[1] for name in jitted} == kernels
+
+
+@every_table
+def test_a_table_lists_what_ships(version: str, capability: int) -> None:
+    assert sorted(read_table(version, capability)) == sorted(shipped(capability))
+
+
+def test_there_is_no_other_table() -> None:
+    wanted = {aot.table_path(TABLES, version, capability) for version, capability in CONDITIONS}
+    assert set(TABLES.iterdir()) == wanted
+
+
+@every_table
+def test_nothing_spills(version: str, capability: int) -> None:
+    rows = read_table(version, capability).items()
+    assert [name for name, usage in rows if usage.spilled or usage.stack] == []
+
+
+@every_table
+def test_every_configuration_can_be_launched(version: str, capability: int) -> None:
+    items = shipped(capability)
+    rows = read_table(version, capability).items()
+    too_large = [
+        name for name, usage in rows if resident(usage, items[name].num_warps, capability) < 1
+    ]
+    assert too_large == []
+
+
+@every_table
+def test_as_many_programs_are_resident_as_splits_are_made_for(
+    version: str, capability: int
+) -> None:
+    table = read_table(version, capability)
+    for name, item in shipped(capability).items():
+        if item.kernel.__name__ != "attend_kernel":
+            continue
+        dtype = next(d for d in launches.FLOATS if _type_of(item) == launches.TYPE_NAMES[d])
+        sizes = item.constexprs
+        c = attend_config.config(dtype, sizes["D"], sizes["BM"], capability)
+        assert (c.block_m, c.block_n, c.num_warps) == (sizes["BM"], sizes["BN"], item.num_warps)
+        assert resident(table[name], item.num_warps, capability) >= c.programs_per_sm, name
+
+
+@every_table
+def test_products_of_half_precision_use_tensor_cores_and_no_others(
+    version: str, capability: int
+) -> None:
+    table = read_table(version, capability)
+    for name, item in shipped(capability).items():
+        is_half = item.kernel.__name__ == "attend_kernel" and _type_of(item) != "fp32"
+        assert (table[name].tensor_core > 0) == is_half, name
+
+
+def test_a_measured_number_that_moves_is_named() -> None:
+    usage = Usage(128, 0, 0, 4096, 0, 16)
+    moved = Usage(130, 0, 0, 4096, 0, 16)
+    assert differences({"a": usage}, {"a": usage, "b": moved}) == []
+    assert differences({"a": moved}, {"a": usage}) == ["a: registers 130, in the table 128"]
+    # 31 KiB of shared memory thrice, and 1 KiB each that the device takes
+    assert resident(Usage(32, 0, 0, 31 << 10, 0, 0), 4, 120) == 3
+    assert resident(Usage(255, 0, 0, 0, 0, 0), 8, 90) == 1
+    assert resident(Usage(32, 0, 0, 0, 256, 0), 4, 100) == 2
+    assert resident(Usage(32, 0, 0, 101_377, 0, 0), 4, 120) == 0
+
+
+@pytest.fixture(scope="module")
+def compiled_sample(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Usage]:
+    """One configuration of every kernel for every capability, another one each time."""
+    names = list(SAMPLED_ATTEND)
+    for place, capability in enumerate(CAPABILITIES):
+        by_kernel: dict[str, list[str]] = {}
+        for name, item in shipped(capability).items():
+            by_kernel.setdefault(item.kernel.__name__, []).append(name)
+        del by_kernel["attend_kernel"]
+        names += [
+            f"sm_{capability}/{found[place * len(found) // 4]}" for found in by_kernel.values()
+        ]
+    found = compile_kernels(tmp_path_factory.mktemp("aot"), ["--names", *names], PINNED)
+    assert len(found) == len(names) > 70
+    return found
+
+
+@every_capability
+def test_compiled_sample(capability: int, compiled_sample: dict[tuple[int, str], Usage]) -> None:
+    table = read_table(PINNED, capability)
+    found = {name: usage for (c, name), usage in compiled_sample.items() if c == capability}
+    assert differences(found, table) == []
+
+
+@pytest.mark.slow
+@every_capability
+def test_compiled(capability: int, tmp_path: Path) -> None:
+    check_compiled(capability, tmp_path, PINNED)
+
+
+@pytest.mark.slow
+def test_compiled_with_the_oldest_triton(tmp_path: Path) -> None:
+    folder = ROOT / "build" / f"triton-{OLDEST}"
+    assert folder.is_dir(), f"found no {folder}; do: make {folder.relative_to(ROOT)}/.installed"
+    check_compiled(90, tmp_path, OLDEST, PYTHONPATH=str(folder))
+
+
+def check_compiled(capability: int, folder: Path, version: str, **environment: str) -> None:
+    """Compile all that ships for a capability, and compare it with the table."""
+    table = read_table(version, capability)
+    options = ["--capabilities", str(capability)]
+    found = compile_kernels(folder, options, version, **environment)
+    assert sorted(name for _, name in found) == sorted(table)
+    assert differences({name: usage for (_, name), usage in found.items()}, table) == []
+
+
+def compile_kernels(
+    folder: Path, options: Sequence[str], version: str, **environment: str
+) -> dict[tuple[int, str], Usage]:
+    """(capability, name) → what `aot.py` finds, in a process of its own."""
+    output = folder / "usage.jsonl"
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    process = subprocess.run(
+        [sys.executable, "-P", aot.__file__, "--output", str(output), *options],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    lines: dict[Any, dict[str, Any]] = aot.read_lines(output)
+    assert {found for found, _, _ in lines} == {version}
+    return {(c, name): aot.usage_of(line) for (_, c, name), line in lines.items()}
+
+
+def _type_of(item: Shipped) -> str:
+    return item.signature["q"].removeprefix("*")
