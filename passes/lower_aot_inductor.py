@@ -82,7 +82,7 @@ def lower(program: Mapping[str, Any], package: Path, num_tokens: int | None = No
     import torch._inductor
     from torch.fx.experimental import _config as symbolic_shapes
 
-    module = _BoundProgram(program)
+    module = BoundProgram(program)
     # oblivious: a size that happens to be 1 at run time takes the same code as any other
     with symbolic_shapes.patch(backed_size_oblivious=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -108,7 +108,7 @@ def _inductor_options() -> dict[str, Any]:
     }
 
 
-class _BoundProgram(nn.Module):
+class BoundProgram(nn.Module):
     """The graph with weights as parameters `w0`, `w1`, … in the order of its inputs."""
 
     def __init__(self, program: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ class _BoundProgram(nn.Module):
 
 
 def _example_inputs(
-    module: _BoundProgram, num_tokens: int | None = None
+    module: BoundProgram, num_tokens: int | None = None
 ) -> tuple[tuple[Any, ...], Any]:
     """Inputs in the order of RUNTIME_INPUTS and the caches, with their dynamic dimensions."""
     dynamic = torch.export.Dim.DYNAMIC

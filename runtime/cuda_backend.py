@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specc.errors import ConfigError, EngineError
 from specc.manifest import Manifest
+from specc.runtime.aot_cuda_program import load_model
 from specc.runtime.captured_step import CapturedStep
 from specc.runtime.graph_device import GraphDevice
 from specc.runtime.kv_cache import KVCache
@@ -101,8 +102,9 @@ def load_programs(
         EngineError: a file is absent or cannot be read.
     """
     models = {
-        model.name: ModelProgram(
-            read_json(path / model.program_file),
+        model.name: load_model(
+            path,
+            model.dir,
             _to_device(path / model.weights_file, graphs.device),
             caches[model.name],
             graphs.device,

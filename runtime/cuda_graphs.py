@@ -29,7 +29,10 @@ class CudaGraphs:
         return torch.cuda.device(self.device)
 
     def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        _refuse_host_reads(run)
+        # on the stream of the capture: compiled programs are loaded for each stream
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            _refuse_host_reads(run)
         torch.cuda.synchronize(self.device)
         gc.collect()
         torch.cuda.empty_cache()

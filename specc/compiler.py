@@ -31,7 +31,7 @@ from specc.manifest import (
     SlabEntry,
     TokenizerEntry,
 )
-from specc.passes import hf_model, lower_cpu
+from specc.passes import hf_model, lower_aot_cuda, lower_cpu
 from specc.passes.emit import program_to_json
 from specc.passes.fit_vocabulary import FitVocabulary
 from specc.passes.fuse_step import fuse_step
@@ -49,6 +49,7 @@ from specc.weights import write_weights
 
 DEFAULT_MAX_SEQ_LEN = 4096
 DEFAULT_CHAIN = 4
+_BACKEND_OF = {lower_aot_cuda.BACKEND: "cuda"}
 _TOKENIZER_FILES = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
@@ -114,6 +115,8 @@ def build(
     dtype = getattr(torch, config.dtype)
     plans = engine_plans(config, draft is not None)
     backend, fallback = choose_backend(config.backend)
+    # an engine for cuda, with compiled code beside its programs
+    with_packages, backend = backend == lower_aot_cuda.BACKEND, _BACKEND_OF.get(backend, backend)
     if config.dtype == "float16" and backend != "cuda":
         raise ConfigError(
             "dtype float16 for a CPU",
@@ -142,6 +145,10 @@ def build(
             with phases.phase("compile programs"):
                 lowered, native = _compile_programs(writer, models, dump_graphs)
             records += lowered
+        if with_packages:
+            with phases.phase("compile packages"):
+                lowered_models = [(model.entry, model.program) for model in models]
+                lower_aot_cuda.lower_aot_cuda(lowered_models, plans, limits, writer)
         for model in models:
             with phases.phase(f"write {model.name} weights") as advance:
                 _write_model_weights(writer, model, advance)
@@ -188,9 +195,13 @@ def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
     """The backend of an engine, and warnings: where none is named, what this machine can build.
 
     Raises:
-        CompilerError: the backend cpu is asked for, and there is no C++ compiler.
+        CompilerError: the backend cpu is asked for, and there is no C++ compiler; or
+            aot-inductor, and no GPU.
     """
     wanted = wanted or os.environ.get("SPECC_BACKEND") or None
+    if wanted == lower_aot_cuda.BACKEND:
+        lower_aot_cuda.check_machine()
+        return wanted, []
     if wanted is not None and wanted not in BACKENDS:
         raise ConfigError(
             f"backend {wanted}", " or ".join(BACKENDS), "choose one of them, or leave it out"

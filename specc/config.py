@@ -61,7 +61,7 @@ class CompileConfig:
         block_size: rows of a KV cache block; 0 means dense: one block a sequence.
         prefill_chunk: tokens of one prefill pass.
         backend: `cpu`, `eager` or `cuda` (experimental); None is cpu where there is a C++
-            compiler.
+            compiler. `aot-inductor` is `cuda` with compiled code, which no GPU has shown yet.
         probe: generate a few dozen tokens at the end and report the acceptance.
     Raises:
         ConfigError: a value is outside its range.

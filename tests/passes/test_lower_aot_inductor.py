@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specc.passes import lower_aot_inductor
-from specc.passes.lower_aot_inductor import _BoundProgram, _content_key
+from specc.passes.lower_aot_inductor import BoundProgram, _content_key
 from specc.runtime.program import read_json
 
 
@@ -17,7 +17,7 @@ def program(tiny_engine):
 
 def test_inductor_has_nothing_to_copy(program) -> None:
     """It clones buffers, which costs as much memory as the checkpoint, and takes parameters."""
-    module = _BoundProgram(program)
+    module = BoundProgram(program)
     kinds = [entry["kind"] for entry in program["inputs"]]
     num_weights = kinds.count("weight") + kinds.count("constant")
     assert list(module.buffers()) == []
