@@ -38,9 +38,9 @@ from specc.kernels import native
 from specc.machine import describe_machine
 from specc.passes.emit import program_to_json
 from specc.passes.lower_aot_inductor import lower
-from specc.passes.lower_cpu import CPU_PHASES
+from specc.passes.lower_cpu import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.model_source import ModelSource
-from specc.passes.pipeline import Pipeline
+from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.trace import trace
 from specc.runtime.mapped_weights import MappedWeights
 
@@ -54,16 +54,15 @@ Caches = list[tuple[Tensor, Tensor]]
 def lowered_program(model: Path, dtype: str) -> dict[str, Any]:
     """The graph that an engine's program is compiled from."""
     program = trace(ModelSource.load("target", model, getattr(torch, dtype)).module, "target")
-    Pipeline().run(program)
-    Pipeline(CPU_PHASES).run(program)
+    Pipeline((*PHASES, *LAYOUT_PHASES, *CPU_PHASES)).run(program)
     return program_to_json(program)
 
 
 def compile_model(model: Path, directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Make the weights, the lowered graph and a package for each number of tokens; their costs."""
-    # the weights as an engine holds them; its programs are compiled below, one by one
+    # the weights as an engine holds them; its programs are compiled again below, one by one
     specc.compile(
-        model, None, directory / "engine", dtype=arguments.dtype, backend="eager", probe=False
+        model, None, directory / "engine", dtype=arguments.dtype, backend="cpu", probe=False
     )
     program = directory / "program.json"
     program.write_text(json.dumps(lowered_program(model, arguments.dtype)), encoding="utf-8")

@@ -42,7 +42,8 @@ def program_to_json(program: Program) -> dict[str, Any]:
             entry["kind"] = "input"
         inputs.append(entry)
     return {
-        "schema_version": 1,
+        # a specc that knows no blocks is to refuse the program, not to misread its weights
+        "schema_version": 2 if any(w.in_blocks for w in program.weights.values()) else 1,
         "name": program.name,
         "inputs": inputs,
         "graph": graph_to_json(program.graph),

@@ -15,8 +15,8 @@ aten = torch.ops.aten
 class LowerLinear(Pass):
     """`aten.linear(x, w, b)` → `specc.linear` over the flattened rows of x, where w is in blocks.
 
-    `aten.embedding(w, ids)` of such a weight → `specc.embedding_of_blocks`. The graph's inputs become the
-    blocks themselves.
+    `aten.embedding(w, ids)` of such a weight → `specc.embedding_of_blocks`. The graph's inputs
+    become the blocks themselves.
     """
 
     def run(self, program: Program) -> PassResult:

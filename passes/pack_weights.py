@@ -29,7 +29,7 @@ class PackWeights(Pass):
                 by_key.setdefault(program.weights[node.target].key, []).append(node)
         for nodes in by_key.values():
             users = [user for node in nodes for user in node.users]
-            if not any(user.target is aten.linear.default for user in users):
+            if not any(_is_weight(user, nodes) for user in users):
                 continue
             reasons = [reason for user in users if (reason := why_not(user, nodes))]
             if reasons:
@@ -42,10 +42,19 @@ class PackWeights(Pass):
         return result
 
 
+def _is_weight(user: fx.Node, nodes: list[fx.Node]) -> bool:
+    return user.target is aten.linear.default and bind_args(user)["weight"] in nodes
+
+
 def why_not(user: fx.Node, weights: list[fx.Node]) -> str | None:
     """Why a call that reads one of these weights needs their rows; None where it does not."""
     if user.target is aten.embedding.default:
-        return None if user.args[0] in weights else f"{user.name} looks values of it up"
+        if user.args[0] not in weights:
+            return f"{user.name} looks values of it up"
+        ids: Tensor = user.args[1].meta["val"]  # type: ignore[union-attr]
+        if ids.dtype != torch.int64:
+            return f"{user.name} looks {ids.dtype} up"
+        return _why_not_flat(ids.shape)
     if user.target is not aten.linear.default:
         return f"{user.name} reads it too"
     bound = bind_args(user)
@@ -57,6 +66,11 @@ def why_not(user: fx.Node, weights: list[fx.Node]) -> str | None:
         return f"dtypes {', '.join(str(value.dtype) for value in values)}"
     if weight.dim() != 2:
         return f"a weight of {weight.dim()} dimensions"
-    if sum(not isinstance(size, int) for size in x.shape) > 1:
-        return f"more than one dynamic dimension in {list(x.shape)}"
+    return _why_not_flat(x.shape)
+
+
+def _why_not_flat(shape: torch.Size) -> str | None:
+    """Why nothing can be flattened to rows and back."""
+    if sum(not isinstance(size, int) for size in shape) > 1:
+        return f"more than one dynamic dimension in {list(shape)}"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -70,11 +71,17 @@ def plan_memory(
     logits = output.args[0].meta["val"]
     rows = max(shape.num_rows for shape in shapes)
     return ModelMemory(
-        weights=program.num_parameters * dtype.itemsize + constants,
+        weights=_stored_elements(program) * dtype.itemsize + constants,
         cache=row * cache_rows * dtype.itemsize,
         logits=rows * int(logits.shape[-1]) * logits.dtype.itemsize,
         workspace=max(peak_bytes(program, shape) for shape in shapes),
     )
+
+
+def _stored_elements(program: Program) -> int:
+    """Elements of the weight file, padding of blocks included; tied ones count once."""
+    shapes = {weight.key: weight.stored_shape for weight in program.weights.values()}
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def peak_bytes(program: Program, shape: PassShape) -> int:

@@ -19,7 +19,8 @@ from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.place import place
 from specc.weight_layout import from_blocks
 
-SCHEMA_VERSION = 1
+# 2: weights may be stored in blocks
+SCHEMA_VERSIONS = (1, 2)
 _DO = "compile the engine again"
 
 
@@ -274,10 +275,13 @@ def weights_in_rows(program: Mapping[str, Any], bound: Sequence[Tensor]) -> list
     graphs of such engines are for looking into a result.
     """
     entries = [e for e in program["inputs"] if e["kind"] in ("weight", "constant")]
-    return [
-        from_blocks(weight, entry["blocks_of"]) if "blocks_of" in entry else weight
-        for entry, weight in zip(entries, bound, strict=True)
-    ]
+    rows: dict[str, Tensor] = {}
+    for entry, weight in zip(entries, bound, strict=True):
+        # inputs of one key are one tensor
+        if entry["key"] not in rows:
+            is_packed = "blocks_of" in entry
+            rows[entry["key"]] = from_blocks(weight, entry["blocks_of"]) if is_packed else weight
+    return [rows[entry["key"]] for entry in entries]
 
 
 def _bound_weight(model: str, entry: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Tensor:
@@ -299,5 +303,6 @@ def draft_len_name(draft: int) -> str:
 def check_schema(program: Mapping[str, Any], name: str) -> None:
     """Raises EngineError: a program of another schema."""
     version = program.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise EngineError(f"{name} of schema {version}", f"schema {SCHEMA_VERSION}", _DO)
+    if version not in SCHEMA_VERSIONS:
+        needed = " or ".join(map(str, SCHEMA_VERSIONS))
+        raise EngineError(f"{name} of schema {version}", f"schema {needed}", _DO)

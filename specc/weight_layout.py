@@ -43,7 +43,7 @@ def to_blocks(weight: Tensor) -> Tensor:
 def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
     """The weight [N, K] that `to_blocks` was given; a copy."""
     outputs, columns = shape
-    rows = blocks.transpose(1, 2).reshape(blocks.shape[0] * BLOCK, -1)
+    rows = blocks.transpose(1, 2).reshape(blocks.shape[0] * blocks.shape[2], -1)
     return rows[:outputs, :columns].contiguous()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from specc.passes.emit import program_to_json
 from specc.passes.lower_cpu import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.pack_weights import PackWeights
 from specc.passes.pipeline import Pipeline
@@ -73,6 +74,22 @@ def test_a_weight_that_is_read_otherwise_keeps_its_rows(calls, reason) -> None:
     assert not program.weights["w0"].in_blocks
 
 
+def test_a_bias_is_no_candidate() -> None:
+    program = make_program(torch.randn(5), (aten.linear.default, ("x", "x", "w0")))
+    result = PackWeights().run(program)
+    assert (result.rewrites, result.declined) == (0, [])
+
+
+def test_ids_that_the_kernel_does_not_take() -> None:
+    program = make_program(torch.randn(7, 6), LINEAR, LOOKUP)
+    (lookup,) = program.calls(aten.embedding.default)
+    ids = lookup.args[1]
+    ids.meta["val"] = ids.meta["val"].int()
+    (declined,) = PackWeights().run(program).declined
+    assert declined.reason == "embedding_default looks torch.int32 up"
+    assert not program.weights["w0"].in_blocks
+
+
 def test_an_embedding_alone_keeps_its_rows() -> None:
     program = make_program(torch.randn(7, 6), LOOKUP)
     result = PackWeights().run(program)
@@ -100,15 +117,25 @@ def test_inputs_of_one_key_are_stored_alike() -> None:
     assert not any(weight.in_blocks for weight in program.weights.values())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-tied", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-tied", "gpt2", "opt"])
 def test_models(name: str) -> None:
     """The marked program computes what it did; the lowered one too, from blocks."""
     model = build_model(name)
     program, _ = compiled(model)
     before = program_logits(program, model, random_tokens())
-    Pipeline(LAYOUT_PHASES).run(program)
+    assert program_to_json(program)["schema_version"] == 1
+    (record,) = Pipeline(LAYOUT_PHASES).run(program)
+    assert record.declined == ()
     torch.testing.assert_close(program_logits(program, model, random_tokens()), before)
     packed = {weight.key for weight in program.weights.values() if weight.in_blocks}
+    stored = program_to_json(program)
+    assert stored["schema_version"] == 2
+    found = {item["key"]: item for item in stored["inputs"] if "blocks_of" in item}
+    assert packed == set(found)
+    for weight in program.weights.values():
+        if weight.in_blocks:
+            assert found[weight.key]["blocks_of"] == list(weight.shape)
+            assert found[weight.key]["shape"] == list(weight.stored_shape)
     assert packed
     Pipeline(CPU_PHASES).run(program)
     after = program_logits(program, model, random_tokens())

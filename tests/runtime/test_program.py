@@ -13,7 +13,8 @@ from torch import Tensor
 
 from specc.errors import EngineError
 from specc.runtime.mapped_weights import MappedWeights
-from specc.runtime.program import ModelProgram, StepProgram, read_json
+from specc.runtime.program import ModelProgram, StepProgram, read_json, weights_in_rows
+from specc.weight_layout import to_blocks
 
 
 @pytest.fixture
@@ -90,8 +91,8 @@ def test_wrong_weights_are_named(program, saved_engine, change, message) -> None
 
 
 def test_other_schema_versions_are_refused(program, saved_engine) -> None:
-    with pytest.raises(EngineError, match="schema 2"):
-        ModelProgram(program | {"schema_version": 2}, saved_engine.weights, make_caches())
+    with pytest.raises(EngineError, match="schema 3"):
+        ModelProgram(program | {"schema_version": 3}, saved_engine.weights, make_caches())
     with pytest.raises(EngineError, match="schema None"):
         StepProgram({}, {})
 
@@ -145,3 +146,19 @@ def test_step_runs_its_stages_in_order() -> None:
     assert list(stage_s) == ["draft", "verify"]
     assert all(seconds > 0 for seconds in stage_s.values())
     assert step.plan.widths == (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_in_blocks_become_rows_once(dtype) -> None:
+    weight, other = torch.randn(37, 5).to(dtype), torch.randn(3)
+    entries = [
+        {"kind": "weight", "key": "w", "blocks_of": [37, 5]},
+        {"kind": "input"},
+        {"kind": "constant", "key": "c"},
+        {"kind": "weight", "key": "w", "blocks_of": [37, 5]},
+    ]
+    blocks = to_blocks(weight)
+    first, constant, second = weights_in_rows({"inputs": entries}, [blocks, other, blocks])
+    assert torch.equal(first, weight)
+    assert second is first
+    assert constant is other
