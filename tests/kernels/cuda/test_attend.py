@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -16,12 +18,21 @@ from tests.kernels.cuda.cases_attend import (
     check_bad_data,
     make_call,
 )
+from tests.kernels.cuda.covering_attend import COVERING_CASES, FACTORS, ROWS, pairs_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
+def test_the_covering_holds_every_pair() -> None:
+    met = set().union(*map(pairs_of, ROWS))
+    for (a, first), (b, second) in itertools.combinations(FACTORS.items(), 2):
+        for x, y in itertools.product(first, second):
+            assert ((a, x), (b, y)) in met
+    assert len(ROWS) <= 60
+
+
 # the interpreter would take hours for the sizes of real models
-RUN = {**CASES, **(GPU_CASES if torch.cuda.is_available() else {})}
+RUN = {**CASES, **COVERING_CASES, **(GPU_CASES if torch.cuda.is_available() else {})}
 
 
 @pytest.mark.parametrize("name", RUN)
