@@ -99,7 +99,7 @@ def compile_shapes(
     plans = tuple(dict.fromkeys([*options.plans, OFF]))
     limits = LimitsEntry(
         max_batch_size=options.batch_size,
-        max_seq_len=options.max_seq_len,
+        max_seq_len=_max_seq_len(configs, options, plans),
         block_size=options.block_size,
         prefill_chunk=options.prefill_chunk,
         max_nodes=max(plan.tree.num_nodes for plan in plans),
@@ -119,24 +119,31 @@ def compile_shapes(
         with phases.phase(f"rewrite {name}"):
             Pipeline(tuple(layout)).run(program)
         models.append(_model(label, config, module, program, limits, dtype))
-    steps = {plan.name: _step(plan, models, options, limits).to_json() for plan in plans}
+    steps = {plan.name: _step(plan, models, options).to_json() for plan in plans}
     return BenchPrograms(tuple(models), steps, plans, limits, options.dtype)
 
 
-def _step(
-    plan: SpecPlan, models: Sequence[BenchModel], options: ShapeOptions, limits: LimitsEntry
-) -> StepProgram:
+def _max_seq_len(configs: Sequence[Any], options: ShapeOptions, plans: Sequence[SpecPlan]) -> int:
+    """Context, output, and the draft tokens of a last step, as far as models have positions.
+
+    Without room for these an engine decodes the last tokens plainly: no step of the plan's.
+    """
+    limits = (hf_model.max_position(config) for config in configs)
+    depth = max(plan.tree.max_depth for plan in plans)
+    return min([options.max_seq_len + depth, *(limit for limit in limits if limit is not None)])
+
+
+def _step(plan: SpecPlan, models: Sequence[BenchModel], options: ShapeOptions) -> StepProgram:
     step = fuse_step(plan, {model.entry.name: len(model.entry.slabs) for model in models})
     if options.acceptance is None or not plan.widths:
         return step
-    # rows that a sequence reaches while it decodes, and those of a last step that is cut
-    period = options.tokens + limits.max_nodes
     return draw_acceptance(
         step,
         options.acceptance,
         max_batch=options.batch_size,
-        period=period,
+        period=options.tokens,
         dtype=models[0].logits_dtype,
+        start=options.context,
     )
 
 

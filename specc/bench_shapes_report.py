@@ -33,6 +33,8 @@ from specc.machine import describe_machine
 from specc.runtime.engine import Engine
 
 SCHEMA_VERSION = 1
+# beyond this share, a note tells that dice gave another length than expected
+_NOTED_DEVIATION = 0.02
 
 
 @dataclass
@@ -95,6 +97,10 @@ def make_shapes_report(bench: ShapesBench, command: str) -> dict[str, Any]:
     programs = bench.programs
     device = bench.engine.cache.device
     settings = asdict(bench.settings)
+    runs = [
+        _run(bench, contender, measured)
+        for contender, measured in zip(bench.contenders, bench.measured, strict=True)
+    ]
     return {
         "schema_version": SCHEMA_VERSION,
         "command": command,
@@ -123,12 +129,10 @@ def make_shapes_report(bench: ShapesBench, command: str) -> dict[str, Any]:
         "settings": settings | {"num_prompts": len(bench.prompts)},
         "copy_bandwidth_gb_s": bench.bandwidth["gb_s"],
         "copy_bandwidth": bench.bandwidth,
-        "runs": [
-            _run(bench, contender, measured)
-            for contender, measured in zip(bench.contenders, bench.measured, strict=True)
-        ],
+        "runs": runs,
         "notes": [
             *bench.notes,
+            *_deviations(runs),
             *_assisted_note(bench),
             *uneven_runs(bench.contenders, bench.measured),
         ],
@@ -140,11 +144,14 @@ def _run(bench: ShapesBench, contender: Contender, measured: list[Measurement]) 
     off = bench.measurements_of(OFF)
     figures = summarize(measured, off, off if plan else bench.measurements_of(PLAIN))
     probabilities = bench.settings.synthetic_acceptance
-    synthetic = None
+    synthetic: dict[str, Any] | None = None
+    expected = None
     if contender.name == SPECULATIVE and probabilities is not None and plan is not None:
+        expected = expected_length(probabilities, plan.widths)
         synthetic = {
             "probabilities": probabilities,
-            "expected_acceptance_length": expected_length(probabilities, plan.widths),
+            "expected_acceptance_length": expected,
+            "drawn_acceptance_length": figures["mean_acceptance_length"],
         }
     own: dict[str, Any] = {
         "name": contender.name,
@@ -152,17 +159,28 @@ def _run(bench: ShapesBench, contender: Contender, measured: list[Measurement]) 
         "widths": list(plan.widths) if plan else None,
         "synthetic_acceptance": synthetic,
     }
-    step = _step(bench, contender.plan, figures["ms_per_step"]) if contender.plan else None
+    step = None
+    if contender.plan:
+        step = _step(bench, contender.plan, figures["ms_per_step"], expected)
     return own | figures | _identity(bench, measured, synthetic) | {"step": step}
 
 
-def _step(bench: ShapesBench, plan: str, generate_ms: float) -> dict[str, Any]:
-    """A plan's steps by themselves, beside what memory allows."""
+def _step(
+    bench: ShapesBench, plan: str, generate_ms: float, expected: float | None
+) -> dict[str, Any]:
+    """A plan's steps by themselves, beside what memory allows.
+
+    Args:
+        bench: the finished benchmark.
+        plan: of the engine.
+        generate_ms: of a step of the rounds.
+        expected: acceptance length that dice lead to; None without dice.
+    """
     found = bench.steps[plan]
     read = _bytes(bench, plan, found.context)
     floor_ms = read.total / 1e6 / bench.bandwidth["gb_s"]
     off = bench.steps[OFF]
-    speedup = found.acceptance_length * off.step_ms.median / found.step_ms.median
+    break_even = found.step_ms.median / off.step_ms.median
     return {
         "ms": found.step_ms.median,
         "ms_min": found.step_ms.min,
@@ -178,15 +196,15 @@ def _step(bench: ShapesBench, plan: str, generate_ms: float) -> dict[str, Any]:
         ),
         "is_captured": found.is_captured,
         "acceptance_length": found.acceptance_length,
+        "expected_acceptance_length": expected,
         "context": found.context,
         "bytes": read.total,
         "bytes_parts": asdict(read),
         "floor_ms": floor_ms,
         "floor_ratio": found.step_ms.median / floor_ms,
-        "speedup_over_off": speedup if plan != OFF else None,
-        "break_even_acceptance_length": (
-            found.step_ms.median / off.step_ms.median if plan != OFF else None
-        ),
+        "speedup_over_off": found.acceptance_length / break_even if plan != OFF else None,
+        "speedup_at_expected_length": None if expected is None else expected / break_even,
+        "break_even_acceptance_length": break_even if plan != OFF else None,
     }
 
 
@@ -212,6 +230,24 @@ def _identity(bench: ShapesBench, measured: list[Measurement], synthetic: Any) -
     differences: Sequence[Difference] = find_differences(reference, measured)
     differences = add_margins(bench.engine, bench.prompts, reference, differences)
     return identity(differences, len(bench.prompts))
+
+
+def _deviations(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where dice gave another length than their probabilities lead to: speedups carry that."""
+    notes = []
+    for run in runs:
+        if (synthetic := run["synthetic_acceptance"]) is None:
+            continue
+        expected = synthetic["expected_acceptance_length"]
+        drawn = (synthetic["drawn_acceptance_length"], run["step"]["acceptance_length"])
+        shares = [length / expected - 1 for length in drawn]
+        if max(map(abs, shares)) > _NOTED_DEVIATION:
+            notes.append(
+                f"{run['name']} ({run['plan']}): the dice gave a length of {drawn[0]:.2f} in the"
+                f" rounds ({shares[0]:+.1%}) and of {drawn[1]:.2f} in queued steps"
+                f" ({shares[1]:+.1%}), where {expected:.2f} is expected; so do the speedups differ"
+            )
+    return notes
 
 
 def _assisted_note(bench: ShapesBench) -> list[str]:

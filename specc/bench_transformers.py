@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ ASSISTED = "transformers-assisted"
 STATIC = "transformers-compiled"
 # what transformers does unless told otherwise: up to 20 draft tokens, cut where the draft is unsure
 DEFAULTS = "defaults"
+# a pair that is refused; torch.compile, graphs (which assert what they assume), lack of memory
+_FAILURES = (ValueError, RuntimeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -175,11 +178,15 @@ def load_contenders(
         name: TransformersContender(ASSISTED, target, batches, max_tokens, draft, settings)
         for name, settings in ((f"constant {depth}", _constant(depth)), (DEFAULTS, {}))
     }
+    failure = None
     try:
         # in turns, the faster of two runs each: the first one warms up
         turns = [{name: choices[name].run().elapsed_s for name in choices} for _ in range(2)]
-    except ValueError as error:
-        return [plain], [_refusal(error)]
+    except _FAILURES as error:
+        failure = _left_out(ASSISTED, error)
+    if failure is not None:
+        _free(target)
+        return [plain], [failure]
     seconds = {name: min(turn[name] for turn in turns) for name in choices}
     best = min(seconds, key=lambda name: seconds[name])
     times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
@@ -207,11 +214,18 @@ def make_contenders(
         depth: draft tokens of the plan; 0 leaves assisted generation out.
     Returns:
         plain generation, assisted where possible, and on a GPU the compiled one with a static
-        cache; notes on what was left out.
+        cache; notes on what was left out. One that fails is left out, too.
     """
     _quieten()
     found = [TransformersContender(PLAIN, target, batches, max_tokens)]
-    notes = []
+    notes: list[str] = []
+
+    def add(contender: TransformersContender) -> None:
+        if (failure := _try(contender, target)) is None:
+            found.append(contender)
+        else:
+            notes.append(failure)
+
     if draft is not None and depth:
         assisted = TransformersContender(
             ASSISTED, target, batches, max_tokens, draft, _constant(depth)
@@ -219,17 +233,12 @@ def make_contenders(
         if any(len(batch) > 1 for batch in batches):
             notes.append(f"{ASSISTED} is left out: {_ONE_SEQUENCE}")
         else:
-            try:
-                assisted.run()
-                found.append(assisted)
-            except ValueError as error:
-                notes.append(_refusal(error))
+            add(assisted)
     if target.device.type == "cuda":
         static = TransformersContender(
             STATIC, target, batches, max_tokens, options=static_cache_options()
         )
-        static.run()
-        found.append(static)
+        add(static)
     else:
         notes.append(f"{STATIC} is left out: its graphs need a GPU")
     return found, notes
@@ -259,10 +268,36 @@ def _constant(depth: int) -> dict[str, Any]:
     }
 
 
-def _refusal(error: ValueError) -> str:
-    """Why transformers refuses a pair: it refuses some pairs, for example by vocabulary size."""
-    reason = str(error).splitlines()[0]
-    return f"{ASSISTED} is left out: transformers refuses the pair ({reason})"
+def _try(contender: TransformersContender, target: Any) -> str | None:
+    """Run once, which compiles and warms up; returns why it is to be left out, if it failed."""
+    try:
+        contender.run()
+    except _FAILURES as error:
+        failure = _left_out(contender.name, error)
+    else:
+        return None
+    # here, the error and with it the frames that hold tensors are gone
+    _free(target)
+    return failure
+
+
+def _left_out(name: str, error: BaseException) -> str:
+    """A note with the first line of an error."""
+    kind = type(error).__name__
+    reason = next((line for line in str(error).splitlines() if line.strip()), "")
+    if isinstance(error, ValueError):
+        # some pairs it refuses, for example by vocabulary size
+        return f"{name} is left out: transformers refuses it ({reason or kind})"
+    return f"{name} is left out: it failed ({kind}: {reason.strip()})"
+
+
+def _free(model: Any) -> None:
+    """Give back what a failed run holds: compiled code, its graphs, and cached memory."""
+    vars(model).pop("_compiled_call", None)
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _load(source: str, dtype: str, option: str) -> Any:

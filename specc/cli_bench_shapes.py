@@ -89,15 +89,18 @@ def choose_shape_plans(
     Raises:
         ConfigError: plans or acceptance without a draft, or siblings that no plan has.
     """
+    from specc.bench_shapes import SHAPES
     from specc.cli_compile import parse_plans
     from specc.compiler import DEFAULT_CHAIN, engine_plans
 
     plans = tuple(parse_plans(options.trees, options.num_speculative_tokens))
     if not has_draft and acceptance is not None:
+        # as `parse_shapes` reads them: behind a name a slash, behind a directory a comma
+        separator = "/" if options.synthetic in SHAPES else ","
         raise ConfigError(
             f"--synthetic-acceptance without a draft: --synthetic {options.synthetic}",
             "a draft, whose tokens are accepted or not",
-            f"--synthetic {options.synthetic}/DRAFT",
+            f"--synthetic {options.synthetic}{separator}DRAFT",
         )
     if has_draft and not plans and acceptance is not None:
         plans = (SpecPlan.from_widths((len(acceptance), *(1,) * (DEFAULT_CHAIN - 1))),)

@@ -120,7 +120,9 @@ def test_the_number_can_be_set(program):
 def test_a_kernel_that_refuses_says_why(program, capfd):
     """Compiled code passes on a number; the text reaches the exception, and stderr only without."""
     tokens, x = probe_inputs(4)
-    with pytest.raises(RuntimeError, match="specc: the blocks are those of all outputs and columns"):
+    with pytest.raises(
+        RuntimeError, match="specc: the blocks are those of all outputs and columns"
+    ):
         program.run([tokens, x[:, :-1]])
     assert "specc:" not in capfd.readouterr().err
     with pytest.raises((RuntimeError, ValueError), match=f"{UNLUCKY} tokens"):

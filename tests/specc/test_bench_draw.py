@@ -16,8 +16,9 @@ from specc.config import SpecPlan
 from specc.graph_io import graph_from_json
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.kernels.reference import accept_greedy_reference
-from specc.passes.draw_acceptance import STAGE, draw_acceptance
+from specc.passes.draw_acceptance import STAGE, Draws, draw_acceptance
 from specc.passes.fuse_step import fuse_step
+from specc.tree import TokenTree
 from tests.test_layering import ROOT
 
 VOCAB = 61
@@ -37,6 +38,7 @@ def accept(
     cache_len: list[int],
     *,
     period: int,
+    start: int = 0,
     seed: int = 0,
     max_batch: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -49,6 +51,7 @@ def accept(
         max_batch=max_batch or batch,
         period=period,
         dtype=dtype,
+        start=start,
         seed=seed,
     )
     data = step.to_json()
@@ -79,51 +82,73 @@ def accept(
     return path.tolist(), logits, edited
 
 
+def enumerate_paths(
+    plan: SpecPlan, probabilities: tuple[float, ...]
+) -> list[tuple[list[int], float]]:
+    """Every path that a step can accept, root included, with its probability; the longest first."""
+    tree = plan.tree
+    found: list[tuple[list[int], float]] = []
+
+    def visit(path: list[int], reached: float) -> None:
+        rest = reached
+        for child, probability in zip(tree.children(path[-1]), probabilities, strict=False):
+            visit([*path, child], reached * probability)
+            rest -= reached * probability
+        found.append((path, max(rest, 0.0)))
+
+    visit([0], 1.0)
+    return sorted(found, key=lambda item: (-len(item[0]), item[0][-1]))
+
+
+def pick(paths: list[tuple[list[int], float]], quantile: float) -> list[int]:
+    """The path at a quantile: a sum that grows until it is above."""
+    total = 0.0
+    for path, probability in paths:
+        total += probability
+        if quantile < total:
+            return path
+    return paths[-1][0]
+
+
 def walk(
     plan: SpecPlan,
     probabilities: tuple[float, ...],
     cache_len: list[int],
     *,
     period: int,
+    start: int = 0,
     seed: int = 0,
     max_batch: int = 0,
 ) -> list[list[int]]:
-    """The same in plain Python: one number for every family of siblings of every row, in order."""
+    """The same in plain Python: independent numbers, then those of the steps from `start` on."""
+    max_batch = max_batch or len(cache_len)
+    shift = Draws(plan.tree, probabilities, max_batch, period, start, seed).shift
+    paths = enumerate_paths(plan, probabilities)
     chance = random.Random(seed)
-    tree = plan.tree
-    children = [
-        [c for c, p in enumerate(tree.parents) if p == node] for node in range(tree.num_nodes)
-    ]
-    winners = []
-    for _ in range((max_batch or len(cache_len)) * period):
-        row: dict[int, int | None] = {}
-        for node, family in enumerate(children):
-            if family:
-                number, row[node], bound = chance.random(), None, 0.0
-                for child, probability in zip(family, probabilities, strict=False):
-                    if bound <= number < bound + probability:
-                        row[node] = child
-                    bound += probability
-        winners.append(row)
-    paths = []
-    for b, length in enumerate(cache_len):
-        path = [0]
-        while (child := winners[b * period + length % period].get(path[-1])) is not None:
-            path.append(child)
-        paths.append(path + [-1] * (tree.max_depth + 1 - len(path)))
-    return paths
+    table: dict[tuple[int, int], list[int]] = {}
+    for b in range(max_batch):
+        for i in range(period):
+            table[b, (start + i) % period] = pick(paths, chance.random())
+        length, step = start, 0
+        while length < start + period:
+            path = pick(paths, (shift + b / max_batch + step * (math.sqrt(5) - 1) / 2) % 1)
+            table[b, length % period] = path
+            length, step = length + len(path), step + 1
+    rows = [table[b, length % period] for b, length in enumerate(cache_len)]
+    return [path + [-1] * (plan.tree.max_depth + 1 - len(path)) for path in rows]
 
 
 PLANS = [(1, 1, 1, 1), (3, 2, 1), (2, 1, 1), (4,)]
 
 
+@pytest.mark.parametrize("start", [0, 1000])
 @pytest.mark.parametrize("widths", PLANS, ids=str)
 @pytest.mark.parametrize("probabilities", [(0.6, 0.2), (0.72, 0.1, 0.04), (0.5,)], ids=str)
-def test_a_step_accepts_what_a_walk_in_python_does(widths, probabilities):
+def test_a_step_accepts_what_a_walk_in_python_does(widths, probabilities, start):
     """Every sequence has draws of its own, by its length; lengths beyond the period come again."""
     plan = SpecPlan.from_widths(widths)
     cache_len = [0, 1, 2, 5, 6, 7, 12, 1000, 3, 3, 3]
-    options = {"period": 6, "seed": 5, "max_batch": 13}
+    options = {"period": 6, "seed": 5, "max_batch": 13, "start": start}
     paths, _, _ = accept(plan, probabilities, cache_len, **options)
     wanted = walk(plan, probabilities, cache_len, **options)
     assert paths == wanted
@@ -183,7 +208,8 @@ def test_both_kinds_of_dice_have_the_same_odds(kind, widths):
     """Counts of each rank at each depth, and of rejections, within 5 standard deviations."""
     plan, probabilities, num = SpecPlan.from_widths(widths), (0.5, 0.2, 0.1), 4000
     if kind == "stage":
-        paths, _, _ = accept(plan, probabilities, list(range(num)), period=1 << 2, max_batch=num)
+        # the first step of every sequence: rows behind it are reached or not by what it accepts
+        paths, _, _ = accept(plan, probabilities, [9] * num, period=4, start=9, max_batch=num)
     else:
         tokens = make_tokens(plan, num)
         logits = torch.randn(num * plan.tree.num_nodes, VOCAB)
@@ -205,6 +231,93 @@ def test_both_kinds_of_dice_have_the_same_odds(kind, widths):
             assert abs(count - total * p) < bound, (depth, rank, count / total, p)
     mean = sum(sum(node >= 0 for node in path) for path in paths) / num
     assert abs(mean - expected_length(probabilities, widths)) < 0.08
+
+
+CASES = [
+    ((0.8,), (1, 1, 1, 1, 1)),
+    ((0.9,), (1, 1, 1, 1)),
+    ((0.72, 0.1, 0.04), (3, 1, 1, 1)),
+    ((0.6, 0.2), (2, 1)),
+]
+
+
+def accepted_paths(draws: Draws, place: int) -> list[list[int]]:
+    """Nodes that each step accepts, as the table says, until `period` rows are committed."""
+    table, row, found = draws.accepted(), 0, []
+    while row < draws.period:
+        line = table[place * draws.period + (draws.start + row) % draws.period]
+        found.append([node for node, wins in enumerate(line, start=1) if wins])
+        row += 1 + len(found[-1])
+    return found
+
+
+@pytest.mark.parametrize(("probabilities", "widths"), CASES, ids=str)
+@pytest.mark.parametrize("tokens", [96, 128, 512])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_mean_of_few_steps_is_the_expected_one(probabilities, widths, tokens, seed):
+    """Of the steps that queue back to back, and of those that emit all tokens: both within 3%."""
+    draws = Draws(TokenTree.from_widths(widths), probabilities, 1, tokens, 1024, seed)
+    lengths = [1 + len(path) for path in accepted_paths(draws, 0)]
+    few = tokens // (len(widths) + 1)
+    # the first token is that of prefill; the step that emits the last one is cut
+    steps = next(k for k in range(len(lengths) + 1) if sum(lengths[:k]) >= tokens - 1)
+    wanted = expected_length(probabilities, widths)
+    means = sum(lengths[:few]) / few, (tokens - 1) / steps
+    assert means == pytest.approx((wanted, wanted), rel=0.03)
+    assert draws.deviation(draws.shift) == pytest.approx(max(abs(m - wanted) for m in means))
+
+
+@pytest.mark.parametrize(("probabilities", "widths"), CASES, ids=str)
+@pytest.mark.parametrize("max_batch", [1, 8])
+def test_every_path_has_its_share(probabilities, widths, max_batch):
+    """Not only the mean: how often a sequence, and a batch, ends at each node, within 3 steps."""
+    plan = SpecPlan.from_widths(widths)
+    draws = Draws(plan.tree, probabilities, max_batch, 300, start=77)
+    shares = {path[-1]: p for path, p in enumerate_paths(plan, probabilities)}
+    every = [accepted_paths(draws, place) for place in range(max_batch)]
+    fewest = min(map(len, every))
+    assert fewest > 60
+    for walks in ([every[0]], [[paths[5]] for paths in every], every):
+        ends = [[0, *path][-1] for paths in walks for path in paths[:fewest]]
+        for node, share in shares.items():
+            limit = 3 if len(walks) == 1 else 3 + len(ends) / 100
+            assert abs(ends.count(node) - share * len(ends)) < limit, (node, share)
+    for path in itertools.chain(*every):
+        assert all(plan.tree.parents[b] == a for a, b in itertools.pairwise([0, *path]))
+
+
+def test_sequences_of_a_batch_are_even_together():
+    """Step k of all sequences: evenly spaced quantiles, so its mean is the expected one."""
+    probabilities, widths = CASES[0]
+    draws = Draws(TokenTree.from_widths(widths), probabilities, 16, 128, 1024)
+    every = [accepted_paths(draws, place) for place in range(16)]
+    for step in range(20):
+        lengths = [1 + len(paths[step]) for paths in every]
+        assert abs(sum(lengths) - 16 * expected_length(probabilities, widths)) < len(widths)
+        assert len(set(lengths)) > 3
+
+
+def test_the_evenest_start_is_chosen():
+    """Of 64 for a single sequence, in the order of the seed."""
+    draws = Draws(TokenTree.from_widths((1,) * 5), (0.8,), 1, 128, 1024, seed=3)
+    chance = random.Random(3)
+    tried = [chance.random() for _ in range(64)]
+    found = [draws.deviation(shift) for shift in tried]
+    assert draws.deviation(draws.shift) == min(found)
+    assert draws.shift in tried
+    assert max(found) > 2 * min(found)
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "length"), [((0.0,), 1), ((1.0,), 4), ((0.0, 1.0), 4), ((0.7, 0.1, 0.2), 4)]
+)
+def test_certain_acceptance_is_certain(probabilities, length):
+    """Also where rounding leaves a sum below 1, and for the shortest of outputs."""
+    widths = (len(probabilities),) * 3
+    for period in (1, 2, 40):
+        draws = Draws(TokenTree.from_widths(widths), probabilities, 3, period)
+        assert {1 + sum(row) for row in draws.accepted()} == {length}
+        assert draws.ends.mean_length == pytest.approx(length)
 
 
 def test_the_other_stages_stay():

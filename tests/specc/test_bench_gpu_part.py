@@ -17,11 +17,13 @@ from tests.runtime.simulated_device import SimulatedDevice
 
 def steps(floors: tuple[float, float], gaps: tuple[Any, Any], rates: tuple[float, float]) -> Any:
     names = ("off", "speculative")
+    dice = {"drawn_acceptance_length": 3.2, "expected_acceptance_length": 4.0}
     return {
         "runs": [
             {
                 "name": name,
                 "decode_tokens_per_s": rates[i],
+                "synthetic_acceptance": dice if name == "speculative" else None,
                 "step": {"floor_ratio": floors[i], "gap_share": gaps[i], "host_share": 0.1 * i},
             }
             for i, name in enumerate(names)
@@ -46,7 +48,17 @@ def test_bars_that_are_met_and_missed():
         "tree attention over copy bandwidth": True,
         "tree attention over torch's best": False,
     }
-    assert found["chain of 5 at 0.8 over off"] == {"value": 1.9, "limit": ">= 1.7", "met": True}
+    # 32 draws gave a length of 3.2, where 4 is expected
+    lengths = {"drawn_length": 3.2, "expected_length": 4.0}
+    assert found["chain of 5 at 0.8 over off"] == {
+        "value": 1.9,
+        "limit": ">= 1.7",
+        "met": True,
+        "value_at_expected_length": pytest.approx(2.375),
+        **lengths,
+    }
+    assert lengths.items() <= found["chain of 5 at 0.8 over off, stretch"].items()
+    assert set(found["off over its floor"]) == {"value", "limit", "met"}
     assert found["gap between queued replays"]["value"] == 0.03
 
 
@@ -113,3 +125,6 @@ def test_the_whole_course(monkeypatch, tmp_path):
     assert all(isinstance(item["met"], bool) for item in found["bars"].values())
     assert found["steps"]["runs"][1]["plan"] == "chain-5"
     assert found["steps"]["settings"]["synthetic_acceptance"] == [0.8]
+    chain = found["bars"]["chain of 5 at 0.8 over off"]
+    assert chain["expected_length"] == pytest.approx(3.68928)
+    assert 1 < chain["drawn_length"] < 6

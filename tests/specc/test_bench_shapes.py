@@ -15,6 +15,7 @@ from specc.bench_device import RepeatingDevice
 from specc.bench_model import BenchPrograms
 from specc.bench_shapes import SHAPES, Shape, check_vocabularies, parse_shapes
 from specc.bench_shapes_engine import check_memory, make_engine
+from specc.bench_shapes_report import _deviations
 from specc.bench_weights import make_weights, shared_bytes
 from specc.config import SamplingParams, SpecPlan
 from specc.errors import ConfigError, EngineError, VocabMismatchError
@@ -251,6 +252,29 @@ def test_dice_decide_what_an_engine_accepts():
         assert stats.accepted_per_depth == pytest.approx(rates, abs=0.13)
     off = compile_tiny(acceptance=(0.5,)).steps["off"]
     assert [stage["name"] for stage in off["stages"]] == ["verify", "accept_commit"]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "queued", "words"),
+    [(2.05, 1.98, ()), (1.9, 2.0, ("1.90", "-5.0%", "+0.0%")), (2.0, 2.2, ("2.20", "+10.0%"))],
+)
+def test_dice_that_miss_the_expected_length_are_told(drawn, queued, words):
+    dice = {"expected_acceptance_length": 2.02, "drawn_acceptance_length": drawn}
+    if words:
+        dice["expected_acceptance_length"] = 2.0
+    runs = [
+        {"name": "off", "plan": "off", "synthetic_acceptance": None, "step": {}},
+        {
+            "name": "speculative",
+            "plan": "chain-3",
+            "synthetic_acceptance": dice,
+            "step": {"acceptance_length": queued},
+        },
+    ]
+    notes = _deviations(runs)
+    assert len(notes) == bool(words)
+    for word in words and ("speculative (chain-3)", "2.00 is expected", *words):
+        assert word in notes[0]
 
 
 def test_bytes_of_a_published_pair():

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
+from specc import bench_transformers
 from specc.bench import Difference
 from specc.bench_engine import EngineContender, add_margins, tokenize
 from specc.bench_transformers import (
     ASSISTED,
     PLAIN,
+    STATIC,
     Checkpoints,
     TransformersContender,
     load_contenders,
+    make_contenders,
 )
 from specc.errors import ConfigError, ModelNotFoundError, RequestError
 from specc.runtime.engine import Engine
@@ -117,6 +123,103 @@ def test_a_pair_that_transformers_refuses(tiny_models, tmp_path, save_llama):
     contenders, (note,) = load_contenders(checkpoints, one_by_one(), 20, depth=3)
     assert [contender.name for contender in contenders] == [PLAIN]
     assert "refuses" in note
+
+
+class OnGpu:
+    """A module that says it is on a GPU, with what transformers compiled for it."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self._compiled_call = object()
+
+
+class Tensors:
+    """Stands for what a failing run holds on the device."""
+
+
+def fail_with(
+    monkeypatch: pytest.MonkeyPatch, failures: dict[str, BaseException]
+) -> list[weakref.ref]:
+    """Let runs of these names fail; returns references to what they held."""
+    held: list[weakref.ref] = []
+
+    class Contender:
+        def __init__(self, name: str, *args: object, **options: object) -> None:
+            self.name = name
+
+        def run(self) -> None:
+            tensors = Tensors()
+            tensors.cycle = tensors  # type: ignore[attr-defined]
+            held.append(weakref.ref(tensors))
+            if self.name in failures:
+                raise failures.pop(self.name)
+
+    monkeypatch.setattr(bench_transformers, "TransformersContender", Contender)
+    return held
+
+
+@pytest.mark.parametrize("name", [ASSISTED, STATIC])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "CUDA out of memory.)"),
+        (RuntimeError("\ncudagraph: captured\nmore"), "RuntimeError: cudagraph: captured)"),
+        (BackendCompilerFailed(print, ValueError("odd"), None), "BackendCompilerFailed: "),
+        (AssertionError(), "AssertionError"),
+        (ValueError("other vocabularies\nmore"), "refuses it (other vocabularies)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_one_that_fails_leaves_the_others(monkeypatch, name, error, words):
+    """A note with the error's first line; what the run held and what was compiled is gone."""
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    held = fail_with(monkeypatch, {name: error})
+    del error
+    target = OnGpu()
+    found, (note,) = make_contenders(target, OnGpu(), [[[1]]], 4, 3)
+    assert [item.name for item in found] == [n for n in (PLAIN, ASSISTED, STATIC) if n != name]
+    assert note.startswith(f"{name} is left out: ")
+    assert words in note
+    assert "more" not in note
+    assert "Tried" not in note
+    assert resets == [1]
+    assert not hasattr(target, "_compiled_call")
+    assert len(held) == 2
+
+
+def test_what_a_failed_run_held_is_freed(monkeypatch):
+    """Cycles too, which otherwise live until somebody collects."""
+    held = fail_with(monkeypatch, {STATIC: RuntimeError("no memory")})
+    gc.disable()
+    try:
+        found, _ = make_contenders(OnGpu(), None, [[[1]]], 4, 0)
+        assert [item.name for item in found] == [PLAIN]
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_both_fail(monkeypatch):
+    fail_with(monkeypatch, {ASSISTED: RuntimeError("a"), STATIC: RuntimeError("b")})
+    found, notes = make_contenders(OnGpu(), OnGpu(), [[[1]]], 4, 3)
+    assert [item.name for item in found] == [PLAIN]
+    assert [note.split(" is ")[0] for note in notes] == [ASSISTED, STATIC]
+
+
+def test_an_interrupt_is_no_failure(monkeypatch):
+    fail_with(monkeypatch, {STATIC: KeyboardInterrupt()})
+    with pytest.raises(KeyboardInterrupt):
+        make_contenders(OnGpu(), None, [[[1]]], 4, 0)
+
+
+def test_assisted_generation_that_breaks_on_checkpoints(tiny_models, monkeypatch):
+    """The settings that are tried before an engine's rounds: as with modules."""
+    fail_with(monkeypatch, {ASSISTED: RuntimeError("broke\nmore")})
+    checkpoints = Checkpoints(str(tiny_models.target), str(tiny_models.draft), "float32")
+    contenders, notes = load_contenders(checkpoints, one_by_one(), 20, depth=3)
+    assert [contender.name for contender in contenders] == [PLAIN]
+    assert notes == [f"{ASSISTED} is left out: it failed (RuntimeError: broke)"]
 
 
 def test_checkpoints_that_are_gone(tiny_models, tmp_path):

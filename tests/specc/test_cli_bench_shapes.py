@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from specc import bench_device, bench_shapes_engine, bench_transformers
 from specc.bench_transformers import STATIC, TransformersContender, static_cache_options
 from specc.cli import app
 from specc.cli_bench_shapes import ShapesOptions, choose_shape_plans
+from specc.passes.draw_acceptance import Draws
 from specc.runtime.graph_device import GraphDevice
+from specc.tree import TokenTree
 from tests.models import build_model, tiny_config
 from tests.runtime.simulated_device import SimulatedDevice
 from tests.specc.test_cli_bench import RUN_FIELDS as ENGINE_RUN_FIELDS
@@ -39,12 +42,14 @@ STEP_FIELDS = {
     "kernels_counted": str,
     "is_captured": bool,
     "acceptance_length": float,
+    "expected_acceptance_length": (float, type(None)),
     "context": float,
     "bytes": int,
     "bytes_parts": dict,
     "floor_ms": float,
     "floor_ratio": float,
     "speedup_over_off": (float, type(None)),
+    "speedup_at_expected_length": (float, type(None)),
     "break_even_acceptance_length": (float, type(None)),
 }
 QUICK = ("--context", 20, "--tokens", 13, "--rounds", 2, "--warmup", 1)
@@ -129,6 +134,11 @@ def test_the_whole_report(pair, device, tmp_path):
     assert step["break_even_acceptance_length"] == pytest.approx(ratio)
     assert step["speedup_over_off"] == pytest.approx(step["acceptance_length"] / ratio)
     assert off["step"]["speedup_over_off"] is None
+    assert off["step"]["speedup_at_expected_length"] is None
+    dice = speculative["synthetic_acceptance"]
+    assert dice["drawn_acceptance_length"] == speculative["mean_acceptance_length"]
+    assert step["expected_acceptance_length"] == dice["expected_acceptance_length"]
+    assert step["speedup_at_expected_length"] == pytest.approx((1 + 0.8 + 0.8 * 0.6) / ratio)
     assert speculative["identical"] is None
     assert speculative["synthetic_acceptance"]["expected_acceptance_length"] == pytest.approx(
         1 + 0.8 + 0.8 * 0.6
@@ -164,6 +174,24 @@ def test_one_graph_a_step(pair, monkeypatch):
     assert report["engine"]["backend"] == "cuda"
 
 
+def test_both_measures_draw_the_even_walk(pair):
+    """Queued steps and rounds start where draws do: their lengths are those of its first steps."""
+    tokens = 49
+    report = report_of(
+        *("--synthetic", pair, "--context", 20, "--tokens", tokens, "--rounds", 1, "--warmup", 0),
+        *("--num-speculative-tokens", 3, "--synthetic-acceptance", "0.7"),
+    )
+    run = report["runs"][1]
+    draws = Draws(TokenTree.chain(3), (0.7,), 1, tokens, start=20)
+    lengths = [draws.ends.length(q) for q in islice(draws.quantiles(0, draws.shift), tokens)]
+    few = tokens // 4
+    assert run["step"]["acceptance_length"] == pytest.approx(sum(lengths[:few]) / few)
+    steps = next(k for k in range(tokens) if sum(lengths[:k]) >= tokens - 1)
+    # none of them is decoded plainly for lack of positions
+    assert run["num_steps"] == steps
+    assert run["mean_acceptance_length"] == pytest.approx((tokens - 1) / steps)
+
+
 def test_a_target_alone(pair):
     report = report_of("--synthetic", "target", *QUICK, "--batch-size", 2)
     (off,) = report["runs"]
@@ -183,6 +211,7 @@ def test_real_acceptance_is_compared_with_off(pair):
         assert run["identical"] is True, run["differences"]
         assert run["synthetic_acceptance"] is None
         assert list(run["step"]["stage_ms"]) == ["draft", "verify", "accept_commit"]
+        assert run["step"]["expected_acceptance_length"] is None
     assert off["num_output_tokens"] == 26
 
 
@@ -231,7 +260,14 @@ def test_plans_without_a_tree(chain, acceptance, plan):
             ),
             ("for 2 siblings", "chain-3 has 1"),
         ),
-        (("--synthetic", "target", "--synthetic-acceptance", ".7"), ("without a draft", "/DRAFT")),
+        (
+            ("--synthetic", "target", "--synthetic-acceptance", ".7"),
+            ("without a draft", "--synthetic target,DRAFT"),
+        ),
+        (
+            ("--synthetic", "qwen3-8b", "--synthetic-acceptance", ".7"),
+            ("without a draft", "--synthetic qwen3-8b/DRAFT"),
+        ),
         (("--synthetic", "target", "--num-speculative-tokens", 2), ("without a draft",)),
         (("--synthetic", "PAIR", "--synthetic-acceptance", ".7,.6"), ("at most 1",)),
         (("--synthetic", "PAIR", "--plan", "off"), ("--plan", "--tree")),
