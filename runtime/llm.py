@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -156,16 +157,31 @@ class LLM:
         try:
             for sequence in sequences:
                 self._scheduler.add(sequence)
-            while not all(sequence.is_finished for sequence in sequences):
-                self._advance()
+            while not self._have_ended(sequences):
+                with self._at_work():
+                    self._advance()
                 yield
         finally:
             for sequence in sequences:
                 self._scheduler.abort(sequence)
-            self._in_flight.settle()
+            with self._at_work():
+                self._in_flight.settle()
+
+    def _have_ended(self, sequences: list[Sequence]) -> bool:
+        """All of them have; an error where another caller's failure cost one of them its tokens."""
+        self._scheduler.check(sequences)
+        return all(sequence.is_finished for sequence in sequences)
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Count the seconds, those of work that fails too."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._scheduler.stats.elapsed_s += time.perf_counter() - begin
 
     def _advance(self) -> None:
-        begin = time.perf_counter()
         self._num_iterations += 1
         if self._num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
             self.engine.check_weights()
@@ -175,7 +191,6 @@ class LLM:
                 "free slots and cache blocks",
                 "finish or close the streams of the other LLM first",
             )
-        self._scheduler.stats.elapsed_s += time.perf_counter() - begin
 
     def _make_sequences(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specc.config import OFF, SpecPlan
 from specc.errors import RequestError
@@ -15,6 +15,9 @@ from specc.runtime.policy import Policy
 from specc.runtime.sequence import Sequence
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from specc.runtime.captured_step import PendingStep
     from specc.runtime.runner import RunResult
 
 
@@ -53,10 +56,20 @@ class Batch:
     groups: list[StepGroup] = field(default_factory=list)
 
 
+class Queued(NamedTuple):
+    """A batch that the device has, and where its results will be."""
+
+    batch: Batch
+    pending: PendingStep
+
+
 class Scheduler:
     """Admits requests in order of arrival, whenever a slot and blocks are free.
 
     A request reserves the blocks of its worst case, so none is ever preempted.
+
+    `queued` holds the batches that were queued and not post-processed, in order: blocks of their
+    sequences are not free, and `postprocess` takes the oldest one out.
 
     Args:
         cache: whose blocks sequences own.
@@ -78,15 +91,16 @@ class Scheduler:
         self.stats = SpecStats()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.queued: deque[Queued] = deque()
         self._cache = cache
         self._plans = plans
         self._policy = policy
         self._prefill_chunk = prefill_chunk
         self._position_limit = position_limit
         self._needs_results = getattr(policy, "needs_results", True)
-        # queued and not post-processed, in order; and who left while one of them held its blocks
-        self._in_flight: deque[Batch] = deque()
+        # who left while a queued step held its blocks; and who was dropped, until `abort`
         self._left: list[Sequence] = []
+        self._torn: list[Sequence] = []
 
     @property
     def has_work(self) -> bool:
@@ -113,6 +127,21 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence in self.running:
             self._release(sequence)
+        self._torn = [other for other in self._torn if other is not sequence]
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Look for requests that `forget_queued` had to drop.
+
+        Raises:
+            RequestError: one of these is among them.
+        """
+        for sequence in sequences if self._torn else ():
+            if sequence in self._torn:
+                raise RequestError(
+                    f"request {sequence.request_id} was interrupted between two of its tokens",
+                    "a step whose results are taken as a whole",
+                    "send the request again",
+                )
 
     def schedule(self) -> Batch:
         """Pick the work of the next iteration."""
@@ -131,9 +160,24 @@ class Scheduler:
         spans = self._prefill_spans(plan) if len(ready) < len(self.running) else []
         return Batch(spans, groups)
 
-    def hold(self, batch: Batch) -> None:
+    def hold(self, batch: Batch, pending: PendingStep) -> None:
         """The batch is queued: until `postprocess`, the blocks of its sequences stay theirs."""
-        self._in_flight.append(batch)
+        self.queued.append(Queued(batch, pending))
+
+    def forget_queued(self) -> None:
+        """Give up what is queued: the next iteration starts from what was committed.
+
+        To be called behind a failure, once the device is done with all of it. Repeating steps is
+        safe: they write no row in front of `cache_len` or `draft_lens` but that of the last
+        committed token, as it is, and every row behind is written before it is read. Who was
+        caught between its tokens and its lengths cannot go on and is dropped: see `check`.
+        """
+        self.queued.clear()
+        for sequence in [s for s in self.running if _is_torn(s)]:
+            self._torn.append(sequence)
+            self._release(sequence)
+        self._release_finished()
+        self._free_blocks()
 
     def repeats(self, batch: Batch) -> bool:
         """Whether the iteration behind a queued step is that step again, whatever its results are.
@@ -161,14 +205,22 @@ class Scheduler:
 
     def postprocess(self, batch: Batch, result: RunResult) -> None:
         """Commit what the passes did: lengths, tokens, counters; release requests that ended."""
-        if self._in_flight:
-            oldest = self._in_flight.popleft()
-            assert oldest is batch, "batches end in the order of their start"
+        if self.queued:
+            assert self.queued[0].batch is batch, "batches end in the order of their start"
+            self.queued.popleft()
+        self._commit_prefill(batch, result)
+        self._commit_steps(batch, result)
+        self._release_finished()
+        if self._left:
+            self._free_blocks()
+
+    def _commit_prefill(self, batch: Batch, result: RunResult) -> None:
         if batch.prefill:
             self.stats.record_prefill_pass(result.prefill_s)
         for span, token in zip(batch.prefill, result.first_tokens, strict=True):
             sequence = span.sequence
             sequence.stats.record_prefill_pass(result.prefill_s)
+            # in front of the first token: without that token, `_is_torn` then tells
             sequence.cache_len = span.end
             for draft in span.drafts:
                 sequence.draft_lens[draft] = span.end
@@ -176,6 +228,8 @@ class Scheduler:
                 sequence.append_first(token)
                 self.stats.record_first_token(sequence.stats.first_token_s)
                 self.stats.num_prompt_tokens += sequence.num_prompt_tokens
+
+    def _commit_steps(self, batch: Batch, result: RunResult) -> None:
         for group, step in zip(batch.groups, result.steps, strict=True):
             rows = [(i, s) for i, s in enumerate(group.sequences) if s not in self._left]
             if not rows:
@@ -185,16 +239,12 @@ class Scheduler:
                 num_accepted = step.num_accepted[i]
                 num_emitted = sequence.append(step.output_tokens[i][: num_accepted + 1])
                 sequence.cache_len = step.next_cache_len[i]
+                # a draft whose length is not moved any more would catch up
                 for draft, lengths in step.draft_lens.items():
                     sequence.draft_lens[draft] = lengths[i]
                 sequence.stats.record_step_pass(step.stage_s)
                 for stats in (sequence.stats, self.stats):
                     stats.record_step(group.plan.widths, num_accepted, num_emitted)
-        for sequence in [s for s in self.running if s.is_finished]:
-            self._release(sequence)
-            self.stats.num_requests += 1
-        if self._left:
-            self._free_blocks()
 
     def _admit(self) -> None:
         while self._can_admit():
@@ -238,10 +288,23 @@ class Scheduler:
         self._left.append(sequence)
         self._free_blocks()
 
+    def _release_finished(self) -> None:
+        for sequence in [s for s in self.running if s.is_finished]:
+            self._release(sequence)
+            self.stats.num_requests += 1
+
     def _free_blocks(self) -> None:
         """Free the blocks of those who left, but for those that a queued step still uses."""
-        used = {id(s) for batch in self._in_flight for g in batch.groups for s in g.sequences}
+        used = {id(s) for batch, _ in self.queued for g in batch.groups for s in g.sequences}
         for sequence in [s for s in self._left if id(s) not in used]:
             self._left.remove(sequence)
             self._cache.allocator.free(sequence.blocks)
             sequence.blocks = []
+
+
+def _is_torn(sequence: Sequence) -> bool:
+    """A failure came between the tokens of a sequence and its committed rows, or its end."""
+    if sequence.is_finished:
+        # counted as the last thing, behind its text and its events
+        return sequence.stats.num_requests == 0
+    return sequence.is_prefilled and len(sequence.token_ids) != sequence.cache_len + 1

@@ -91,6 +91,8 @@ class StepBuffers:
             block_table: [B, n] int32 on the host.
             bucket: rows of the graph that will read them.
         """
+        # whatever interrupts what follows: no step goes on from inputs that are not its own
+        self.newest = None
         stage = self._next_input
         self._next_input = (stage + 1) % NUM_STAGES
         if (fence := self._fences[stage]) is not None:

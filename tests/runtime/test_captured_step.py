@@ -358,6 +358,16 @@ def test_when_a_step_can_go_on(rig) -> None:
     assert not step.submit(rows, table).can_go_on
 
 
+def test_no_step_goes_on_from_the_inputs_of_one_that_was_interrupted(rig, monkeypatch) -> None:
+    rows, table = rig.state(2)
+    pending = rig.steps["chain-3"].submit(rows, table)
+    other = rig.steps["off"]
+    monkeypatch.setattr(other, "_queue", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        other.submit(rows, table)
+    assert not pending.can_go_on
+
+
 def test_a_step_that_is_not_captured_does_not_go_on(rig, monkeypatch) -> None:
     """It could run and wait, while the results of the last one are ready to be read."""
 

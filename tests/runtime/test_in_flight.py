@@ -14,6 +14,7 @@ import torch
 
 from specc.api import compile_with
 from specc.config import CompileConfig, SamplingParams, SpecPlan
+from specc.errors import RequestError
 from specc.metrics import SpecStats
 from specc.runtime import engine as engine_module
 from specc.runtime.captured_step import CapturedStep
@@ -23,7 +24,8 @@ from specc.runtime.llm import LLM
 from specc.runtime.outputs import RequestOutput, StreamOutput
 from specc.runtime.runner import RunResult
 from specc.runtime.scheduler import Batch, Scheduler
-from specc.runtime.step_buffers import HostResults
+from specc.runtime.sequence import Sequence
+from specc.runtime.step_buffers import HostResults, StepBuffers
 from tests.runtime.late_engine import Rig, guard_blocks, save_draft
 from tests.runtime.simulated_device import LateDevice
 
@@ -312,6 +314,152 @@ def test_who_interrupts_the_wait_loses_nothing_of_others(rig, references, monkey
     assert rig.is_idle(llm)
 
 
+def fail_once(
+    patch: pytest.MonkeyPatch, owner: type, name: str, *, skip: int, is_done: bool
+) -> None:
+    """Interrupt the call behind `skip` others: before its work, or when that is done."""
+    original, calls = getattr(owner, name), itertools.count()
+
+    def interrupted(*args: Any) -> Any:
+        is_due = next(calls) == skip
+        if is_due and not is_done:
+            raise KeyboardInterrupt
+        result = original(*args)
+        if is_due:
+            raise KeyboardInterrupt
+        return result
+
+    patch.setattr(owner, name, interrupted)
+
+
+def test_a_failed_append_loses_nothing_of_others(rig, references, monkeypatch) -> None:
+    """The results of two steps are due, and those of the first are taken from nobody."""
+    llm = rig.llm("chain-3")
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
+    tokens = [next(second).token_id]
+    next(first)
+    while rig.device.num_waiting == 0:
+        tokens.append(next(second).token_id)
+
+    def fail(sequence: Sequence, token_ids: list[int]) -> int:
+        raise ValueError("detokenizer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequence, "append", fail)
+        with pytest.raises(ValueError, match="detokenizer"):
+            list(first)
+    tokens += [event.token_id for event in second]
+    assert tokens == references[1][0][:30]
+    assert rig.is_idle(llm)
+
+
+def test_an_interrupt_in_front_of_postprocess_keeps_batches_in_order(
+    rig, references, monkeypatch
+) -> None:
+    """Results have come and nothing of them is taken; blocks of who leaves come back, too."""
+    llm = rig.llm("chain-3")
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
+    tokens = [next(second).token_id]
+    next(first)
+    while rig.device.num_waiting == 0:
+        tokens.append(next(second).token_id)
+    with monkeypatch.context() as patch:
+        fail_once(patch, Scheduler, "postprocess", skip=0, is_done=False)
+        with pytest.raises(KeyboardInterrupt):
+            list(first)
+    tokens += [event.token_id for event in second]
+    assert tokens == references[1][0][:30]
+    assert rig.is_idle(llm)
+
+
+def start_three(rig: Rig, plan: str) -> tuple[LLM, list[Iterator[StreamOutput]], list[list[Any]]]:
+    """Three streams with a step in flight, and the events that they have yielded."""
+    llm = rig.llm(plan)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    streams = [llm.stream(prompt, params) for prompt in PROMPTS[:3]]
+    events = [[next(stream)] for stream in streams]
+    while rig.device.num_waiting == 0:
+        events[0].append(next(streams[0]))
+    return llm, streams, events
+
+
+PLACES = [
+    pytest.param(HostResults, "wait", False, id="waiting"),
+    pytest.param(HostResults, "wait", True, id="waited"),
+    pytest.param(StepBuffers, "read_results", False, id="replayed"),
+    pytest.param(StepBuffers, "read_results", True, id="queued"),
+    pytest.param(CapturedStep, "submit_next", True, id="queued-ahead"),
+    pytest.param(Scheduler, "hold", False, id="not-held"),
+    pytest.param(Scheduler, "hold", True, id="held"),
+    pytest.param(Scheduler, "postprocess", False, id="not-postprocessed"),
+    pytest.param(Scheduler, "postprocess", True, id="postprocessed"),
+    pytest.param(Sequence, "append", False, id="not-appended"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("owner", "name", "is_done"), PLACES)
+def test_an_interrupt_anywhere_loses_nothing_of_others(
+    rig, references, monkeypatch, plan, owner, name, is_done
+) -> None:
+    """Who waits for a slot moves three others on, and is interrupted.
+
+    Counters of the three say that each step and its drafts were those of an undisturbed run.
+    """
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    whole = [counters(o.metrics) for o in rig.llm(plan).generate(PROMPTS[:3], params)]
+    for skip in range(4):
+        llm, streams, events = start_three(rig, plan)
+        with monkeypatch.context() as patch:
+            fail_once(patch, owner, name, skip=skip, is_done=is_done)
+            with pytest.raises(KeyboardInterrupt):
+                next(llm.stream(PROMPTS[4], params))
+        for seen, stream in zip(events, streams, strict=True):
+            seen += stream
+        for seen, (tokens, _), stats in zip(events, references, whole, strict=False):
+            assert [event.token_id for event in seen] == tokens[:30], skip
+            assert counters(seen[-1].metrics) == stats, skip
+        assert rig.is_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_done"),
+    [
+        pytest.param("append", True, id="tokens-without-rows"),
+        pytest.param("_event", False, id="token-without-event"),
+        pytest.param("_close", False, id="end-without-close"),
+    ],
+)
+def test_who_is_caught_between_two_tokens_is_told(
+    rig, references, monkeypatch, name, is_done
+) -> None:
+    """It can neither go on nor step back: an error for its caller, and nothing for others."""
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    llm, streams, events = start_three(rig, "tree-2-1")
+    with monkeypatch.context() as patch:
+        fail_once(patch, Sequence, name, skip=1, is_done=is_done)
+        with pytest.raises(KeyboardInterrupt):
+            # its end frees the slot that this one waits for
+            llm.generate([PROMPTS[4]], params)
+    lost = {}
+    for index, (seen, stream) in enumerate(zip(events, streams, strict=True)):
+        try:
+            for event in stream:
+                seen.append(event)
+        except RequestError as error:
+            lost[index] = error.found
+    (found,) = lost.values()
+    assert "interrupted between two of its tokens" in found
+    for index, seen in enumerate(events):
+        tokens = [event.token_id for event in seen]
+        assert tokens == references[index][0][: len(tokens) if index in lost else 30]
+    assert rig.is_idle(llm)
+    (output,) = llm.generate([PROMPTS[4]], params)
+    assert output.outputs[0].token_ids == references[4][0][:30]
+
+
 def test_two_llms_take_turns_on_one_engine(rig, references) -> None:
     """A step in flight is another LLM's business no less: the device holds the state of one."""
     params = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -351,6 +499,33 @@ def test_a_policy_says_whether_it_needs_results(rig, references, needs_results) 
     stats = llm.get_metrics()
     assert 0 < stats.num_spec_steps < stats.num_steps
     assert (rig.num_ahead > 0) == (needs_results is False)
+
+
+def test_drafts_catch_up_again_behind_an_interrupt(rig, references, monkeypatch) -> None:
+    """Plans change from off to a chain; a catch-up whose step is given up is repeated."""
+    policy: Any = ByLoad()
+    policy.needs_results = False
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (9, 30)]
+    whole = LLM(rig.engine, policy=policy).generate(PROMPTS[:2], params)
+    num_caught_up = 0
+    for skip in range(12):
+        llm = LLM(rig.engine, policy=policy)
+        stream = llm.stream(PROMPTS[:2], params)
+        events = [next(stream)]
+        with monkeypatch.context() as patch:
+            fail_once(patch, HostResults, "wait", skip=skip, is_done=False)
+            with pytest.raises(KeyboardInterrupt):
+                all(llm._in_flight.advance() for _ in itertools.count())
+        groups = [group for queued in llm._scheduler.queued for group in queued.batch.groups]
+        chained = [s for group in groups if group.plan.widths for s in group.sequences]
+        num_caught_up += any(s.draft_lens[0] < s.cache_len - 1 for s in chained)
+        events += stream
+        for index, output in enumerate(whole):
+            seen = [event for event in events if event.index == index]
+            assert [event.token_id for event in seen] == output.outputs[0].token_ids, skip
+            assert counters(seen[-1].metrics) == counters(output.metrics), skip
+        assert rig.is_idle(llm)
+    assert num_caught_up > 0
 
 
 def test_a_hook_sees_every_step(rig) -> None:

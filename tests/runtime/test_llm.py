@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 
 import pytest
@@ -278,6 +280,32 @@ def test_metrics(make_engine, prompts) -> None:
     assert stats.tokens_per_s == pytest.approx(20 / stats.elapsed_s)
     engine.num_requests = 0
     assert llm.get_metrics().num_requests == len(prompts)
+
+
+def test_seconds_at_work_hold_the_last_wait_and_what_fails(
+    llm, prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def elapsed_behind(name: str, work: Callable[[], object]) -> float:
+        def slow() -> bool:
+            time.sleep(0.1)
+            return bool(work())
+
+        stream = llm.stream(prompts[0], SamplingParams(max_tokens=20))
+        next(stream)
+        before = llm.get_metrics().elapsed_s
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._in_flight, name, slow)
+            with contextlib.suppress(MemoryError):
+                next(stream) if name == "advance" else stream.close()
+        stream.close()
+        return llm.get_metrics().elapsed_s - before
+
+    def fail() -> None:
+        raise MemoryError
+
+    assert elapsed_behind("settle", llm._in_flight.settle) >= 0.1
+    assert elapsed_behind("advance", fail) >= 0.1
+    assert is_idle(llm)
 
 
 def test_progress(llm, prompts) -> None:

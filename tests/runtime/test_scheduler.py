@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from specc.runtime.sequence import Sequence
 
 CHAIN = SpecPlan.from_widths([1, 1])
 MAX_SEQ_LEN = 32
+# the scheduler only keeps it
+PENDING: Any = object()
 
 
 def make_scheduler(
@@ -218,7 +221,7 @@ def running(scheduler: Scheduler, *sequences: Sequence) -> Batch:
     advance(scheduler)
     batch = scheduler.schedule()
     assert not batch.prefill
-    scheduler.hold(batch)
+    scheduler.hold(batch, PENDING)
     return batch
 
 
@@ -226,7 +229,7 @@ def test_an_iteration_repeats_while_results_cannot_change_it() -> None:
     scheduler, _ = make_scheduler(chunk=100)
     batch = running(scheduler, make_sequence("a", max_tokens=20), make_sequence("b", max_tokens=20))
     assert scheduler.repeats(batch)
-    scheduler.hold(batch)
+    scheduler.hold(batch, PENDING)
     scheduler.postprocess(batch, run(batch, 2))
     assert scheduler.repeats(batch)
     # no slot: c would not join either way
@@ -304,7 +307,7 @@ def test_blocks_in_flight_stay_taken_and_rows_of_who_left_are_dropped() -> None:
     scheduler, cache = make_scheduler(chunk=100)
     ends, goes_on = make_sequence("a", max_tokens=4), make_sequence("b", max_tokens=20)
     batch = running(scheduler, ends, goes_on)
-    scheduler.hold(batch)
+    scheduler.hold(batch, PENDING)
     free = cache.allocator.num_free
     scheduler.postprocess(batch, run(batch, 2))
     assert ends.is_finished
@@ -331,3 +334,90 @@ def test_a_step_whose_rows_are_all_dropped_is_not_counted() -> None:
     assert dataclasses.asdict(scheduler.stats) == before
     assert not scheduler.has_work
     assert cache.allocator.num_free == cache.allocator.num_blocks
+
+
+def test_what_is_forgotten_starts_from_what_was_committed() -> None:
+    """Two steps were queued; one row of the first was committed, and one request has left."""
+    scheduler, cache = make_scheduler(chunk=100, max_num_seqs=3)
+    sequences = [make_sequence(name, max_tokens=20) for name in "abc"]
+    batch = running(scheduler, *sequences)
+    scheduler.hold(batch, PENDING)
+    total = cache.allocator.num_blocks
+    scheduler.abort(sequences[2])
+    assert sequences[2].blocks
+    first = run(batch, 2)
+
+    class Stop(Exception):
+        pass
+
+    def fail(token_ids: list[int]) -> int:
+        raise Stop
+
+    sequences[1].append = fail  # type: ignore[method-assign]
+    with pytest.raises(Stop):
+        scheduler.postprocess(batch, first)
+    del sequences[1].append
+    scheduler.forget_queued()
+    assert not scheduler.queued
+    assert sequences[2].blocks == []
+    assert [(s.cache_len, s.draft_lens) for s in sequences[:2]] == [(7, [7]), (4, [4])]
+    scheduler.check(sequences)
+    assert groups(scheduler.schedule()) == {"chain-2": ["a", "b"]}
+    for sequence in sequences[:2]:
+        scheduler.abort(sequence)
+    assert cache.allocator.num_free == total
+
+
+def test_who_ended_when_another_failed_is_released() -> None:
+    scheduler, cache = make_scheduler(chunk=100)
+    ends, goes_on = make_sequence("a", max_tokens=4), make_sequence("b", max_tokens=20)
+    batch = running(scheduler, ends, goes_on)
+    with pytest.raises(IndexError):
+        scheduler.postprocess(batch, dataclasses.replace(run(batch, 2), steps=[half(batch)]))
+    assert ends.is_finished
+    scheduler.forget_queued()
+    assert scheduler.running == [goes_on]
+    assert ends.blocks == []
+    assert scheduler.stats.num_requests == 1
+    scheduler.abort(goes_on)
+    assert cache.allocator.num_free == cache.allocator.num_blocks
+
+
+def half(batch: Batch) -> StepResult:
+    """Results of the first sequence alone."""
+    (step,) = run(batch, 2).steps
+    return step._replace(num_accepted=step.num_accepted[:1])
+
+
+def test_who_is_torn_is_dropped_until_its_caller_knows() -> None:
+    scheduler, cache = make_scheduler(chunk=100)
+    sequences = [make_sequence(name, max_tokens=20) for name in "ab"]
+    running(scheduler, *sequences)
+    sequences[0].append([9])
+    scheduler.forget_queued()
+    assert scheduler.running == [sequences[1]]
+    scheduler.check(sequences[1:])
+    with pytest.raises(RequestError, match="request a was interrupted"):
+        scheduler.check(sequences)
+    for sequence in sequences:
+        scheduler.abort(sequence)
+    scheduler.check(sequences)
+    assert cache.allocator.num_free == cache.allocator.num_blocks
+
+
+def test_a_prompt_without_its_first_token_is_torn() -> None:
+    scheduler, _ = make_scheduler(chunk=100)
+    sequence = make_sequence("a")
+    scheduler.add(sequence)
+    batch = scheduler.schedule()
+
+    def fail(token_id: int) -> None:
+        raise KeyboardInterrupt
+
+    sequence.append_first = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.postprocess(batch, run(batch))
+    scheduler.forget_queued()
+    assert not scheduler.has_work
+    with pytest.raises(RequestError, match="request a was interrupted"):
+        scheduler.check([sequence])
