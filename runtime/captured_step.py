@@ -19,6 +19,7 @@ from specc.runtime.failed_operator import OperatorError
 from specc.runtime.graph_device import Graph, GraphDevice
 from specc.runtime.place import place
 from specc.runtime.program import BeforeAccept, StepResult, check_schema, draft_len_name
+from specc.runtime.step_bounds import check_step_bounds
 from specc.runtime.step_buffers import HostResults, StepBuffers
 
 
@@ -139,9 +140,14 @@ class CapturedStep:
         Args:
             rows: of each sequence, its last two tokens and its committed rows.
             block_table: [B, n] int32 on the host.
+        Raises:
+            EngineError: the step would leave the cache, or cannot run at all.
         """
         begin_s = time.perf_counter()
         bucket = self.bucket_of(len(rows))
+        num_blocks, rows_per_block = next(iter(self._slabs.values())).shape[2:4]
+        lengths, num_nodes = [row[2] for row in rows], self.plan.tree.num_nodes
+        check_step_bounds(lengths, block_table, num_nodes, num_blocks, rows_per_block)
         self.capture(bucket)
         with self._graphs.active():
             self._buffers.copy_from(rows, block_table, bucket)

@@ -358,6 +358,18 @@ def test_when_a_step_can_go_on(rig) -> None:
     assert not step.submit(rows, table).can_go_on
 
 
+def test_a_step_that_would_leave_the_cache_is_not_queued(rig) -> None:
+    rows, table = rig.state(2)
+    step = rig.steps["chain-3"]
+    before = step.submit(rows, table)
+    slab = next(iter(rig.other.cache.environment.values()))
+    with pytest.raises(EngineError, match="committed rows and 4 nodes"):
+        step.submit([rows[0], (*rows[1][:2], table.shape[1] * slab.shape[3])], table)
+    with pytest.raises(EngineError, match="column 0 of sequence 0"):
+        step.submit(rows, torch.full_like(table, slab.shape[2]))
+    assert before.can_go_on
+
+
 def test_no_step_goes_on_from_the_inputs_of_one_that_was_interrupted(rig, monkeypatch) -> None:
     rows, table = rig.state(2)
     pending = rig.steps["chain-3"].submit(rows, table)
