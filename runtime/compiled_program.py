@@ -16,6 +16,7 @@ from specc.errors import EngineError
 from specc.graph_io import graph_from_json, target_name
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import (
+    PROGRAM_SCHEMA_VERSIONS,
     BeforeAccept,
     StepResult,
     bind_weights,
@@ -52,7 +53,7 @@ class CompiledProgram:
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        check_schema(program, "program.json")
+        check_schema(program, "program.json", PROGRAM_SCHEMA_VERSIONS)
         self.name: str = program["name"]
         self.weights = weights
         try:

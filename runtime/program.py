@@ -19,8 +19,9 @@ from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.place import place
 from specc.weight_layout import from_blocks
 
+SCHEMA_VERSIONS = (1,)
 # 2: weights may be stored in blocks
-SCHEMA_VERSIONS = (1, 2)
+PROGRAM_SCHEMA_VERSIONS = (1, 2)
 _DO = "compile the engine again"
 
 
@@ -93,7 +94,7 @@ class ModelProgram(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        check_schema(program, "program.json")
+        check_schema(program, "program.json", PROGRAM_SCHEMA_VERSIONS)
         self.name: str = program["name"]
         self.weights = weights
         # plain lists: as parameters or buffers, nn.Module would list and move the mapped file
@@ -300,9 +301,11 @@ def draft_len_name(draft: int) -> str:
     return f"draft_{draft}_len"
 
 
-def check_schema(program: Mapping[str, Any], name: str) -> None:
+def check_schema(
+    program: Mapping[str, Any], name: str, versions: Sequence[int] = SCHEMA_VERSIONS
+) -> None:
     """Raises EngineError: a program of another schema."""
     version = program.get("schema_version")
-    if version not in SCHEMA_VERSIONS:
-        needed = " or ".join(map(str, SCHEMA_VERSIONS))
+    if version not in versions:
+        needed = " or ".join(map(str, versions))
         raise EngineError(f"{name} of schema {version}", f"schema {needed}", _DO)
