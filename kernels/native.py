@@ -46,10 +46,20 @@ _FLAGS = (
     "-fPIC",
     "-fvisibility=hidden",
 )
+# where the last bit decides, as it does in sampling: rounded as it is written
+_EXACT_FLAGS = (
+    "-fno-associative-math",
+    "-fno-reciprocal-math",
+    "-fsigned-zeros",
+    "-ffp-contract=off",
+)
+_EXACT_SOURCES = ("accept.cpp", "draft_children.cpp", "filters.cpp", "noise.cpp", "penalties.cpp")
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
     *("tree_attention", "linear", "embedding_of_blocks", "tree_expand", "accept_greedy"),
-    *("commit_kv", "tree_rows", "commit_rows", "next_tokens"),
+    *("commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children", "accept"),
+    *("merge_trees", "rerank_tree", "ancestor_words", "image_slots", "vote_chain", "lookup"),
+    "record_tokens",
 )
 # operator → declaration of the C function that AOTInductor's code calls in its place
 C_SHIMS = {
@@ -64,7 +74,10 @@ C_SHIMS = {
 }
 # the sources that define what Python, compiled programs and steps call; kernels behind the same
 # operators may change, and an engine that carries older ones still loads
-_INTERFACE = ("programs.cpp", "programs.h", "register.cpp", "step_operators.cpp", "tensors.h")
+_INTERFACE = (
+    *("programs.cpp", "programs.h", "register.cpp", "sampling_operators.cpp"),
+    *("step_operators.cpp", "tensors.h", "tree_operators.cpp"),
+)
 _INTERFACE_MARK = b"specc-interface:"
 _loaded: tuple[str, ctypes.CDLL] | None = None
 
@@ -315,10 +328,15 @@ def _sources() -> list[Path]:
     return sorted(SOURCE_DIR.glob("*.cpp"))
 
 
+def _flags_of(source: Path) -> tuple[str, ...]:
+    return (*_FLAGS, *_EXACT_FLAGS) if source.name in _EXACT_SOURCES else _FLAGS
+
+
 def _content_key(compiler: str) -> str:
     """Hash of all that the library is made of."""
     digest = hashlib.sha256()
-    parts = [torch.__version__, platform.machine(), *_FLAGS, *isa_flags()]
+    parts = [torch.__version__, platform.machine(), *isa_flags()]
+    parts += [" ".join((source.name, *_flags_of(source))) for source in _sources()]
     parts += [str(compiler_version(compiler))]
     if Path(compiler).is_relative_to(default_cache_dir() / "compilers"):
         parts += [Path(compiler).read_text(encoding="utf-8")]  # its arguments
@@ -338,7 +356,7 @@ def _compile(compiler: str, scratch: Path) -> Path:
 
     def compile_one(source: Path) -> Path:
         made = scratch / f"{source.stem}.o"
-        flags = [*_FLAGS, *include, *defines]
+        flags = [*_flags_of(source), *include, *defines]
         _run([compiler, *flags, "-c", str(source), "-o", str(made)])
         return made
 

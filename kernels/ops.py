@@ -11,7 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specc.kernels import reference, reference_fused
+from specc.kernels import (
+    reference,
+    reference_accept,
+    reference_fused,
+    reference_sampling,
+    reference_trees,
+)
+from specc.tree import WORD_BITS
 
 # operator → what computes shapes, for every implementation of it
 FAKES: dict[str, Callable] = {}
@@ -58,12 +65,79 @@ def _accept_greedy_fake(
     )
 
 
+def _draft_children_fake(
+    logits: Tensor,
+    num_children: int,
+    cache_len: Tensor,
+    columns: Tensor,
+    depth: int,
+    values: Tensor,
+    words: Tensor,
+    scored: bool = False,
+) -> tuple[Tensor, Tensor]:
+    rows = logits.shape[0]
+    return (
+        logits.new_empty(rows, num_children, dtype=torch.int64),
+        logits.new_empty(rows, num_children if scored else 0, dtype=torch.float32),
+    )
+
+
+def _accept_fake(
+    logits: Tensor, tokens: Tensor, parents: Tensor, max_depth: int, *args: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _accept_greedy_fake(logits, tokens, parents, max_depth)
+
+
+def _merge_trees_fake(
+    tokens: Tensor, parents: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, num_nodes = tokens.shape[0], 1 + tokens.shape[1] - (start.shape[0] - 1)
+    return (
+        tokens.new_empty(batch, num_nodes),
+        parents.new_empty(batch, num_nodes),
+        parents.new_empty(tokens.shape),
+        parents.new_empty(batch, num_nodes),
+    )
+
+
+def _rerank_tree_fake(
+    tokens: Tensor, parents: Tensor, scores: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (tokens.shape[0], num_nodes)
+    return tokens.new_empty(shape), parents.new_empty(shape), parents.new_empty(shape)
+
+
+def _ancestor_words_fake(parents: Tensor) -> tuple[Tensor, Tensor]:
+    rows, num_words = parents.numel(), -(-parents.shape[1] // WORD_BITS)
+    return parents.new_empty(rows, num_words, dtype=torch.int64), parents.new_empty(rows)
+
+
+def _image_slots_fake(image: Tensor, slots: Tensor, num_nodes: int) -> Tensor:
+    return image.new_empty(image.shape[0], num_nodes)
+
+
+def _vote_chain_fake(tokens: Tensor, weights: Tensor) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], tokens.shape[2])
+
+
+def _lookup_fake(
+    history: Tensor,
+    block_table: Tensor,
+    cache_len: Tensor,
+    last_tokens: Tensor,
+    ngram: int,
+    num_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    shape = (cache_len.shape[0], num_tokens + 1)
+    return last_tokens.new_empty(shape), cache_len.new_empty(shape)
+
+
 def _tree_rows_fake(cache_len: Tensor, nodes: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
     count = cache_len.shape[0] * nodes.shape[0]
     return cache_len.new_empty(count), cache_len.new_empty(count, dtype=torch.int64)
 
 
-def _commit_rows_fake(path: Tensor, cache_len: Tensor, has_row: Tensor) -> tuple[Tensor, Tensor]:
+def _commit_rows_fake(path: Tensor, cache_len: Tensor, slot_of: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(path), torch.empty_like(cache_len)
 
 
@@ -133,13 +207,66 @@ accept_greedy = _define(
     reference.accept_greedy_reference,
     _accept_greedy_fake,
 )
+draft_children = _define(
+    "draft_children(Tensor logits, int num_children, Tensor cache_len, Tensor columns, int depth,"
+    " Tensor values, Tensor words, bool scored=False) -> (Tensor tokens, Tensor scores)",
+    reference_accept.draft_children_reference,
+    _draft_children_fake,
+)
+accept = _define(
+    "accept(Tensor logits, Tensor tokens, Tensor parents, int max_depth, Tensor? image,"
+    " Tensor? q_rows, Tensor[] draft_logits, Tensor values, Tensor words, Tensor cache_len,"
+    " Tensor history, Tensor block_table)"
+    " -> (Tensor path, Tensor num_accepted, Tensor output_tokens)",
+    reference_accept.accept_reference,
+    _accept_fake,
+)
+merge_trees = _define(
+    "merge_trees(Tensor tokens, Tensor parents, Tensor start)"
+    " -> (Tensor tokens, Tensor parents, Tensor image, Tensor count)",
+    reference_sampling.merge_trees_reference,
+    _merge_trees_fake,
+)
+rerank_tree = _define(
+    "rerank_tree(Tensor tokens, Tensor parents, Tensor scores, int num_nodes)"
+    " -> (Tensor tokens, Tensor parents, Tensor kept)",
+    reference_sampling.rerank_tree_reference,
+    _rerank_tree_fake,
+)
+ancestor_words = _define(
+    "ancestor_words(Tensor parents) -> (Tensor words, Tensor depths)",
+    reference_sampling.ancestor_words_reference,
+    _ancestor_words_fake,
+)
+image_slots = _define(
+    "image_slots(Tensor image, Tensor slots, int num_nodes) -> Tensor",
+    reference_trees.image_slots_reference,
+    _image_slots_fake,
+)
+vote_chain = _define(
+    "vote_chain(Tensor tokens, Tensor weights) -> Tensor",
+    reference_trees.vote_chain_reference,
+    _vote_chain_fake,
+)
+lookup = _define(
+    "lookup(Tensor history, Tensor block_table, Tensor cache_len, Tensor last_tokens, int ngram,"
+    " int num_tokens) -> (Tensor tokens, Tensor parents)",
+    reference_trees.lookup_reference,
+    _lookup_fake,
+)
+record_tokens = _define(
+    "record_tokens(Tensor(a!) history, Tensor block_table, Tensor cache_len, Tensor last_tokens,"
+    " Tensor output_tokens, Tensor num_accepted) -> ()",
+    reference_trees.record_tokens_reference,
+    lambda *args: None,
+)
 tree_rows = _define(
     "tree_rows(Tensor cache_len, Tensor nodes, Tensor depths) -> (Tensor slot, Tensor position)",
     reference.tree_rows_reference,
     _tree_rows_fake,
 )
 commit_rows = _define(
-    "commit_rows(Tensor path, Tensor cache_len, Tensor has_row) -> (Tensor source, Tensor length)",
+    "commit_rows(Tensor path, Tensor cache_len, Tensor slot_of) -> (Tensor source, Tensor length)",
     reference.commit_rows_reference,
     _commit_rows_fake,
 )

@@ -263,37 +263,41 @@ def tree_rows_reference(cache_len: Tensor, nodes: Tensor, depths: Tensor) -> tup
 
 
 def commit_rows_reference(
-    path: Tensor, cache_len: Tensor, has_row: Tensor
+    path: Tensor, cache_len: Tensor, slot_of: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows of a model's cache that a step commits.
+    """Rows of a model's cache that a step commits: its path as far as the model was fed it.
 
     Args:
         path: [B, P] int32 accepted nodes from the root on, then -1.
-        cache_len: [B] int32 committed rows.
-        has_row: [N] int32, 1 for nodes that the model was fed; a prefix of every path.
+        cache_len: [B] int32 committed rows; a sequence with fewer than 0 commits nothing.
+        slot_of: [N] or [B, N] int32 row behind the committed ones in which the model holds each
+            node, -1 where it was never fed it.
     Returns:
-        source: [B, P] int32 slot of each accepted node, -1 where there is none.
+        source: [B, P] int32 slot of each committed node, -1 from the first node without a row on.
         length: [B] int32 committed rows after the step.
     """
-    is_kept = (path >= 0) & has_row[path.clamp(min=0).long()].bool()
-    source = torch.where(is_kept, path + cache_len[:, None], -1)
+    slots = slot_of.expand(path.shape[0], -1).gather(1, path.clamp(min=0).long())
+    is_kept = (path >= 0) & (slots >= 0) & (cache_len >= 0)[:, None]
+    is_kept = is_kept.int().cumprod(dim=1).bool()
+    source = torch.where(is_kept, slots + cache_len[:, None], -1)
     return source.int(), (cache_len + is_kept.sum(dim=1)).int()
 
 
 def next_tokens_reference(
     last_tokens: Tensor, output_tokens: Tensor, num_accepted: Tensor
 ) -> Tensor:
-    """The last two tokens of each sequence after a step.
+    """The last tokens of each sequence after a step, as many as were known before it.
 
     Args:
-        last_tokens: [B, 2] int64 before it.
+        last_tokens: [B, C] int64 before it, C at least 1.
         output_tokens: [B, P] int64 accepted tokens and the bonus token, then -1.
         num_accepted: [B] int32.
     Returns:
-        [B, 2] int64; the second is the bonus token.
+        [B, C] int64; the last is the bonus token.
     """
-    run = torch.cat([last_tokens[:, 1:], output_tokens], dim=1)
-    return run.gather(1, num_accepted[:, None].long() + torch.arange(2, device=run.device))
+    run = torch.cat([last_tokens, output_tokens], dim=1)
+    places = torch.arange(1, last_tokens.shape[1] + 1, device=run.device)
+    return run.gather(1, num_accepted[:, None].long() + places)
 
 
 def commit_kv_reference(slab: Tensor, source: Tensor, target: Tensor, block_table: Tensor) -> None:

@@ -18,8 +18,12 @@ PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_STEPS = (0x9E3779B9, 0xBB67AE85)
 # tokens that take the same word of consecutive counters, so that lanes read neighbours
 LANES = 128
-# second word of the counter: what the number is for
+# second word of the counter: what the number is for; the last two are of a column of proposals
+# and lie COLUMN_PURPOSES apart for neighboring ones
 TOKEN_NOISE = 0
+DRAW_NOISE = 1
+UNIFORM = 2
+COLUMN_PURPOSES = 8
 # below it, the reciprocal may not be finite, and sampling is argmax in all but name
 MIN_TEMPERATURE = 1e-5
 LARGEST_UNIFORM = 1.0 - 2.0**-24
@@ -60,30 +64,61 @@ def philox_reference(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tu
     return c0, c1, c2, c3
 
 
-def gumbel_reference(seed: Tensor, offset: Tensor, tokens: Tensor) -> Tensor:
-    """Gumbel noise of tokens: a pure function of (seed, offset, token), to the last bit.
+def gumbel_reference(
+    seed: Tensor, offset: Tensor, tokens: Tensor, purpose: Tensor | int = TOKEN_NOISE
+) -> Tensor:
+    """Gumbel noise of tokens: a pure function of (seed, offset, purpose, token), to the last bit.
 
     Args:
         seed: int64, broadcast against the others.
         offset: int64, such as a position.
         tokens: int64 token ids.
+        purpose: `TOKEN_NOISE`, or `purpose_of_column(DRAW_NOISE, column)`.
     Returns:
         float32 in (-3, 23): -log(-log(1 - w)), w the token's 32 bits as a fraction. Small
         exponentials, which decide an argmax over a large vocabulary, keep their relative precision.
     """
-    seed, offset, tokens = torch.broadcast_tensors(seed, offset, tokens)
+    what = torch.as_tensor(purpose, dtype=torch.int64, device=tokens.device)
+    seed, offset, tokens, what = torch.broadcast_tensors(seed, offset, tokens, what)
     lane, word = tokens % LANES, tokens // LANES % 4
     counter = tokens // (4 * LANES) * LANES + lane
-    words = philox_reference(
-        (counter, torch.full_like(counter, TOKEN_NOISE), offset & MASK, (offset >> 32) & MASK),
-        (seed & MASK, (seed >> 32) & MASK),
-    )
-    bits = torch.stack(words).gather(0, word[None])[0]
-    w = (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=LARGEST_UNIFORM)
+    words = _random_words(seed, offset, what, counter)
+    w = _as_fraction(torch.stack(words).gather(0, word[None])[0])
     fraction, exponent = _split(1.0 - w)
     # next to 1 the difference above has lost what w still knows
     exponential = -_log(torch.where(exponent == 0, -w, fraction), exponent)
     return -_log(*_split(exponential))
+
+
+def uniform_reference(seed: Tensor, offset: Tensor, column: Tensor) -> Tensor:
+    """The number that decides whether a proposal is accepted.
+
+    Args:
+        seed: int64, broadcast against the others.
+        offset: int64 position of the proposed token.
+        column: int64 column of the proposal.
+    Returns:
+        float32 in (0, 1): word 0 of token counter 0 as a fraction.
+    """
+    seed, offset, column = torch.broadcast_tensors(seed, offset, column)
+    purpose = purpose_of_column(UNIFORM, column)
+    return _as_fraction(_random_words(seed, offset, purpose, torch.zeros_like(seed))[0])
+
+
+def purpose_of_column(purpose: int, column: Tensor) -> Tensor:
+    """Second word of the counter for `DRAW_NOISE` or `UNIFORM` of a column of proposals, int64."""
+    return purpose + COLUMN_PURPOSES * column.long()
+
+
+def _random_words(
+    seed: Tensor, offset: Tensor, purpose: Tensor, counter: Tensor
+) -> tuple[Tensor, ...]:
+    key = (seed & MASK, (seed >> 32) & MASK)
+    return philox_reference((counter, purpose, offset & MASK, (offset >> 32) & MASK), key)
+
+
+def _as_fraction(bits: Tensor) -> Tensor:
+    return (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=LARGEST_UNIFORM)
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,31 +1,36 @@
 """Fuse draft, verify, accept and commit into one step program.
 
-A step program is three graphs over one environment of named tensors: `draft` calls the draft
-program once per tree level, `verify` calls the target once over all nodes, `accept_commit` walks
-the trees and moves the accepted rows. Nothing in them reads a value on the host, and all shapes
-follow from the batch size and the tree. What enters and leaves is listed in STEP_INPUTS and
-STEP_OUTPUTS.
+A step program is three graphs over one environment of named tensors: `draft` calls draft programs
+and makes the tree, `verify` calls the target once over all nodes, `accept_commit` walks the trees
+and moves the accepted rows. Nothing in them reads a value on the host, and all shapes follow from
+the batch size and the plan. What enters and leaves is listed in STEP_INPUTS and STEP_OUTPUTS.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from specc.config import SpecPlan
 from specc.graph_io import graph_to_json
+from specc.passes.draft_stage import draft_stage, num_levels
+from specc.passes.step_graph import (
+    HISTORY,
+    STEP_INPUTS,
+    TARGET,
+    StepGraph,
+    int32,
+    slab_name,
+    slots_name,
+)
+from specc.plans import MERGE, SpecPlan
 
 aten = torch.ops.aten
 specc = torch.ops.specc
 
-TARGET = "target"
-# [B, 2] i64 tokens at cache_len - 1 and cache_len, [B] i32 committed rows, [B, n] i32
-STEP_INPUTS = ("last_tokens", "cache_len", "block_table")
+SCHEMA_VERSION = 2
 STEP_OUTPUTS = (
     "tokens",  # [B, N] i64 token of each node
     "logits",  # [B * N, V] target logits
@@ -33,7 +38,7 @@ STEP_OUTPUTS = (
     "num_accepted",  # [B] i32
     "output_tokens",  # [B, P] i64 accepted tokens, bonus token, then -1
     "next_cache_len",  # [B] i32
-    "next_last_tokens",  # [B, 2] i64
+    "next_last_tokens",  # [B, C] i64
 )
 
 
@@ -54,8 +59,8 @@ class StepProgram:
             {"name": name, "graph": graph_to_json(graph)} for name, graph in self.stages.items()
         ]
         return {
-            "schema_version": 1,
-            "plan": {"name": self.plan.name, "widths": list(self.plan.widths)},
+            "schema_version": SCHEMA_VERSION,
+            "plan": self.plan.to_json(),
             "constants": constants,
             "stages": stages,
         }
@@ -65,148 +70,45 @@ def fuse_step(plan: SpecPlan, slabs: dict[str, int]) -> StepProgram:
     """Compose the step of a plan.
 
     Args:
-        plan: off, a chain or a static expansion tree.
-        slabs: number of cache slabs of each model, `target` and, where the plan speculates, one
-            draft.
+        plan: off, or who proposes in which shape.
+        slabs: number of cache slabs of each model, `target` and the drafts of the plan.
     """
-    tree = plan.tree
-    constants = {
-        "parents": torch.tensor(tree.parents, dtype=torch.int32),
-        "has_row_target": torch.ones(tree.num_nodes, dtype=torch.int32),
-    }
+    constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
-    drafts = [name for name in slabs if name != TARGET] if plan.widths else []
-    if plan.widths:
-        (draft,) = drafts
-        fed = [node not in tree.leaves for node in range(tree.num_nodes)]
-        constants |= {
-            "depths": torch.tensor(tree.depths, dtype=torch.int32),
-            "ancestors": tree.ancestor_words(),
-            # a draft has rows of the nodes that were fed to it; its last level never is
-            **{f"has_row_{draft}": torch.tensor(fed, dtype=torch.int32)},
-        }
-        stages["draft"] = _draft_stage(plan, draft)
-    stages["verify"] = _verify_stage(plan)
-    stages["accept_commit"] = _accept_commit_stage(plan, slabs, drafts)
+    if plan.speculates:
+        stages["draft"] = draft_stage(plan, constants)
+    stages["verify"] = _verify_stage(plan, constants)
+    stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants)
     return StepProgram(plan, constants, stages)
 
 
-class _Builder:
-    """A graph under construction: named inputs, calls, named outputs."""
+def _verify_stage(plan: SpecPlan, constants: dict[str, torch.Tensor]) -> fx.Graph:
+    """One pass of the target over all nodes of all sequences.
 
-    def __init__(self, *inputs: str) -> None:
-        self.graph = fx.Graph()
-        self.inputs = {name: self.graph.placeholder(name) for name in inputs}
-
-    def __getitem__(self, name: str) -> fx.Node:
-        return self.inputs[name]
-
-    def call(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.graph.call_function(target, args, kwargs)
-
-    def model(self, name: str, *inputs: fx.Node | None) -> fx.Node:
-        """Call a model program with its runtime inputs; returns logits [R, V]."""
-        return self.graph.call_module(name, inputs)
-
-    def flat(self, node: fx.Node) -> fx.Node:
-        return self.call(aten.reshape.default, node, [-1])
-
-    def add_outer(self, base: fx.Node, offsets: fx.Node) -> fx.Node:
-        """Base [B] + offsets [M] → [B, M]."""
-        return self.call(aten.add.Tensor, self.call(aten.unsqueeze.default, base, 1), offsets)
-
-    def rows(self, nodes: fx.Node, depths: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Slots [B * M] i32 and positions [B * M] i64 of nodes [M]."""
-        made = self.call(specc.tree_rows.default, self["cache_len"], nodes, depths)
-        return self.call(operator.getitem, made, 0), self.call(operator.getitem, made, 1)
-
-    def multiple(self, size: fx.Node, factor: int, extra: int = 0) -> fx.Node:
-        return self.call(operator.add, self.call(operator.mul, size, factor), extra)
-
-    def arange(self, start: Any, end: Any, step: int, dtype: torch.dtype) -> fx.Node:
-        return self.call(
-            aten.arange.start_step, start, end, step, dtype=dtype, device=torch.device("cpu")
-        )
-
-    def repeat_rows(self, node: fx.Node, batch: fx.Node) -> fx.Node:
-        """[M, W] → [B * M, W]."""
-        return self.call(aten.repeat.default, node, [batch, 1])
-
-    def column(self, node: fx.Node, start: int, stop: int) -> fx.Node:
-        return self.call(aten.slice.Tensor, node, 1, start, stop)
-
-    def finish(self, **outputs: fx.Node) -> fx.Graph:
-        self.graph.output(outputs)
-        self.graph.lint()
-        return self.graph
-
-
-def _draft_stage(plan: SpecPlan, draft: str) -> fx.Graph:
-    """Grow the tree level by level; node i of the tree lives in slot cache_len + i of the draft.
-
-    The first level feeds the tokens at cache_len - 1 and cache_len: after a step in which a leaf
-    was accepted, the draft has not seen the former. Feeding it always is idempotent and keeps the
-    shape; at cache_len == 0 there is none, and its slot -1 makes it a dead token.
+    Dead nodes of a tree that is data are fed, too: nothing attends to their rows, and the walk
+    never reaches them.
     """
-    tree = plan.tree
-    g = _Builder(*STEP_INPUTS, "ancestors")
-    batch = g.call(aten.sym_size.int, g["last_tokens"], 0)
-    pair = g.arange(-1, 1, 1, torch.int32)
-    slots, positions = g.rows(pair, pair)
-    logits = g.model(
-        draft,
-        g.flat(g["last_tokens"]),
-        positions,
-        g.arange(0, g.multiple(batch, 2, 1), 2, torch.int32),
-        slots,
-        g["cache_len"],
-        None,
-        g["block_table"],
-        g.arange(1, g.multiple(batch, 2, 1), 2, torch.int64),
-    )
-    levels = [
-        g.column(g["last_tokens"], 1, 2),
-        g.call(specc.tree_expand.default, logits, plan.widths[0]),
-    ]
-    for depth, width in enumerate(plan.widths[1:], start=1):
-        first, count = tree.levels[depth][0], len(tree.levels[depth])
-        nodes = g.arange(first, first + count, 1, torch.int32)
-        depths = g.call(aten.full_like.default, nodes, depth)
-        slots, positions = g.rows(nodes, depths)
-        rows = g.call(aten.slice.Tensor, g["ancestors"], 0, first, first + count)
-        total = g.multiple(batch, count)
-        logits = g.model(
-            draft,
-            g.flat(levels[-1]),
-            positions,
-            g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
-            slots,
-            g["cache_len"],
-            g.repeat_rows(rows, batch),
-            g["block_table"],
-            g.arange(0, total, 1, torch.int64),
-        )
-        children = g.call(specc.tree_expand.default, logits, width)
-        levels.append(g.call(aten.reshape.default, children, [batch, count * width]))
-    return g.finish(tokens=g.call(aten.cat.default, levels, 1))
-
-
-def _verify_stage(plan: SpecPlan) -> fx.Graph:
-    """One pass of the target over all nodes of all sequences."""
-    num_nodes = plan.tree.num_nodes
-    if not plan.widths:
-        g = _Builder(*STEP_INPUTS)
-        batch = g.call(aten.sym_size.int, g["last_tokens"], 0)
-        tokens = g.column(g["last_tokens"], 1, 2)
-        root = g.arange(0, 1, 1, torch.int32)
-        slots, positions = g.rows(root, root)
-        ancestors = None
-    else:
-        g = _Builder(*STEP_INPUTS, "tokens", "depths", "ancestors")
-        batch = g.call(aten.sym_size.int, g["last_tokens"], 0)
+    num_nodes = plan.num_nodes
+    g = StepGraph(constants, *STEP_INPUTS)
+    batch = g.batch
+    nodes = g.arange(0, num_nodes, 1, torch.int32)
+    ancestors = None
+    if not plan.speculates:
+        tokens = g.last(g["last_tokens"], 1)
+        slots, positions = g.rows(nodes, nodes)
+    elif plan.is_static:
         tokens = g["tokens"]
-        slots, positions = g.rows(g.arange(0, num_nodes, 1, torch.int32), g["depths"])
-        ancestors = g.repeat_rows(g["ancestors"], batch)
+        slots, positions = g.rows(nodes, g.constant("depths", int32(plan.tree.depths)))
+        ancestors = g.repeat_rows(g.constant("ancestors", plan.tree.ancestor_words()), batch)
+    else:
+        tokens = g["tokens"]
+        slots, _ = g.rows(nodes, nodes)
+        # positions are data; those of padding are far below zero
+        depths = g.reshape(g["depths"], batch, num_nodes)
+        lengths = g.call(aten.unsqueeze.default, g["cache_len"], 1)
+        positions = g.call(aten.clamp.default, g.call(aten.add.Tensor, lengths, depths), 0)
+        positions = g.flat(g.call(aten._to_copy.default, positions, dtype=torch.int64))
+        ancestors = g["ancestors"]
     logits = g.model(
         TARGET,
         g.flat(tokens),
@@ -218,37 +120,43 @@ def _verify_stage(plan: SpecPlan) -> fx.Graph:
         g["block_table"],
         g.arange(0, g.multiple(batch, num_nodes), 1, torch.int64),
     )
-    return g.finish(logits=logits) if plan.widths else g.finish(tokens=tokens, logits=logits)
+    return g.finish(logits=logits) if plan.speculates else g.finish(tokens=tokens, logits=logits)
 
 
-def _accept_commit_stage(plan: SpecPlan, slabs: dict[str, int], drafts: list[str]) -> fx.Graph:
+def _accept_commit_stage(
+    plan: SpecPlan, slabs: dict[str, int], constants: dict[str, torch.Tensor]
+) -> fx.Graph:
     """Walk the trees, move the accepted rows, and say where each sequence stands."""
-    num_nodes, max_depth = plan.tree.num_nodes, plan.tree.max_depth
-    models = (TARGET, *drafts)
-    names = [slab_name(m, i) for m in models for i in range(slabs[m])]
-    rows = [f"has_row_{m}" for m in models]
-    g = _Builder(*STEP_INPUTS, "tokens", "logits", "parents", *rows, *names)
-    batch = g.call(aten.sym_size.int, g["last_tokens"], 0)
-    parents = g.call(aten.unsqueeze.default, g["parents"], 0)
-    parents = g.call(aten.expand.default, parents, [batch, num_nodes])
-    accepted = g.call(specc.accept_greedy.default, g["logits"], g["tokens"], parents, max_depth)
-    path, num_accepted, output_tokens = (g.call(operator.getitem, accepted, i) for i in range(3))
+    num_nodes, max_depth = plan.num_nodes, plan.max_depth
+    g = StepGraph(constants, *STEP_INPUTS, "tokens", "logits")
+    if plan.is_static or not plan.speculates:
+        parents = g.expand_rows(g.constant("parents", int32(plan.shape.parents)), num_nodes)
+    else:
+        parents = g["parents"]
+    levels = [g[f"q_{i}"] for i in range(num_levels(plan))]
+    path, num_accepted, output_tokens = g.parts(
+        specc.accept.default,
+        3,
+        *(g["logits"], g["tokens"], parents, max_depth),
+        g["image"] if plan.combine == MERGE else None,
+        g["q_rows"] if levels else None,
+        levels,
+        *(g["sampling_values"], g["sampling_words"], g["cache_len"], g[HISTORY], g["block_table"]),
+    )
     outputs = {"path": path, "num_accepted": num_accepted, "output_tokens": output_tokens}
 
-    targets = g.add_outer(g["cache_len"], g.arange(0, max_depth + 1, 1, torch.int32))
-    for model in models:
-        made = g.call(specc.commit_rows.default, path, g["cache_len"], g[f"has_row_{model}"])
-        source, length = (g.call(operator.getitem, made, i) for i in range(2))
+    width = g.arange(0, max_depth + 1, 1, torch.int32)
+    targets = g.call(aten.add.Tensor, g.call(aten.unsqueeze.default, g["cache_len"], 1), width)
+    g.constant(slots_name(TARGET), torch.arange(num_nodes, dtype=torch.int32))
+    for model in (TARGET, *plan.models):
+        source, length = g.parts(
+            specc.commit_rows.default, 2, path, g["cache_len"], g[slots_name(model)]
+        )
         outputs["next_cache_len" if model == TARGET else f"{model}_len"] = length
         for i in range(slabs[model]):
             slab = g[slab_name(model, i)]
             g.call(specc.commit_kv.default, slab, source, targets, g["block_table"])
-    outputs["next_last_tokens"] = g.call(
-        specc.next_tokens.default, g["last_tokens"], output_tokens, num_accepted
-    )
+    run = (g["last_tokens"], output_tokens, num_accepted)
+    g.call(specc.record_tokens.default, g[HISTORY], g["block_table"], g["cache_len"], *run)
+    outputs["next_last_tokens"] = g.call(specc.next_tokens.default, *run)
     return g.finish(**outputs)
-
-
-def slab_name(model: str, index: int) -> str:
-    """Environment name of a model's cache slab."""
-    return f"{model}_slab_{index}"

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from specc.artifact import EngineWriter
-from specc.config import SpecPlan
 from specc.errors import CompilerError
 from specc.manifest import LimitsEntry, ModelEntry
 from specc.passes.emit import program_to_json
 from specc.passes.inline_kernels import CacheSizes, PassSizes, example_inputs, export_inlined
 from specc.passes.pass_sizes import batch_sizes, step_sizes
 from specc.passes.program import Program
+from specc.plans import SpecPlan
 
 BACKEND = "aot-inductor"
 # set to this, it lets the compiler do what no GPU has shown

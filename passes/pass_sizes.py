@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specc.config import SpecPlan
 from specc.passes.fuse_step import StepProgram, fuse_step
 from specc.passes.inline_kernels import PassSizes
+from specc.passes.step_graph import HISTORY, PROPOSALS, VOTE_WEIGHTS
+from specc.plans import SpecPlan
+from specc.sampling_rows import Value, Word
 
 # stages that call models
 _STAGES = ("draft", "verify")
@@ -82,9 +84,14 @@ def _run(
     """Run the stages that call models, on tensors without data."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         environment = {
-            "last_tokens": torch.zeros(batch, 2, dtype=torch.int64),
+            "last_tokens": torch.zeros(batch, step.plan.catch_up, dtype=torch.int64),
             "cache_len": torch.zeros(batch, dtype=torch.int32),
             "block_table": torch.zeros(batch, blocks_per_sequence, dtype=torch.int32),
+            "sampling_values": torch.zeros(batch, len(Value)),
+            "sampling_words": torch.zeros(batch, len(Word), dtype=torch.int64),
+            HISTORY: torch.zeros(1, 1, dtype=torch.int32),
+            VOTE_WEIGHTS: torch.zeros(batch, len(step.plan.drafts)),
+            PROPOSALS: torch.zeros(batch, step.plan.max_depth, dtype=torch.int64),
             **step.constants,
         }
         for name in _STAGES:

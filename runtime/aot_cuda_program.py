@@ -19,6 +19,7 @@ from torch import Tensor
 from specc.runtime.program import ModelProgram, bind_weights, check_schema, read_json
 
 INDEX_FILE = "packages.json"
+INDEX_SCHEMA_VERSIONS = (1,)
 # shapes of the inputs of a pass; absent ancestors have none
 Shapes = tuple[tuple[int, ...] | None, ...]
 
@@ -82,7 +83,7 @@ def load_model(
     if not file.is_file():
         return ModelProgram(program, weights, caches, device)
     index = read_json(file)
-    check_schema(index, INDEX_FILE)
+    check_schema(index, INDEX_FILE, INDEX_SCHEMA_VERSIONS)
     packages = {_shapes_of(entry["inputs"]): engine / entry["file"] for entry in index["packages"]}
     result = CompiledCudaProgram(program, packages, weights, caches, device)
     if (reason := _mismatch(index, result.cache_tensors, device)) is not None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from specc.runtime.failed_operator import OperatorError
-from specc.runtime.program import draft_len_name
 
 _SIZE = torch.ops.aten.sym_size.int
 
@@ -28,6 +26,7 @@ class BoundStep:
         inputs: name → static tensor: last_tokens, cache_len and block_table of B rows, slabs.
         results: [B, 2 + P + drafts] int64, written by the last stage: num_accepted,
             output_tokens, next_cache_len, then the length of each draft.
+        draft_lens: names of these lengths.
     """
 
     def __init__(
@@ -36,10 +35,12 @@ class BoundStep:
         constants: Mapping[str, Tensor],
         inputs: Mapping[str, Tensor],
         results: Tensor,
+        draft_lens: Iterable[str] = (),
     ) -> None:
         # name → value; what a stage that was captured by itself has put here keeps its address
         self.environment: dict[str, Any] = {**constants, **inputs}
         self._results = results
+        self._draft_lens = list(draft_lens)
         fixed = set(constants)
         self._stages = []
         with torch.inference_mode():
@@ -80,12 +81,11 @@ class BoundStep:
 
     def _leave_results(self) -> None:
         env = self.environment
-        drafts = itertools.takewhile(env.__contains__, map(draft_len_name, itertools.count()))
         columns = [
             env["num_accepted"][:, None],
             env["output_tokens"],
             env["next_cache_len"][:, None],
-            *(env[name][:, None] for name in drafts),
+            *(env[name][:, None] for name in self._draft_lens),
         ]
         found = torch.cat(columns, dim=1)
         self._results[:, : found.shape[1]].copy_(found)

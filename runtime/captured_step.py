@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from specc.config import SpecPlan
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json
 from specc.runtime.bound_step import BoundStep
 from specc.runtime.failed_operator import OperatorError
 from specc.runtime.graph_device import Graph, GraphDevice
 from specc.runtime.place import place
-from specc.runtime.program import BeforeAccept, StepResult, check_schema, draft_len_name
+from specc.runtime.program import (
+    BeforeAccept,
+    StepInputs,
+    StepResult,
+    StepValues,
+    draft_lens_of,
+    plan_of,
+)
 from specc.runtime.step_bounds import check_step_bounds
 from specc.runtime.step_buffers import HostResults, StepBuffers
 
@@ -77,8 +83,7 @@ class CapturedStep:
         graphs: GraphDevice,
         buckets: Sequence[int],
     ) -> None:
-        check_schema(program, "a step program")
-        self.plan = SpecPlan(program["plan"]["name"], tuple(program["plan"]["widths"]))
+        self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
         self.buckets = tuple(buckets)
         self._buffers = buffers
@@ -98,9 +103,7 @@ class CapturedStep:
             # the module and its graph name each other: weights would outlive the engine until the
             # garbage collector comes by
             stage.graph.owning_module = None
-        (output,) = self._stages["accept_commit"].graph.find_nodes(op="output")
-        names = map(draft_len_name, itertools.count())
-        self.num_drafts = sum(1 for _ in itertools.takewhile(output.args[0].__contains__, names))
+        self._drafts = draft_lens_of(self.plan)
         # a capture's results stay where it put them, so each way of capturing has its own
         self._bound: dict[tuple[int, bool], BoundStep] = {}
         self._captured: dict[tuple[int, bool], list[Graph] | None] = {}
@@ -134,24 +137,26 @@ class CapturedStep:
             self._bound[key], self._captured[key] = bound, self._try_capture(parts, bucket)
             return time.perf_counter() - begin_s
 
-    def submit(self, rows: Sequence[tuple[int, int, int]], block_table: Tensor) -> PendingStep:
+    def submit(self, inputs: StepInputs) -> PendingStep:
         """Queue a step; nothing waits for the device.
 
         Args:
-            rows: of each sequence, its last two tokens and its committed rows.
-            block_table: [B, n] int32 on the host.
+            inputs: on the host.
         Raises:
             EngineError: the step would leave the cache, or cannot run at all.
         """
         begin_s = time.perf_counter()
-        bucket = self.bucket_of(len(rows))
-        num_blocks, rows_per_block = next(iter(self._slabs.values())).shape[2:4]
-        lengths, num_nodes = [row[2] for row in rows], self.plan.tree.num_nodes
-        check_step_bounds(lengths, block_table, num_nodes, num_blocks, rows_per_block)
+        batch = len(inputs.rows)
+        bucket = self.bucket_of(batch)
+        num_blocks, rows_per_block = self._slabs["history"].shape
+        lengths = [row[-1] for row in inputs.rows]
+        check_step_bounds(
+            lengths, inputs.block_table, self.plan.num_rows, num_blocks, rows_per_block
+        )
         self.capture(bucket)
         with self._graphs.active():
-            self._buffers.copy_from(rows, block_table, bucket)
-            return self._queue(len(rows), bucket, begin_s)
+            self._buffers.copy_from(inputs, bucket)
+            return self._queue(batch, bucket, begin_s)
 
     def submit_next(self, batch: int) -> PendingStep:
         """Queue a step that goes on where the last one ended, which the host may not know yet.
@@ -166,11 +171,30 @@ class CapturedStep:
             return self._queue(batch, bucket, begin_s)
 
     def advance(
-        self, rows: Sequence[tuple[int, int, int]], block_table: Tensor, slabs: Mapping[str, Tensor]
+        self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
     ) -> StepResult:
-        """Run the step for sequences that are known on the host; see `program.advance`."""
+        """Run the step for sequences that are known on the host; see `program.advance`.
+
+        Values stay after a step only where its stages were captured one by one.
+        """
         assert all(slabs[name] is slab for name, slab in self._slabs.items()), "slabs are captured"
-        return self.submit(rows, block_table).result()
+        if not reads:
+            return self.submit(inputs).result()
+        with self._as_stages():
+            result = self.submit(inputs).result()
+            batch = len(inputs.rows)
+            bound = self._bound[self.bucket_of(batch), True]
+            seen = _BoundValues(bound, self.bucket_of(batch), batch)
+            return result._replace(values={name: seen[name] for name in reads})
+
+    @contextlib.contextmanager
+    def _as_stages(self) -> Iterator[None]:
+        """Run the stages as graphs of their own for a while, with a hook or without."""
+        before, self.before_accept = self.before_accept, self.before_accept or _look_at_nothing
+        try:
+            yield
+        finally:
+            self.before_accept = before
 
     def is_newest(self, results: HostResults) -> bool:
         """No step of the engine was queued behind the one of these results."""
@@ -191,14 +215,14 @@ class CapturedStep:
 
     def to_result(self, values: Tensor, seconds: float) -> StepResult:
         """Host results [B, 2 + P + drafts] as lists."""
-        width = self.plan.tree.max_depth + 1
+        width = self.plan.max_depth + 1
         columns = values.T.tolist()
-        drafts = columns[2 + width : 2 + width + self.num_drafts]
+        drafts = columns[2 + width : 2 + width + len(self._drafts)]
         return StepResult(
             columns[0],
             values[:, 1 : 1 + width].tolist(),
             columns[1 + width],
-            dict(enumerate(drafts)),
+            dict(zip(self._drafts, drafts, strict=True)),
             {"step": seconds},
         )
 
@@ -249,13 +273,13 @@ class CapturedStep:
 
     def _bind(self, bucket: int) -> BoundStep:
         buffers = self._buffers
-        inputs = {
-            "last_tokens": buffers.last_tokens[:bucket],
-            "cache_len": buffers.cache_len[:bucket],
-            "block_table": buffers.block_table[:bucket],
-            **self._slabs,
-        }
-        return BoundStep(self._stages, self._constants, inputs, buffers.results[:bucket])
+        # plans read as many proposals and weights as they have
+        widths = {"proposals": self.plan.max_depth, "vote_weights": len(self.plan.drafts)}
+        inputs = dict(self._slabs)
+        for name, view in buffers.inputs.items():
+            inputs[name] = view[:bucket, : widths[name]] if name in widths else view[:bucket]
+        results = buffers.results[:bucket]
+        return BoundStep(self._stages, self._constants, inputs, results, self._drafts.values())
 
 
 class _BoundValues:
@@ -275,3 +299,7 @@ class _BoundValues:
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self[name].copy_(value)
+
+
+def _look_at_nothing(values: StepValues) -> None:
+    """A hook that only keeps the stages apart."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,23 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.config import SpecPlan
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json, target_name
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import (
     PROGRAM_SCHEMA_VERSIONS,
     BeforeAccept,
+    StepInputs,
     StepResult,
     bind_weights,
     check_schema,
-    draft_len_name,
+    draft_lens_of,
+    plan_of,
     read_json,
 )
 
 _DO = "compile the engine again"
-# what a step reads and returns as integers of the host; drafts' lengths follow
+# what a step gets anew from the host, in this order; a plan's own inputs follow
 _HOST_INPUTS = ("last_tokens", "cache_len", "block_table")
+_ROW_INPUTS = ("sampling_values", "sampling_words")
+# what it returns as integers; drafts' lengths follow
 _HOST_RESULTS = ("num_accepted", "output_tokens", "next_cache_len")
 _TENSOR = torch.TensorType.get()
 # position of `ancestors` in the inputs of a program
@@ -120,19 +122,20 @@ class CompiledStep:
     """
 
     def __init__(self, program: Mapping[str, Any], models: Mapping[str, CompiledProgram]) -> None:
-        check_schema(program, "a step program")
-        self.plan = SpecPlan(program["plan"]["name"], tuple(program["plan"]["widths"]))
+        self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
         stages = {
             stage["name"]: graph_from_json(stage["graph"], modules=dict.fromkeys(models, _NOTHING))
             for stage in program["stages"]
         }
-        self._encoder = _Encoder(stages, program.get("constants", {}), models)
+        draft_lens = draft_lens_of(self.plan)
+        self._drafts = list(draft_lens)
+        self._encoder = _Encoder(stages, program["constants"], models, list(draft_lens.values()))
         self._stages = list(stages)
         self._accept = self._stages.index("accept_commit")
         self._native = self._encoder.runner
         self._values = _RunnerValues(self._native, self._encoder.slots_before(self._accept))
-        self._width = self.plan.tree.max_depth + 1
+        self._width = self.plan.max_depth + 1
 
     @classmethod
     def load(cls, path: Path, models: Mapping[str, CompiledProgram]) -> CompiledStep:
@@ -158,11 +161,13 @@ class CompiledStep:
         return dict(zip(self._stages, native.seconds(), strict=True))
 
     def advance(
-        self, rows: Sequence[tuple[int, int, int]], block_table: Tensor, slabs: Mapping[str, Tensor]
+        self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
     ) -> StepResult:
         """Run the step for sequences that are known on the host; see `program.advance`."""
         self._encoder.bind(slabs)
+        self._encoder.bind_rows(inputs)
         # Python between two steps finds its code evicted by the weights: few calls, plain slices
+        rows, block_table = inputs.rows, inputs.block_table
         flat_rows = [value for row in rows for value in row]
         native, first = self._native, 0
         if self.before_accept is not None:
@@ -184,8 +189,12 @@ class CompiledStep:
             ints[:batch],
             outputs,
             ints[end : end + batch],
-            {draft: ints[start : start + batch] for draft, start in enumerate(starts)},
+            {
+                draft: ints[start : start + batch]
+                for draft, start in zip(self._drafts, starts)  # noqa: B905
+            },
             dict(zip(self._stages, seconds)),  # noqa: B905
+            {name: native.get(self._encoder.slot_of(name)) for name in reads} if reads else {},
         )
 
     def _run_stages(self, inputs: list[Tensor]) -> None:
@@ -222,6 +231,7 @@ class _Encoder:
         stages: name → graph; placeholders are names of the common environment.
         constants: name → {dtype, values}.
         models: name → program.
+        draft_lens: values that the host reads besides `_HOST_RESULTS`.
     """
 
     def __init__(
@@ -229,10 +239,11 @@ class _Encoder:
         stages: Mapping[str, fx.GraphModule],
         constants: Mapping[str, Any],
         models: Mapping[str, CompiledProgram],
+        draft_lens: Sequence[str],
     ) -> None:
         self._models = models
         produced: set[str] = set(constants)
-        names: list[str] = list(_HOST_INPUTS)
+        names: list[str] = [*_HOST_INPUTS, *_ROW_INPUTS]
         for graph in stages.values():
             needed = [node.target for node in graph.graph.find_nodes(op="placeholder")]
             names += [n for n in needed if n not in produced and n not in names]
@@ -252,10 +263,11 @@ class _Encoder:
             self.runner.begin_stage()
             self._encode_stage(graph, static)
         self._bound: Mapping[str, Tensor] | None = None
+        self._rows: dict[str, Tensor] = {}
+        self._extra = [name for name in names if name in ("vote_weights", "proposals")]
         made = self._after[-1]
-        drafts = itertools.takewhile(made.__contains__, map(draft_len_name, itertools.count()))
         # slots of what the host reads after a step
-        self.host_slots = [made[name] for name in (*_HOST_RESULTS, *drafts)]
+        self.host_slots = [made[name] for name in (*_HOST_RESULTS, *draft_lens)]
         self.output_names = list(self._after[-1])
         self.output_slots = list(self._after[-1].values())
 
@@ -264,12 +276,30 @@ class _Encoder:
         if slabs is self._bound:
             return
         for name in self.inputs[len(_HOST_INPUTS) :]:
-            self.runner.set_constant(self._slots[name], slabs[name])
+            if name in slabs:
+                self.runner.set_constant(self._slots[name], slabs[name])
         self._bound = slabs
+
+    def bind_rows(self, inputs: StepInputs) -> None:
+        """Set the tensors that came with a step and are not those of the step before."""
+        self._bind_row("sampling_values", inputs.sampling_values)
+        self._bind_row("sampling_words", inputs.sampling_words)
+        for name in self._extra:
+            self._bind_row(name, inputs.extra[name])
+
+    def _bind_row(self, name: str, value: Tensor) -> None:
+        if self._rows.get(name) is not value:
+            self._rows[name] = value
+            self.runner.set_constant(self._slots[name], value)
 
     def unbind(self) -> None:
         """Caches that came as inputs of a run have taken the place of the bound ones."""
         self._bound = None
+        self._rows.clear()
+
+    def slot_of(self, name: str) -> int:
+        """Where the runner keeps a value that a stage computed."""
+        return self._after[-1][name]
 
     def slots_before(self, stage: int) -> dict[str, int]:
         """Name → slot of what the stages in front of `stage` compute."""
@@ -337,7 +367,10 @@ class _Encoder:
     def _argument(self, value: Any, slots: dict[fx.Node, int]) -> None:
         if isinstance(value, fx.Node):
             self.runner.value(slots[value])
-        elif isinstance(value, list | tuple) and any(isinstance(x, fx.Node) for x in value):
+        elif isinstance(value, list | tuple) and (
+            not value or any(isinstance(x, fx.Node) for x in value)
+        ):
+            # an empty list has the type that the schema says
             self.runner.list(len(value))
             for item in value:
                 self._argument(item, slots)

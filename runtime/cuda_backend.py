@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specc.errors import ConfigError, EngineError
 from specc.manifest import Manifest
+from specc.plans import SUFFIX, VOTE
 from specc.runtime.aot_cuda_program import load_model
+from specc.runtime.batch_rows import last_tokens_of
 from specc.runtime.captured_step import CapturedStep
 from specc.runtime.graph_device import GraphDevice
 from specc.runtime.kv_cache import KVCache
@@ -39,6 +42,26 @@ class DeviceModel:
     def __call__(self, *inputs: Tensor | None) -> Tensor:
         with self._graphs.active():
             return self._program(*inputs)
+
+
+class DeviceOperators:
+    """The `specc::` operators for calls between steps: they launch on the engine's device.
+
+    Args:
+        graphs: the device.
+    """
+
+    def __init__(self, graphs: GraphDevice) -> None:
+        self._graphs = graphs
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operator = getattr(torch.ops.specc, name)
+
+        def launch(*args: Any) -> Any:
+            with self._graphs.active():
+                return operator(*args)
+
+        return launch
 
 
 @dataclass(frozen=True)
@@ -112,9 +135,16 @@ def load_programs(
         for model in manifest.models
     }
     max_batch = cache.shape.max_num_seqs
-    depth = max(len(plan.widths) for plan in manifest.plans)
+    plans = [entry.plan for entry in manifest.plans]
+    depth = max(plan.max_depth for plan in plans)
     buffers = StepBuffers(
-        graphs, max_batch, cache.shape.blocks_per_sequence, 2 + depth + 1 + len(models) - 1
+        graphs,
+        max_batch,
+        cache.shape.blocks_per_sequence,
+        2 + depth + 1 + len(models) - 1,
+        num_last=last_tokens_of(plans),
+        num_votes=max(len(plan.drafts) if plan.combine == VOTE else 0 for plan in plans),
+        num_proposals=max(depth if SUFFIX in plan.drafts else 0 for plan in plans),
     )
     steps = {
         plan.name: CapturedStep(

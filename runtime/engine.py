@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +11,30 @@ import torch
 from tokenizers import Tokenizer
 
 from specc.artifact import open_engine
-from specc.config import OFF, SpecPlan
 from specc.errors import ConfigError, EngineError
 
 # importing this registers the operators that programs call
 from specc.kernels import native
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.machine import check_threads
-from specc.runtime.cuda_backend import CaptureLimits, LayerCaches, cuda_device, load_programs
+from specc.plans import OFF, SpecPlan
+from specc.runtime.cuda_backend import (
+    CaptureLimits,
+    DeviceOperators,
+    LayerCaches,
+    cuda_device,
+    load_programs,
+)
 from specc.runtime.device_memory import fit_device
 from specc.runtime.kv_cache import CacheShape, KVCache
 from specc.runtime.mapped_weights import MappedWeights
-from specc.runtime.program import Model, ModelProgram, Step, StepProgram
+from specc.runtime.program import Model, ModelProgram, Step, StepProgram, read_json
 
 if TYPE_CHECKING:
     from specc.manifest import Manifest, ModelEntry
 
+# written by `specc tune`
+PROFILE_FILE = "profile.json"
 BACKENDS = ("cpu", "cuda", "eager")
 _DTYPES = {
     "float32": torch.float32,
@@ -55,7 +63,9 @@ class Engine:
         manifest: None for an engine made by hand.
         backend: what runs the programs: `cuda` (captured graphs), `cpu` (compiled code) or `eager`
             (torch, op by op).
+        operators: namespace of the `specc::` operators that this backend runs.
         mapped_weights: files that the programs read, to be checked while they run.
+        profile: what `specc tune` measured here; empty where it has not.
     """
 
     target: Model
@@ -72,11 +82,18 @@ class Engine:
     add_bos: bool = False
     manifest: Manifest | None = None
     backend: str = "eager"
+    operators: Any = torch.ops.specc
     mapped_weights: tuple[MappedWeights, ...] = ()
+    profile: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def plans(self) -> dict[str, SpecPlan]:
         return {name: step.plan for name, step in self.steps.items()}
+
+    @property
+    def policy(self) -> str:
+        """What chooses plans, unless a caller does: `fixed`, `best` or `profile`."""
+        return self.manifest.policy if self.manifest else "fixed"
 
     @property
     def max_seq_len(self) -> int:
@@ -127,19 +144,22 @@ class Engine:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         loaded: tuple[Any, Any]
+        operators: Any
         if backend == "cuda":
             graphs = cuda_device()
             limits = fit_device(manifest, graphs, capture or CaptureLimits(), max_num_seqs)
+            operators = DeviceOperators(graphs)
             cache = _make_cache(manifest, max_num_seqs, graphs.device)
             caches = _caches(manifest, cache)
             loaded = load_programs(path, manifest, cache, caches, graphs, limits)
         else:
             cache = _make_cache(manifest, max_num_seqs, torch.device("cpu"))
             loaded = _load_host_programs(path, manifest, backend, _caches(manifest, cache))
+            operators = torch.ops.specc_cpu if backend == "cpu" else torch.ops.specc
         models: dict[str, Any] = loaded[0]
         steps: dict[str, Any] = loaded[1]
         for plan in manifest.plans:
-            if (step := steps[plan.name]).plan != SpecPlan(plan.name, plan.widths):
+            if (step := steps[plan.name]).plan != plan.plan:
                 raise EngineError(f"{plan.file} holds {step.plan}", f"plan {plan.name}", _DO)
         if OFF.name not in steps:
             raise EngineError(f"plans {', '.join(steps)}", f"plan {OFF.name} among them", _DO)
@@ -161,11 +181,13 @@ class Engine:
             add_bos=manifest.tokenizer.add_bos,
             manifest=manifest,
             backend=backend,
+            operators=operators,
             mapped_weights=tuple(
                 model.weights
                 for model in models.values()
                 if isinstance(model.weights, MappedWeights)
             ),
+            profile=_load_profile(path, manifest, steps),
         )
 
 
@@ -220,6 +242,22 @@ def _layer_caches(model: ModelEntry, cache: KVCache) -> list[tuple[torch.Tensor,
     slabs = cache.slabs[model.name]
     rows = [slabs[layer.slab][layer.index] for layer in model.layers]
     return [(layer[0], layer[1]) for layer in rows]
+
+
+def _load_profile(path: Path, manifest: Manifest, steps: Mapping[str, Step]) -> dict[str, Any]:
+    """Raises EngineError: a profile that names plans which the engine does not have."""
+    if PROFILE_FILE not in manifest.files:
+        return {}
+    profile = read_json(path / PROFILE_FILE)
+    plans = profile.get("plans")
+    family = plans if isinstance(plans, dict) and all(map(str.isdigit, plans)) else {}
+    if not family or not set(family.values()) <= steps.keys():
+        raise EngineError(
+            f"{path / PROFILE_FILE} with plans {plans}",
+            f"batch sizes, and plans of this engine: {', '.join(steps)}",
+            "run specc tune again",
+        )
+    return profile
 
 
 def _load_tokenizer(directory: Path, file: str | None) -> Tokenizer | None:

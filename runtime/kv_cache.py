@@ -110,15 +110,34 @@ class KVCache:
             ]
             for model, specs in slab_specs.items()
         }
+        # [blocks, block_size] tokens of the sequences at the places of their rows
+        self.history = torch.zeros(
+            shape.num_blocks, shape.rows_per_block, dtype=torch.int32, device=self.device
+        )
 
     @functools.cached_property
     def environment(self) -> dict[str, Tensor]:
-        """Slabs under the names that step programs know: `target_slab_0`, `draft_0_slab_0`, …"""
-        return {
+        """What step programs know by name: `target_slab_0`, `draft_0_slab_0`, …, `history`."""
+        slabs = {
             f"{model}_slab_{i}": slab
             for model, slabs in self.slabs.items()
             for i, slab in enumerate(slabs)
         }
+        return slabs | {"history": self.history}
+
+    def record(self, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> None:
+        """Put tokens of one sequence into the history.
+
+        Args:
+            blocks: of the sequence.
+            start: position of the first token.
+            tokens: of positions from there on.
+        """
+        size = self.shape.rows_per_block
+        positions = torch.arange(start, start + len(tokens))
+        rows = torch.tensor(blocks)[positions // size] * size + positions % size
+        values = torch.tensor(tokens, dtype=torch.int32)
+        self.history.view(-1)[rows.to(self.device)] = values.to(self.device)
 
     def block_table(self, block_lists: Sequence[Sequence[int]]) -> Tensor:
         """[B, n] int32 on the host; entries behind a sequence's own blocks are 0 and never used."""

@@ -12,17 +12,18 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from specc.config import SamplingParams
 from specc.errors import RequestError
 from specc.metrics import SpecStats
 from specc.runtime.detokenizer import Detokenizer
 from specc.runtime.engine import Engine
 from specc.runtime.in_flight import InFlight
+from specc.runtime.named_policies import make_policy
 from specc.runtime.outputs import RequestOutput, StreamOutput
 from specc.runtime.policy import FixedPolicy, Policy
 from specc.runtime.runner import Runner
 from specc.runtime.scheduler import Scheduler
 from specc.runtime.sequence import Sequence
+from specc.sampling_params import SamplingParams
 
 # text, token ids, or {"prompt": text}, {"prompt_token_ids": token ids}
 Prompt = str | Sequence_[int] | Mapping[str, Any]
@@ -35,10 +36,13 @@ class LLM:
 
     Args:
         engine: engine directory, or an `Engine` that was loaded before.
-        plan: speculation plan of every step; None is the engine's default.
+        plan: speculation plan of every step; None is the engine's default, or, where it was
+            compiled with combine="best", the better of two for every sequence; after `specc tune`,
+            what was best for the number of sequences.
         max_num_seqs: sequences that run together; None is what the engine was compiled for. Not
             with a loaded `Engine`, which has its caches already.
-        policy: picks the plan of each step instead of `plan`.
+        policy: picks the plan of each step instead of `plan`; or its name: `fixed`, `adaptive`
+            (learns how long a chain pays), `best`, `profile`.
         verify: compare the files with the hashes of the manifest; None leaves out the weights.
         num_threads: threads of torch, for the whole process; None leaves them alone. Compiled
             programs keep the number that they were loaded with.
@@ -54,7 +58,7 @@ class LLM:
         plan: str | None = None,
         max_num_seqs: int | None = None,
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         verify: bool | None = None,
         num_threads: int | None = None,
         backend: str | None = None,
@@ -67,6 +71,9 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 backend=backend,
             )
+        own_policy = engine.policy if plan is None and policy is None else "fixed"
+        if isinstance(policy, str):
+            own_policy, policy = policy, None
         plan = engine.default_plan if plan is None else plan
         if plan not in engine.plans:
             raise RequestError(
@@ -76,7 +83,12 @@ class LLM:
             )
         self.engine = engine
         self._runner = Runner(
-            engine.target, engine.drafts, engine.steps, engine.cache, engine.prefill_chunk
+            engine.target,
+            engine.drafts,
+            engine.steps,
+            engine.cache,
+            engine.prefill_chunk,
+            engine.operators,
         )
         self._scheduler = Scheduler(
             engine.cache,
@@ -85,7 +97,13 @@ class LLM:
             engine.prefill_chunk,
             engine.position_limit,
         )
+        if own_policy != "fixed":
+            host = self._scheduler.host_drafts
+            self._scheduler.use(make_policy(own_policy, engine.plans, host, engine.profile))
         self._in_flight = InFlight(self._scheduler, self._runner)
+        # the plan of every step, unless a policy chooses
+        is_fixed = policy is None and own_policy == "fixed"
+        self._fixed_plan = plan if is_fixed else None
         self._num_requests = 0
         self._num_iterations = 0
         self._special_token_ids = _special_token_ids(engine.tokenizer)
@@ -295,11 +313,26 @@ class LLM:
                 f"0 … {vocab_size - 1}",
                 "tokenize with the engine's own tokenizer",
             )
+        self._check_rule(index, params)
         if params.stop_strings and self.tokenizer is None:
             raise RequestError(
                 f"prompt {index} has stop strings",
                 "stop_token_ids: this engine has no tokenizer",
                 "pass stop_token_ids",
+            )
+
+    def _check_rule(self, index: int, params: SamplingParams) -> None:
+        """Raises RequestError: the rule is not lossless for the trees of the only plan in use."""
+        plan = self.engine.plans.get(self._fixed_plan or "")
+        if plan is None or params.is_greedy or not params.speculative or params.rule is None:
+            return
+        if params.rule_id not in plan.rules:
+            names = ", ".join(rule.name.lower() for rule in plan.rules)
+            raise RequestError(
+                f"prompt {index} with rule={params.rule!r}; the trees of plan {plan.name} have lost"
+                " how often, and in which order, the draft drew a token",
+                f"a rule that is lossless for such trees: {names}",
+                "pass one of them, leave rule out, or choose another plan",
             )
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specc.metrics import SpecStats
+
+if TYPE_CHECKING:
+    from specc.runtime.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,7 @@ class CompletionOutput:
         text: their text, without the stop string and without the token that ended the output.
         finish_reason: `stop` (EOS, stop token, stop string) or `length` (max_tokens, context).
         stop_reason: the stop token id or stop string; None for EOS and length.
+        logprobs: of each token, and of the best ones beside it; None where not asked for.
     """
 
     index: int
@@ -23,6 +28,15 @@ class CompletionOutput:
     text: str
     finish_reason: str | None
     stop_reason: int | str | None
+    logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum over the tokens; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(entries[token].logprob for token, entries in pairs)
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,7 @@ class StreamOutput:
         token_id: the new token.
         text: characters that became certain; may be empty.
         metrics: of the whole request, with the last token only.
+        logprobs: of this token, where asked for.
     """
 
     request_id: str
@@ -56,3 +71,4 @@ class StreamOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     metrics: SpecStats | None = None
+    logprobs: TokenLogprobs | None = None

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from specc.metrics import SpecStats
+
+if TYPE_CHECKING:
+    from specc.runtime.program import StepResult
+    from specc.runtime.scheduler import StepGroup
+    from specc.runtime.sequence import Sequence
 
 
 class Policy(Protocol):
@@ -26,6 +31,19 @@ class Policy(Protocol):
             num_running: sequences that will take part.
             stats: what the engine has counted so far.
         """
+        ...
+
+
+@runtime_checkable
+class EachPolicy(Policy, Protocol):
+    """Chooses a plan for every sequence, from what steps have done; its `needs_results` is True."""
+
+    def choose_each(self, sequences: list[Sequence], stats: SpecStats) -> list[str]:
+        """Names of plans, one for each sequence that will take part."""
+        ...
+
+    def observe(self, group: StepGroup, step: StepResult) -> None:
+        """Take the outcome of a step, behind its commit."""
         ...
 
 

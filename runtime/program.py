@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from specc.config import SpecPlan
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json
+from specc.plans import SpecPlan
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.place import place
 from specc.weight_layout import from_blocks
 
-SCHEMA_VERSIONS = (1,)
+STEP_SCHEMA_VERSIONS = (2,)
 # 2: weights may be stored in blocks
 PROGRAM_SCHEMA_VERSIONS = (1, 2)
 _DO = "compile the engine again"
@@ -34,6 +34,7 @@ class StepResult(NamedTuple):
         next_cache_len: [B] committed rows of the target.
         draft_lens: draft → [B] committed rows of it.
         stage_s: seconds of each stage.
+        values: what was asked for by name, as it is in front of the next step.
     """
 
     num_accepted: list[int]
@@ -41,6 +42,25 @@ class StepResult(NamedTuple):
     next_cache_len: list[int]
     draft_lens: dict[int, list[int]]
     stage_s: dict[str, float]
+    values: dict[str, Tensor] = {}  # noqa: RUF012  a tuple's default, never changed
+
+
+class StepInputs(NamedTuple):
+    """What the host brings to a step of B sequences.
+
+    Args:
+        rows: of each sequence, its last C tokens, and its committed rows.
+        block_table: [B, n] int32.
+        sampling_values: [B, 6] float32, see `specc.sampling_rows`.
+        sampling_words: [B, 4] int64.
+        extra: what only some plans read: `vote_weights` [B, S] float32, `proposals` [B, L] int64.
+    """
+
+    rows: Sequence[Sequence[int]]
+    block_table: Tensor
+    sampling_values: Tensor
+    sampling_words: Tensor
+    extra: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class StepValues(Protocol):
@@ -70,7 +90,7 @@ class Step(Protocol):
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]: ...
 
     def advance(
-        self, rows: Sequence[tuple[int, int, int]], block_table: Tensor, slabs: Mapping[str, Tensor]
+        self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
     ) -> StepResult: ...
 
 
@@ -173,9 +193,8 @@ class StepProgram:
     """
 
     def __init__(self, program: Mapping[str, Any], models: Mapping[str, nn.Module]) -> None:
-        check_schema(program, "a step program")
+        self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
-        self.plan = SpecPlan(program["plan"]["name"], tuple(program["plan"]["widths"]))
         self._constants = {
             name: torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"]))
             for name, entry in program.get("constants", {}).items()
@@ -211,40 +230,40 @@ class StepProgram:
         return stage_s
 
     def advance(
-        self, rows: Sequence[tuple[int, int, int]], block_table: Tensor, slabs: Mapping[str, Tensor]
+        self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
     ) -> StepResult:
         """Run the step for sequences that are known on the host; see `advance`."""
-        return advance(self, rows, block_table, slabs)
+        return advance(self, inputs, slabs, reads)
 
 
 def advance(
-    step: Step,
-    rows: Sequence[tuple[int, int, int]],
-    block_table: Tensor,
-    slabs: Mapping[str, Tensor],
+    step: Step, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
 ) -> StepResult:
     """Run a step for sequences that are known on the host.
 
     Args:
         step: to run.
-        rows: of each sequence, its last two tokens and its committed rows.
-        block_table: [B, n] int32.
-        slabs: the caches under their names in the environment.
+        inputs: of the host.
+        slabs: caches and history under their names in the environment.
+        reads: names of values that the caller wants to see.
     """
     environment = {
-        "last_tokens": torch.tensor([row[:2] for row in rows]),
-        "cache_len": torch.tensor([row[2] for row in rows], dtype=torch.int32),
-        "block_table": block_table,
+        "last_tokens": torch.tensor([row[:-1] for row in inputs.rows]),
+        "cache_len": torch.tensor([row[-1] for row in inputs.rows], dtype=torch.int32),
+        "block_table": inputs.block_table,
+        "sampling_values": inputs.sampling_values,
+        "sampling_words": inputs.sampling_words,
+        **inputs.extra,
         **slabs,
     }
     stage_s = step.run(environment)
-    drafts = itertools.takewhile(lambda i: draft_len_name(i) in environment, itertools.count())
     return StepResult(
         environment["num_accepted"].tolist(),
         environment["output_tokens"].tolist(),
         environment["next_cache_len"].tolist(),
-        {draft: environment[draft_len_name(draft)].tolist() for draft in drafts},
+        {index: environment[name].tolist() for index, name in draft_lens_of(step.plan).items()},
         stage_s,
+        {name: environment[name] for name in reads},
     )
 
 
@@ -296,14 +315,22 @@ def _bound_weight(model: str, entry: Mapping[str, Any], weights: Mapping[str, Te
     return weight
 
 
-def draft_len_name(draft: int) -> str:
-    """Environment name of the committed rows of a draft after a step."""
-    return f"draft_{draft}_len"
+def draft_lens_of(plan: SpecPlan) -> dict[int, str]:
+    """Draft → environment name of its committed rows after a step of this plan."""
+    return {int(model.removeprefix("draft_")): f"{model}_len" for model in plan.models}
 
 
-def check_schema(
-    program: Mapping[str, Any], name: str, versions: Sequence[int] = SCHEMA_VERSIONS
-) -> None:
+def plan_of(program: Mapping[str, Any]) -> SpecPlan:
+    """The plan of a step program.
+
+    Raises:
+        EngineError: a step program of another schema, or a malformed one.
+    """
+    check_schema(program, "a step program", STEP_SCHEMA_VERSIONS)
+    return SpecPlan.from_json(program.get("plan", {}))
+
+
+def check_schema(program: Mapping[str, Any], name: str, versions: Sequence[int]) -> None:
     """Raises EngineError: a program of another schema."""
     version = program.get("schema_version")
     if version not in versions:

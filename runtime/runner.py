@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specc.runtime.batch_rows import BatchRows, last_tokens_of, sampling_rows
 from specc.runtime.captured_step import CapturedStep, PendingStep
 from specc.runtime.kv_cache import KVCache
-from specc.runtime.program import Model, Step, StepResult
+from specc.runtime.logprobs import TokenLogprobs, step_logprobs, token_logprobs, wants_logprobs
+from specc.runtime.program import Model, Step, StepInputs, StepResult, draft_lens_of
 from specc.runtime.scheduler import Batch, Span, StepGroup
+from specc.runtime.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,9 @@ class RunResult:
     first_tokens: list[int | None] = field(default_factory=list)
     prefill_s: float = 0.0
     steps: list[StepResult] = field(default_factory=list)
+    # of first tokens by request; of each step's tokens, for the steps in which a request asks
+    first_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: list[list[list[TokenLogprobs] | None] | None] = field(default_factory=list)
 
 
 class Runner:
@@ -33,6 +40,7 @@ class Runner:
         steps: plan name → step program.
         cache: that all programs are bound to.
         prefill_chunk: tokens of a causal pass at most.
+        operators: namespace of the `specc::` operators that run here.
     """
 
     def __init__(
@@ -42,85 +50,127 @@ class Runner:
         steps: Mapping[str, Step],
         cache: KVCache,
         prefill_chunk: int,
+        operators: Any = torch.ops.specc,
     ) -> None:
         self._target = target
         self._drafts = drafts
         self._steps = steps
         self._cache = cache
         self._prefill_chunk = prefill_chunk
-        self._table_blocks: list[list[int]] = []
-        self._table = cache.block_table([])
+        self._operators = operators
+        self._rows = BatchRows(cache, last_tokens_of(step.plan for step in steps.values()))
 
     def run(self, batch: Batch) -> RunResult:
         """Prefill, then one step for each group; sequences are read, never changed."""
-        first_tokens: list[int | None] = []
-        prefill_s = 0.0
+        result = RunResult()
         if batch.prefill:
             begin = time.perf_counter()
-            first_tokens = self._prefill(batch.prefill)
+            first_tokens, logprobs = self._prefill(batch.prefill)
             prefill_s = time.perf_counter() - begin
-        return RunResult(first_tokens, prefill_s, [self._step(group) for group in batch.groups])
+            result = RunResult(first_tokens, prefill_s, first_logprobs=logprobs)
+        for group in batch.groups:
+            step = self._step(group)
+            result.steps.append(step)
+            result.logprobs.append(self._logprobs(group, step))
+        return result
 
     def queue(self, batch: Batch) -> PendingStep | None:
         """Queue a batch and return before it is done; None where only `run` can run it.
 
-        That is a batch with a prefill pass or of two plans, a step with a hook, and every program
-        that the host itself runs.
+        That is a batch with a prefill pass or of two plans, a step with a hook or whose logits are
+        wanted, and every program that the host itself runs.
         """
         if batch.prefill or len(batch.groups) != 1:
             return None
         (group,) = batch.groups
+        if wants_logprobs(group.sequences):
+            return None
         step = self._steps[group.plan.name]
         if not isinstance(step, CapturedStep) or step.is_split:
             return None
         begin_s = time.perf_counter()
         self._catch_up(group)
-        return step.submit(*self._inputs(group))._replace(begin_s=begin_s)
+        return step.submit(self._inputs(group))._replace(begin_s=begin_s)
 
-    def _prefill(self, spans: list[Span]) -> list[int | None]:
+    def _prefill(
+        self, spans: list[Span]
+    ) -> tuple[list[int | None], dict[str, list[TokenLogprobs]]]:
+        for span in spans:
+            sequence = span.sequence
+            tokens = sequence.token_ids[span.start : span.end]
+            self._cache.record(sequence.blocks, span.start, tokens)
         logits = self._causal_pass(self._target, spans, [span.is_last for span in spans])
         for i, draft in enumerate(self._drafts):
             if mine := [span for span in spans if i in span.drafts]:
                 self._causal_pass(draft, mine, [False] * len(mine))
-        tokens = iter(logits.argmax(dim=-1).tolist())
-        return [next(tokens) if span.is_last else None for span in spans]
+        ended = [span.sequence for span in spans if span.is_last]
+        first = self._first_tokens(logits, ended) if ended else []
+        firsts = iter(first)
+        logprobs = {
+            sequence.request_id: token_logprobs(logits[i, None], [first[i]], count)
+            for i, sequence in enumerate(ended)
+            if (count := sequence.params.logprobs) is not None
+        }
+        return [next(firsts) if span.is_last else None for span in spans], logprobs
+
+    @torch.inference_mode()
+    def _first_tokens(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+        """Draw what follows each prompt, as a step without speculation does: a tree of one node.
+
+        Args:
+            logits: [R, V] of the last tokens of R prompts.
+            sequences: the R requests.
+        """
+        device, count = self._cache.device, len(sequences)
+        values, words = sampling_rows(sequences)
+        roots = [[s.token_ids[s.num_prompt_tokens - 1]] for s in sequences]
+        lengths = [s.num_prompt_tokens - 1 for s in sequences]
+        rows = (values, words, _int32(lengths))
+        table = self._cache.block_table([s.blocks for s in sequences])
+        _, _, tokens = self._operators.accept(
+            logits,
+            torch.tensor(roots).to(device),
+            torch.full((count, 1), -1, dtype=torch.int32, device=device),
+            *(0, None, None, []),
+            *(row.to(device) for row in rows),
+            *(self._cache.history, table.to(device)),
+        )
+        return tokens[:, 0].tolist()
 
     def _step(self, group: StepGroup) -> StepResult:
         begin = time.perf_counter()
         self._catch_up(group)
         catch_up_s = time.perf_counter() - begin
         step = self._steps[group.plan.name]
-        result = step.advance(*self._inputs(group), self._cache.environment)
+        reads = ("logits", "path") if wants_logprobs(group.sequences) else ()
+        result = step.advance(self._inputs(group), self._cache.environment, reads)
         stage = "step" if "step" in result.stage_s else "draft"
         if stage in result.stage_s:
             result.stage_s[stage] += catch_up_s
         return result
 
-    def _inputs(self, group: StepGroup) -> tuple[list[tuple[int, int, int]], Tensor]:
-        """What a step takes from the host: its rows, and the block table."""
-        sequences = group.sequences
-        rows = [(s.token_ids[-2], s.token_ids[-1], s.cache_len) for s in sequences]
-        return rows, self._block_table([s.blocks for s in sequences])
+    def _logprobs(
+        self, group: StepGroup, step: StepResult
+    ) -> list[list[TokenLogprobs] | None] | None:
+        if not step.values:
+            return None
+        counts = zip(step.output_tokens, step.num_accepted, strict=True)
+        outputs = [tokens[: accepted + 1] for tokens, accepted in counts]
+        return step_logprobs(step.values["logits"], step.values["path"], outputs, group.sequences)
 
-    def _block_table(self, blocks: list[list[int]]) -> Tensor:
-        """The table of a batch; sequences keep their blocks, so it mostly is that of before."""
-        if blocks != self._table_blocks:
-            self._table_blocks = [list(one) for one in blocks]
-            self._table = self._cache.block_table(blocks)
-        return self._table
+    def _inputs(self, group: StepGroup) -> StepInputs:
+        return self._rows.inputs(group.sequences, group.extra)
 
     def _catch_up(self, group: StepGroup) -> None:
         """Feed drafts the committed tokens that their first level does not reach back to."""
-        if not group.plan.widths:
-            return
-        for i, draft in enumerate(self._drafts):
+        for i in draft_lens_of(group.plan):
             behind = [
                 Span(s, s.draft_lens[i], s.cache_len)
                 for s in group.sequences
-                if s.draft_lens[i] < s.cache_len - 1
+                if s.draft_lens[i] < s.cache_len + 1 - group.plan.catch_up
             ]
             for spans in _split(behind, self._prefill_chunk):
-                self._causal_pass(draft, spans, [False] * len(spans))
+                self._causal_pass(self._drafts[i], spans, [False] * len(spans))
 
     @torch.inference_mode()
     def _causal_pass(self, model: Model, spans: list[Span], wants_logits: list[bool]) -> Tensor:

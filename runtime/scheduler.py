@@ -7,15 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from specc.config import OFF, SpecPlan
 from specc.errors import RequestError
 from specc.metrics import SpecStats
+from specc.plans import OFF, SpecPlan
+from specc.runtime.host_drafts import HostDrafts
 from specc.runtime.kv_cache import KVCache
-from specc.runtime.policy import Policy
+from specc.runtime.policy import EachPolicy, Policy
+from specc.runtime.program import draft_lens_of
 from specc.runtime.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from torch import Tensor
 
     from specc.runtime.captured_step import PendingStep
     from specc.runtime.runner import RunResult
@@ -42,10 +46,15 @@ class Span:
 
 @dataclass(frozen=True)
 class StepGroup:
-    """Sequences that run one plan's step together."""
+    """Sequences that run one plan's step together.
+
+    Args:
+        extra: what the host brings to this step besides rows, see `StepInputs`.
+    """
 
     plan: SpecPlan
     sequences: list[Sequence]
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,15 +101,21 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.queued: deque[Queued] = deque()
+        self.host_drafts = HostDrafts(plans)
         self._cache = cache
         self._plans = plans
-        self._policy = policy
         self._prefill_chunk = prefill_chunk
         self._position_limit = position_limit
-        self._needs_results = getattr(policy, "needs_results", True)
+        self.use(policy)
         # who left while a queued step held its blocks; and who was dropped, until `abort`
         self._left: list[Sequence] = []
         self._torn: list[Sequence] = []
+
+    def use(self, policy: Policy) -> None:
+        """Let this policy choose from the next iteration on."""
+        self._policy = policy
+        self._each = policy if isinstance(policy, EachPolicy) else None
+        self._needs_results = getattr(policy, "needs_results", True)
 
     @property
     def has_work(self) -> bool:
@@ -148,17 +163,25 @@ class Scheduler:
         self._admit()
         ready = [sequence for sequence in self.running if sequence.is_prefilled]
         plan = self._plans[self._policy.choose(len(ready), self.stats)]
-        speculating: list[Sequence] = []
-        plain: list[Sequence] = []
-        for sequence in ready:
-            (speculating if self._speculates(sequence, plan) else plain).append(sequence)
-        groups = []
-        if speculating:
-            groups.append(StepGroup(plan, speculating))
-        if plain:
-            groups.append(StepGroup(OFF, plain))
+        groups = self._divide(ready, plan)
         spans = self._prefill_spans(plan) if len(ready) < len(self.running) else []
         return Batch(spans, groups)
+
+    def _divide(self, ready: list[Sequence], plan: SpecPlan) -> list[StepGroup]:
+        """Who runs which plan; whoever cannot speculate decodes plainly, in the last group."""
+        plans = [plan] * len(ready)
+        if ready and self._each is not None:
+            plans = [self._plans[name] for name in self._each.choose_each(ready, self.stats)]
+        members: dict[str, list[Sequence]] = {}
+        plain: list[Sequence] = []
+        for sequence, own in zip(ready, plans, strict=True):
+            is_plain = not self._speculates(sequence, own)
+            (plain if is_plain else members.setdefault(own.name, [])).append(sequence)
+        groups = []
+        for name, sequences in members.items():
+            own = self._plans[name]
+            groups.append(StepGroup(own, sequences, self.host_drafts.inputs(own, sequences)))
+        return [*groups, StepGroup(OFF, plain)] if plain else groups
 
     def hold(self, batch: Batch, pending: PendingStep) -> None:
         """The batch is queued: until `postprocess`, the blocks of its sequences stay theirs."""
@@ -190,14 +213,17 @@ class Scheduler:
             batch: one step, whose results nobody has seen yet.
         """
         group = batch.groups[0]
-        if self._needs_results or group.sequences != self.running or self._can_admit():
+        if self._needs_results or group.extra:
             return False
-        most_tokens = len(group.plan.widths) + 1
+        if group.sequences != self.running or self._can_admit():
+            return False
+        most_tokens = group.plan.max_depth + 1
         shape = self._cache.shape
         for sequence in group.sequences:
             cache_len = sequence.cache_len + most_tokens
-            is_within = cache_len + shape.max_nodes <= len(sequence.blocks) * shape.rows_per_block
-            is_same = not group.plan.widths or self._speculates(sequence, group.plan, cache_len)
+            # the bonus token has a place in the history, behind the rows of its step
+            is_within = cache_len + shape.max_nodes < len(sequence.blocks) * shape.rows_per_block
+            is_same = not group.plan.speculates or self._speculates(sequence, group.plan, cache_len)
             if sequence.num_tokens_left == 1 or not is_within or not is_same:
                 return False
         # a row that no length limit ends makes the repetition worth its while
@@ -225,26 +251,34 @@ class Scheduler:
             for draft in span.drafts:
                 sequence.draft_lens[draft] = span.end
             if token is not None:
-                sequence.append_first(token)
+                sequence.append_first(token, result.first_logprobs.get(sequence.request_id))
                 self.stats.record_first_token(sequence.stats.first_token_s)
                 self.stats.num_prompt_tokens += sequence.num_prompt_tokens
 
     def _commit_steps(self, batch: Batch, result: RunResult) -> None:
-        for group, step in zip(batch.groups, result.steps, strict=True):
+        no_logprobs: list[None] = [None] * len(result.steps)
+        logprobs = result.logprobs or no_logprobs
+        for group, step, scores in zip(batch.groups, result.steps, logprobs, strict=True):
             rows = [(i, s) for i, s in enumerate(group.sequences) if s not in self._left]
             if not rows:
                 continue
             self.stats.record_step_pass(step.stage_s)
+            if len(rows) == len(group.sequences):
+                before = [sequence.cache_len for sequence in group.sequences]
+                self.host_drafts.observe(group.plan, before, step)
             for i, sequence in rows:
                 num_accepted = step.num_accepted[i]
-                num_emitted = sequence.append(step.output_tokens[i][: num_accepted + 1])
+                tokens = step.output_tokens[i][: num_accepted + 1]
+                num_emitted = sequence.append(tokens, scores[i] if scores else None)
                 sequence.cache_len = step.next_cache_len[i]
                 # a draft whose length is not moved any more would catch up
                 for draft, lengths in step.draft_lens.items():
                     sequence.draft_lens[draft] = lengths[i]
                 sequence.stats.record_step_pass(step.stage_s)
                 for stats in (sequence.stats, self.stats):
-                    stats.record_step(group.plan.widths, num_accepted, num_emitted)
+                    stats.record_step(group.plan.level_sizes, num_accepted, num_emitted)
+            if len(rows) == len(group.sequences) and self._each is not None:
+                self._each.observe(group, step)
 
     def _admit(self) -> None:
         while self._can_admit():
@@ -270,15 +304,18 @@ class Scheduler:
             drafts: tuple[int, ...] = ()
             if self._speculates(sequence, plan, sequence.num_prompt_tokens):
                 # a draft that lags behind catches up later, in front of its first step
-                drafts = tuple(i for i, n in enumerate(sequence.draft_lens) if n == start)
+                lens = sequence.draft_lens
+                drafts = tuple(i for i in draft_lens_of(plan) if lens[i] == start)
             spans.append(Span(sequence, start, end, drafts))
         return spans
 
     def _speculates(self, sequence: Sequence, plan: SpecPlan, cache_len: int | None = None) -> bool:
-        """The plan drafts, the request wants it, and its deepest node has a position."""
+        """The plan drafts, the request wants it, and the deepest node has a position."""
         cache_len = sequence.cache_len if cache_len is None else cache_len
-        fits = cache_len + len(plan.widths) < self._position_limit
-        return bool(plan.widths) and sequence.params.speculative and fits
+        fits = cache_len + plan.max_depth < self._position_limit
+        params = sequence.params
+        suits = params.is_greedy or params.rule_id in plan.rules
+        return plan.speculates and params.speculative and fits and suits
 
     def _blocks_for(self, sequence: Sequence) -> int:
         return self._cache.shape.blocks_for(sequence.num_prompt_tokens, sequence.max_tokens)
@@ -291,6 +328,7 @@ class Scheduler:
     def _release_finished(self) -> None:
         for sequence in [s for s in self.running if s.is_finished]:
             self._release(sequence)
+            self.host_drafts.finish(sequence)
             self.stats.num_requests += 1
 
     def _free_blocks(self) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Set
+from typing import TYPE_CHECKING
 
-from specc.config import SamplingParams
 from specc.metrics import SpecStats
 from specc.runtime.detokenizer import Detokenizer
 from specc.runtime.outputs import CompletionOutput, RequestOutput, StreamOutput
+from specc.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specc.runtime.logprobs import TokenLogprobs
+    from specc.runtime.suffix_index import SuffixIndex
 
 # tokens that are decoded at once where nobody reads the text of each
 _DECODE_TOGETHER = 16
@@ -59,10 +65,15 @@ class Sequence:
         self.cache_len = 0
         self.draft_lens = [0] * num_drafts
         self.blocks: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        # of the host's lookups, once a plan asks for one
+        self.suffix_index: SuffixIndex | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.stats = SpecStats()
         self.events: deque[StreamOutput] = deque()
+        self.sampling_values = _values(params)
+        self.sampling_words = _words(params, self.num_prompt_tokens)
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._detokenizer = detokenizer
@@ -101,20 +112,25 @@ class Sequence:
         self.blocks = blocks
         self._admitted = time.perf_counter()
 
-    def append_first(self, token_id: int) -> None:
+    def append_first(self, token_id: int, logprobs: list[TokenLogprobs] | None = None) -> None:
         """Take the token that the prefill pass yields."""
         self.stats.num_prompt_tokens = self.num_prompt_tokens
         self.stats.record_first_token(time.perf_counter() - self._arrival)
-        self.append([token_id])
+        self.append([token_id], logprobs)
 
-    def append(self, token_ids: list[int]) -> int:
+    def append(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> int:
         """Take tokens in order, up to the one at which plain decoding would end.
 
+        Args:
+            token_ids: one or more.
+            logprobs: of each, where the request asks for them.
         Returns:
             tokens taken, at least 1; the others lie behind the end.
         """
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
+            if logprobs is not None:
+                self.logprobs.append(logprobs[count - 1])
             self._update_end(token_id)
             if self._is_streamed:
                 self.events.append(self._event(token_id))
@@ -124,8 +140,14 @@ class Sequence:
         return len(token_ids)
 
     def to_output(self) -> RequestOutput:
+        has_logprobs = self.params.logprobs is not None
         completion = CompletionOutput(
-            0, self.output_token_ids, self.text, self.finish_reason, self.stop_reason
+            0,
+            self.output_token_ids,
+            self.text,
+            self.finish_reason,
+            self.stop_reason,
+            self.logprobs if has_logprobs else None,
         )
         prompt_token_ids = self.token_ids[: self.num_prompt_tokens]
         return RequestOutput(
@@ -171,8 +193,26 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             metrics=self.stats if self.is_finished else None,
+            logprobs=self.logprobs[-1] if self.logprobs else None,
         )
 
     def _close(self) -> None:
         self.stats.num_requests = 1
         self.stats.elapsed_s = time.perf_counter() - self._admitted
+
+
+def _values(params: SamplingParams) -> list[float]:
+    """Columns of `specc.sampling_rows.Value`."""
+    # infinite and subnormal temperatures are refused or greedy; the rest is exact in float32
+    penalties = (
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+    return [params.temperature, params.top_p, params.min_p, *penalties]
+
+
+def _words(params: SamplingParams, num_prompt_tokens: int) -> list[int]:
+    """Columns of `specc.sampling_rows.Word`."""
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    return [seed, max(params.top_k, 0), params.rule_id, num_prompt_tokens]

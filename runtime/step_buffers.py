@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from specc.runtime.graph_device import Event, GraphDevice
+from specc.runtime.program import StepInputs
+from specc.sampling_rows import Value, Word
 
 # committed rows of a padding row: so far below zero that every slot of it is negative, which
 # writes nothing, and stays negative however many steps the device counts on
 PADDING = -(1 << 30)
+_PADDING_OF = {"cache_len": PADDING}
 # results of a step that the host has not read yet, and inputs that the device has not read yet
 NUM_STAGES = 2
 
@@ -54,20 +57,43 @@ class StepBuffers:
         max_batch: sequences of a step at most.
         blocks_per_sequence: width of the block table.
         result_width: integers that a step returns for each sequence.
+        num_last: last tokens of a sequence that a step reads.
+        num_votes: drafts of the plans that vote; 0 where none does.
+        num_proposals: tokens that the host proposes; 0 where it proposes none.
     """
 
     def __init__(
-        self, graphs: GraphDevice, max_batch: int, blocks_per_sequence: int, result_width: int
+        self,
+        graphs: GraphDevice,
+        max_batch: int,
+        blocks_per_sequence: int,
+        result_width: int,
+        num_last: int = 2,
+        num_votes: int = 0,
+        num_proposals: int = 0,
     ) -> None:
         self.max_batch = max_batch
         self.result_width = result_width
         self._graphs = graphs
-        # int32 columns: two tokens of int64, then the committed rows, then the block table; the
-        # tokens come first because an int64 view needs an even offset
-        self._sizes = (4 * max_batch, max_batch, max_batch * blocks_per_sequence)
+        # columns of a row by name; those of int64 first, because their view needs an even offset
+        self._columns = {
+            "last_tokens": (num_last, torch.int64),
+            "sampling_words": (len(Word), torch.int64),
+            "proposals": (num_proposals, torch.int64),
+            "cache_len": (1, torch.int32),
+            "block_table": (blocks_per_sequence, torch.int32),
+            "sampling_values": (len(Value), torch.float32),
+            "vote_weights": (num_votes, torch.float32),
+        }
+        # in units of int32
+        self._sizes = [
+            max_batch * width * (dtype.itemsize // 4) for width, dtype in self._columns.values()
+        ]
         total = sum(self._sizes)
         self._device = torch.zeros(total, dtype=torch.int32, device=graphs.device)
-        self.last_tokens, self.cache_len, self.block_table = self._views(self._device)
+        self.inputs = self._views(self._device)
+        self.last_tokens, self.cache_len = self.inputs["last_tokens"], self.inputs["cache_len"]
+        self.block_table = self.inputs["block_table"]
         self.results = torch.zeros(max_batch, result_width, dtype=torch.int64, device=graphs.device)
         self._inputs = [graphs.host_buffer(total, dtype=torch.int32) for _ in range(NUM_STAGES)]
         self._outputs = [
@@ -81,14 +107,11 @@ class StepBuffers:
         self.end_s = 0.0
         self._next_input = self._next_output = 0
 
-    def copy_from(
-        self, rows: Sequence[tuple[int, int, int]], block_table: Tensor, bucket: int
-    ) -> None:
-        """Queue the inputs of a step; rows from `len(rows)` to `bucket` become padding.
+    def copy_from(self, inputs: StepInputs, bucket: int) -> None:
+        """Queue the inputs of a step; rows from those of the batch to `bucket` become padding.
 
         Args:
-            rows: of each sequence, its last two tokens and its committed rows.
-            block_table: [B, n] int32 on the host.
+            inputs: of the host.
             bucket: rows of the graph that will read them.
         """
         # whatever interrupts what follows: no step goes on from inputs that are not its own
@@ -97,30 +120,37 @@ class StepBuffers:
         self._next_input = (stage + 1) % NUM_STAGES
         if (fence := self._fences[stage]) is not None:
             fence.synchronize()
-        batch = len(rows)
-        tokens, cache_len, table = self._views(self._inputs[stage])
-        values = torch.tensor(rows, dtype=torch.int64)
-        tokens[:batch] = values[:, :2]
-        tokens[batch:bucket] = 0
-        cache_len[:batch] = values[:, 2]
-        cache_len[batch:bucket] = PADDING
-        table[:batch] = block_table
-        table[batch:bucket] = 0
+        batch = len(inputs.rows)
+        views = self._views(self._inputs[stage])
+        values = torch.tensor(inputs.rows, dtype=torch.int64)
+        given = {
+            "last_tokens": values[:, :-1],
+            "cache_len": values[:, -1],
+            "block_table": inputs.block_table,
+            "sampling_values": inputs.sampling_values,
+            "sampling_words": inputs.sampling_words,
+            **inputs.extra,
+        }
+        for name, view in views.items():
+            view[batch:bucket] = _PADDING_OF.get(name, 0)
+            if name in given:
+                # of proposals and weights, as many as the plan has
+                rows = view[:batch] if view.dim() == 1 else view[:batch, : given[name].shape[1]]
+                rows.copy_(given[name])
         self._device.copy_(self._inputs[stage], non_blocking=True)
         self._fences[stage] = self._graphs.record_event()
 
     @contextlib.contextmanager
     def kept_inputs(self, bucket: int) -> Iterator[None]:
         """Padding in all rows for a while: a step that runs then writes nothing."""
-        inputs = (self.last_tokens[:bucket], self.cache_len[:bucket], self.block_table[:bucket])
-        before = [tensor.clone() for tensor in inputs]
-        for tensor, number in zip(inputs, (0, PADDING, 0), strict=True):
-            tensor.fill_(number)
+        before = {name: view[:bucket].clone() for name, view in self.inputs.items()}
+        for name, view in self.inputs.items():
+            view[:bucket] = _PADDING_OF.get(name, 0)
         try:
             yield
         finally:
-            for tensor, kept in zip(inputs, before, strict=True):
-                tensor.copy_(kept)
+            for name, kept in before.items():
+                self.inputs[name][:bucket] = kept
 
     def read_results(self) -> HostResults:
         """Queue the copy of the results to the host, behind the step that made them."""
@@ -133,10 +163,10 @@ class StepBuffers:
         self._results[stage] = self.newest
         return self.newest
 
-    def _views(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, cache_len, table = flat.split(self._sizes)
-        return (
-            tokens.view(torch.int64).view(self.max_batch, 2),
-            cache_len,
-            table.view(self.max_batch, -1),
-        )
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
+        views = {}
+        parts = flat.split(self._sizes)
+        for (name, (width, dtype)), part in zip(self._columns.items(), parts, strict=True):
+            view = part.view(dtype)
+            views[name] = view if name == "cache_len" else view.view(self.max_batch, width)
+        return views

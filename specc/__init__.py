@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specc.api import compile as compile
     from specc.config import CompileConfig as CompileConfig
-    from specc.config import SamplingParams as SamplingParams
     from specc.errors import SpeccError as SpeccError
     from specc.runtime.engine import Engine as Engine
     from specc.runtime.llm import LLM as LLM
+    from specc.sampling_params import SamplingParams as SamplingParams
     from specc.tree import TokenTree as TokenTree
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "compile": "specc.api",
     "CompileConfig": "specc.config",
-    "SamplingParams": "specc.config",
+    "SamplingParams": "specc.sampling_params",
     "SpeccError": "specc.errors",
     "Engine": "specc.runtime.engine",
     "LLM": "specc.runtime.llm",

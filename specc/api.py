@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.compiler import Compilation, build
-from specc.config import CompileConfig, SpecPlan
-from specc.errors import ConfigError
+from specc.choose_plans import Tree, choose_plans, policy_of, split_drafts
+from specc.compiler import Compilation, ModelLike, build
+from specc.config import CompileConfig
 from specc.progress import ProgressEvent
 
 if TYPE_CHECKING:
@@ -28,11 +28,12 @@ _LOW_ACCEPTANCE = 0.05
 
 def compile(
     target: str | Path | nn.Module,
-    draft: str | Path | nn.Module | None = None,
+    draft: ModelLike | Sequence[ModelLike] | None = None,
     output: str | Path = "engine",
     *,
-    tree: Sequence[int] | None = None,
+    tree: Tree | None = None,
     num_speculative_tokens: int | None = None,
+    combine: str | None = None,
     dtype: str | torch.dtype = "float32",
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
@@ -51,10 +52,18 @@ def compile(
 
     Args:
         target: Hugging Face directory or id, or a module (input_ids, position_ids) → logits.
-        draft: likewise, with the target's token map; None decodes plainly.
+        draft: likewise, with the target's token map; or `lookup:N`, which proposes what followed
+            the last tokens (at most N of them are compared) when they came before in the request;
+            or `suffix`, which looks in earlier outputs, too; or a list of these. None decodes
+            plainly.
         output: engine directory to make.
-        tree: children per frontier node and level, e.g. (3, 2, 1).
-        num_speculative_tokens: length of a chain; instead of `tree`. 4 where neither is given.
+        tree: children per frontier node and level, e.g. (3, 2, 1); a `TokenTree`; or a
+            `DynamicTree`, whose nodes the draft chooses anew at every step.
+        num_speculative_tokens: length of a chain; instead of `tree`. Where neither is given, 4,
+            and 8 where tokens are looked up.
+        combine: of several drafts: `merge` verifies all that they propose as one tree, `vote` the
+            chain that most of them agree on, `best` asks for every sequence the model or the
+            lookup, whichever promises more. None is merge.
         dtype: float32 or bfloat16, of both models.
         max_batch_size: sequences that decode together.
         max_seq_len: tokens of prompt and output together.
@@ -72,8 +81,13 @@ def compile(
     Raises:
         SpeccError: found / needed / do; nothing is left behind.
     """
+    models, sources = split_drafts(draft)
+    chosen = choose_plans(
+        [tree] if tree is not None else [], num_speculative_tokens, sources, combine
+    )
     config = CompileConfig(
-        plans=plans_of(tree, num_speculative_tokens),
+        plans=chosen,
+        policy=policy_of(combine),
         dtype=str(dtype).removeprefix("torch."),
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
@@ -84,7 +98,7 @@ def compile(
     )
     return compile_with(
         target,
-        draft,
+        models,
         output,
         config,
         tokenizer=tokenizer,
@@ -96,15 +110,15 @@ def compile(
 
 def compile_with(
     target: str | Path | nn.Module,
-    draft: str | Path | nn.Module | None,
+    drafts: Sequence[ModelLike],
     output: str | Path,
     config: CompileConfig,
     **options: Any,
 ) -> Compilation:
     """`build` with the probe; adds a warning where the pair hardly accepts anything."""
-    compilation = build(target, draft, output, config, probe=probe_engine, **options)
+    compilation = build(target, drafts, output, config, probe=probe_engine, **options)
     result = compilation.manifest.probe
-    if draft is not None and result and result["num_spec_steps"]:
+    if drafts and result and result["num_spec_steps"]:
         first = (result["accepted_per_depth"] or [0.0])[0]
         if first < _LOW_ACCEPTANCE:
             compilation.warnings.append(
@@ -114,44 +128,12 @@ def compile_with(
     return compilation
 
 
-def plans_of(
-    tree: Sequence[int] | None, num_speculative_tokens: int | None
-) -> tuple[SpecPlan, ...]:
-    """The plan that the options name; empty where they name none.
-
-    Raises:
-        ConfigError: both are given, or a negative length.
-        TreeError: a width below 1, or too many nodes.
-    """
-    if tree is not None and num_speculative_tokens is not None:
-        raise ConfigError(
-            "both a tree and a number of speculative tokens",
-            "one of them: a chain of K is the tree 1,1,…,1",
-            "pass --tree or --num-speculative-tokens",
-        )
-    if tree is not None:
-        if isinstance(tree, str) or not all(type(width) is int for width in tree):
-            raise ConfigError(f"tree {tree!r}", "a sequence of integers", "for example (3, 2, 1)")
-        if not tree:
-            raise ConfigError("an empty tree", "one or more widths", "for example --tree 3,2,1")
-        return (SpecPlan.from_widths(tuple(tree)),)
-    if num_speculative_tokens is None:
-        return ()
-    if num_speculative_tokens < 0:
-        raise ConfigError(
-            f"--num-speculative-tokens {num_speculative_tokens}",
-            "0 (off) or more",
-            "choose a length such as 4",
-        )
-    return (SpecPlan.from_widths((1,) * num_speculative_tokens),)
-
-
 def probe_engine(directory: Path) -> dict[str, Any]:
     """Generate a few dozen tokens on built-in prompts; returns acceptance figures."""
-    from specc.config import SamplingParams
     from specc.runtime.cuda_backend import CaptureLimits
     from specc.runtime.engine import Engine
     from specc.runtime.llm import LLM
+    from specc.sampling_params import SamplingParams
 
     # a GPU captures only what these prompts run
     llm = LLM(Engine.load(directory, verify=False, capture=CaptureLimits.lazy()))

@@ -126,6 +126,22 @@ class EngineWriter:
         """Copy a small file (tokenizer, configuration) into the engine."""
         self.write_bytes(name, source.read_bytes())
 
+    def link_file(self, source: Path, name: str, entry: FileEntry) -> None:
+        """Take over a file of another engine, whose entry is known, without copying where it goes.
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        path = self.path(name)
+        try:
+            try:
+                os.link(source, path)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(source, path)
+        except OSError as error:
+            raise output_error(path, error) from error
+        self.record(name, entry.sha256, entry.bytes)
+
     def seal(self, manifest: Manifest) -> Manifest:
         """Hash all files and write the manifest: `staging` is then an engine that can be tried.
 

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from specc.config import SpecPlan
 from specc.graph_io import graph_from_json
 from specc.kernels import native
 from specc.manifest import Manifest
+from specc.plans import SpecPlan
 from specc.runtime.program import read_json
 
 BUFFER_BYTES = 400_000_000
@@ -221,7 +221,11 @@ def _is_lookup(node: fx.Node) -> bool:
 
 def _tokens_of(plan: SpecPlan) -> dict[str, int]:
     """Tokens that a sequence feeds to the models of each kind in one step."""
-    levels = [len(level) for level in plan.tree.levels]
-    # a draft's first level feeds two tokens, its last level is never fed
-    draft = 2 + sum(levels[1:-1]) if plan.widths else 0
-    return {_TARGET: sum(levels), "draft": draft}
+    if not plan.speculates:
+        return {_TARGET: 1, "draft": 0}
+    if plan.dynamic is not None:
+        fed = plan.dynamic.num_fed
+    else:
+        fed = plan.shape.num_nodes - len(plan.shape.leaves)
+    # a draft's first level feeds what it can lack besides the root; leaves are never fed
+    return {_TARGET: plan.num_nodes, "draft": plan.catch_up + fed - 1 if plan.models else 0}

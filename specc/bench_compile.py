@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from specc.bench_model import BenchModel, BenchPrograms
-from specc.config import OFF, SpecPlan
 from specc.errors import ConfigError
-from specc.manifest import LayerEntry, LimitsEntry, MemoryEntry, ModelEntry, SlabEntry
+from specc.manifest import LimitsEntry, MemoryEntry, ModelEntry
+from specc.model_entries import cache_layout, plan_model_memory
 from specc.passes import hf_model
 from specc.passes.draw_acceptance import draw_acceptance
 from specc.passes.emit import constant_key, program_to_json
@@ -24,10 +24,10 @@ from specc.passes.fit_vocabulary import FitVocabulary
 from specc.passes.fuse_step import StepProgram, fuse_step
 from specc.passes.lower_cuda import CUDA_PHASES
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.plan_memory import PassShape, plan_memory
 from specc.passes.position_limit import position_limit
 from specc.passes.program import Program
 from specc.passes.trace import trace
+from specc.plans import OFF, SpecPlan
 from specc.progress import Phases
 
 _NAMES = ("target", "draft_0")
@@ -102,7 +102,7 @@ def compile_shapes(
         max_seq_len=_max_seq_len(configs, options, plans),
         block_size=options.block_size,
         prefill_chunk=options.prefill_chunk,
-        max_nodes=max(plan.tree.num_nodes for plan in plans),
+        max_nodes=max(plan.num_rows for plan in plans),
     )
     dtype = getattr(torch, options.dtype)
     models: list[BenchModel] = []
@@ -129,13 +129,13 @@ def _max_seq_len(configs: Sequence[Any], options: ShapeOptions, plans: Sequence[
     Without room for these an engine decodes the last tokens plainly: no step of the plan's.
     """
     limits = (hf_model.max_position(config) for config in configs)
-    depth = max(plan.tree.max_depth for plan in plans)
+    depth = max(plan.max_depth for plan in plans)
     return min([options.max_seq_len + depth, *(limit for limit in limits if limit is not None)])
 
 
 def _step(plan: SpecPlan, models: Sequence[BenchModel], options: ShapeOptions) -> StepProgram:
     step = fuse_step(plan, {model.entry.name: len(model.entry.slabs) for model in models})
-    if options.acceptance is None or not plan.widths:
+    if options.acceptance is None or not plan.speculates:
         return step
     return draw_acceptance(
         step,
@@ -157,7 +157,7 @@ def _model(
 ) -> BenchModel:
     (result,) = program.graph.find_nodes(op="output")
     logits = result.args[0].meta["val"]
-    layers, slabs = _caches(program)
+    layers, slabs = cache_layout(program)
     entry = ModelEntry(
         name=program.name,
         dir=program.name,
@@ -171,30 +171,8 @@ def _model(
         source=label,
     )
     constants = {constant_key(name): value for name, value in program.constants.items()}
-    memory = _memory(program, limits, dtype)
+    memory = MemoryEntry(**plan_model_memory(program, limits, dtype).to_json())
     return BenchModel(entry, module, program_to_json(program), constants, memory, logits.dtype)
-
-
-def _caches(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEntry, ...]]:
-    """Layers, and one slab for each geometry among them."""
-    counts: dict[tuple[int, int], int] = {}
-    layers = []
-    for layer in program.layers:
-        key = (layer.num_kv_heads, layer.head_dim)
-        index = counts.get(key, 0)
-        counts[key] = index + 1
-        slab = list(counts).index(key)
-        layers.append(LayerEntry(layer.name, layer.num_heads, *key, layer.window, slab, index))
-    return tuple(layers), tuple(SlabEntry(count, *key) for key, count in counts.items())
-
-
-def _memory(program: Program, limits: LimitsEntry, dtype: torch.dtype) -> MemoryEntry:
-    batch, nodes = limits.max_batch_size, limits.max_nodes
-    context = -(-(limits.max_seq_len + nodes) // limits.block_size) * limits.block_size
-    chunk = min(limits.prefill_chunk, limits.max_seq_len * batch)
-    prefill = PassShape(chunk, batch, batch, min(chunk, limits.max_seq_len), context)
-    step = PassShape(batch * nodes, batch * nodes, batch, nodes, context)
-    return MemoryEntry(**plan_memory(program, dtype, batch * context, [prefill, step]).to_json())
 
 
 def _check_rows(label: str, rows: int | None, needed: int) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from specc.bench import OFF, Difference, Measurement
 from specc.bench_synthetic import make_hook
-from specc.config import SamplingParams
 from specc.errors import RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
+from specc.sampling_params import SamplingParams
 
 # two best logits that are closer than this may change places with the width of a pass
 _NEAR_TIE = 1e-4
@@ -30,6 +30,7 @@ class EngineContender:
         batches: token ids of prompts, by batch; the batches run one after another.
         max_tokens: output tokens of each prompt; end-of-sequence tokens do not end it.
         synthetic: acceptance probabilities by sibling rank, instead of real acceptance.
+        params: of the requests of a batch, by place; None is greedy.
     """
 
     def __init__(
@@ -40,13 +41,15 @@ class EngineContender:
         batches: Sequence[Sequence[list[int]]],
         max_tokens: int,
         synthetic: Sequence[float] | None = None,
+        params: Sequence[SamplingParams] | None = None,
     ) -> None:
         self.name = name
         self.plan: str | None = plan
         self._engine = engine
         self._step = engine.steps[plan]
         self._batches = batches
-        self._params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self._params = list(params or [greedy] * max(map(len, batches)))
         self._make_hook = make_hook(synthetic, self._step.plan)
 
     def run(self) -> Measurement:
@@ -55,7 +58,7 @@ class EngineContender:
         self._step.before_accept = hook
         try:
             begin = time.perf_counter()
-            outputs = [llm.generate(batch, self._params) for batch in self._batches]
+            outputs = [llm.generate(batch, self._params[: len(batch)]) for batch in self._batches]
             elapsed_s = time.perf_counter() - begin
         finally:
             self._step.before_accept = None

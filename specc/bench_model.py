@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specc.config import SpecPlan
 from specc.manifest import LimitsEntry, MemoryEntry, ModelEntry
+from specc.plans import SpecPlan
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def _run(bench: Bench, contender: Contender, measured: list[Measurement]) -> dic
     if contender.name == SPECULATIVE and probabilities is not None and plan is not None:
         synthetic = {
             "probabilities": probabilities,
-            "expected_acceptance_length": expected_length(probabilities, plan.widths),
+            "expected_acceptance_length": expected_length(probabilities, plan.tree),
         }
     own: dict[str, Any] = {
         "name": contender.name,

@@ -14,6 +14,7 @@ from specc.files import format_bytes
 
 # importing this registers the operators that programs call
 from specc.kernels import ops as _ops  # noqa: F401
+from specc.runtime.batch_rows import last_tokens_of
 from specc.runtime.captured_step import CapturedStep
 from specc.runtime.engine import Engine
 from specc.runtime.graph_device import GraphDevice
@@ -76,12 +77,13 @@ def make_engine(
         )
         for model in programs.models
     }
-    depth = max(plan.tree.max_depth for plan in programs.plans)
+    depth = max(plan.max_depth for plan in programs.plans)
     buffers = StepBuffers(
         graphs,
         limits.max_batch_size,
         shape.blocks_per_sequence,
         2 + depth + 1 + len(models) - 1,
+        num_last=last_tokens_of(programs.plans),
     )
     buckets = (limits.max_batch_size,)
     steps: dict[str, Any] = {

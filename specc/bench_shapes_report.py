@@ -147,7 +147,7 @@ def _run(bench: ShapesBench, contender: Contender, measured: list[Measurement]) 
     synthetic: dict[str, Any] | None = None
     expected = None
     if contender.name == SPECULATIVE and probabilities is not None and plan is not None:
-        expected = expected_length(probabilities, plan.widths)
+        expected = expected_length(probabilities, plan.tree)
         synthetic = {
             "probabilities": probabilities,
             "expected_acceptance_length": expected,

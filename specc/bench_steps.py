@@ -16,9 +16,12 @@ import torch
 
 from specc.bench import Spread
 from specc.bench_device import Replay, TimedGraphs
+from specc.runtime.batch_rows import last_tokens_of, sampling_rows
 from specc.runtime.captured_step import CapturedStep, CaptureWarning
 from specc.runtime.engine import Engine
-from specc.runtime.program import StepResult
+from specc.runtime.program import StepInputs, StepResult
+from specc.runtime.sequence import Sequence as Request
+from specc.sampling_params import SamplingParams
 
 _COUNTED_STEPS = 3
 
@@ -65,9 +68,12 @@ class StepBench:
         self._tokens = tokens
         shape = engine.cache.shape
         self._batch = shape.max_num_seqs
-        self._rows = [(1 + b, 2 + b, context) for b in range(self._batch)]
+        num_last = last_tokens_of(engine.plans.values())
+        rows = [(*range(b, b + num_last), context) for b in range(1, self._batch + 1)]
         blocks = torch.arange(shape.num_blocks, dtype=torch.int32)
-        self._table = blocks.view(self._batch, shape.blocks_per_sequence)
+        table = blocks.view(self._batch, shape.blocks_per_sequence)
+        greedy = Request("0", [0], SamplingParams(), max_seq_len=2)
+        self._inputs = StepInputs(rows, table, *sampling_rows([greedy] * self._batch))
 
     def capture(self, plan: str) -> str | None:
         """Capture a plan's step; returns why it runs operator by operator, if it does."""
@@ -120,11 +126,11 @@ class StepBench:
 
     def _steps_of_queue(self, step: CapturedStep) -> int:
         """As many as fit where every step emits all that it can."""
-        return max(1, self._tokens // (step.plan.tree.max_depth + 1))
+        return max(1, self._tokens // (step.plan.max_depth + 1))
 
     def _queue(self, step: CapturedStep, count: int) -> list[StepResult]:
         """Queue steps; the host reads a result when the next step is queued already."""
-        pending = step.submit(self._rows, self._table)
+        pending = step.submit(self._inputs)
         results = []
         for _ in range(count - 1):
             following = step.submit_next(self._batch)

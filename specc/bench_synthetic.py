@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from specc.config import SpecPlan
 from specc.errors import ConfigError
+from specc.plans import SpecPlan
 from specc.runtime.program import StepValues
+from specc.tree import TokenTree
 
 
 def parse_probabilities(text: str) -> tuple[float, ...]:
@@ -44,10 +45,14 @@ def parse_probabilities(text: str) -> tuple[float, ...]:
     return probabilities
 
 
-def expected_length(probabilities: Sequence[float], widths: Sequence[int]) -> float:
+def expected_length(probabilities: Sequence[float], tree: TokenTree) -> float:
     """Mean acceptance length that the dice lead to, bonus token included."""
-    levels = (sum(probabilities[:width]) for width in widths)
-    return 1 + sum(itertools.accumulate(levels, lambda a, b: a * b))
+    reached = [1.0]
+    for node, parent in enumerate(tree.parents[1:], start=1):
+        rank = tree.children(parent).index(node)
+        chance = probabilities[rank] if rank < len(probabilities) else 0.0
+        reached.append(reached[parent] * chance)
+    return sum(reached)
 
 
 class SyntheticAcceptance:
@@ -109,6 +114,6 @@ def make_hook(
     probabilities: Sequence[float] | None, plan: SpecPlan
 ) -> Callable[[], SyntheticAcceptance] | None:
     """A maker of fresh hooks, one for each run; None where the plan does not speculate."""
-    if probabilities is None or not plan.widths:
+    if probabilities is None or not plan.speculates:
         return None
     return lambda: SyntheticAcceptance(probabilities, plan)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from specc.cli_progress import make_listener
 from specc.cli_run import Request
-from specc.config import SpecPlan
 from specc.errors import ConfigError, OutputError, RequestError
 from specc.files import output_error
 from specc.machine import check_threads
+from specc.plans import SpecPlan
 from specc.progress import Phases
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def measure(
     ]
     notes: list[str] = []
     if options.against is not None:
-        depth = max((len(engine.plans[name].widths) for name in plans[:1]), default=0)
+        depth = max((engine.plans[name].max_depth for name in plans[:1]), default=0)
         with phases.phase("prepare transformers"):
             baselines, more = _load_baselines(engine, options, batches, depth)
         contenders += baselines
@@ -286,7 +286,7 @@ def choose_plans(engine: Engine, options: BenchOptions) -> list[str]:
                 "choose one of them, or compile the engine with this plan",
             )
     plans: dict[str, SpecPlan] = engine.plans
-    names = [name for name in names if plans[name].widths]
+    names = [name for name in names if plans[name].speculates]
     if options.synthetic_acceptance is not None and not names:
         raise ConfigError(
             f"--synthetic-acceptance {options.synthetic_acceptance} with plan off alone",

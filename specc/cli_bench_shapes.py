@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specc.cli_progress import make_listener
-from specc.config import CompileConfig, SpecPlan
+from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.plans import SpecPlan
 from specc.progress import Phases
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ def choose_shape_plans(
     from specc.cli_compile import parse_plans
     from specc.compiler import DEFAULT_CHAIN, engine_plans
 
-    plans = tuple(parse_plans(options.trees, options.num_speculative_tokens))
+    plans: tuple[SpecPlan, ...] = ()
+    if options.trees or options.num_speculative_tokens is not None:
+        plans = parse_plans(options.trees, options.num_speculative_tokens)
     if not has_draft and acceptance is not None:
         # as `parse_shapes` reads them: behind a name a slash, behind a directory a comma
         separator = "/" if options.synthetic in SHAPES else ","
@@ -268,7 +271,7 @@ def _contenders(
 
     batches, tokens = [prompts], common.tokens
     contenders: list[Contender] = [EngineContender(engine, OFF, OFF, batches, tokens)]
-    plans = [plan for plan in programs.plans if plan.widths]
+    plans = [plan for plan in programs.plans if plan.speculates]
     contenders += [
         EngineContender(engine, SPECULATIVE, plan.name, batches, tokens) for plan in plans
     ]
@@ -281,7 +284,7 @@ def _contenders(
             modules[1] if len(modules) > 1 else None,
             batches,
             tokens,
-            len(plans[0].widths) if plans else 0,
+            plans[0].max_depth if plans else 0,
         )
     return [*contenders, *baselines], notes
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specc import cli_render as render
+from specc.choose_plans import choose_plans, parse_tree, policy_of, split_drafts
 from specc.cli_progress import make_listener
-from specc.config import CompileConfig, SpecPlan
-from specc.errors import ConfigError, TreeError
+from specc.config import CompileConfig
+from specc.errors import ConfigError
+from specc.plans import SpecPlan
 
 if TYPE_CHECKING:
     from specc.compiler import Compilation
@@ -18,12 +20,13 @@ if TYPE_CHECKING:
 
 def run_compile(
     target: str,
-    draft: str | None,
+    drafts: Sequence[str],
     output: Path,
-    make_config: Callable[[tuple[SpecPlan, ...]], CompileConfig],
+    make_config: Callable[[tuple[SpecPlan, ...], str], CompileConfig],
     *,
     trees: Sequence[str],
     num_speculative_tokens: int | None,
+    combine: str | None,
     dump_graphs: Path | None,
     force: bool,
 ) -> None:
@@ -32,46 +35,43 @@ def run_compile(
     Raises:
         SpeccError: found / needed / do; nothing is left behind.
     """
-    config = make_config(parse_plans(trees, num_speculative_tokens))
+    models, names = split_drafts(list(drafts))
+    plans = parse_plans(trees, num_speculative_tokens, names, combine)
+    config = make_config(plans, policy_of(combine))
     with make_listener() as listen:
         from specc.api import compile_with
 
         compilation = compile_with(
-            target, draft, output, config, force=force, dump_graphs=dump_graphs, listen=listen
+            target, models, output, config, force=force, dump_graphs=dump_graphs, listen=listen
         )
     print_summary(compilation, output)
 
 
-def parse_plans(trees: Sequence[str], num_speculative_tokens: int | None) -> tuple[SpecPlan, ...]:
+def parse_plans(
+    trees: Sequence[str],
+    num_speculative_tokens: int | None,
+    drafts: tuple[str, ...] = ("draft_0",),
+    combine: str | None = None,
+) -> tuple[SpecPlan, ...]:
     """Plans that the options name; empty where they name none.
 
     Args:
-        trees: such as `3,2,1`.
+        trees: such as `3,2,1` or `dynamic:16,4,4`.
         num_speculative_tokens: length of a chain, instead of trees.
+        drafts: who proposes, see `split_drafts`.
+        combine: of several drafts.
     Raises:
         TreeError: no list of positive widths.
-        ConfigError: both kinds of options.
+        ConfigError: options that contradict each other.
     """
-    from specc.api import plans_of
-
-    if not trees:
-        return plans_of(None, num_speculative_tokens)
-    if num_speculative_tokens is not None:
+    if trees and num_speculative_tokens is not None:
         raise ConfigError(
             f"both --tree {trees[0]} and --num-speculative-tokens {num_speculative_tokens}",
             "one of them",
             "write the chain as a tree, too: --tree 1,1,1,1 is a chain of 4",
         )
-    return tuple(plan for text in trees for plan in plans_of(_parse_widths(text), None))
-
-
-def _parse_widths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(width) for width in text.split(","))
-    except ValueError as error:
-        raise TreeError(
-            f"--tree {text}", "widths separated by commas", "for example --tree 3,2,1"
-        ) from error
+    parsed = [parse_tree(text) for text in trees]
+    return choose_plans(parsed, num_speculative_tokens, drafts, combine)
 
 
 def print_summary(compilation: Compilation, output: Path) -> None:
@@ -92,7 +92,9 @@ def print_summary(compilation: Compilation, output: Path) -> None:
     )
     for plan in manifest.plans:
         default = ", the default" if plan.name == manifest.default_plan else ""
-        console.print(f"plan {plan.name}{default}: {render.describe_plan(plan.widths)}")
+        console.print(f"plan {plan.name}{default}: {render.describe_plan(plan.plan)}")
+    if manifest.policy == "best":
+        console.print("every sequence takes the model or the lookup, whichever promises more")
     if manifest.probe:
         console.print(f"probe: {render.probe_line(manifest.probe)}")
     console.print(f"time: {sum(compilation.seconds.values()):.1f} s")

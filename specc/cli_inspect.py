@@ -118,9 +118,9 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
     for plan in manifest.plans:
         default = " (default)" if plan.name == manifest.default_plan else ""
         console.print(render.heading(f"\nplan {plan.name}{default}"))
-        console.print(render.describe_plan(plan.widths))
-        if plan.widths:
-            console.print(render.draw_tree(plan.widths))
+        console.print(render.describe_plan(plan.plan))
+        if plan.plan.speculates and plan.plan.dynamic is None:
+            console.print(render.draw_tree(plan.plan.shape))
 
 
 def _print_passes(console: Console, passes: list[dict[str, Any]], why: bool) -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from specc.files import format_bytes
+from specc.plans import SpecPlan
 from specc.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -169,20 +170,27 @@ def probe_line(probe: dict[str, Any]) -> str:
     )
 
 
-def describe_plan(widths: Sequence[int]) -> str:
-    if not widths:
+def describe_plan(plan: SpecPlan) -> str:
+    """A plan in one line: shape, size, and who proposes."""
+    if not plan.speculates:
         return "plain decoding, 1 token a pass"
-    tree = TokenTree.from_widths(tuple(widths))
-    kind = "chain" if set(widths) == {1} else "tree"
-    return (
-        f"{kind} of depth {tree.max_depth}: {tree.num_nodes} nodes a pass, root included,"
-        f" {len(tree.leaves)} {'path' if len(tree.leaves) == 1 else 'paths'}"
-    )
+    size = f"{plan.num_nodes} nodes a pass, root included"
+    if plan.dynamic is not None:
+        text = f"the {size}, that the draft finds likeliest, at most {plan.max_depth} deep"
+    else:
+        leaves = len(plan.shape.leaves)
+        kind = "chain" if leaves == 1 else "tree"
+        text = f"{kind} of depth {plan.max_depth}: {size}"
+        text += f", {leaves} {'path' if leaves == 1 else 'paths'}" if plan.is_static else ""
+    if plan.combine:
+        text += f"; {plan.combine} of {', '.join(plan.drafts)}"
+    elif plan.drafts != ("draft_0",):
+        text += f"; of {plan.drafts[0]}"
+    return text
 
 
-def draw_tree(widths: Sequence[int]) -> Tree:
+def draw_tree(tree: TokenTree) -> Tree:
     """The token tree of a plan: node numbers, chains on one line, wide levels abbreviated."""
-    tree = TokenTree.from_widths(tuple(widths))
     children: dict[int, list[int]] = {node: [] for node in range(tree.num_nodes)}
     for node, parent in enumerate(tree.parents[1:], start=1):
         children[parent].append(node)

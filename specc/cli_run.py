@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.config import SamplingParams
 from specc.errors import InputFileError, RequestError
 from specc.machine import check_threads
+from specc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specc.metrics import SpecStats
@@ -27,6 +27,7 @@ class Request:
         prompt: text.
         file: UTF-8 text, one prompt.
         prompts: JSON lines with `prompt`.
+        sampling: further options of `SamplingParams`.
     """
 
     prompt: str | None = None
@@ -35,10 +36,14 @@ class Request:
     max_tokens: int = 128
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def params(self) -> SamplingParams:
         return SamplingParams(
-            max_tokens=self.max_tokens, stop=self.stop, ignore_eos=self.ignore_eos
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            ignore_eos=self.ignore_eos,
+            **self.sampling,
         )
 
     def read(self) -> list[str]:
@@ -60,7 +65,7 @@ class Request:
         if len(given) > 1:
             raise RequestError(f"{' and '.join(given)}", "one source of prompts", "pass one")
         if self.prompts is not None:
-            return list(_read_lines(self.prompts))
+            return list(read_prompt_lines(self.prompts))
         if self.file is not None:
             return [_not_empty(_decode(_read_bytes(self.file), str(self.file)), str(self.file))]
         if self.prompt is not None:
@@ -80,6 +85,7 @@ class Loading:
     """How the engine is loaded; the fields are those of `LLM`."""
 
     plan: str | None = None
+    policy: str | None = None
     verify: bool | None = None
     threads: int | None = None
     backend: str | None = None
@@ -101,6 +107,7 @@ def run_request(
     llm = LLM(
         engine,
         plan=loading.plan,
+        policy=loading.policy,
         verify=loading.verify,
         num_threads=loading.threads,
         backend=loading.backend,
@@ -194,7 +201,7 @@ def _not_empty(text: str, name: str) -> str:
     return text
 
 
-def _read_lines(path: Path) -> Iterable[str]:
+def read_prompt_lines(path: Path) -> Iterable[str]:
     """Prompts of a file of JSON lines."""
     text = _decode(_read_bytes(path), str(path))
     # splitlines() would also cut at characters that JSON allows inside strings

@@ -17,19 +17,22 @@ from torch import nn
 
 from specc import __version__
 from specc.artifact import BACKENDS, EngineWriter, available_memory_bytes, torch_version
-from specc.config import OFF, CompileConfig, SpecPlan
-from specc.errors import ConfigError, TreeError
+from specc.config import CompileConfig
+from specc.errors import ConfigError, SpeccError
 from specc.files import format_bytes
 from specc.manifest import (
-    LayerEntry,
-    LimitsEntry,
     Manifest,
     MemoryEntry,
     ModelEntry,
     NativeEntry,
     PlanEntry,
-    SlabEntry,
     TokenizerEntry,
+)
+from specc.model_entries import (
+    check_windows,
+    describe_model,
+    engine_limits,
+    plan_model_memory,
 )
 from specc.passes import hf_model, lower_aot_cuda, lower_cpu
 from specc.passes.emit import program_to_json
@@ -39,15 +42,17 @@ from specc.passes.lower_cuda import CUDA_PHASES
 from specc.passes.model_source import ModelSource
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
 from specc.passes.pipeline import Phases as Layout
-from specc.passes.plan_memory import ModelMemory, PassShape, plan_memory
+from specc.passes.plan_memory import ModelMemory
 from specc.passes.position_limit import position_limit
 from specc.passes.program import Program
 from specc.passes.trace import trace
+from specc.plans import OFF, SpecPlan
 from specc.progress import Phases, ProgressEvent
 from specc.tokens import TokenMap
 from specc.weights import write_weights
 
-DEFAULT_MAX_SEQ_LEN = 4096
+# Hugging Face directory or id, or a module
+ModelLike = str | Path | nn.Module
 DEFAULT_CHAIN = 4
 _BACKEND_OF = {lower_aot_cuda.BACKEND: "cuda"}
 _TOKENIZER_FILES = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -85,8 +90,8 @@ class Compilation:
 
 
 def build(
-    target: str | Path | nn.Module,
-    draft: str | Path | nn.Module | None,
+    target: ModelLike,
+    drafts: ModelLike | Sequence[ModelLike] | None,
     output: str | Path,
     config: CompileConfig,
     *,
@@ -100,7 +105,8 @@ def build(
 
     Args:
         target: Hugging Face directory or id, or a module (input_ids, position_ids) → logits.
-        draft: likewise, with the target's token map; None makes an engine with the off plan only.
+        drafts: likewise, with the target's token map: one or several. None: lookups alone, or no
+            plan but off.
         output: engine directory to make.
         config: options.
         tokenizer: directory or tokenizer.json, where the target is a module.
@@ -113,7 +119,8 @@ def build(
     """
     phases = Phases(listen)
     dtype = getattr(torch, config.dtype)
-    plans = engine_plans(config, draft is not None)
+    draft_models = as_drafts(drafts)
+    plans = engine_plans(config, len(draft_models))
     backend, fallback = choose_backend(config.backend)
     # an engine for cuda, with compiled code beside its programs
     with_packages, backend = backend == lower_aot_cuda.BACKEND, _BACKEND_OF.get(backend, backend)
@@ -126,18 +133,18 @@ def build(
     with EngineWriter(output, force=force) as writer:
         with phases.phase("load models"):
             sources = [ModelSource.load("target", target, dtype)]
-            if draft is not None:
-                sources.append(ModelSource.load("draft_0", draft, dtype))
+            for number, draft in enumerate(draft_models):
+                sources.append(_load_draft(number, draft, dtype))
             warnings, token_entry, tokenizer_file = _check_tokenizers(sources, tokenizer)
             warnings += fallback
-        limits = _limits(sources, plans, config)  # what can be refused before tracing
+        limits = engine_limits(sources, plans, config)  # what can be refused before tracing
         lowering = {"cuda": CUDA_PHASES, "cpu": lower_cpu.LAYOUT_PHASES}.get(backend, ())
         models, records = _compile_models(
             sources, plans, limits.max_seq_len, lowering, dump_graphs, phases
         )
-        limits = _limits(sources, plans, config)  # the graphs may hold fewer positions
+        limits = engine_limits(sources, plans, config)  # the graphs may hold fewer positions
         for model in models:
-            model.memory = _plan_model_memory(model, limits, dtype)
+            model.memory = plan_model_memory(model.program, limits, dtype)
         with phases.phase("write programs"):
             steps = _write_programs(writer, models, plans)
         native = None
@@ -163,6 +170,7 @@ def build(
             models=tuple(model.entry for model in models),
             plans=steps,
             default_plan=plans[0].name,
+            policy=config.policy,
             limits=limits,
             tokenizer=token_entry,
             memory_plan={
@@ -220,24 +228,41 @@ def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
     ]
 
 
-def engine_plans(config: CompileConfig, has_draft: bool) -> list[SpecPlan]:
+def as_drafts(drafts: ModelLike | Sequence[ModelLike] | None) -> list[ModelLike]:
+    """None, one draft or several as a list."""
+    if drafts is None:
+        return []
+    return [drafts] if isinstance(drafts, (str, Path, nn.Module)) else list(drafts)
+
+
+def engine_plans(config: CompileConfig, num_drafts: int) -> list[SpecPlan]:
     """Plans of an engine, the default first; off is always there.
 
     Raises:
-        ConfigError: speculation is asked for without a draft.
+        ConfigError: a plan asks for a draft that there is not.
     """
-    plans = [plan for plan in config.plans if plan.widths]
-    if not has_draft:
-        if plans:
+    plans = [plan for plan in config.plans if plan.speculates]
+    known = [f"draft_{number}" for number in range(num_drafts)]
+    for plan in plans:
+        if missing := [model for model in plan.models if model not in known]:
             raise ConfigError(
-                f"plan {plans[0].name} without a draft",
+                f"plan {plan.name} without a draft"
+                if not known
+                else f"plan {plan.name} of {missing[0]}, and {num_drafts} drafts",
                 "a draft model that proposes tokens",
                 "pass --draft, or leave out --tree and --num-speculative-tokens",
             )
-        return [OFF]
-    if not plans and not config.plans:
+    if not plans and not config.plans and known:
         plans = [SpecPlan.from_widths((1,) * DEFAULT_CHAIN)]
     return list(dict.fromkeys([*plans, OFF]))
+
+
+def _load_draft(number: int, draft: ModelLike, dtype: torch.dtype) -> ModelSource:
+    """Load a draft; an error says which one."""
+    try:
+        return ModelSource.load(f"draft_{number}", draft, dtype)
+    except SpeccError as error:
+        raise type(error)(f"draft {number}: {error.found}", error.needed, error.do) from error
 
 
 def _compile_models(
@@ -259,94 +284,11 @@ def _compile_models(
             layout = (*layout, ("vocabulary", (partial(FitVocabulary, num_ids),)))
         with phases.phase(f"rewrite {source.name}"):
             records += Pipeline((*layout, *lowering), dump).run(program)
-        entry = _describe(source, program, max_seq_len)
+        entry = describe_model(source, program, max_seq_len)
         num_ids = num_ids or entry.vocab_size
         models.append(CompiledModel(source, program, entry))
-        _check_windows(entry, plans)
+        check_windows(entry, plans)
     return models, records
-
-
-def _describe(source: ModelSource, program: Program, max_seq_len: int) -> ModelEntry:
-    geometries = list(dict.fromkeys((x.num_kv_heads, x.head_dim) for x in program.layers))
-    counts = [0] * len(geometries)
-    layers = []
-    for layer in program.layers:
-        slab = geometries.index((layer.num_kv_heads, layer.head_dim))
-        layers.append(
-            LayerEntry(
-                layer.name,
-                layer.num_heads,
-                layer.num_kv_heads,
-                layer.head_dim,
-                layer.window,
-                slab,
-                counts[slab],
-            )
-        )
-        counts[slab] += 1
-    (result,) = program.graph.find_nodes(op="output")
-    return ModelEntry(
-        name=source.name,
-        dir=source.name.replace("_", "-"),
-        architecture=source.architecture,
-        model_type=source.model_type,
-        vocab_size=int(result.args[0].meta["val"].shape[-1]),
-        num_parameters=program.num_parameters,
-        max_position=source.max_position or max_seq_len,
-        layers=tuple(layers),
-        slabs=tuple(
-            SlabEntry(count, heads, dim)
-            for count, (heads, dim) in zip(counts, geometries, strict=True)
-        ),
-        source=source.label,
-    )
-
-
-def _check_windows(entry: ModelEntry, plans: list[SpecPlan]) -> None:
-    for layer in entry.layers:
-        for plan in plans:
-            if layer.window and plan.tree.max_depth >= layer.window:
-                raise TreeError(
-                    f"plan {plan.name} of depth {plan.tree.max_depth}; layer {layer.name} of"
-                    f" {entry.name} has a sliding window of {layer.window}",
-                    f"a tree of depth {layer.window - 1} or less",
-                    "choose fewer levels",
-                )
-
-
-def _limits(
-    sources: Sequence[ModelSource], plans: list[SpecPlan], config: CompileConfig
-) -> LimitsEntry:
-    longest = {source.name: source.max_position for source in sources if source.max_position}
-    most = min(longest.values(), default=DEFAULT_MAX_SEQ_LEN)
-    max_seq_len = config.max_seq_len or min(most, DEFAULT_MAX_SEQ_LEN)
-    if longest and max_seq_len > most:
-        name = min(longest, key=lambda key: longest[key])
-        raise ConfigError(
-            f"--max-seq-len {max_seq_len}; the {name.replace('_', ' ')} model has {most} positions",
-            f"{most} or less",
-            f"pass --max-seq-len {most}",
-        )
-    return LimitsEntry(
-        max_batch_size=config.max_batch_size,
-        max_seq_len=max_seq_len,
-        block_size=config.block_size,
-        prefill_chunk=config.prefill_chunk,
-        max_nodes=max(plan.tree.num_nodes for plan in plans),
-    )
-
-
-def _plan_model_memory(
-    model: CompiledModel, limits: LimitsEntry, dtype: torch.dtype
-) -> ModelMemory:
-    block = limits.block_size or limits.max_seq_len + limits.max_nodes
-    blocks = -(-(limits.max_seq_len + limits.max_nodes) // block)
-    batch, nodes = limits.max_batch_size, limits.max_nodes
-    context = blocks * block
-    chunk = min(limits.prefill_chunk, limits.max_seq_len * batch)
-    prefill = PassShape(chunk, batch, batch, min(chunk, limits.max_seq_len), context)
-    step = PassShape(batch * nodes, batch * nodes, batch, nodes, context)
-    return plan_memory(model.program, dtype, batch * context, [prefill, step])
 
 
 def _check_tokenizers(
@@ -392,7 +334,7 @@ def _write_programs(
     for plan in plans:
         file = f"steps/{plan.name}.json"
         writer.write_json(file, fuse_step(plan, slabs).to_json())
-        entries.append(PlanEntry(plan.name, plan.widths, file))
+        entries.append(PlanEntry.of(plan, file))
     return tuple(entries)
 
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from specc.errors import EngineError
+from specc.errors import EngineError, SpeccError
+from specc.plans import SpecPlan
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST_FILE = "manifest.json"
+# what chooses the plan of a step
+POLICIES = ("fixed", "best", "profile")
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,35 @@ class ModelEntry:
 
 
 @dataclass(frozen=True)
+class DynamicEntry:
+    """See `specc.plans.DynamicTree`."""
+
+    num_nodes: int
+    top_k: int
+    depth: int
+
+
+@dataclass(frozen=True)
 class PlanEntry:
-    """A speculation plan and the file of its step program."""
+    """A speculation plan, see `specc.plans.SpecPlan`, and the file of its step program."""
 
     name: str
     widths: tuple[int, ...]
+    parents: tuple[int, ...]
+    dynamic: DynamicEntry | None
+    drafts: tuple[str, ...]
+    combine: str
     file: str
+
+    @classmethod
+    def of(cls, plan: SpecPlan, file: str) -> PlanEntry:
+        dynamic = DynamicEntry(**dataclasses.asdict(plan.dynamic)) if plan.dynamic else None
+        return cls(plan.name, plan.widths, plan.parents, dynamic, plan.drafts, plan.combine, file)
+
+    @property
+    def plan(self) -> SpecPlan:
+        """Raises SpeccError: no such plan can be."""
+        return SpecPlan.from_json(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)
@@ -138,6 +164,7 @@ class Manifest:
         created: ISO 8601.
         models: the target first.
         memory_plan: model name → bytes.
+        policy: what chooses the plan of a step, see `CompileConfig`.
         native: what compiled programs need of the machine; None for the backend eager.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
@@ -155,6 +182,7 @@ class Manifest:
     limits: LimitsEntry
     tokenizer: TokenizerEntry
     memory_plan: dict[str, MemoryEntry]
+    policy: str = "fixed"
     native: NativeEntry | None = None
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
@@ -243,6 +271,12 @@ class Manifest:
         names = [plan.name for plan in self.plans]
         if self.default_plan not in names:
             raise _invalid(f"default_plan is {self.default_plan}", f"one of {', '.join(names)}")
+        if len(set(names)) < len(names):
+            raise _invalid(f"plans are {', '.join(names)}", "plans of different names")
+        for plan in self.plans:
+            self._check_plan(plan)
+        if self.policy not in POLICIES:
+            raise _invalid(f"policy is {self.policy}", f"one of {', '.join(POLICIES)}")
         unplanned = {model.name for model in self.models} ^ set(self.memory_plan)
         if unplanned:
             raise _invalid(
@@ -260,6 +294,21 @@ class Manifest:
         for path in self.required_files:
             if path not in self.files:
                 raise _invalid(f"{path} is used but not listed in files", "every file, with hash")
+
+    def _check_plan(self, entry: PlanEntry) -> None:
+        try:
+            plan = entry.plan
+        except SpeccError as error:
+            raise _invalid(f"plan {entry.name} is {error.found}", error.needed) from error
+        models = [model.name for model in self.models]
+        if missing := [model for model in plan.models if model not in models]:
+            raise _invalid(f"plan {entry.name} asks {missing[0]}", f"one of {', '.join(models)}")
+        if plan.num_rows > self.limits.max_nodes:
+            raise _invalid(
+                f"plan {entry.name} takes {plan.num_rows} rows, limits.max_nodes is"
+                f" {self.limits.max_nodes}",
+                "rows for every plan",
+            )
 
     @property
     def required_files(self) -> tuple[str, ...]:

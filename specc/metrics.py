@@ -64,11 +64,11 @@ class SpecStats:
     num_first_tokens: int = 0
     elapsed_s: float = 0.0
 
-    def record_step(self, widths: Sequence[int], num_accepted: int, num_emitted: int) -> None:
+    def record_step(self, levels: Sequence[int], num_accepted: int, num_emitted: int) -> None:
         """Count one sequence's share of a decode step.
 
         Args:
-            widths: children per frontier node and level of the plan; empty is off.
+            levels: draft tokens of depth 1, 2, … of the plan; empty is off.
             num_accepted: draft tokens that the target accepted.
             num_emitted: tokens that the request took of the num_accepted + 1, at least 1.
         """
@@ -77,16 +77,13 @@ class SpecStats:
         self.num_output_tokens += num_emitted
         self.num_trimmed_tokens += trimmed
         self.num_steps += 1
-        if not widths:
+        if not levels:
             return
         self.num_spec_steps += 1
         self.num_accepted_tokens += accepted
-        level = 1
-        for width in widths[: accepted if trimmed else len(widths)]:
-            level *= width
-            self.num_draft_tokens += level
+        self.num_draft_tokens += sum(levels[: accepted if trimmed else len(levels)])
         # depths that are never accepted show up as 0
-        missing = len(widths) - len(self.accepted_at_depth)
+        missing = len(levels) - len(self.accepted_at_depth)
         self.accepted_at_depth.extend([0] * missing)
         for depth in range(accepted):
             self.accepted_at_depth[depth] += 1

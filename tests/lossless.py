@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from specc import compiler
-from specc.config import CompileConfig, SamplingParams, SpecPlan
+from specc.config import CompileConfig
 from specc.metrics import SpecStats
+from specc.plans import SpecPlan
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
+from specc.sampling_params import SamplingParams
 from tests import models
 
 PLANS = tuple(

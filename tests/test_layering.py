@@ -36,7 +36,14 @@ LAYER_OF_FILE = {
     "bench_synthetic": "bench",
     "bench_transformers": "bench",
     "bench_weights": "bench",
+    "choose_plans": "facts",
     "cli": "cli",
+    "cli_app": "cli",
+    "cli_command_bench": "cli",
+    "cli_command_compile": "cli",
+    "cli_command_run": "cli",
+    "cli_command_tune": "cli",
+    "cli_pictures": "cli",
     "cli_bench": "cli",
     "cli_bench_shapes": "cli",
     "cli_bench_shapes_table": "cli",
@@ -48,19 +55,38 @@ LAYER_OF_FILE = {
     "cli_render": "cli",
     "cli_run": "cli",
     "cli_stats": "cli",
+    "cli_tune": "cli",
     "compiler": "compiler",
     "config": "facts",
     "errors": "facts",
+    "extend_engine": "compiler",
     "files": "facts",
     "graph_io": "facts",
     "machine": "facts",
     "manifest": "facts",
     "metrics": "facts",
+    "model_entries": "compiler",
+    "picture": "bench",
+    "plan_acceptance": "facts",
+    "plan_choice": "facts",
+    "plan_seconds": "facts",
+    "plan_tree": "facts",
+    "plan_tree_dp": "facts",
+    "plan_tree_heap": "facts",
+    "plans": "facts",
     "progress": "facts",
     "safetensors_io": "facts",
+    "sampling_params": "facts",
+    "sampling_rows": "facts",
     "safetensors_writer": "facts",
+    "step_items": "bench",
+    "step_picture": "bench",
     "tokens": "facts",
     "tree": "facts",
+    "tree_picture": "bench",
+    "tune": "tune",
+    "tune_acceptance": "bench",
+    "tune_seconds": "bench",
     "weight_layout": "facts",
     "weights": "facts",
 }
@@ -73,7 +99,8 @@ ARROWS = {
     "compiler": {"facts", "passes", "compiler"},
     "api": {"facts", "compiler", "runtime", "api"},
     "bench": {"facts", "kernels", "runtime", "bench"},
-    "cli": {"facts", "kernels", "compiler", "runtime", "api", "bench", "cli"},
+    "tune": {"facts", "compiler", "runtime", "bench"},
+    "cli": {"facts", "kernels", "compiler", "runtime", "api", "bench", "tune", "cli"},
     "facade": set(),
 }
 # layer → packages besides the standard library
@@ -84,7 +111,8 @@ PACKAGES = {
     "runtime": {"torch", "safetensors", "tokenizers"},
     "compiler": {"torch", "tokenizers"},
     "api": {"torch"},
-    "bench": {"torch", "transformers", "matplotlib"},
+    "bench": {"torch", "transformers", "matplotlib", "networkx"},
+    "tune": {"torch"},
     "cli": {"torch", "typer", "rich"},
     "facade": set(),
 }
@@ -99,7 +127,13 @@ LAUNCHES_FOR = {
 }
 # the command line answers --help before anything heavy loads: in these files everything but the
 # standard library and the listed modules is imported inside functions
-LAZY = {"cli": {"typer", "typer.core", "specc.errors"}, "__init__": set()}
+_COMMANDS = tuple(f"cli_command_{name}" for name in ("bench", "compile", "run", "tune"))
+LAZY = {
+    "cli": {"typer", "specc.cli_app", *(f"specc.{name}" for name in _COMMANDS)},
+    "cli_app": {"typer", "typer.core", "specc.errors"},
+    **{name: {"typer", "specc.cli_app"} for name in _COMMANDS},
+    "__init__": set(),
+}
 MAX_LINES = 450
 
 

@@ -3,23 +3,15 @@
 // table behind a sequence's last block are.
 #include <algorithm>
 #include <limits>
-#include <stdexcept>
 #include <string>
 
 #include "kernels.h"
+#include "refusal.h"
 
 namespace specc {
 namespace {
 
-[[noreturn]] void refuse(const std::string& found, const std::string& needed) {
-  throw std::runtime_error("specc: found " + found + ", needed " + needed);
-}
-
-std::string indexed(const char* name, int64_t index, int64_t value) {
-  return std::string(name) + "[" + std::to_string(index) + "] = " + std::to_string(value);
-}
-
-std::string up_to(int64_t last) { return "0 … " + std::to_string(last); }
+int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 // Where the rows of a sequence may lie.
 struct Table {
@@ -32,12 +24,18 @@ struct Table {
   // Entries first … last - 1 are blocks of the cache.
   void check(int64_t first, int64_t last) const {
     // without a branch in the loop; what is wrong is looked for only where something is
-    bool is_good = true;
-    for (int64_t i = first; i < last; ++i) is_good &= is_block(i);
-    if (is_good) return;
+    uint32_t highest = 0;  // below 0 is above all
+    for (int64_t i = first; i < last; ++i)
+      highest = std::max(highest, static_cast<uint32_t>(ids[i]));
+    if (first >= last || highest < num_blocks) return;
     while (is_block(first)) ++first;
-    refuse(indexed(("block_table[" + std::to_string(sequence) + "]").c_str(), first, ids[first]),
+    refuse(indexed("block_table[" + std::to_string(sequence) + "]", first, ids[first]),
            up_to(num_blocks - 1) + ": the cache has " + std::to_string(num_blocks) + " blocks");
+  }
+  [[noreturn]] void refuse_length(int64_t length) const {
+    refuse(indexed("cache_len", sequence, length),
+           up_to(rows()) + ": its sequence has " + std::to_string(count) + " blocks of " +
+               std::to_string(block_size) + " rows");
   }
   [[noreturn]] void refuse_slot(const std::string& found) const {
     refuse(found + " of sequence " + std::to_string(sequence),
@@ -45,6 +43,11 @@ struct Table {
                std::to_string(block_size) + " rows");
   }
 };
+
+Table table_of(const History& a, int64_t b) {
+  return {a.block_table + b * a.blocks_per_sequence, b, a.blocks_per_sequence, a.block_size,
+          a.num_blocks};
+}
 
 }  // namespace
 
@@ -72,18 +75,15 @@ void check_bounds(const TreeAttention& a) {
     }
     if (slots == 0) continue;  // dead tokens only: nothing of the sequence is used
     const int64_t length = a.cache_len[b];
-    if (length < 0 || length > table.rows())
-      refuse(indexed("cache_len", b, length),
-             up_to(table.rows()) + ": its sequence has " + std::to_string(table.count) +
-                 " blocks of " + std::to_string(table.block_size) + " rows");
+    if (length < 0 || length > table.rows()) table.refuse_length(length);
     // rows between the sink and the window of every token are not read
     int64_t uncut = a.window ? std::max<int64_t>(lowest_position - a.window + 1, 0) : 0;
     uncut = std::min({uncut, lowest_slot, a.ancestors ? length : slots});
     const int64_t block_size = table.block_size;
     const int64_t first = uncut / block_size;
     const int64_t sink = std::clamp<int64_t>(a.sink, 0, slots);
-    table.check(0, std::min(first, (sink + block_size - 1) / block_size));
-    table.check(first, (slots + block_size - 1) / block_size);
+    table.check(0, std::min(first, divide_up(sink, block_size)));
+    table.check(first, divide_up(slots, block_size));
   }
 }
 
@@ -100,6 +100,43 @@ void check_bounds(const CommitKV& a) {
       for (const int64_t slot : {from, to})
         table.check(slot / table.block_size, slot / table.block_size + 1);
     }
+  }
+}
+
+void check_bounds(const MergeTrees& a) {
+  const int64_t trees = a.num_trees;
+  bool is_good = a.start[0] == 0 && a.start[trees] == a.total;
+  for (int64_t s = 0; s < trees; ++s) is_good &= a.start[s] < a.start[s + 1];
+  if (is_good) return;
+  std::string found;
+  for (int64_t s = 0; s <= trees; ++s) found += (s ? ", " : "") + std::to_string(a.start[s]);
+  refuse("start = " + found,
+         "numbers that ascend from 0 to " + std::to_string(a.total) + ": every tree has a root");
+}
+
+void check_history(const History& a, int64_t b) {
+  const Table table = table_of(a, b);
+  const int64_t length = a.cache_len[b];
+  if (length <= 0) return;
+  if (length > table.rows()) table.refuse_length(length);
+  table.check(0, divide_up(length, table.block_size));
+}
+
+void check_bounds(const Lookup& a) {
+  for (int64_t b = 0; b < a.history.batch; ++b) check_history(a.history, b);
+}
+
+void check_bounds(const RecordTokens& a) {
+  for (int64_t b = 0; b < a.history.batch; ++b) {
+    const Table table = table_of(a.history, b);
+    const int64_t length = a.history.cache_len[b], accepted = a.num_accepted[b];
+    if (length < 0) continue;
+    if (accepted < 0 || accepted >= a.width)
+      refuse(indexed("num_accepted", b, accepted), up_to(a.width - 1));
+    // the bonus token, behind what is committed, may have no row
+    const int64_t committed = length + 1 + accepted;
+    if (committed > table.rows()) table.refuse_length(committed);
+    table.check(length / table.block_size, divide_up(committed, table.block_size));
   }
 }
 

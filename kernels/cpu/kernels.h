@@ -115,6 +115,107 @@ struct CommitKV {
 void commit_kv(const CommitKV& a);
 void check_bounds(const CommitKV& a);  // as above
 
+// specc::merge_trees; semantics: merge_trees_reference.
+struct MergeTrees {
+  int64_t batch, total, num_trees;
+  const int64_t* tokens;  // [batch, total]
+  int64_t token_stride;
+  const int32_t* parents;  // [batch, total]
+  int64_t parent_stride;
+  const int32_t* start;  // [num_trees + 1]
+  int64_t* out_tokens;   // [batch, nodes()], as the other outputs but image
+  int32_t* out_parents;
+  int32_t* image;  // [batch, total]
+  int32_t* count;
+
+  int64_t nodes() const { return 1 + total - num_trees; }
+};
+void merge_trees(const MergeTrees& a);
+void check_bounds(const MergeTrees& a);  // as above
+
+// specc::rerank_tree; semantics: rerank_tree_reference.
+struct RerankTree {
+  int64_t batch, num_candidates, num_nodes;
+  const int64_t* tokens;  // [batch, num_candidates]
+  int64_t token_stride;
+  const int32_t* parents;  // [batch, num_candidates]
+  int64_t parent_stride;
+  const float* scores;  // [batch, num_candidates]
+  int64_t score_stride;
+  int64_t* out_tokens;   // [batch, num_nodes]
+  int32_t* out_parents;  // [batch, num_nodes]
+  int32_t* kept;         // [batch, num_nodes]
+};
+void rerank_tree(const RerankTree& a);
+
+// specc::ancestor_words; semantics: ancestor_words_reference. A parent that does not precede its
+// node is none.
+struct AncestorWords {
+  int64_t batch, num_nodes, num_words;
+  const int32_t* parents;  // [batch, num_nodes]
+  int64_t parent_stride;
+  int64_t* words;   // [batch * num_nodes, num_words]
+  int32_t* depths;  // [batch * num_nodes]
+};
+void ancestor_words(const AncestorWords& a);
+
+// specc::image_slots; semantics: image_slots_reference.
+struct ImageSlots {
+  int64_t batch, num_own, num_nodes;
+  const int32_t* image;  // [batch, num_own]
+  int64_t image_stride;
+  const int32_t* slots;  // [batch, num_own]; stride 0 where all sequences have the same
+  int64_t slot_stride;
+  int32_t* out;  // [batch, num_nodes]
+};
+void image_slots(const ImageSlots& a);
+
+// specc::vote_chain; semantics: vote_chain_reference.
+struct VoteChain {
+  int64_t batch, num_drafts, length;
+  const int64_t* tokens;  // [batch, num_drafts, length]
+  const float* weights;   // [batch, num_drafts]
+  int64_t* out;           // [batch, length]
+};
+void vote_chain(const VoteChain& a);
+
+// The tokens of a batch: that at position p of sequence b is
+// tokens[block_table[b, p / block_size], p % block_size].
+struct History {
+  int32_t* tokens;  // [num_blocks, block_size]
+  int64_t num_blocks, block_size;
+  const int32_t* block_table;  // [batch, blocks_per_sequence]
+  int64_t blocks_per_sequence;
+  int64_t batch;
+  const int32_t* cache_len;  // [batch], below 0 for padding
+};
+// Throws where what sequence b has committed would lie outside, as check_bounds does.
+void check_history(const History& a, int64_t b);
+
+// specc::lookup; semantics: lookup_reference.
+struct Lookup {
+  History history;
+  const int64_t* last_tokens;  // [batch, num_last], the root last
+  int64_t num_last;
+  int64_t ngram, num_tokens;
+  int64_t* tokens;   // [batch, num_tokens + 1]
+  int32_t* parents;  // [batch, num_tokens + 1]
+};
+void lookup(const Lookup& a);
+void check_bounds(const Lookup& a);  // as above
+
+// specc::record_tokens; semantics: record_tokens_reference.
+struct RecordTokens {
+  History history;
+  const int64_t* last_tokens;  // [batch, num_last], the root last
+  int64_t num_last;
+  const int64_t* output_tokens;  // [batch, width]
+  int64_t width;
+  const int32_t* num_accepted;  // [batch]
+};
+void record_tokens(const RecordTokens& a);
+void check_bounds(const RecordTokens& a);  // as above
+
 // Sum of a buffer, with all threads: what reading memory costs at best.
 float sum_floats(const float* data, int64_t count, int num_threads);
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <chrono>
 #include <limits>
 #include <unordered_map>
@@ -233,13 +234,16 @@ std::tuple<std::vector<int64_t>, std::vector<double>> StepRunner::step(
 }
 
 void StepRunner::set_inputs(const std::vector<int64_t>& rows, const at::Tensor& block_table) {
-  const int64_t batch = static_cast<int64_t>(rows.size()) / 3;
-  at::Tensor last_tokens = at::empty({batch, 2}, at::kLong);
+  const int64_t batch = block_table.size(0);
+  const int64_t stride = batch ? static_cast<int64_t>(rows.size()) / batch : 0;
+  TORCH_CHECK(batch > 0 && stride >= 2 && static_cast<int64_t>(rows.size()) == batch * stride,
+              "a row of tokens and a length for each sequence of the block table");
+  at::Tensor last_tokens = at::empty({batch, stride - 1}, at::kLong);
   at::Tensor cache_len = at::empty({batch}, at::kInt);
   for (int64_t b = 0; b < batch; ++b) {
-    last_tokens.data_ptr<int64_t>()[2 * b] = rows[3 * b];
-    last_tokens.data_ptr<int64_t>()[2 * b + 1] = rows[3 * b + 1];
-    cache_len.data_ptr<int32_t>()[b] = static_cast<int32_t>(rows[3 * b + 2]);
+    const int64_t* row = rows.data() + b * stride;
+    std::copy(row, row + stride - 1, last_tokens.data_ptr<int64_t>() + b * (stride - 1));
+    cache_len.data_ptr<int32_t>()[b] = static_cast<int32_t>(row[stride - 1]);
   }
   values_[0] = std::move(last_tokens);
   values_[1] = std::move(cache_len);

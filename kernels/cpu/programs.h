@@ -65,7 +65,7 @@ class StepRunner : public torch::CustomClassHolder {
   // Run stages [first, last); values 0 … inputs.size() - 1 are set before stage 0.
   void run(const std::vector<at::Tensor>& inputs, int64_t first, int64_t last);
   // Stages [first, last) of a step from host integers to host integers: row b of `rows` holds the
-  // last two tokens and the committed rows of sequence b, read in front of stage 0; the result is
+  // last tokens of sequence b and its committed rows, read in front of stage 0; the result is
   // the content of `results`, one after the other. Inputs 0, 1 and 2 of the step are last_tokens,
   // cache_len and block_table. Also returns seconds().
   std::tuple<std::vector<int64_t>, std::vector<double>> step(const std::vector<int64_t>& rows,

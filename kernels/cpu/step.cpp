@@ -1,52 +1,15 @@
 // What a step does between its programs: choose children, walk the tree, move accepted rows.
 // The oracles are tree_expand_reference, accept_greedy_reference and commit_kv_reference.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
+#include "best_of_row.h"
 #include "kernels.h"
 #include "vec.h"
 
 namespace specc {
 namespace {
-
-bool any(const vec::Int& mask) {
-  int32_t found = 0;
-  for (int i = 0; i < vec::kWidth; ++i) found |= mask[i];
-  return found != 0;
-}
-
-// NaN ranks first and -inf last, as in torch's argmax.
-struct Best {
-  float value;
-  int64_t token;
-};
-
-bool is_better(float a, float b) { return a > b || (std::isnan(a) && !std::isnan(b)); }
-
-// The k best of a row, by descending value, then by ascending token.
-template <typename T>
-void best_of_row(const T* row, int64_t vocab, int64_t k, Best* best) {
-  int64_t count = 0;
-  auto offer = [&](int64_t token) {
-    const float value = vec::to_float(row[token]);
-    if (count == k && !is_better(value, best[k - 1].value)) return;
-    int64_t at = count < k ? count++ : k - 1;
-    for (; at > 0 && is_better(value, best[at - 1].value); --at) best[at] = best[at - 1];
-    best[at] = {value, token};
-  };
-  int64_t token = 0;
-  for (; token < vocab && count < k; ++token) offer(token);
-  // a block in which nothing beats the last of the best is passed over at once
-  for (; token + vec::kWidth <= vocab; token += vec::kWidth) {
-    const vec::Float values = vec::load(row + token);
-    const vec::Float bound = vec::splat(best[k - 1].value);
-    if (!any((values > bound) | (values != values))) continue;
-    for (int i = 0; i < vec::kWidth; ++i) offer(token + i);
-  }
-  for (; token < vocab; ++token) offer(token);
-}
 
 template <typename T>
 void expand(const TreeExpand& a) {

@@ -96,28 +96,34 @@ std::tuple<Tensor, Tensor> tree_rows(Tensor cache_len_tensor, Tensor nodes_tenso
 }
 
 std::tuple<Tensor, Tensor> commit_rows(Tensor path_tensor, Tensor cache_len_tensor,
-                                       Tensor has_row_tensor) {
+                                       Tensor slot_of_tensor) {
   const View path(path_tensor.get()), cache_len(cache_len_tensor.get()),
-      has_row(has_row_tensor.get());
+      slot_of(slot_of_tensor.get());
   const int32_t i32 = aoti_torch_dtype_int32();
   check_index(path, 2, i32, "path is [B, P] int32");
   check_index(cache_len, 1, i32, "cache_len is [B] int32");
-  check_index(has_row, 1, i32, "has_row is [N] int32");
   check(path.sizes[0] == cache_len.sizes[0], "path and cache_len agree");
   const int64_t batch = path.sizes[0], width = path.sizes[1];
+  check((slot_of.dim == 1 || (slot_of.dim == 2 && slot_of.sizes[0] == batch)) &&
+            slot_of.dtype == i32 && slot_of.is_dense_row(),
+        "slot_of is [N] or [B, N] int32, rows contiguous");
+  const int64_t num_nodes = slot_of.sizes[slot_of.dim - 1];
+  const int64_t slot_stride = slot_of.dim == 2 ? slot_of.strides[0] : 0;
   Tensor source(empty({batch, width}, i32)), length(empty({batch}, i32));
   int32_t* sources = static_cast<int32_t*>(data_of(source.get()));
   int32_t* lengths = static_cast<int32_t*>(data_of(length.get()));
+  std::fill(sources, sources + batch * width, -1);
   for (int64_t b = 0; b < batch; ++b) {
+    const int32_t* slots = slot_of.as<int32_t>() + b * slot_stride;
+    const int32_t* nodes = path.as<int32_t>() + b * width;
     const int32_t committed = cache_len.as<int32_t>()[b];
-    lengths[b] = committed;
-    for (int64_t i = b * width; i < (b + 1) * width; ++i) {
-      const int32_t node = path.as<int32_t>()[i];
-      check(node < has_row.sizes[0], "has_row has an entry for each node");
-      const bool is_kept = node >= 0 && has_row.as<int32_t>()[node] != 0;
-      sources[i] = is_kept ? committed + node : -1;
-      lengths[b] += is_kept;
+    int32_t kept = 0;
+    for (; committed >= 0 && kept < width && nodes[kept] >= 0; ++kept) {
+      check(nodes[kept] < num_nodes, "slot_of has an entry for each node");
+      if (slots[nodes[kept]] < 0) break;
+      sources[b * width + kept] = committed + slots[nodes[kept]];
     }
+    lengths[b] = committed + kept;
   }
   return {source, length};
 }
@@ -125,20 +131,23 @@ std::tuple<Tensor, Tensor> commit_rows(Tensor path_tensor, Tensor cache_len_tens
 Tensor next_tokens(Tensor last_tensor, Tensor output_tensor, Tensor accepted_tensor) {
   const View last(last_tensor.get()), output(output_tensor.get()), accepted(accepted_tensor.get());
   const int32_t i64 = aoti_torch_dtype_int64();
-  check_index(last, 2, i64, "last_tokens is [B, 2] int64");
+  check_index(last, 2, i64, "last_tokens is [B, C] int64");
   check_index(output, 2, i64, "output_tokens is [B, P] int64");
   check_index(accepted, 1, aoti_torch_dtype_int32(), "num_accepted is [B] int32");
-  const int64_t batch = last.sizes[0], width = output.sizes[1];
-  check(last.sizes[1] == 2 && output.sizes[0] == batch && accepted.sizes[0] == batch,
+  const int64_t batch = last.sizes[0], columns = last.sizes[1], width = output.sizes[1];
+  check(output.sizes[0] == batch && accepted.sizes[0] == batch,
         "last_tokens, output_tokens and num_accepted agree");
-  Tensor out(empty({batch, 2}, i64));
-  int64_t* pairs = static_cast<int64_t*>(data_of(out.get()));
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t count = accepted.as<int32_t>()[b];
-    check(0 <= count && count < width, "num_accepted is less than P");
-    const int64_t* row = output.as<int64_t>() + b * width;
-    pairs[2 * b] = count > 0 ? row[count - 1] : last.as<int64_t>()[2 * b + 1];
-    pairs[2 * b + 1] = row[count];
+  check(columns >= 1, "last_tokens has 1 column or more");
+  Tensor out(empty({batch, columns}, i64));
+  int64_t* next = static_cast<int64_t*>(data_of(out.get()));
+  for (int64_t b = 0; b < batch; ++b, next += columns) {
+    const int64_t count = accepted.as<int32_t>()[b] + int64_t{1};
+    check(1 <= count && count <= width, "num_accepted is less than P");
+    const int64_t* before = last.as<int64_t>() + b * columns;
+    const int64_t* put_out = output.as<int64_t>() + b * width;
+    const int64_t kept = std::max<int64_t>(columns - count, 0);
+    std::copy(before + columns - kept, before + columns, next);
+    std::copy(put_out + count - (columns - kept), put_out + count, next + kept);
   }
   return out;
 }
@@ -174,7 +183,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specc_cpu, library) {
       "tree_rows(Tensor cache_len, Tensor nodes, Tensor depths) -> (Tensor slot, Tensor "
       "position)");
   library.def(
-      "commit_rows(Tensor path, Tensor cache_len, Tensor has_row) -> (Tensor source, Tensor "
+      "commit_rows(Tensor path, Tensor cache_len, Tensor slot_of) -> (Tensor source, Tensor "
       "length)");
   library.def(
       "next_tokens(Tensor last_tokens, Tensor output_tokens, Tensor num_accepted) -> Tensor");

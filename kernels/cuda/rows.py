@@ -43,12 +43,13 @@ def tree_rows_kernel(
 def commit_rows_kernel(
     path,
     cache_len,
-    has_row,
+    slot_of,
     source,
     length,
     path_stride,
     len_stride,
-    has_stride,
+    slot_stride,
+    slot_step,
     num_nodes,
     width,
     batch,
@@ -60,16 +61,18 @@ def commit_rows_kernel(
     o_p = tl.arange(0, BP)
     m = m_b[:, None] & (o_p < width)[None, :]  # [BB, BP]
     b_path = tl.load(path + o_b[:, None] * path_stride + o_p[None, :], mask=m, other=-1)
-    m_node = (b_path >= 0) & (b_path < num_nodes)
-    b_has = tl.load(has_row + b_path.to(tl.int64) * has_stride, mask=m_node, other=0)
-    b_len = tl.load(cache_len + o_b * len_stride, mask=m_b, other=0)
-    m_kept = b_has != 0
-    b_source = tl.where(m_kept, b_path + b_len[:, None], -1)
+    b_len = tl.load(cache_len + o_b * len_stride, mask=m_b, other=-1)
+    m_node = (b_path >= 0) & (b_path < num_nodes) & (b_len >= 0)[:, None]
+    p_slot = slot_of + o_b[:, None] * slot_stride + b_path.to(tl.int64) * slot_step
+    b_slot = tl.load(p_slot, mask=m_node, other=-1)
+    # nodes in front of the first one without a row
+    b_kept = tl.min(tl.where(b_slot >= 0, BP, o_p[None, :]), 1)
+    b_source = tl.where(o_p[None, :] < b_kept[:, None], b_slot + b_len[:, None], -1)
     tl.store(source + o_b[:, None] * width + o_p[None, :], b_source, mask=m)
-    tl.store(length + o_b, b_len + tl.sum(m_kept.to(tl.int32), 1), mask=m_b)
+    tl.store(length + o_b, b_len + b_kept, mask=m_b)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["columns", "count"])
 def next_tokens_kernel(
     last_tokens,
     output_tokens,
@@ -79,18 +82,21 @@ def next_tokens_kernel(
     output_stride,
     accepted_stride,
     width,
+    columns,
     count,
     BLOCK: tl.constexpr,
 ):
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < count
-    o_b = (o // 2).to(tl.int64)
-    # place in the accepted run; the one in front of its first is the last token before it
-    b_place = tl.load(num_accepted + o_b * accepted_stride, mask=m, other=0) + o % 2 - 1
+    o_b = (o // columns).to(tl.int64)
+    # place in the accepted run; in front of it are the last tokens before it
+    b_accepted = tl.load(num_accepted + o_b * accepted_stride, mask=m, other=0)
+    b_place = b_accepted + 1 + o % columns - columns
     p_output = output_tokens + o_b * output_stride + b_place
     b_run = tl.load(p_output, mask=m & (b_place >= 0) & (b_place < width), other=-1)
-    b_last = tl.load(last_tokens + o_b * last_stride + 1, mask=m & (b_place == -1), other=-1)
-    tl.store(out + o, tl.where(b_place == -1, b_last, b_run), mask=m)
+    p_last = last_tokens + o_b * last_stride + columns + b_place
+    b_last = tl.load(p_last, mask=m & (b_place < 0) & (b_place >= -columns), other=-1)
+    tl.store(out + o, tl.where(b_place < 0, b_last, b_run), mask=m)
 
 
 def config(width: int) -> dict[str, int]:
@@ -125,13 +131,19 @@ def tree_rows(cache_len: Tensor, nodes: Tensor, depths: Tensor) -> tuple[Tensor,
     return slot, position
 
 
-def commit_rows(path: Tensor, cache_len: Tensor, has_row: Tensor) -> tuple[Tensor, Tensor]:
-    _check_integers("commit_rows", path=(path, 2), cache_len=(cache_len, 1), has_row=(has_row, 1))
+def commit_rows(path: Tensor, cache_len: Tensor, slot_of: Tensor) -> tuple[Tensor, Tensor]:
+    _check_integers(
+        "commit_rows", path=(path, 2), cache_len=(cache_len, 1), slot_of=(slot_of, slot_of.dim())
+    )
     batch, width = path.shape
     if len(cache_len) != batch or not 1 <= width <= BLOCK or (width > 1 and path.stride(1) != 1):
         raise ValueError(
             f"commit_rows: found path {list(path.shape)} of strides {path.stride()} and"
             f" {len(cache_len)} lengths; needed [B, 1 … {BLOCK}], rows of one piece, and B"
+        )
+    if slot_of.dim() != 1 and slot_of.shape[:-1] != (batch,):
+        raise ValueError(
+            f"commit_rows: found slot_of {list(slot_of.shape)}; needed [N] or [{batch}, N]"
         )
     source = torch.empty(batch, width, dtype=torch.int32, device=path.device)
     length = torch.empty(batch, dtype=torch.int32, device=path.device)
@@ -140,13 +152,14 @@ def commit_rows(path: Tensor, cache_len: Tensor, has_row: Tensor) -> tuple[Tenso
         commit_rows_kernel[(triton.cdiv(batch, sizes["BB"]),)](
             path,
             cache_len,
-            has_row,
+            slot_of,
             source,
             length,
             path.stride(0),
             cache_len.stride(0),
-            has_row.stride(0),
-            len(has_row),
+            slot_of.stride(0) if slot_of.dim() == 2 else 0,
+            slot_of.stride(-1),
+            slot_of.shape[-1],
             width,
             batch,
             BB=sizes["BB"],
@@ -165,11 +178,12 @@ def next_tokens(last_tokens: Tensor, output_tokens: Tensor, num_accepted: Tensor
                 f"next_tokens: found {name} {list(tensor.shape)} of {tensor.dtype}, strides"
                 f" {tensor.stride()}; needed [{batch}, any] of int64, rows of one piece"
             )
-    if last_tokens.shape[1] != 2:
-        raise ValueError(f"next_tokens: found last_tokens {list(last_tokens.shape)}; needed [B, 2]")
-    out = torch.empty(batch, 2, dtype=torch.int64, device=last_tokens.device)
+    columns = last_tokens.shape[1]
+    if columns == 0:
+        raise ValueError("next_tokens: found last_tokens without a column; needed 1 or more")
+    out = torch.empty(batch, columns, dtype=torch.int64, device=last_tokens.device)
     if batch:
-        next_tokens_kernel[(triton.cdiv(batch * 2, BLOCK),)](
+        next_tokens_kernel[(triton.cdiv(batch * columns, BLOCK),)](
             last_tokens,
             output_tokens,
             num_accepted,
@@ -178,7 +192,8 @@ def next_tokens(last_tokens: Tensor, output_tokens: Tensor, num_accepted: Tensor
             output_tokens.stride(0),
             num_accepted.stride(0),
             output_tokens.shape[1],
-            batch * 2,
+            columns,
+            batch * columns,
             BLOCK=BLOCK,
         )
     return out
@@ -214,14 +229,14 @@ def shipped(capability: int) -> Iterator[Shipped]:
             name=f"commit_rows-width{width}",
             kernel=commit_rows_kernel,
             signature={
-                **dict.fromkeys(("path", "cache_len", "has_row", "source", "length"), "*i32"),
-                **dict.fromkeys(("path_stride", "len_stride", "has_stride"), "i32"),
+                **dict.fromkeys(("path", "cache_len", "slot_of", "source", "length"), "*i32"),
+                **dict.fromkeys(("path_stride", "len_stride", "slot_stride", "slot_step"), "i32"),
                 **dict.fromkeys(("num_nodes", "width", "batch"), "i32"),
             },
             constexprs=config(width),
             num_warps=4,
             num_stages=3,
-            divisible=("path", "cache_len", "has_row", "source", "length"),
+            divisible=("path", "cache_len", "slot_of", "source", "length"),
         )
     yield Shipped(
         name="next_tokens",
@@ -230,7 +245,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
             **dict.fromkeys(("last_tokens", "output_tokens", "out"), "*i64"),
             "num_accepted": "*i32",
             **dict.fromkeys(("last_stride", "output_stride", "accepted_stride"), "i32"),
-            **dict.fromkeys(("width", "count"), "i32"),
+            **dict.fromkeys(("width", "columns", "count"), "i32"),
         },
         constexprs={"BLOCK": BLOCK},
         num_warps=4,

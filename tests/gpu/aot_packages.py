@@ -36,8 +36,10 @@ def compare(
         count: output tokens of each.
     """
     from specc.compiler import build
-    from specc.config import CompileConfig, SamplingParams, SpecPlan
+    from specc.config import CompileConfig
+    from specc.plans import SpecPlan
     from specc.runtime.llm import LLM
+    from specc.sampling_params import SamplingParams
 
     os.environ["SPECC_EXPERIMENTAL"] = BACKEND
     # the process that compiles finds specc where this one did

@@ -126,22 +126,29 @@ def check_replay(part: Part) -> None:
 def _replays_alike(engine: Any, step: Any, batch: int) -> dict[str, Any]:
     import torch
 
+    from specc.runtime.program import StepInputs
+    from tests.mixed_sampling import mixed_sampling
+
     slabs = engine.cache.environment
     table = torch.arange(engine.cache.shape.num_blocks, dtype=torch.int32)
     table = table.view(engine.cache.shape.max_num_seqs, -1)[:batch]
     rows = [(5 + b, 9 + b, 11 + 7 * b) for b in range(batch)]
+    inputs = StepInputs(rows, table, *mixed_sampling(batch))
     results = []
     for is_replayed in (True, False):
         generator = torch.Generator(device="cuda").manual_seed(3)
-        for slab in slabs.values():
-            slab.normal_(generator=generator)
+        for name, slab in slabs.items():
+            if name == "history":
+                slab.random_(0, engine.vocab_size, generator=generator)
+            else:
+                slab.normal_(generator=generator)
         bucket = step.bucket_of(batch)
         step.capture(bucket)
         key = (bucket, False)
         captured = step._captured[key]
         if not is_replayed:
             step._captured[key] = None
-        mine = step.advance(rows, table, slabs)[:4]
+        mine = step.advance(inputs, slabs)[:4]
         step._captured[key] = captured
         torch.cuda.synchronize()
         results.append((mine, {name: slab.clone() for name, slab in slabs.items()}))
@@ -196,8 +203,8 @@ def _compare(
     rule: Callable[..., None],
 ) -> dict[str, int]:
     """Tokens that were compared, and those of them that differ within `rule`, which raises."""
-    from specc.config import SamplingParams
     from specc.runtime.llm import LLM
+    from specc.sampling_params import SamplingParams
     from tests.lossless import forgive_near_ties
 
     llm = LLM(engine, plan=plan)

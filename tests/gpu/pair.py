@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def pair_engine(path: Path, dtype: str, capture: Any = None) -> Any:
     """Compile it into `path` and load it; `capture` are `CaptureLimits`."""
     from specc.api import compile_with
-    from specc.config import CompileConfig, SpecPlan
+    from specc.config import CompileConfig
+    from specc.plans import SpecPlan
     from specc.runtime.engine import Engine
 
     plans = (SpecPlan.from_widths((1,) * 4), SpecPlan.from_widths((3, 2, 1)))

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from specc.config import OFF, SpecPlan
 from specc.graph_io import graph_from_json
 from specc.kernels import ops as _ops  # noqa: F401
-from specc.passes.fuse_step import STEP_INPUTS, STEP_OUTPUTS, fuse_step, slab_name
+from specc.passes.fuse_step import STEP_OUTPUTS, fuse_step
+from specc.passes.step_graph import HISTORY, STEP_INPUTS, slab_name, slots_name
+from specc.plans import OFF, SpecPlan
 from specc.tree import TokenTree
 
 VOCAB, BLOCK, ROWS = 31, 4, 96
@@ -67,9 +68,22 @@ class Run:
         slab, table = self.fakes[model].slab, self.before["block_table"][b].tolist()
         return [int(slab[0, 0, table[s // BLOCK], s % BLOCK]) for s in range(count)]
 
+    def recorded(self, b: int, count: int) -> list[int]:
+        """First tokens of a sequence in the paged history."""
+        history, table = self.env[HISTORY], self.before["block_table"][b].tolist()
+        return [int(history[table[s // BLOCK], s % BLOCK]) for s in range(count)]
 
-def step(widths: tuple[int, ...], histories: list[list[int]], stale_draft: bool = True) -> Run:
-    """Run one step; a history ends with the root, whose row is in no cache."""
+
+def step(
+    widths: tuple[int, ...],
+    histories: list[list[int]],
+    stale_draft: bool = True,
+    num_last: int = 2,
+) -> Run:
+    """Run one greedy step; a history ends with the root, whose row is in no cache.
+
+    An engine's steps read as many last tokens, `num_last`, as the one of its plans that needs most.
+    """
     plan = SpecPlan.from_widths(widths)
     names = ["target", "draft_0"] if widths else ["target"]
     program = json.loads(json.dumps(fuse_step(plan, dict.fromkeys(names, 1)).to_json()))
@@ -85,10 +99,17 @@ def step(widths: tuple[int, ...], histories: list[list[int]], stale_draft: bool 
             count = len(history) - 1 - (name != "target" and stale_draft)
             for slot in range(max(count, 0)):
                 slab[:, :, table[b, slot // BLOCK], slot % BLOCK] = history[slot]
+    recorded = torch.full((batch * width, BLOCK), -7, dtype=torch.int32)
+    for b, history in enumerate(histories):
+        for position in range(len(history) - 1):
+            recorded[table[b, position // BLOCK], position % BLOCK] = history[position]
     env = {
-        "last_tokens": torch.tensor([[0, *h][-2:] for h in histories]),
+        "last_tokens": torch.tensor([last(h, num_last) for h in histories]),
         "cache_len": torch.tensor([len(h) - 1 for h in histories], dtype=torch.int32),
         "block_table": table,
+        "sampling_values": torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]] * batch),
+        "sampling_words": torch.tensor([[91, 0, 0, 1]] * batch),
+        HISTORY: recorded,
     }
     env |= {slab_name(name, 0): fake.slab for name, fake in fakes.items()}
     before = dict(env)
@@ -99,6 +120,11 @@ def step(widths: tuple[int, ...], histories: list[list[int]], stale_draft: bool 
         env |= graph(*(env[n.target] for n in graph.graph.find_nodes(op="placeholder")))
     stages = [stage["name"] for stage in program["stages"]]
     return Run(env, fakes, stages, histories, plan.tree, before)
+
+
+def last(tokens: list[int], count: int) -> list[int]:
+    """The last tokens of a text, zeros in front of a short one."""
+    return ([0] * count + tokens)[-count:]
 
 
 def grow(tree: TokenTree, widths: tuple[int, ...], history: list[int]) -> list[int]:
@@ -130,6 +156,13 @@ TREES = [(1,), (1, 1, 1, 1), (3,), (2, 2, 1), (3, 2, 1, 1)]
 def run(request):
     torch.manual_seed(3)
     return step(request.param, HISTORIES)
+
+
+@pytest.fixture(params=TREES, ids=str, scope="module")
+def run_of_wide_rows(request):
+    """Of an engine with a plan whose drafts read further back."""
+    torch.manual_seed(3)
+    return step(request.param, HISTORIES, num_last=6)
 
 
 def test_stages(run):
@@ -210,6 +243,27 @@ def test_outputs_and_caches(run):
         assert env["draft_0_len"][b] == length + len(fed)
         assert run.rows("draft_0", b, length + len(fed)) == text[: length + len(fed)]
         assert env["draft_0_len"][b] >= env["next_cache_len"][b] - 1
+        # the new root is known, too, though it has no row yet
+        assert run.recorded(b, len(text)) == text
+        assert run.recorded(b, len(text) + 1)[-1] == -7
+
+
+def test_more_last_tokens_than_the_plan_reads(run_of_wide_rows):
+    """They change nothing but the last tokens that come out."""
+    wide = run_of_wide_rows
+    torch.manual_seed(3)
+    run = step(wide.tree.widths, HISTORIES)
+    for name in wide.fakes:
+        calls, wanted = wide.fakes[name].calls, run.fakes[name].calls
+        assert [c.keys() for c in calls] == [c.keys() for c in wanted]
+        for call, other in zip(calls, wanted, strict=True):
+            for key, value in other.items():
+                assert call[key] is value is None or torch.equal(call[key], value), key
+    for name in {*STEP_OUTPUTS, "draft_0_len", HISTORY} - {"next_last_tokens"}:
+        assert torch.equal(wide.env[name], run.env[name]), name
+    for b, history in enumerate(HISTORIES):
+        output = run.env["output_tokens"][b, : run.env["num_accepted"][b] + 1].tolist()
+        assert wide.env["next_last_tokens"][b].tolist() == last([*history, *output], 6)
 
 
 def test_histories_cover_rejection_and_acceptance():
@@ -257,6 +311,7 @@ def test_off_feeds_the_root_alone():
         assert run.env["next_cache_len"][b] == lens[b] + 1
         assert run.env["num_accepted"][b] == 0
         assert run.rows("target", b, lens[b] + 1) == history
+        assert run.recorded(b, lens[b] + 3) == [*history, bonus, -7]
     assert "draft_0_len" not in run.env
 
 
@@ -272,7 +327,11 @@ def test_constants_of_a_tree():
     constants = fuse_step(plan, {"target": 1, "draft_0": 1}).constants
     assert constants["parents"].tolist() == [-1, 0, 0, 1, 2]
     assert constants["depths"].tolist() == [0, 1, 1, 2, 2]
-    assert constants["has_row_draft_0"].tolist() == [1, 1, 1, 0, 0]
+    # leaves are never fed to the draft; the others lie in the rows of their ids
+    assert constants[slots_name("draft_0")].tolist() == [0, 1, 2, -1, -1]
+    assert constants[slots_name("target")].tolist() == [0, 1, 2, 3, 4]
+    # which row of draft logits a node was drawn from: of the root, of node 1, of node 2
+    assert constants["q_rows"].tolist() == [-1, 0, 0, 1, 2]
     assert constants["ancestors"].tolist() == [[1], [3], [5], [11], [21]]
 
 
@@ -289,7 +348,8 @@ def test_every_slab_is_committed():
 
 def test_stages_read_documented_names_only():
     program = fuse_step(SpecPlan.from_widths((2, 1)), {"target": 1, "draft_0": 1})
-    known = {*STEP_INPUTS, *program.constants, slab_name("target", 0), slab_name("draft_0", 0)}
+    known = {*STEP_INPUTS, *program.constants, HISTORY}
+    known |= {slab_name("target", 0), slab_name("draft_0", 0)}
     for graph in program.stages.values():
         assert {n.target for n in graph.find_nodes(op="placeholder")} <= known
         (output,) = graph.find_nodes(op="output")

@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from specc.artifact import read_manifest
 from specc.cli import app
-from specc.config import OFF, CompileConfig, SpecPlan
+from specc.config import CompileConfig
 from specc.errors import CompilerError, ConfigError
 from specc.passes import lower_aot_cuda
 from specc.passes.inline_kernels import CacheSizes, PassSizes
 from specc.passes.pass_sizes import batch_sizes, step_sizes
+from specc.plans import OFF, SpecPlan
 from specc.runtime.cuda_backend import CaptureLimits
 
 TREE = SpecPlan.from_widths((2, 1))

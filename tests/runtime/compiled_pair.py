@@ -11,6 +11,7 @@ from torch import Tensor
 from specc.runtime.engine import Engine
 from tests import models
 from tests.lossless import Zoo, layout_of
+from tests.mixed_sampling import mixed_sampling
 
 Environment = dict[str, Tensor]
 
@@ -30,6 +31,9 @@ class Pair:
             for mine, other in zip(slabs, self.compiled.cache.slabs[model], strict=True):
                 mine.normal_(generator=generator)
                 other.copy_(mine)
+        history = self.eager.cache.history
+        history.random_(0, models.VOCAB, generator=generator)
+        self.compiled.cache.history.copy_(history)
 
 
 def engine_path(zoo: Zoo, name: str) -> Path:
@@ -51,14 +55,17 @@ def block_table(engine: Engine, batch: int, seed: int) -> Tensor:
     return table.to(torch.int32)
 
 
-def step_inputs(engine: Engine, batch: int, seed: int) -> Environment:
+def step_inputs(engine: Engine, batch: int, seed: int, is_greedy: bool = False) -> Environment:
     """What the runner gives a step; the first sequence has no committed row."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 90, (batch,), generator=generator, dtype=torch.int32)
     lengths[0] = 0
+    values, words = mixed_sampling(batch, seed, is_greedy)
     return {
         "last_tokens": torch.randint(0, models.VOCAB, (batch, 2), generator=generator),
         "cache_len": lengths,
         "block_table": block_table(engine, batch, seed),
+        "sampling_values": values,
+        "sampling_words": words,
         **engine.cache.environment,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, fx, nn
 
 from specc.artifact import EngineWriter, torch_version
-from specc.config import SpecPlan
 from specc.graph_io import graph_to_json
 from specc.kernels import ops
 from specc.manifest import (
@@ -30,6 +29,7 @@ from specc.manifest import (
 )
 from specc.passes.fuse_step import fuse_step
 from specc.passes.program import RUNTIME_INPUTS
+from specc.plans import SpecPlan
 from specc.runtime.engine import Engine
 from specc.runtime.kv_cache import CacheShape, KVCache
 from specc.runtime.program import StepProgram
@@ -54,13 +54,17 @@ class TinyModel(nn.Module):
     """
 
     def __init__(
-        self, seed: int = 0, noise: float = 0.0, dtype: torch.dtype = torch.float32
+        self,
+        seed: int = 0,
+        noise: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        noise_seed: int | None = None,
     ) -> None:
         super().__init__()
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.num_tokens: list[int] = []
         generator = torch.Generator().manual_seed(seed)
-        other = torch.Generator().manual_seed(seed + 1)
+        other = torch.Generator().manual_seed(seed + 1 if noise_seed is None else noise_seed)
 
         def weight(*shape: int) -> Tensor:
             value = torch.randn(*shape, generator=generator)
@@ -144,31 +148,36 @@ def build_engine(
     max_seq_len: int = POSITIONS,
     prefill_chunk: int = 16,
     draft_positions: int = POSITIONS,
-    plans: tuple[tuple[int, ...], ...] = PLANS,
+    plans: Sequence[SpecPlan | tuple[int, ...]] = PLANS,
     dtype: torch.dtype = torch.float32,
     eos: tuple[int, ...] = (),
 ) -> Engine:
-    """An engine of the tiny pair; noise 0 is a draft that equals the target."""
-    spec_plans = [SpecPlan.from_widths(widths) for widths in plans]
-    max_nodes = max(plan.tree.num_nodes for plan in spec_plans)
+    """An engine of the tiny models; noise 0 is a draft that equals the target."""
+    spec_plans = [p if isinstance(p, SpecPlan) else SpecPlan.from_widths(p) for p in plans]
+    names = sorted({"draft_0", *(model for plan in spec_plans for model in plan.models)})
+    max_nodes = max(plan.num_rows for plan in spec_plans)
     shape = CacheShape(max_seq_len, max_nodes, block_size, max_num_seqs)
     slab = (LAYERS, KV_HEADS, HEAD_DIM)
-    cache = KVCache(shape, {"target": [slab], "draft_0": [slab]}, dtype)
+    cache = KVCache(shape, {name: [slab] for name in ("target", *names)}, dtype)
     target = TinyModel(dtype=dtype)
-    draft = TinyModel(seed=draft_seed, noise=noise, dtype=dtype)
-    # a position past the end is an IndexError in both models
+    drafts = [
+        TinyModel(draft_seed, noise, dtype, noise_seed=draft_seed + 1 + i)
+        for i in range(len(names))
+    ]
+    # a position past the end is an IndexError in all models
     target.position = target.position[:max_seq_len]
-    draft.position = draft.position[:draft_positions]
-    for model, name in ((target, "target"), (draft, "draft_0")):
+    for draft in drafts:
+        draft.position = draft.position[:draft_positions]
+    modules = dict(zip(("target", *names), (target, *drafts), strict=True))
+    for name, model in modules.items():
         model.caches = [(layer[0], layer[1]) for layer in cache.slabs[name][0]]
-    modules = {"target": target, "draft_0": draft}
     steps = {}
     for plan in spec_plans:
-        program = fuse_step(plan, {"target": 1, "draft_0": 1}).to_json()
+        program = fuse_step(plan, dict.fromkeys(modules, 1)).to_json()
         steps[plan.name] = StepProgram(json.loads(json.dumps(program)), modules)
     return Engine(
         target=target,
-        drafts=[draft],
+        drafts=drafts,
         steps=steps,
         cache=cache,
         default_plan=spec_plans[-1].name,
@@ -288,9 +297,9 @@ def save_engine(path: Path, **changes: Any) -> SavedEngine:
         manifest = Manifest(
             specc_version="0.1.0", torch_version=torch_version(), created="2026-01-01",
             backend="eager", device="cpu", dtype="float32", models=tuple(models),
-            plans=tuple(PlanEntry(p.name, p.widths, f"steps/{p.name}.json") for p in plans),
+            plans=tuple(PlanEntry.of(p, f"steps/{p.name}.json") for p in plans),
             default_plan="chain-4",
-            limits=LimitsEntry(3, 64, 16, 32, max(p.tree.num_nodes for p in plans)),
+            limits=LimitsEntry(3, 64, 16, 32, max(p.num_rows for p in plans)),
             tokenizer=TokenizerEntry("tokenizer.json", "", (EOS,), None, False),
             memory_plan=memory,
         )  # fmt: skip

@@ -60,7 +60,8 @@ def guard_blocks(rig: Rig) -> None:
     """Blocks that a step reaches into must be somebody's, and of one sequence; freed ones change.
 
     A sequence reaches from its first row to the last node of the plan's tree, wherever the step
-    before, which the host may not have read yet, has left it.
+    before, which the host may not have read yet, has left it; in the history, to the bonus token,
+    which may come one place behind.
     """
     cache, steps = rig.engine.cache, rig.engine.steps
     buffers = steps["off"]._buffers
@@ -68,8 +69,11 @@ def guard_blocks(rig: Rig) -> None:
 
     def poisoned(blocks: list[int]) -> None:
         free(blocks)
-        for slab in cache.environment.values():
-            slab[:, :, blocks] = 777.0
+        for name, slab in cache.environment.items():
+            if name == "history":
+                slab[blocks] = 777
+            else:
+                slab[:, :, blocks] = 777.0
 
     def check(tape: Tape) -> None:
         ((step, bucket),) = [
@@ -80,8 +84,10 @@ def guard_blocks(rig: Rig) -> None:
         ]
         taken: list[int] = []
         for b in range(bucket):
-            rows = int(buffers.cache_len[b]) + step.plan.tree.num_nodes
-            if rows > 0:
+            length, plan = int(buffers.cache_len[b]), step.plan
+            rows = length + max(plan.num_rows, plan.max_depth + 2)
+            if length >= 0:
+                # behind the table nothing is recorded
                 count = -(-rows // cache.shape.rows_per_block)
                 taken += buffers.block_table[b, :count].tolist()
         assert len(taken) == len(set(taken)), "a block of two sequences"

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from specc.artifact import read_manifest
-from specc.config import CompileConfig, SamplingParams, SpecPlan
+from specc.config import CompileConfig
 from specc.errors import EngineError
 from specc.passes import lower_aot_cuda
+from specc.plans import SpecPlan
 from specc.runtime import aot_cuda_program, engine
 from specc.runtime.aot_cuda_program import CompiledCudaProgram, PackageWarning, load_model
 from specc.runtime.captured_step import CaptureWarning
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.program import ModelProgram, read_json
+from specc.sampling_params import SamplingParams
 from tests.runtime.simulated_device import SimulatedDevice
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.config import SamplingParams
 from specc.runtime.llm import LLM
-from specc.runtime.program import StepResult, StepValues
+from specc.runtime.program import StepInputs, StepResult, StepValues
+from specc.sampling_params import SamplingParams
 from tests.lossless import PLAN_IDS, Zoo
 from tests.runtime.compiled_pair import Pair, load_pair, step_inputs
 
@@ -34,25 +34,25 @@ def pair(shared_pair: Pair) -> Iterator[Pair]:
 
 
 def advance(
-    pair: Pair, plan: str, batch: int, seed: int, *, eager: bool = False, slabs: object = None
+    pair: Pair, plan: str, batch: int, seed: int, *, eager: bool = False, is_greedy: bool = False
 ) -> StepResult:
     """A step over freshly filled caches: equal calls have equal results."""
     pair.fill_caches()
     engine = pair.eager if eager else pair.compiled
-    inputs = step_inputs(engine, batch, seed)
+    inputs = step_inputs(engine, batch, seed, is_greedy)
     rows = [
         (*tokens, length)
         for tokens, length in zip(
             inputs["last_tokens"].tolist(), inputs["cache_len"].tolist(), strict=True
         )
     ]
-    table = inputs["block_table"]
-    return engine.steps[plan].advance(rows, table, slabs or engine.cache.environment)
+    tensors = (inputs[name] for name in ("block_table", "sampling_values", "sampling_words"))
+    return engine.steps[plan].advance(StepInputs(rows, *tensors), engine.cache.environment)
 
 
 def found(result: StepResult) -> tuple[object, ...]:
     """All but the times."""
-    return result[:-1]
+    return result._replace(stage_s={})
 
 
 @pytest.mark.parametrize("plan", PLAN_IDS)
@@ -77,7 +77,7 @@ def test_a_hook_that_only_looks_changes_nothing(pair: Pair, plan: str) -> None:
     for seed, batch in enumerate((1, 3, 2, 5, 1)):
         wanted = advance(pair, plan, batch, seed)
         rows = {name: slab.clone() for name, slab in pair.compiled.cache.environment.items()}
-        if pair.compiled.plans[plan].widths:
+        if pair.compiled.plans[plan].speculates:
             step.before_accept = look
         else:
             step.before_accept = lambda values: seen.append((values["logits"].shape[:1],) * 2)
@@ -117,8 +117,8 @@ def test_a_hook_decides_what_is_accepted(pair: Pair, plan: str, replaces: bool) 
         for eager in (True, False):
             engine = pair.eager if eager else pair.compiled
             engine.steps[plan].before_accept = accept
-        wanted = advance(pair, plan, batch, seed, eager=True)
-        result = advance(pair, plan, batch, seed)
+        wanted = advance(pair, plan, batch, seed, eager=True, is_greedy=True)
+        result = advance(pair, plan, batch, seed, is_greedy=True)
         assert found(result) == found(wanted)
         assert result.num_accepted == [1] * batch
         assert [tokens[1] for tokens in result.output_tokens] == [7] * batch
@@ -142,8 +142,10 @@ def test_a_hook_names_what_there_is(pair: Pair) -> None:
 
 def other_caches(pair: Pair) -> dict[str, Tensor]:
     """Caches of the same shape that a step must not touch: NaN would spread."""
-    slabs = pair.compiled.cache.environment
-    return {name: torch.full_like(slab, torch.nan) for name, slab in slabs.items()}
+    return {
+        name: torch.full_like(slab, -9 if name == "history" else torch.nan)
+        for name, slab in pair.compiled.cache.environment.items()
+    }
 
 
 @pytest.mark.parametrize("plan", SPECULATIVE)
@@ -152,13 +154,13 @@ def test_other_caches_in_a_run_between_two_steps(pair: Pair, plan: str) -> None:
     step, others = pair.compiled.steps[plan], other_caches(pair)
 
     def step_rows() -> dict[str, Tensor]:
-        advance(pair, plan, 3, 1)
+        advance(pair, plan, 3, 1, is_greedy=True)
         return {name: slab.clone() for name, slab in pair.compiled.cache.environment.items()}
 
     step.before_accept = accept_second_children(pair, plan)
     wanted = step_rows()
     with torch.inference_mode():
-        step.run(step_inputs(pair.compiled, 3, 1) | others)
+        step.run(step_inputs(pair.compiled, 3, 1, is_greedy=True) | others)
     kept = {name: slab.clone() for name, slab in others.items()}
     again = step_rows()
     for name, slab in wanted.items():

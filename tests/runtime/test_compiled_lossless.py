@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from specc.config import SpecPlan
+from specc.plans import SpecPlan
 from specc.runtime.compiled_program import CompiledProgram, CompiledStep
 from tests import models
 from tests.lossless import (

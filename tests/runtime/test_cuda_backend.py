@@ -14,13 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specc.api import compile_with, probe_engine
 from specc.artifact import read_manifest
 from specc.cli_stats import stats_rows
-from specc.config import CompileConfig, SamplingParams, SpecPlan
+from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
+from specc.plans import SpecPlan
 from specc.runtime import captured_step, engine
 from specc.runtime.cuda_backend import CaptureLimits, capture_within, cuda_device
 from specc.runtime.device_memory import fit_device
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
+from specc.runtime.program import StepInputs
+from specc.sampling_params import SamplingParams
 from tests.runtime.simulated_device import SimulatedDevice
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7]
@@ -142,7 +145,9 @@ def test_launches_do_not_depend_on_the_data(cuda_engine, device, triton_kernels)
     table = torch.arange(loaded.cache.shape.num_blocks, dtype=torch.int32).view(2, -1)
     found = []
     for rows in ([(5, 6, 1), (7, 8, 30)], [(50, 60, 22), (70, 80, 3)]):
-        step._buffers.copy_from(rows, table, 2)
+        values = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]] * 2)
+        words = torch.zeros(2, 4, dtype=torch.int64)
+        step._buffers.copy_from(StepInputs(rows, table, values, words), 2)
         bound = step._bind(2)
         with pytest.MonkeyPatch.context() as patch:
             launches = Launches(patch)
@@ -153,7 +158,7 @@ def test_launches_do_not_depend_on_the_data(cuda_engine, device, triton_kernels)
     # the draft twice, then the target with its two layers
     assert names.count("attend_kernel") == 1 + 1 + 2
     assert names.count("_rope_write_kernel") == names.count("attend_kernel")
-    assert {"commit_kv_kernel", "walk_kernel"} <= set(names)
+    assert {"commit_kv_kernel", "accept_walk_kernel"} <= set(names)
 
 
 def test_the_guard_sees_host_reads(monkeypatch) -> None:

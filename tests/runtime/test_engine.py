@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -11,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from specc.config import SamplingParams
 from specc.errors import ConfigError, EngineError
 from specc.manifest import LimitsEntry, PlanEntry, TokenizerEntry
+from specc.plans import SpecPlan
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
+from specc.sampling_params import SamplingParams
 
 PROMPTS = [[1, 2, 3], [40] * 20, [7]]
+CHAIN = SpecPlan.from_widths((1, 1, 1, 1))
 
 
 @pytest.fixture
@@ -102,14 +105,25 @@ def test_no_engine(tmp_path: Path) -> None:
     [
         pytest.param({"dtype": "float8"}, "dtype float8", id="dtype"),
         pytest.param(
-            {"plans": (PlanEntry("chain-4", (1, 1, 1, 1), "steps/chain-4.json"),)},
+            {"plans": (PlanEntry.of(CHAIN, "steps/chain-4.json"),)},
             "plan off among them",
             id="no-off",
         ),
         pytest.param(
-            {"plans": (PlanEntry("chain-4", (1, 1), "steps/off.json"),)},
+            {"plans": (PlanEntry.of(CHAIN, "steps/off.json"),)},
             r"steps/off\.json holds",
             id="plan-and-file-differ",
+        ),
+        pytest.param(
+            {
+                "plans": (
+                    PlanEntry.of(
+                        dataclasses.replace(CHAIN, drafts=("lookup-3",)), "steps/chain-4.json"
+                    ),
+                )
+            },
+            r"steps/chain-4\.json holds",
+            id="plan-and-file-differ-in-the-draft",
         ),
     ],
 )

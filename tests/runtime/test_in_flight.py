@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from specc.api import compile_with
-from specc.config import CompileConfig, SamplingParams, SpecPlan
+from specc.config import CompileConfig
 from specc.errors import RequestError
 from specc.metrics import SpecStats
+from specc.plans import SpecPlan
 from specc.runtime import engine as engine_module
 from specc.runtime.captured_step import CapturedStep
 from specc.runtime.cuda_backend import CaptureLimits
@@ -26,6 +27,7 @@ from specc.runtime.runner import RunResult
 from specc.runtime.scheduler import Batch, Scheduler
 from specc.runtime.sequence import Sequence
 from specc.runtime.step_buffers import HostResults, StepBuffers
+from specc.sampling_params import SamplingParams
 from tests.runtime.late_engine import Rig, guard_blocks, save_draft
 from tests.runtime.simulated_device import LateDevice
 
@@ -214,7 +216,7 @@ def test_every_step_but_the_ends_is_queued_ahead(rig, plan) -> None:
     llm = rig.llm(plan)
     rig.num_ahead = rig.num_dropped = 0
     (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=24, ignore_eos=True))
-    depth = len(rig.engine.plans[plan].widths)
+    depth = rig.engine.plans[plan].max_depth
     stats = output.metrics
     assert stats.num_steps - 2 - depth <= rig.num_ahead < stats.num_steps
     assert rig.num_ahead > 0
@@ -342,7 +344,7 @@ def test_a_failed_append_loses_nothing_of_others(rig, references, monkeypatch) -
     while rig.device.num_waiting == 0:
         tokens.append(next(second).token_id)
 
-    def fail(sequence: Sequence, token_ids: list[int]) -> int:
+    def fail(sequence: Sequence, *_: object) -> int:
         raise ValueError("detokenizer")
 
     with monkeypatch.context() as patch:
@@ -517,7 +519,7 @@ def test_drafts_catch_up_again_behind_an_interrupt(rig, references, monkeypatch)
             with pytest.raises(KeyboardInterrupt):
                 all(llm._in_flight.advance() for _ in itertools.count())
         groups = [group for queued in llm._scheduler.queued for group in queued.batch.groups]
-        chained = [s for group in groups if group.plan.widths for s in group.sequences]
+        chained = [s for group in groups if group.plan.speculates for s in group.sequences]
         num_caught_up += any(s.draft_lens[0] < s.cache_len - 1 for s in chained)
         events += stream
         for index, output in enumerate(whole):

@@ -66,11 +66,16 @@ def test_slabs_and_environment() -> None:
     )
     assert cache.allocator.num_free == 6
     environment = cache.environment
-    assert list(environment) == ["target_slab_0", "target_slab_1", "draft_0_slab_0"]
+    assert list(environment) == ["target_slab_0", "target_slab_1", "draft_0_slab_0", "history"]
     assert environment["target_slab_0"].shape == (3, 2, 6, 4, 2, 8)
     assert environment["target_slab_1"].shape == (1, 2, 6, 4, 1, 4)
-    assert all(slab.dtype == torch.bfloat16 for slab in environment.values())
+    assert environment["history"].shape == (6, 4)
+    dtypes = [value.dtype for value in environment.values()]
+    assert dtypes == [torch.bfloat16] * 3 + [torch.int32]
     assert environment["target_slab_0"] is cache.slabs["target"][0]
+    assert environment["history"] is cache.history
+    # captured steps know the caches by identity
+    assert cache.environment is environment
 
 
 def test_slabs_hold_no_nan() -> None:
@@ -78,6 +83,21 @@ def test_slabs_hold_no_nan() -> None:
     shape = CacheShape(max_seq_len=10, max_nodes=2, block_size=0, max_num_seqs=2)
     (slab,) = KVCache(shape, {"target": [(2, 1, 4)]}, torch.float32).slabs["target"]
     assert slab.isfinite().all()
+
+
+@pytest.mark.parametrize("block_size", [pytest.param(4, id="paged"), pytest.param(0, id="dense")])
+def test_tokens_are_recorded_at_the_places_of_their_rows(block_size: int) -> None:
+    shape = CacheShape(max_seq_len=20, max_nodes=2, block_size=block_size, max_num_seqs=2)
+    cache = KVCache(shape, {}, torch.float32)
+    blocks = [5, 2, 7, 0, 1, 3] if block_size else [1]
+    size, tokens = shape.rows_per_block, list(range(100, 115))
+    wanted = torch.zeros_like(cache.history)
+    for position, token in enumerate(tokens):
+        wanted[blocks[position // size], position % size] = token
+    # a prompt comes in chunks, which begin and end anywhere
+    for start, end in ((0, 3), (3, 3), (3, 12), (12, 15)):
+        cache.record(blocks, start, tokens[start:end])
+    assert torch.equal(cache.history, wanted)
 
 
 def test_block_table_is_padded() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specc.config import SamplingParams
 from specc.errors import RequestError
 from specc.metrics import SpecStats
 from specc.runtime.llm import LLM
+from specc.sampling_params import SamplingParams
 
 PLANS = ("off", "chain-4", "tree-3-2-1")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from specc.config import SpecPlan
+from specc.plans import SpecPlan
 from tests import models
 from tests.lossless import (
     FULL_MATRIX,

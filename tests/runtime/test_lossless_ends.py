@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from specc.config import SamplingParams
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
+from specc.sampling_params import SamplingParams
 from tests import models
 from tests.lossless import (
     PLAN_IDS,

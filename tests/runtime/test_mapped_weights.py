@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specc.config import SamplingParams
 from specc.errors import EngineError
 from specc.runtime.llm import LLM
 from specc.runtime.mapped_weights import MappedWeights
+from specc.sampling_params import SamplingParams
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import EngineError
+from specc.plans import SpecPlan
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import ModelProgram, StepProgram, read_json, weights_in_rows
 from specc.weight_layout import to_blocks
@@ -95,6 +96,11 @@ def test_other_schema_versions_are_refused(program, saved_engine) -> None:
         ModelProgram(program | {"schema_version": 3}, saved_engine.weights, make_caches())
     with pytest.raises(EngineError, match="schema None"):
         StepProgram({}, {})
+    # 1 knew one draft and greedy steps
+    with pytest.raises(EngineError, match="a step program of schema 1"):
+        StepProgram({"schema_version": 1}, {})
+    with pytest.raises(EngineError, match="a plan"):
+        StepProgram({"schema_version": 2}, {})
 
 
 def test_unreadable_files_are_engine_errors(tmp_path: Path) -> None:
@@ -129,8 +135,8 @@ def test_step_runs_its_stages_in_order() -> None:
     }  # fmt: skip
     inputs = [{"name": name, "op": "placeholder"} for name in ("one", "doubled")]
     program = {
-        "schema_version": 1,
-        "plan": {"name": "chain-1", "widths": [1]},
+        "schema_version": 2,
+        "plan": SpecPlan.from_widths((1,)).to_json(),
         "constants": {"one": {"dtype": "int32", "values": [1]}},
         "stages": [
             {"name": "draft", "graph": {
@@ -145,7 +151,7 @@ def test_step_runs_its_stages_in_order() -> None:
     assert environment["sum"].tolist() == [7]
     assert list(stage_s) == ["draft", "verify"]
     assert all(seconds > 0 for seconds in stage_s.values())
-    assert step.plan.widths == (1,)
+    assert step.plan == SpecPlan.from_widths((1,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from specc.config import SamplingParams
 from specc.runtime.compiled_program import CompiledProgram
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.mapped_weights import MappedWeights
-from specc.runtime.program import StepValues, read_json
+from specc.runtime.program import StepInputs, StepValues, read_json
+from specc.sampling_params import SamplingParams
 from tests.lossless import PLAN_IDS, Zoo
+from tests.mixed_sampling import mixed_sampling
 from tests.runtime.compiled_pair import engine_path
 
 NAME = "gemma3-tied"
@@ -92,12 +93,13 @@ def test_a_step_keeps_its_programs(path: Path, backend: str) -> None:
     table = engine.cache.block_table([list(range(engine.cache.shape.blocks_per_sequence))])
     for slab in slabs.values():
         slab.zero_()
-    wanted = step.advance([(1, 2, 0)], table, slabs)
+    inputs = StepInputs([(1, 2, 0)], table, *mixed_sampling(1))
+    wanted = step.advance(inputs, slabs)
     for slab in slabs.values():
         slab.zero_()
     watched = watch(LLM(engine))
     del engine
-    assert step.advance([(1, 2, 0)], table, slabs)[:-1] == wanted[:-1]
+    assert step.advance(inputs, slabs)[:4] == wanted[:4]
     del step, slabs, slab
     assert_gone(watched)
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specc.config import SamplingParams
 from specc.metrics import SpecStats
 from specc.runtime.engine import Engine
 from specc.runtime.runner import Runner, _split
 from specc.runtime.scheduler import Scheduler, Span
 from specc.runtime.sequence import Sequence
+from specc.sampling_params import SamplingParams
 
 PLANS = ("off", "chain-4", "tree-3-2-1")
 

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from specc.config import OFF, SamplingParams, SpecPlan
 from specc.errors import RequestError
 from specc.metrics import SpecStats
+from specc.plans import OFF, SpecPlan
 from specc.runtime.kv_cache import BlockAllocator, CacheShape, KVCache
 from specc.runtime.policy import FixedPolicy
 from specc.runtime.runner import RunResult, StepResult
 from specc.runtime.scheduler import Batch, Scheduler
 from specc.runtime.sequence import Sequence
+from specc.sampling_params import SamplingParams
 
 CHAIN = SpecPlan.from_widths([1, 1])
 MAX_SEQ_LEN = 32
@@ -350,7 +351,7 @@ def test_what_is_forgotten_starts_from_what_was_committed() -> None:
     class Stop(Exception):
         pass
 
-    def fail(token_ids: list[int]) -> int:
+    def fail(*_: object) -> int:
         raise Stop
 
     sequences[1].append = fail  # type: ignore[method-assign]
@@ -411,7 +412,7 @@ def test_a_prompt_without_its_first_token_is_torn() -> None:
     scheduler.add(sequence)
     batch = scheduler.schedule()
 
-    def fail(token_id: int) -> None:
+    def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
     sequence.append_first = fail  # type: ignore[method-assign]

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from specc.config import SamplingParams
 from specc.runtime.detokenizer import Detokenizer
 from specc.runtime.sequence import Sequence
+from specc.sampling_params import SamplingParams
 
 # the first bytes of an emoji, and the token that ends an output
 HALF, EOS = 5, 6

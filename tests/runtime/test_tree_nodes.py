@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.config import SamplingParams, SpecPlan
+from specc.plans import SpecPlan
 from specc.runtime.llm import LLM
+from specc.sampling_params import SamplingParams
 from specc.tree import TokenTree
 from tests import models
 from tests.lossless import PLANS, Zoo

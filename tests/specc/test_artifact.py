@@ -27,6 +27,7 @@ from specc.manifest import (
     SlabEntry,
     TokenizerEntry,
 )
+from specc.plans import OFF, SpecPlan
 
 FILES = {
     "target/program.json": b'{"name": "target"}',
@@ -58,8 +59,8 @@ def make_manifest(**changes):
         "dtype": "float32",
         "models": (make_model("target", "target"), make_model("draft_0", "draft-0")),
         "plans": (
-            PlanEntry("off", (), "steps/off.json"),
-            PlanEntry("chain-4", (1, 1, 1, 1), "steps/chain-4.json"),
+            PlanEntry.of(OFF, "steps/off.json"),
+            PlanEntry.of(SpecPlan.from_widths((1, 1, 1, 1)), "steps/chain-4.json"),
         ),
         "default_plan": "chain-4",
         "limits": LimitsEntry(8, 64, 16, 32, 5),
@@ -115,7 +116,15 @@ class TestWriter:
         data = json.loads((engine / "manifest.json").read_text())
         assert next(iter(data)) == "schema_version"
         assert data["memory_plan"]["total"] == 1361
-        assert data["plans"][1]["widths"] == [1, 1, 1, 1]
+        assert data["plans"][1] == {
+            "name": "chain-4",
+            "widths": [1, 1, 1, 1],
+            "parents": [],
+            "dynamic": None,
+            "drafts": ["draft_0"],
+            "combine": "",
+            "file": "steps/chain-4.json",
+        }
         assert data["models"][1]["layers"][1]["index"] == 1
         assert data["files"]["steps/off.json"]["bytes"] == 2
 
@@ -341,7 +350,7 @@ class TestOpen:
         refused(engine, "schema_version")
 
     def test_other_schema(self, engine):
-        edit(engine, schema_version=3, specc_version="9.0", models="something new")
+        edit(engine, schema_version=4, specc_version="9.0", models="something new")
         error = refused(engine, r"written by a newer specc \(9\.0\)")
         assert "update specc" in error.do
         edit(engine, schema_version=0)
@@ -450,6 +459,21 @@ class TestManifest:
             (("models", 0, "dir"), "elsewhere", "elsewhere/program.json is used but not listed"),
             (("models",), [], "models is empty"),
             (("plans", 0, "widths"), ["a"], r"plans\[0\]\.widths\[0\] is 'a'"),
+            (("plans", 0, "drafts"), "draft_0", r"plans\[0\]\.drafts is 'draft_0'"),
+            (("plans", 0, "combine"), ..., r"plans\[0\]\.combine is missing"),
+            (("plans", 1, "dynamic"), {}, r"plans\[1\]\.dynamic\.depth is missing"),
+            (("plans", 1, "dynamic"), 4, r"plans\[1\]\.dynamic is 4"),
+            (
+                ("plans", 1, "dynamic"),
+                {"num_nodes": 4, "top_k": 2, "depth": 2},
+                "plan chain-4 is a plan",
+            ),
+            (("plans", 1, "widths"), [0], "plan chain-4 is tree widths 0"),
+            (("plans", 1, "combine"), "vote", "plan chain-4 is 1 drafts, combined by 'vote'"),
+            (("plans", 1, "drafts"), [], "plan chain-4 is a plan of the drafts"),
+            (("plans", 1, "drafts"), ["draft_1"], "plan chain-4 asks draft_1"),
+            (("plans", 0, "name"), "chain-4", "plans are chain-4, chain-4"),
+            (("plans", 1, "widths"), [2, 2], "plan chain-4 takes 7 rows, limits.max_nodes is 5"),
             (("plans", 0, "file"), "/etc/passwd", "used but not listed"),
             (("default_plan",), "tree-2", "default_plan is tree-2"),
             (("limits", "max_batch_size"), -1, "limits.max_batch_size is -1"),

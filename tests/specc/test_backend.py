@@ -17,13 +17,15 @@ from typer.testing import CliRunner
 from specc import artifact, compiler
 from specc.cli import app
 from specc.compiler import Compilation, choose_backend
-from specc.config import CompileConfig, SamplingParams, SpecPlan
+from specc.config import CompileConfig
 from specc.errors import CompilerError, ConfigError, EngineError
 from specc.files import hash_file
 from specc.kernels import native
 from specc.manifest import MANIFEST_FILE
+from specc.plans import SpecPlan
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
+from specc.sampling_params import SamplingParams
 
 PLANS = (SpecPlan.from_widths((2, 1)),)
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -47,8 +47,8 @@ def kv_bytes(model: str, context: float) -> float:
 @pytest.mark.parametrize("plan", ["off", "chain-3", "tree-2-1"])
 def test_bytes_of_a_step(tiny_engine, tiny_models, manifest, plan):
     entry = next(item for item in manifest.plans if item.name == plan)
-    spec = step_bytes(tiny_engine, manifest, _plan(entry), context=20.0, sequences=3.0)
-    depth = len(entry.widths)
+    spec = step_bytes(tiny_engine, manifest, entry.plan, context=20.0, sequences=3.0)
+    depth = entry.plan.max_depth
     assert spec.target_weights == checkpoint_bytes(tiny_models.target) + ROTARY
     assert spec.draft_weights == depth * (checkpoint_bytes(tiny_models.draft) + ROTARY)
     assert spec.kv_cache == 3 * (kv_bytes("target", 20) + depth * kv_bytes("draft", 20))
@@ -58,12 +58,6 @@ def test_bytes_of_a_step(tiny_engine, tiny_models, manifest, plan):
     assert spec.total == (
         spec.target_weights + spec.draft_weights + spec.kv_cache + spec.embeddings
     )
-
-
-def _plan(entry):
-    from specc.config import SpecPlan
-
-    return SpecPlan(entry.name, entry.widths)
 
 
 def test_passes_of_a_step(tiny_engine, manifest):

@@ -13,7 +13,8 @@ from specc import bench_bytes, compiler
 from specc.bench import Difference
 from specc.bench_engine import EngineContender, add_margins, tokenize
 from specc.cli import app
-from specc.config import CompileConfig, SpecPlan
+from specc.config import CompileConfig
+from specc.plans import SpecPlan
 from specc.runtime.compiled_program import CompiledStep
 from specc.runtime.engine import Engine
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from specc.bench_synthetic import SyntheticAcceptance, expected_length
-from specc.config import SpecPlan
 from specc.graph_io import graph_from_json
 from specc.kernels import ops as _ops  # noqa: F401
-from specc.kernels.reference import accept_greedy_reference
 from specc.passes.draw_acceptance import STAGE, Draws, draw_acceptance
 from specc.passes.fuse_step import fuse_step
+from specc.plans import SpecPlan
 from specc.tree import TokenTree
+from tests.specc.greedy_acceptance import accept_greedily
 from tests.test_layering import ROOT
 
 VOCAB = 61
@@ -78,7 +78,7 @@ def accept(
     names = [node.target for node in graph.graph.find_nodes(op="placeholder")]
     assert graph(*(values[name] for name in names)) == {}
     parents = torch.tensor(plan.tree.parents, dtype=torch.int32).expand(batch, -1)
-    path, _, _ = accept_greedy_reference(edited, tokens, parents, plan.tree.max_depth)
+    path, _, _ = accept_greedily(edited, tokens, parents, plan.tree.max_depth)
     return path.tolist(), logits, edited
 
 
@@ -215,7 +215,7 @@ def test_both_kinds_of_dice_have_the_same_odds(kind, widths):
         logits = torch.randn(num * plan.tree.num_nodes, VOCAB)
         SyntheticAcceptance(probabilities, plan, seed=4)({"tokens": tokens, "logits": logits})
         parents = torch.tensor(plan.tree.parents, dtype=torch.int32).expand(num, -1)
-        paths = accept_greedy_reference(logits, tokens, parents, plan.tree.max_depth)[0].tolist()
+        paths = accept_greedily(logits, tokens, parents, plan.tree.max_depth)[0].tolist()
     families: dict[int, list[int]] = {}
     for node, parent in enumerate(plan.tree.parents[1:], start=1):
         families.setdefault(parent, []).append(node)
@@ -230,7 +230,7 @@ def test_both_kinds_of_dice_have_the_same_odds(kind, widths):
             bound = 5 * math.sqrt(total * p * (1 - p))
             assert abs(count - total * p) < bound, (depth, rank, count / total, p)
     mean = sum(sum(node >= 0 for node in path) for path in paths) / num
-    assert abs(mean - expected_length(probabilities, widths)) < 0.08
+    assert abs(mean - expected_length(probabilities, plan.tree)) < 0.08
 
 
 CASES = [
@@ -261,7 +261,7 @@ def test_the_mean_of_few_steps_is_the_expected_one(probabilities, widths, tokens
     few = tokens // (len(widths) + 1)
     # the first token is that of prefill; the step that emits the last one is cut
     steps = next(k for k in range(len(lengths) + 1) if sum(lengths[:k]) >= tokens - 1)
-    wanted = expected_length(probabilities, widths)
+    wanted = expected_length(probabilities, TokenTree.from_widths(widths))
     means = sum(lengths[:few]) / few, (tokens - 1) / steps
     assert means == pytest.approx((wanted, wanted), rel=0.03)
     assert draws.deviation(draws.shift) == pytest.approx(max(abs(m - wanted) for m in means))
@@ -289,11 +289,12 @@ def test_every_path_has_its_share(probabilities, widths, max_batch):
 def test_sequences_of_a_batch_are_even_together():
     """Step k of all sequences: evenly spaced quantiles, so its mean is the expected one."""
     probabilities, widths = CASES[0]
-    draws = Draws(TokenTree.from_widths(widths), probabilities, 16, 128, 1024)
+    tree = TokenTree.from_widths(widths)
+    draws = Draws(tree, probabilities, 16, 128, 1024)
     every = [accepted_paths(draws, place) for place in range(16)]
     for step in range(20):
         lengths = [1 + len(paths[step]) for paths in every]
-        assert abs(sum(lengths) - 16 * expected_length(probabilities, widths)) < len(widths)
+        assert abs(sum(lengths) - 16 * expected_length(probabilities, tree)) < len(widths)
         assert len(set(lengths)) > 3
 
 

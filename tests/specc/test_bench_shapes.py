@@ -17,11 +17,12 @@ from specc.bench_shapes import SHAPES, Shape, check_vocabularies, parse_shapes
 from specc.bench_shapes_engine import check_memory, make_engine
 from specc.bench_shapes_report import _deviations
 from specc.bench_weights import make_weights, shared_bytes
-from specc.config import SamplingParams, SpecPlan
 from specc.errors import ConfigError, EngineError, VocabMismatchError
 from specc.passes.hf_model import build_on_meta
+from specc.plans import SpecPlan
 from specc.progress import Phases
 from specc.runtime.llm import LLM
+from specc.sampling_params import SamplingParams
 from tests.models import VOCAB, tiny_config
 from tests.runtime.simulated_device import SimulatedDevice
 

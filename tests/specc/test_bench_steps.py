@@ -22,8 +22,8 @@ from specc.bench_model import BenchPrograms
 from specc.bench_shapes_engine import make_engine
 from specc.bench_steps import StepBench
 from specc.bench_weights import make_weights
-from specc.config import SpecPlan
 from specc.passes.draw_acceptance import STAGE
+from specc.plans import SpecPlan
 from specc.progress import Phases
 from tests.models import tiny_config
 from tests.runtime.simulated_device import SimulatedDevice

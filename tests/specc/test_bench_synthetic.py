@@ -9,10 +9,11 @@ import torch
 
 from specc.bench_engine import EngineContender
 from specc.bench_synthetic import SyntheticAcceptance, expected_length, parse_probabilities
-from specc.config import SpecPlan
 from specc.errors import ConfigError
-from specc.kernels.reference import accept_greedy_reference
+from specc.plans import SpecPlan
 from specc.runtime.engine import Engine
+from specc.tree import TokenTree
+from tests.specc.greedy_acceptance import accept_greedily
 
 VOCAB = 17
 
@@ -27,7 +28,7 @@ def walk(probabilities, widths, batch, seed=0):
     hook = SyntheticAcceptance(probabilities, plan, seed)
     hook({"tokens": tokens, "logits": logits})
     parents = torch.tensor(tree.parents, dtype=torch.int32).expand(batch, -1)
-    path, num_accepted, output = accept_greedy_reference(logits, tokens, parents, tree.max_depth)
+    path, num_accepted, output = accept_greedily(logits, tokens, parents, tree.max_depth)
     assert hook.seconds > 0
     assert torch.equal((output >= 0).sum(dim=1).int(), num_accepted + 1)
     return path.tolist(), num_accepted
@@ -73,13 +74,22 @@ def test_frequencies():
     assert abs(first - 0.5 * batch) < 5 * (0.25 * batch) ** 0.5
     assert abs(second - 0.2 * batch) < 5 * (0.16 * batch) ** 0.5
     mean = 1 + num_accepted.float().mean().item()
-    assert abs(mean - expected_length((0.5, 0.2), (2, 1))) < 0.06
+    assert abs(mean - expected_length((0.5, 0.2), TokenTree.from_widths((2, 1)))) < 0.06
 
 
 def test_expected_length():
-    assert expected_length((0.5,), (1, 1)) == pytest.approx(1 + 0.5 + 0.25)
-    assert expected_length((0.5, 0.2), (2, 1)) == pytest.approx(1 + 0.7 + 0.7 * 0.5)
-    assert expected_length((1.0,), (1,) * 4) == 5
+    def expected(probabilities, *widths):
+        return expected_length(probabilities, TokenTree.from_widths(widths))
+
+    assert expected((0.5,), 1, 1) == pytest.approx(1 + 0.5 + 0.25)
+    assert expected((0.5, 0.2), 2, 1) == pytest.approx(1 + 0.7 + 0.7 * 0.5)
+    assert expected((0.5,), 2, 1) == pytest.approx(1 + 0.5 + 0.25)
+    assert expected((1.0,), 1, 1, 1, 1) == 5
+    assert expected_length((0.5,), TokenTree.chain(0)) == 1
+    # two children of the root, one of the first and two of the second
+    uneven = TokenTree((-1, 0, 0, 1, 2, 2))
+    wanted = 1 + 0.5 + 0.2 + 0.5 * 0.5 + 0.2 * (0.5 + 0.2)
+    assert expected_length((0.5, 0.2), uneven) == pytest.approx(wanted)
 
 
 def test_the_seed_decides():

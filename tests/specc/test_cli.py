@@ -394,7 +394,7 @@ def test_missing_file(engine):
 
 
 def test_newer_schema(engine):
-    edit_manifest(engine, schema_version=3)
+    edit_manifest(engine, schema_version=4)
     assert_refused(invoke("run", engine, "a"), "schema")
     assert_refused(invoke("inspect", engine), "schema")
 

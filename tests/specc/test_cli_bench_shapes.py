@@ -164,8 +164,8 @@ def test_one_graph_a_step(pair, monkeypatch):
         *("--synthetic", pair, *QUICK, "--num-speculative-tokens", 2, "--rounds", 1),
         *("--synthetic-acceptance", "1"),
     )
-    whole = [tape for tape in simulated.tapes if "specc.tree_expand.default" in tape.operators]
-    whole = [tape for tape in whole if "specc.accept_greedy.default" in tape.operators]
+    whole = [tape for tape in simulated.tapes if "specc.draft_children.default" in tape.operators]
+    whole = [tape for tape in whole if "specc.accept.default" in tape.operators]
     assert len(whole) == 1
     assert whole[0].operators.count("aten.index_put_.default") == 1
     # chain and off as one graph; then their stages: 4 and 2

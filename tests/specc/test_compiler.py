@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specc.compiler import build, engine_plans
-from specc.config import OFF, CompileConfig, SamplingParams, SpecPlan
+from specc.config import CompileConfig
 from specc.errors import (
     ConfigError,
     ModelNotFoundError,
@@ -24,7 +24,9 @@ from specc.errors import (
     VocabMismatchError,
     WeightError,
 )
+from specc.plans import OFF, SpecPlan
 from specc.runtime.llm import LLM
+from specc.sampling_params import SamplingParams
 from tests.models import build_model, save_tiny
 
 PROMPTS = [[5, 17, 3, 99, 41, 7, 7], [64]]

@@ -9,15 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specc.metrics import SpecStats
+from specc.plans import SpecPlan
 
-WIDTHS = st.sampled_from([(), (1, 1, 1, 1), (3, 2, 1), (2,)])
+# off, a chain, trees, two merged trees, dynamic trees
+LEVELS = st.sampled_from(
+    [(), (1, 1, 1, 1), (3, 6, 6), (2,), (4, 4, 2), (4, 11, 0, 0), (1, 1, 0, 0, 0)]
+)
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
-    widths = draw(WIDTHS)
-    accepted = draw(st.integers(0, len(widths)))
-    return widths, accepted, draw(st.integers(1, accepted + 1))
+    levels = draw(LEVELS)
+    accepted = draw(st.integers(0, min(len(levels), sum(levels))))
+    return levels, accepted, draw(st.integers(1, accepted + 1))
 
 
 def check_invariants(stats: SpecStats) -> None:
@@ -38,8 +42,8 @@ def check_invariants(stats: SpecStats) -> None:
 def test_invariants(history: list[tuple[tuple[int, ...], int, int]]) -> None:
     stats = SpecStats()
     stats.record_first_token(0.5)
-    for widths, accepted, emitted in history:
-        stats.record_step(widths, accepted, emitted)
+    for levels, accepted, emitted in history:
+        stats.record_step(levels, accepted, emitted)
     check_invariants(stats)
     verified = sum(accepted + 1 for _, accepted, _ in history)
     assert stats.num_output_tokens + stats.num_trimmed_tokens == 1 + verified
@@ -82,10 +86,18 @@ def test_rates_of_a_chain() -> None:
 
 def test_tree_counts_all_nodes_as_drafted() -> None:
     stats = SpecStats()
-    stats.record_step((3, 2, 1), 1, 2)
+    stats.record_step(SpecPlan.from_widths((3, 2, 1)).level_sizes, 1, 2)
     assert stats.num_draft_tokens == 3 + 6 + 6
     assert stats.accepted_per_depth == [1.0, 0.0, 0.0]
     assert stats.acceptance_rate == pytest.approx(1 / 15)
+
+
+def test_trimmed_tree_counts_the_levels_that_count() -> None:
+    """Three of four tokens are put out: those of two levels were drafted for them."""
+    stats = SpecStats()
+    stats.record_step((3, 6, 6), 3, 3)
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (3 + 6, 2)
+    assert stats.accepted_at_depth == [1, 1, 0]
 
 
 def test_trimmed_step_flatters_nothing() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specc.kernels import reference
 from specc.kernels.cuda import rows
+from tests.kernels.tree_cases import PADDING
 
 
 def integers(low: int, high: int, *shape: int, seed: int, dtype=torch.int32) -> Tensor:
@@ -43,25 +44,32 @@ def check_tree_rows(batch: int, num_nodes: int, device: torch.device) -> None:
     same(rows.tree_rows(*(strided(tensor, device) for tensor in inputs)), wanted)
 
 
-def check_commit_rows(batch: int, width: int, num_nodes: int, device: torch.device) -> None:
-    path = integers(-1, num_nodes, batch, width, seed=width)
-    inputs = (path, integers(0, 5000, batch, seed=4), integers(0, 2, num_nodes, seed=5))
+def check_commit_rows(
+    batch: int, width: int, num_nodes: int, device: torch.device, shared: bool = True
+) -> None:
+    # few ends and few nodes without a row, so that paths of all lengths are kept
+    path = integers(-1, 6 * num_nodes, batch, width, seed=width) % (num_nodes + 1) - 1
+    slots = integers(-1, 900, *(() if shared else (batch,)), num_nodes, seed=5)
+    slots = torch.where(integers(0, 9, *slots.shape, seed=6) == 0, -1, slots)
+    lengths = integers(0, 5000, batch, seed=4)
+    lengths[1::5] = PADDING
+    inputs = (path, lengths, slots)
     wanted = reference.commit_rows_reference(*inputs)
     same(rows.commit_rows(*(strided(tensor, device) for tensor in inputs)), wanted)
 
 
 def check_nodes_beyond_the_tree(device: torch.device) -> None:
-    path = torch.tensor([[0, 1, 3, 10**9, -5]], dtype=torch.int32, device=device)
-    length = torch.tensor([7], dtype=torch.int32, device=device)
-    has_row = torch.ones(4, dtype=torch.int32, device=device)[:3]
-    source, after = rows.commit_rows(path, length, has_row)
-    assert source.tolist() == [[7, 8, -1, -1, -1]]
-    assert after.tolist() == [9]
+    path = torch.tensor([[0, 1, 3, 0], [1, 10**9, 0, 0], [2, -5, 0, 0]], dtype=torch.int32)
+    length = torch.tensor([7, 8, 9], dtype=torch.int32, device=device)
+    slot_of = torch.tensor([1, 0, 5, 6], dtype=torch.int32, device=device)[:3]
+    source, after = rows.commit_rows(path.to(device), length, slot_of)
+    assert source.tolist() == [[8, 7, -1, -1], [8, -1, -1, -1], [14, -1, -1, -1]]
+    assert after.tolist() == [9, 9, 10]
 
 
-def check_next_tokens(batch: int, width: int, device: torch.device) -> None:
+def check_next_tokens(batch: int, num_last: int, width: int, device: torch.device) -> None:
     inputs = (
-        integers(0, 300_000, batch, 2, seed=6, dtype=torch.int64),
+        integers(0, 300_000, batch, num_last, seed=6, dtype=torch.int64),
         integers(0, 300_000, batch, width, seed=7, dtype=torch.int64),
         integers(0, width, batch, seed=8),
     )
@@ -74,5 +82,6 @@ def check_next_tokens(batch: int, width: int, device: torch.device) -> None:
 def check_counts_beyond_the_row(device: torch.device) -> None:
     last = torch.tensor([[1, 2]] * 3, device=device)
     output = torch.tensor([[3, 4, 99]] * 3, device=device)[:, :2]
-    accepted = torch.tensor([2, 10**9, -(10**9)], dtype=torch.int32, device=device)
-    assert rows.next_tokens(last, output, accepted).tolist() == [[4, -1], [-1, -1], [-1, -1]]
+    accepted = [2, 2**31 - 1, -(2**31)]
+    counts = torch.tensor(accepted, dtype=torch.int32, device=device)
+    assert rows.next_tokens(last, output, counts).tolist() == [[4, -1], [-1, -1], [-1, -1]]

@@ -20,15 +20,18 @@ from specc.kernels.cuda import (
     act_and_mul,
     attend,
     commit_kv,
+    lookup,
     merge,
     rms_norm,
     rope_write,
     rows,
     sampling,
     tree_expand,
+    trees,
     write_kv,
 )
 from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped
+from tests.kernels.cuda import launches_typed
 
 # multiprocessors of the device that is launched on
 NUM_SMS = 132
@@ -225,6 +228,28 @@ def _merge_calls() -> Iterator[Any]:
         yield merge.ancestor_words(tree(num_nodes)[1])
 
 
+def _trees_calls() -> Iterator[Any]:
+    for num_own, num_nodes in ((8, 15), (64, 127)):
+        image = _meta(4, num_own, dtype=I32)
+        yield trees.image_slots(image, image[0], num_nodes)
+        yield trees.image_slots(image, image, num_nodes)
+    for num_drafts in (2, 3, 4, 8):
+        weights = _meta(4, num_drafts, dtype=torch.float32)
+        yield trees.vote_chain(_meta(4, num_drafts, 6, dtype=I64), weights)
+    output, accepted = _meta(4, 5, dtype=I64), _meta(4, dtype=I32)
+    yield trees.record_tokens(*_history_arguments(), output, accepted)
+
+
+def _lookup_calls() -> Iterator[Any]:
+    for num_tokens in (3, 4, 7, 15, 63, 1023):
+        yield lookup.lookup(*_history_arguments(), 3, num_tokens)
+
+
+def _history_arguments() -> tuple[Tensor, ...]:
+    history, table = _meta(300, 16, dtype=I32), _meta(4, 100, dtype=I32)
+    return history, table, _meta(4, dtype=I32), _meta(4, 2, dtype=I64)
+
+
 def _attend_calls() -> Iterator[Any]:
     # one token, a tree and a chunk of a prompt; dense rows and pages of 16
     for dtype in FLOATS:
@@ -261,11 +286,14 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "act_and_mul": _act_and_mul_calls,
     "attend": _attend_calls,
     "commit_kv": _commit_kv_calls,
+    "lookup": _lookup_calls,
     "merge": _merge_calls,
     "rms_norm": _rms_norm_calls,
     "rope_write": _rope_write_calls,
     "rows": _rows_calls,
     "sampling": _sampling_calls,
     "tree_expand": _tree_expand_calls,
+    "trees": _trees_calls,
     "write_kv": _write_kv_calls,
+    **launches_typed.CALLS,
 }

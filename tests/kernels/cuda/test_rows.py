@@ -23,17 +23,22 @@ def test_tree_rows(batch, num_nodes, device):
     [(1, 1, 1), (3, 5, 9), (600, 3, 40), (2, 200, 300), (0, 2, 3)],
     ids=str,
 )
-def test_commit_rows(batch, width, num_nodes, device):
-    cases.check_commit_rows(batch, width, num_nodes, device)
+@pytest.mark.parametrize("shared", [True, False], ids=["one-tree", "trees"])
+def test_commit_rows(batch, width, num_nodes, shared, device):
+    cases.check_commit_rows(batch, width, num_nodes, device, shared)
 
 
 def test_nodes_beyond_the_tree_have_no_row(device):
     cases.check_nodes_beyond_the_tree(device)
 
 
-@pytest.mark.parametrize(("batch", "width"), [(1, 1), (7, 4), (600, 9), (0, 2)], ids=str)
-def test_next_tokens(batch, width, device):
-    cases.check_next_tokens(batch, width, device)
+@pytest.mark.parametrize(
+    ("batch", "num_last", "width"),
+    [(1, 1, 1), (1, 2, 1), (7, 2, 4), (600, 2, 9), (40, 1, 5), (30, 5, 3), (9, 40, 20), (0, 2, 2)],
+    ids=str,
+)
+def test_next_tokens(batch, num_last, width, device):
+    cases.check_next_tokens(batch, num_last, width, device)
 
 
 def test_counts_beyond_the_row_read_nothing(device):
@@ -55,7 +60,11 @@ def test_bad_inputs_are_refused_with_their_values():
         rows.commit_rows(torch.zeros(3, 2, dtype=torch.int32).T, one, one)
     with pytest.raises(ValueError, match=r"output_tokens .* of torch.int32"):
         rows.next_tokens(pair, two, one)
-    with pytest.raises(ValueError, match=r"last_tokens \[2, 1\]"):
-        rows.next_tokens(pair[:, :1], pair, one)
+    with pytest.raises(ValueError, match="without a column"):
+        rows.next_tokens(pair[:, :0], pair, one)
+    with pytest.raises(ValueError, match=r"slot_of \[3, 3\]; needed \[N\] or \[2, N\]"):
+        rows.commit_rows(two, one, torch.zeros(3, 3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"slot_of .* of torch.int64"):
+        rows.commit_rows(two, one, one.long())
     with pytest.raises(ValueError, match=r"num_accepted .* of torch.int64"):
         rows.next_tokens(pair, pair, one.long())

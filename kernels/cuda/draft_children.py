@@ -1,0 +1,61 @@
+"""`specc::draft_children` in three launches: filters, best keys of parts of rows, best of those.
+
+What each program has to do it reads from its row's sampling options: those of rows without filters
+leave the first launch at once, and greedy rows make no noise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specc.kernels.cuda.child_keys import best_children, config
+from specc.kernels.cuda.row_filters import row_filters
+from specc.kernels.cuda.row_options import check_options
+from specc.kernels.cuda.tree_expand import MAX_CANDIDATES, MAX_CHILDREN, check_logits
+from specc.sampling_rows import Rule
+
+FILTERED_RULES = (Rule.COUPLED, Rule.MSS, Rule.SWOR)
+
+
+def draft_children(
+    logits: Tensor,
+    num_children: int,
+    cache_len: Tensor,
+    columns: Tensor,
+    depth: int,
+    values: Tensor,
+    words: Tensor,
+    scored: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `specc.kernels.reference_accept.draft_children_reference`; padding rows get token 0."""
+    check_logits(logits)
+    num_rows, vocab = logits.shape
+    check_options("draft_children", len(cache_len), values, words, cache_len)
+    if columns.dim() != 1 or columns.dtype != torch.int32 or len(columns) == 0:
+        raise ValueError(
+            f"draft_children: found columns {list(columns.shape)} of {columns.dtype};"
+            " needed [F] of int32, F at least 1"
+        )
+    if num_rows != len(cache_len) * len(columns):
+        raise ValueError(
+            f"draft_children: found {num_rows} rows of logits, {len(cache_len)} sequences and"
+            f" {len(columns)} columns; needed B * F, B, F"
+        )
+    if not 1 <= num_children <= min(vocab, MAX_CHILDREN):
+        raise ValueError(
+            f"draft_children: found {num_children} children of a vocabulary of {vocab};"
+            f" needed 1 … {min(vocab, MAX_CHILDREN)}"
+        )
+    candidates = config(vocab, num_children)["BC"]
+    if candidates > MAX_CANDIDATES:
+        raise ValueError(
+            f"draft_children: found {num_children} children of a vocabulary of {vocab}, which"
+            f" leave {candidates} candidates; needed at most {MAX_CANDIDATES}"
+        )
+    rows = (values, words, cache_len)
+    if num_rows == 0:
+        tokens = torch.empty(0, num_children, dtype=torch.int64, device=logits.device)
+        return tokens, logits.new_empty(0, num_children if scored else 0, dtype=torch.float32)
+    stats = row_filters(logits, *rows, filtered=FILTERED_RULES, weighed=())
+    return best_children(logits, num_children, columns, depth, *rows, stats, scored=scored)

@@ -1,0 +1,79 @@
+"""Sampling options as kernels read them: rows of `sampling_values` and `sampling_words`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specc.kernels.cuda.sampling import MIN_TEMPERATURE, Unfused
+from specc.sampling_rows import Rule, Value, Word
+
+COUPLED = tl.constexpr(int(Rule.COUPLED))
+DELTA = tl.constexpr(int(Rule.DELTA))
+MSS = tl.constexpr(int(Rule.MSS))
+SWOR = tl.constexpr(int(Rule.SWOR))
+TEMPERATURE = tl.constexpr(int(Value.TEMPERATURE))
+TOP_P = tl.constexpr(int(Value.TOP_P))
+MIN_P = tl.constexpr(int(Value.MIN_P))
+REPETITION = tl.constexpr(int(Value.REPETITION))
+PRESENCE = tl.constexpr(int(Value.PRESENCE))
+FREQUENCY = tl.constexpr(int(Value.FREQUENCY))
+SEED = tl.constexpr(int(Word.SEED))
+TOP_K = tl.constexpr(int(Word.TOP_K))
+RULE = tl.constexpr(int(Word.RULE))
+NUM_PROMPT = tl.constexpr(int(Word.NUM_PROMPT))
+NUM_VALUES, NUM_WORDS = len(Value), len(Word)
+
+
+@dataclass(frozen=True)
+class Bounded(Unfused):
+    """Of at most so many registers a thread: by itself, ptxas spills to fit another program."""
+
+    max_registers: int = 255
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {**super().options, "maxnreg": self.max_registers}
+
+
+@triton.jit
+def is_sampled(p_values):
+    return tl.load(p_values + TEMPERATURE) >= MIN_TEMPERATURE
+
+
+@triton.jit
+def factor_of(p_values):
+    """What logits are multiplied with; 1 for greedy rows."""
+    heat = tl.load(p_values + TEMPERATURE)
+    return tl.div_rn(1.0, tl.where(heat >= MIN_TEMPERATURE, heat, 1.0))
+
+
+@triton.jit
+def has_filter(p_values, p_words, vocab):
+    top_k = tl.load(p_words + TOP_K)
+    is_cut = (tl.load(p_values + MIN_P) > 0.0) | (tl.load(p_values + TOP_P) < 1.0)
+    return is_cut | ((top_k > 0) & (top_k < vocab))
+
+
+def check_options(
+    operator: str, batch: int, values: Tensor, words: Tensor, cache_len: Tensor
+) -> None:
+    """Refuse sampling options that are not rows [B, …] of one piece."""
+    for name, tensor, width, dtype in (
+        ("values", values, NUM_VALUES, torch.float32),
+        ("words", words, NUM_WORDS, torch.int64),
+    ):
+        if tensor.shape != (batch, width) or tensor.dtype != dtype or tensor.stride(1) != 1:
+            raise ValueError(
+                f"{operator}: found {name} {list(tensor.shape)} of {tensor.dtype}, strides"
+                f" {tensor.stride()}; needed [{batch}, {width}] of {dtype}, rows of one piece"
+            )
+    if cache_len.shape != (batch,) or cache_len.dtype != torch.int32:
+        raise ValueError(
+            f"{operator}: found cache_len {list(cache_len.shape)} of {cache_len.dtype};"
+            f" needed [{batch}] of torch.int32"
+        )

@@ -1,0 +1,62 @@
+"""P and q of a node whose proposals are tried one by one, for `accept_walk`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specc.kernels.cuda.row_noise import first_of_four, raise_best
+from specc.kernels.cuda.sampling import LANES
+from specc.kernels.cuda.tree_context import scores_at
+from specc.kernels.cuda.tree_expand import NO_KEY, token_of
+
+
+@triton.jit
+def target_probs(o_t, target, rest_sum):
+    """Target probabilities, or what rejections have left of them."""
+    row, p_rest, p_stats, vocab = target
+    m_t = (o_t >= 0) & (o_t < vocab)
+    if rest_sum > 0.0:
+        b_prob = tl.load(p_rest + o_t, mask=m_t, other=0.0) / rest_sum
+    else:
+        b_score = scores_at(o_t, row)
+        m_kept = m_t & (b_score >= tl.load(p_stats + 1))
+        b_weight = tl.exp(b_score - tl.load(p_stats))
+        b_prob = tl.where(m_kept, b_weight / tl.load(p_stats + 2), 0.0)
+    return b_prob
+
+
+@triton.jit
+def draft_probs(o_t, token, draft, row, num_tried, HAS_DRAFTS: tl.constexpr):
+    """Draft probabilities, not normalized again; 1 at the token where no row was drawn from."""
+    b_prob = tl.where(o_t == token, 1.0, 0.0)
+    if HAS_DRAFTS:
+        p_rows, p_stats, p_tried, row_stride, vocab, factor = draft
+        if row >= 0:
+            m_t = (o_t >= 0) & (o_t < vocab)
+            p_row = p_rows + row.to(tl.int64) * row_stride
+            b_score = scores_at(o_t, (p_row, vocab, factor))
+            p_stat = p_stats + row * 3
+            m_kept = m_t & (b_score >= tl.load(p_stat + 1))
+            b_weight = tl.exp(b_score - tl.load(p_stat))
+            b_prob = tl.where(m_kept, b_weight / tl.load(p_stat + 2), 0.0)
+            for i in range(num_tried):
+                tried = tl.load(p_tried + i)
+                m_tried = (tried >> 32 == row) & ((tried & 0xFFFFFFFF) == o_t)
+                b_prob = tl.where(m_tried, 0.0, b_prob)
+    return b_prob
+
+
+@triton.jit
+def sample_rest(target, rest_sum, vocab, seed, offset, BQ: tl.constexpr):
+    """argmax(log P + token noise)."""
+    key = tl.full([], NO_KEY, tl.int64)
+    for start in range(0, vocab, 4 * BQ):
+        o_q = start // 4 + tl.arange(0, BQ)
+        o_t = first_of_four(o_q)
+        b_0 = tl.log(target_probs(o_t, target, rest_sum))
+        b_1 = tl.log(target_probs(o_t + LANES, target, rest_sum))
+        b_2 = tl.log(target_probs(o_t + 2 * LANES, target, rest_sum))
+        b_3 = tl.log(target_probs(o_t + 3 * LANES, target, rest_sum))
+        key = raise_best(key, b_0, b_1, b_2, b_3, o_q, seed, offset)
+    return tl.minimum(token_of(key), vocab - 1)

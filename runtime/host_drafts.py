@@ -1,0 +1,93 @@
+"""What the host does for the drafts of a step: votes' weights, and proposals of its index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specc.plans import SUFFIX, VOTE, SpecPlan, lookup_ngram
+from specc.runtime.program import StepResult, draft_lens_of
+from specc.runtime.sequence import Sequence
+from specc.runtime.suffix_index import OutputIndex, SuffixIndex
+from specc.runtime.vote_weights import VoteWeights
+
+
+class HostDrafts:
+    """State of an engine's drafts that lives on the host, across steps and requests.
+
+    Args:
+        plans: of the engine, by name.
+    """
+
+    def __init__(self, plans: Mapping[str, SpecPlan]) -> None:
+        self._weights = {
+            name: VoteWeights(len(plan.drafts))
+            for name, plan in plans.items()
+            if plan.combine == VOTE
+        }
+        self._has_suffix = any(SUFFIX in plan.drafts for plan in plans.values())
+        self._outputs = OutputIndex()
+
+    def inputs(self, plan: SpecPlan, sequences: list[Sequence]) -> dict[str, Tensor]:
+        """What a step of this plan reads besides rows; see `StepInputs.extra`."""
+        extra = {}
+        if plan.name in self._weights:
+            row = torch.tensor(self._weights[plan.name].values, dtype=torch.float32)
+            extra["vote_weights"] = row.expand(len(sequences), -1).contiguous()
+        if plan.speculates and SUFFIX in plan.drafts:
+            count = plan.max_depth
+            rows = [self.propose(sequence, count, SUFFIX)[0] for sequence in sequences]
+            extra["proposals"] = torch.tensor(
+                [[*row, *[-1] * (count - len(row))] for row in rows], dtype=torch.int64
+            )
+        return extra
+
+    def propose(self, sequence: Sequence, num_tokens: int, draft: str) -> tuple[list[int], int]:
+        """What followed the longest suffix of a sequence, here or in earlier outputs.
+
+        Args:
+            sequence: whose last tokens are looked up.
+            num_tokens: proposals at most.
+            draft: `lookup-N`, which compares N tokens at most and stays in the request, or
+                `suffix`.
+        Returns:
+            tokens, and how long the suffix was.
+        """
+        index = self._index_of(sequence)
+        own, length = index.propose(num_tokens, lookup_ngram(draft))
+        if draft != SUFFIX:
+            return own, length
+        other, other_length = self._outputs.propose(sequence.token_ids, num_tokens)
+        return (other, other_length) if other_length > length else (own, length)
+
+    def observe(self, plan: SpecPlan, before: list[int], step: StepResult) -> None:
+        """Take the outcome of a step.
+
+        Args:
+            plan: of the step.
+            before: committed rows of each sequence before it.
+            step: its results.
+        """
+        if plan.name not in self._weights or not before:
+            return
+        models = dict(zip(plan.models, draft_lens_of(plan), strict=True))
+        agreed = []
+        for draft in plan.drafts:
+            # the root's row is each draft's; the others are those of tokens it proposed itself
+            lengths = step.draft_lens[models[draft]] if draft in models else step.next_cache_len
+            agreed.append(sum(lengths[b] - n - 1 for b, n in enumerate(before)) / len(before))
+        self._weights[plan.name].observe(agreed)
+
+    def finish(self, sequence: Sequence) -> None:
+        """A request has ended: later ones may look its output up."""
+        if self._has_suffix:
+            self._outputs.add(sequence.token_ids)
+
+    def _index_of(self, sequence: Sequence) -> SuffixIndex:
+        if sequence.suffix_index is None:
+            sequence.suffix_index = SuffixIndex()
+        index = sequence.suffix_index
+        index.extend(sequence.token_ids[len(index) :])
+        return index

@@ -1,0 +1,130 @@
+"""`specc compile`: its options and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specc.cli_app import Debug
+
+
+def compile_(
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target", help="Directory or cached hub id of the target.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Engine directory to make.", show_default=False)
+    ],
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            metavar="DRAFT",
+            help="Draft model, lookup:N (what followed the last N tokens before, in the request),"
+            " or suffix (in earlier outputs, too); repeatable. Without one, no speculation.",
+        ),
+    ] = None,
+    combine: Annotated[
+        str | None,
+        typer.Option(
+            "--combine",
+            help="Of several drafts: merge (all proposals as one tree), vote (the chain of the"
+            " majority), best (a model or a lookup, for each sequence); else merge.",
+        ),
+    ] = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tree",
+            metavar="W1,W2,…",
+            help="Children per node and level, or dynamic:NODES,CHILDREN,LEVELS, chosen anew at"
+            " every step; repeat it for several plans, the default first.",
+        ),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-speculative-tokens",
+            help="Chain of this length instead of a tree; else 4, of lookups 8.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, bfloat16, or float16 on a GPU.")
+    ] = "float32",
+    max_batch_size: Annotated[
+        int, typer.Option("--max-batch-size", help="Sequences that decode together.")
+    ] = 8,
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-seq-len",
+            help="Tokens of prompt and output; else what the models allow, at most 4096.",
+        ),
+    ] = None,
+    block_size: Annotated[
+        int, typer.Option("--block-size", help="Rows of a KV cache block; 0 is dense.")
+    ] = 16,
+    prefill_chunk: Annotated[
+        int, typer.Option("--prefill-chunk", help="Prompt tokens of one pass.")
+    ] = 512,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            help="cpu (compiled for this machine), eager, or cuda (experimental); else cpu where"
+            " there is a compiler. aot-inductor, cuda with compiled code, has run on no GPU yet:"
+            " it needs one, and SPECC_EXPERIMENTAL=aot-inductor.",
+        ),
+    ] = None,
+    dump_graphs: Annotated[
+        Path | None,
+        typer.Option("--dump-graphs", help="Directory for the graphs after each phase."),
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe/--no-probe", help="Measure acceptance at the end.")
+    ] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Compile a target and a draft into an engine directory.
+
+    \b
+    Examples:
+      specc compile --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B -o engine/
+      specc compile --target T/ --draft D/ --num-speculative-tokens 4 -o engine/
+      specc compile --target T/ --draft D/ --tree 3,2,1 --tree 2,2,1,1 -o engine/
+      specc compile --target T/ --draft D/ --dtype bfloat16 --max-seq-len 2048 -o engine/
+      specc compile --target T/ --draft D1/ --draft D2/ --combine merge --tree 2,1,1 -o engine/
+      specc compile --target T/ --draft D/ --draft suffix --combine best -o engine/
+      specc compile --target T/ --draft lookup:3 -o engine/
+      specc compile --target T/ -o plain-engine/
+    """  # noqa: D301
+    from specc.cli_compile import run_compile
+    from specc.config import CompileConfig
+
+    run_compile(
+        target,
+        draft or [],
+        output,
+        lambda plans, policy: CompileConfig(
+            plans=plans,
+            policy=policy,
+            dtype=dtype,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
+            block_size=block_size,
+            prefill_chunk=prefill_chunk,
+            backend=backend,
+            probe=probe,
+        ),
+        trees=tree or [],
+        num_speculative_tokens=num_speculative_tokens,
+        combine=combine,
+        dump_graphs=dump_graphs,
+        force=force,
+    )

@@ -1,0 +1,136 @@
+"""`specc run`: its options and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specc.cli_app import Debug, EngineArgument, Json
+
+
+def run(
+    engine: EngineArgument,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="Text to continue; else --file, --prompts or standard input.",
+            show_default=False,
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="UTF-8 file: all of it is one prompt.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help='File of JSON lines, each {"prompt": "…"}; a batch.'),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", help="Output tokens at most, for each prompt.")
+    ] = 128,
+    plan: Annotated[
+        str | None, typer.Option("--plan", help="A plan of the engine, e.g. off or chain-4.")
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            help="What chooses plans: adaptive (learns how long a chain pays), best, profile,"
+            " fixed; else as compiled or tuned.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="0 is greedy, the most likely token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Draw from the tokens that hold this share.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option("--top-k", help="Draw from the k most likely tokens; 0 is all.")
+    ] = 0,
+    min_p: Annotated[
+        float, typer.Option("--min-p", help="Least probability, as a share of the best one's.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Of tokens that came before; 1 is none.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Of tokens in the output; 0 is none.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="For every time in the output.")
+    ] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="The same tokens again, with any draft and plan.")
+    ] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option("--rule", help="How trees are drawn: coupled, delta, mss, swor; lossless."),
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option("--logprobs", help="With --json: of the best N tokens.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="Text that ends the output; repeatable.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")
+    ] = False,
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare all files with their hashes, or none; else all but the weights.",
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Threads of torch; else as it is set.")
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", help="eager runs the graphs of any engine; else as compiled."),
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print acceptance and times to standard error.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Generate text with an engine, token by token as it comes.
+
+    Greedy decoding, unless there is a temperature: the output is the target model's own, or
+    follows its distribution. A line break follows the text; --json gives it exactly.
+
+    \b
+    Examples:
+      specc run engine/ "def fibonacci(n):" --max-tokens 64 --stats
+      specc run engine/ --file prompt.txt --stop "class " --stop "def "
+      specc run engine/ "Once" --temperature 0.8 --top-p 0.95 --seed 7
+      cat prompt.txt | specc run engine/ --plan off
+      specc run engine/ --prompts prompts.jsonl --json > outputs.json
+    """  # noqa: D301
+    from specc.cli_run import Loading, Request, run_request
+
+    request = Request(
+        prompt=prompt,
+        file=file,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        sampling={
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+            "rule": rule,
+            "logprobs": logprobs,
+        },
+    )
+    loading = Loading(plan=plan, policy=policy, verify=verify, threads=threads, backend=backend)
+    run_request(engine, request, loading, stats=stats, as_json=as_json)

@@ -1,0 +1,120 @@
+"""Give an engine other plans: its programs and weights stay, step programs and manifest are new."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specc.artifact import EngineWriter
+from specc.manifest import MANIFEST_FILE, Manifest, MemoryEntry, PlanEntry
+from specc.passes.fuse_step import fuse_step
+from specc.plans import SpecPlan
+
+PROFILE_FILE = "profile.json"
+
+
+@contextlib.contextmanager
+def extend_engine(directory: Path, manifest: Manifest) -> Iterator[EngineExtension]:
+    """A copy of an engine beside it, whose large files are links; `commit` puts it in place.
+
+    Args:
+        directory: of the engine.
+        manifest: of the engine, checked.
+    Raises:
+        OutputError: the directory cannot be written.
+    """
+    with EngineWriter(directory, force=True) as writer:
+        for name, entry in manifest.files.items():
+            if not name.startswith("steps/") and name not in (MANIFEST_FILE, PROFILE_FILE):
+                writer.link_file(directory / name, name, entry)
+        yield EngineExtension(writer, manifest)
+
+
+class EngineExtension:
+    """An engine under way to other plans.
+
+    Args:
+        writer: with all files but steps.
+        manifest: of the engine as it was.
+    """
+
+    def __init__(self, writer: EngineWriter, manifest: Manifest) -> None:
+        self._writer = writer
+        self._manifest = manifest
+        self._plans: list[SpecPlan] = []
+
+    @property
+    def directory(self) -> Path:
+        """After `try_plans`, an engine that can be loaded."""
+        return self._writer.staging
+
+    def try_plans(self, plans: Sequence[SpecPlan], max_nodes: int = 1) -> Manifest:
+        """Let the copy have these plans, the first its default.
+
+        Args:
+            plans: off among them.
+            max_nodes: rows behind the committed ones, where more is needed than the plans say.
+        """
+        self._write(plans)
+        return self._writer.seal(self._with(plans, max_nodes, "fixed"))
+
+    def commit(
+        self, plans: Sequence[SpecPlan], policy: str, profile: Mapping[str, Any]
+    ) -> Manifest:
+        """Replace the engine by the copy.
+
+        Args:
+            plans: the first is the default.
+            policy: what chooses among them.
+            profile: what was measured.
+        """
+        self._write(plans)
+        self._writer.write_json(PROFILE_FILE, dict(profile))
+        return self._writer.commit(self._with(plans, 1, policy))
+
+    def _write(self, plans: Sequence[SpecPlan]) -> None:
+        for plan in self._plans:
+            if plan not in plans:
+                self._writer.path(_file_of(plan)).unlink()
+        self._plans = list(plans)
+        slabs = {model.name: len(model.slabs) for model in self._manifest.models}
+        for plan in plans:
+            self._writer.write_json(_file_of(plan), fuse_step(plan, slabs).to_json())
+
+    def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:
+        limits = self._manifest.limits
+        nodes = max(max_nodes, *(plan.num_rows for plan in plans))
+        return dataclasses.replace(
+            self._manifest,
+            plans=tuple(PlanEntry.of(plan, _file_of(plan)) for plan in plans),
+            default_plan=plans[0].name,
+            policy=policy,
+            limits=dataclasses.replace(limits, max_nodes=nodes),
+            memory_plan={
+                name: _memory_for(entry, limits.max_nodes, nodes, limits.max_seq_len)
+                for name, entry in self._manifest.memory_plan.items()
+            },
+            files={},
+        )
+
+
+def _memory_for(entry: MemoryEntry, before: int, after: int, max_seq_len: int) -> MemoryEntry:
+    """Memory with another number of nodes: an upper bound, the graphs are not looked at again.
+
+    Logits and what passes compute grow at most as the nodes do; caches by the rows that are added.
+    """
+    grown = max(1.0, after / before)
+    rows = (max_seq_len + after) / (max_seq_len + before)
+    return MemoryEntry(
+        entry.weights,
+        int(entry.cache * max(1.0, rows)),
+        int(entry.logits * grown),
+        int(entry.workspace * grown),
+    )
+
+
+def _file_of(plan: SpecPlan) -> str:
+    return f"steps/{plan.name}.json"

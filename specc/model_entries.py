@@ -1,0 +1,100 @@
+"""What the manifest says of an engine's models and limits, and what may be refused for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specc.config import CompileConfig
+from specc.errors import ConfigError, TreeError
+from specc.manifest import LayerEntry, LimitsEntry, ModelEntry, SlabEntry
+from specc.passes.model_source import ModelSource
+from specc.passes.plan_memory import ModelMemory, PassShape, plan_memory
+from specc.passes.program import Program
+from specc.plans import SpecPlan
+
+DEFAULT_MAX_SEQ_LEN = 4096
+
+
+def cache_layout(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEntry, ...]]:
+    """Layers, and one slab for each geometry among them."""
+    counts: dict[tuple[int, int], int] = {}
+    layers = []
+    for layer in program.layers:
+        key = (layer.num_kv_heads, layer.head_dim)
+        index = counts.get(key, 0)
+        counts[key] = index + 1
+        slab = list(counts).index(key)
+        layers.append(LayerEntry(layer.name, layer.num_heads, *key, layer.window, slab, index))
+    return tuple(layers), tuple(SlabEntry(count, *key) for key, count in counts.items())
+
+
+def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> ModelEntry:
+    """The manifest's entry of a model after its last pass."""
+    layers, slabs = cache_layout(program)
+    (result,) = program.graph.find_nodes(op="output")
+    return ModelEntry(
+        name=source.name,
+        dir=source.name.replace("_", "-"),
+        architecture=source.architecture,
+        model_type=source.model_type,
+        vocab_size=int(result.args[0].meta["val"].shape[-1]),
+        num_parameters=program.num_parameters,
+        max_position=source.max_position or max_seq_len,
+        layers=layers,
+        slabs=slabs,
+        source=source.label,
+    )
+
+
+def check_windows(entry: ModelEntry, plans: list[SpecPlan]) -> None:
+    """Raises TreeError: a tree that is deeper than a sliding window."""
+    for layer in entry.layers:
+        for plan in plans:
+            if layer.window and plan.max_depth >= layer.window:
+                raise TreeError(
+                    f"plan {plan.name} of depth {plan.max_depth}; layer {layer.name} of"
+                    f" {entry.name} has a sliding window of {layer.window}",
+                    f"a tree of depth {layer.window - 1} or less",
+                    "choose fewer levels",
+                )
+
+
+def engine_limits(
+    sources: Sequence[ModelSource], plans: list[SpecPlan], config: CompileConfig
+) -> LimitsEntry:
+    """Sizes that an engine is compiled for.
+
+    Raises:
+        ConfigError: more tokens than a model has positions.
+    """
+    longest = {source.name: source.max_position for source in sources if source.max_position}
+    most = min(longest.values(), default=DEFAULT_MAX_SEQ_LEN)
+    max_seq_len = config.max_seq_len or min(most, DEFAULT_MAX_SEQ_LEN)
+    if longest and max_seq_len > most:
+        name = min(longest, key=lambda key: longest[key])
+        raise ConfigError(
+            f"--max-seq-len {max_seq_len}; the {name.replace('_', ' ')} model has {most} positions",
+            f"{most} or less",
+            f"pass --max-seq-len {most}",
+        )
+    return LimitsEntry(
+        max_batch_size=config.max_batch_size,
+        max_seq_len=max_seq_len,
+        block_size=config.block_size,
+        prefill_chunk=config.prefill_chunk,
+        max_nodes=max(plan.num_rows for plan in plans),
+    )
+
+
+def plan_model_memory(program: Program, limits: LimitsEntry, dtype: torch.dtype) -> ModelMemory:
+    """Memory of one model of an engine of these limits."""
+    block = limits.block_size or limits.max_seq_len + limits.max_nodes
+    blocks = -(-(limits.max_seq_len + limits.max_nodes) // block)
+    batch, nodes = limits.max_batch_size, limits.max_nodes
+    context = blocks * block
+    chunk = min(limits.prefill_chunk, limits.max_seq_len * batch)
+    prefill = PassShape(chunk, batch, batch, min(chunk, limits.max_seq_len), context)
+    step = PassShape(batch * nodes, batch * nodes, batch, nodes, context)
+    return plan_memory(program, dtype, batch * context, [prefill, step])

@@ -1,0 +1,149 @@
+"""Options of one request: when to stop, and how tokens are drawn."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from specc.errors import RequestError
+from specc.sampling_rows import RULES, Rule
+
+_DO = "correct the SamplingParams"
+_MAX_SEED = (1 << 63) - 1
+# lowest and highest value, and whether the lowest itself is allowed
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, math.inf, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, math.inf, False),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+}
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Options of one request, named as vLLM's users know them.
+
+    Penalties come first, then temperature, min_p, top_k and top_p, in this order, as in vLLM.
+
+    Args:
+        max_tokens: output tokens at most.
+        temperature: 0 is greedy: the most likely token, whatever the filters say.
+        top_p: keep the most likely tokens that hold this share of the probability.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens of at least this share of the best one's probability.
+        repetition_penalty: logits of tokens of prompt and output are divided by it where positive,
+            multiplied where negative; 1 is none.
+        presence_penalty: taken off the logit of every token of the output.
+        frequency_penalty: taken off as often as the token is in the output.
+        seed: the same seed gives the same tokens, with any draft, tree and batch; None draws one.
+            With the rules mss and swor, the same tokens need the same plan, too.
+        rule: how trees are drawn and verified, `coupled`, `delta`, `mss` or `swor`; each is
+            lossless. None is coupled.
+        logprobs: log probabilities of each output token and of this many best ones, at most 20;
+            they are the model's own, before penalties and temperature. None gives none.
+        stop: strings that end the output; the text is cut before the first of them.
+        stop_token_ids: further token ids that end the output, next to the model's EOS ids.
+        ignore_eos: go on after EOS.
+        include_stop_str_in_output: keep the stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
+        speculative: False decodes this request plainly.
+    Raises:
+        RequestError: a value is outside its range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    rule: str | None = None
+    logprobs: int | None = None
+    stop: tuple[str, ...] | list[str] | str = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    speculative: bool = True
+    stop_strings: tuple[str, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        if type(self.max_tokens) is not int:
+            raise RequestError(f"max_tokens={self.max_tokens!r}", "an integer, 1 or more", _DO)
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens={self.max_tokens}", "1 or more", "raise max_tokens")
+        object.__setattr__(self, "stop_strings", self._checked_stop())
+        for name, (low, high, is_closed) in _RANGES.items():
+            _check_number(name, getattr(self, name), low, high, is_closed)
+        self._check_integers()
+        if self.rule is not None and self.rule not in RULES:
+            raise RequestError(f"rule={self.rule!r}", f"one of {', '.join(RULES)}, or None", _DO)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def rule_id(self) -> Rule:
+        return Rule.COUPLED if self.rule is None else Rule[self.rule.upper()]
+
+    def _checked_stop(self) -> tuple[str, ...]:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
+            raise RequestError(f"stop={self.stop!r}", "a string or a list of strings", _DO)
+        if "" in stop:
+            raise RequestError("an empty stop string", "non-empty stop strings", "remove it")
+        ids = self.stop_token_ids
+        if not isinstance(ids, (list, tuple)) or not all(type(token) is int for token in ids):
+            raise RequestError(f"stop_token_ids={ids!r}", "a list of integers", _DO)
+        return tuple(stop)
+
+    def _check_integers(self) -> None:
+        if type(self.top_k) is not int or not -1 <= self.top_k <= _MAX_SEED:
+            raise RequestError(
+                f"top_k={self.top_k!r}", "an integer: 1 or more, 0 or -1 for all", _DO
+            )
+        if self.seed is not None and (
+            type(self.seed) is not int or not 0 <= self.seed <= _MAX_SEED
+        ):
+            raise RequestError(
+                f"seed={self.seed!r}", f"an integer in 0 … {_MAX_SEED}, or None", _DO
+            )
+        if self.logprobs is not None and (
+            type(self.logprobs) is not int or not 0 <= self.logprobs <= MAX_LOGPROBS
+        ):
+            raise RequestError(
+                f"logprobs={self.logprobs!r}", f"an integer in 0 … {MAX_LOGPROBS}, or None", _DO
+            )
+
+
+def _check_number(name: str, value: Any, low: float, high: float, is_closed: bool) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_inside = is_number and (low <= value if is_closed else low < value) and value <= high
+    if is_inside:
+        # the steps compute in float32; also not infinite, and not NaN, which compares as neither
+        rounded = _as_float32(value)
+        if math.isfinite(rounded) and (is_closed or low < rounded):
+            return
+    upper = "" if high == math.inf else f" and at most {high:g}"
+    lower = f"at least {low:g}" if is_closed else f"above {low:g}"
+    raise RequestError(f"{name}={value!r}", f"a finite number {lower}{upper}", _DO)
+
+
+def _as_float32(value: float) -> float:
+    try:
+        return struct.unpack("f", struct.pack("f", float(value)))[0]
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,67 @@
+"""Engines of several drafts, and plans of every shape and combination that is no expansion."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from specc import compiler
+from specc.config import CompileConfig
+from specc.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.runtime.engine import Engine
+from specc.tree import TokenTree
+from tests import models
+from tests.lossless import BATCH_SIZES, Zoo
+
+TWO = ("draft_0", "draft_1")
+# a root of three children, of which the second and the third have fewer than the first
+IRREGULAR = TokenTree((-1, 0, 0, 0, 1, 1, 2, 4, 4, 7))
+PLANS = (
+    SpecPlan.from_tree(IRREGULAR),
+    SpecPlan.from_widths((2, 1), ("draft_1",)),
+    SpecPlan.from_dynamic(DynamicTree(10, 3, 3)),
+    SpecPlan.from_dynamic(DynamicTree(5, 4, 1)),
+    SpecPlan.from_widths((1, 1, 1), TWO, MERGE),
+    SpecPlan.from_widths((2, 1, 1), TWO, MERGE),
+    SpecPlan.from_tree(IRREGULAR, TWO, MERGE),
+    SpecPlan.from_widths((1, 1, 1, 1), TWO, VOTE),
+    SpecPlan.from_widths((1, 1, 1), (*TWO, "lookup-2"), VOTE),
+    SpecPlan.from_widths((1,) * 5, ("lookup-3",)),
+    SpecPlan.from_widths((1,) * 5, (SUFFIX,)),
+    SpecPlan.from_widths((2, 2), ("draft_0", "lookup-2"), MERGE),
+    SpecPlan.from_widths((2, 1), (*TWO, SUFFIX), MERGE),
+)
+PLAN_IDS = [plan.name for plan in PLANS]
+DRAFTS = ("noisy", "random")
+
+
+@functools.cache
+def engine(zoo: Zoo, root: Path, name: str, backend: str = "eager", **layout: int) -> Engine:
+    """An engine of two drafts with all plans: one that is often right, one that never is.
+
+    Args:
+        zoo: of checkpoints.
+        root: directory for engines.
+        name: architecture.
+        backend: of the engine.
+        layout: `block_size` and `prefill_chunk`.
+    """
+    path = root / f"drafts-{name}-{backend}"
+    config = CompileConfig(
+        plans=PLANS,
+        max_batch_size=max(BATCH_SIZES),
+        max_seq_len=models.MAX_SEQ_LEN,
+        backend=backend,
+        probe=False,
+        **layout,
+    )
+    drafts = [zoo.checkpoint(name, draft=draft) for draft in DRAFTS]
+    compiler.build(zoo.checkpoint(name), drafts, path, config)
+    loaded = Engine.load(path)
+    for slabs in loaded.cache.slabs.values():
+        for slab in slabs:
+            # whoever attends to a row that was never written shall not get zeros
+            slab.normal_(0.0, 30.0)
+    # nor may anybody look up what no sequence ever held
+    loaded.cache.history.random_(0, models.VOCAB)
+    return loaded

@@ -1,0 +1,238 @@
+"""`accept` in Triton against its oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specc.kernels.cuda import node_best, row_filters, tree_context
+from specc.kernels.cuda.accept import accept
+from specc.sampling_rows import Rule
+from tests.kernels.cuda import cases_accept as cases
+from tests.kernels.cuda.typed_trees import MIXED, PADDING, PLAIN, Row, forest
+
+# the interpreter takes logarithms of 0
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "vocab", "dtype", "is_small", "options"),
+    [
+        pytest.param(MIXED, (2, 1), 600, F32, False, {}, id="mixed-v600"),
+        pytest.param(MIXED, (3,), 37, BF16, False, {"kind": "some"}, id="mixed-bf16-v37-some"),
+        pytest.param(
+            MIXED,
+            (2,),
+            530,
+            F16,
+            True,
+            {"num_sources": 2, "seed": 1},
+            id="mixed-fp16-v530-merged",
+        ),
+        pytest.param(
+            MIXED, (1, 2), 7, F32, False, {"kind": "given", "seed": 2}, id="mixed-v7-given"
+        ),
+        pytest.param(PLAIN, (2, 2), 1300, BF16, True, {"kind": "holes"}, id="bf16-v1300-holes"),
+        pytest.param(PLAIN, (1, 1, 1), 40, F32, False, {"max_depth": 1}, id="walk-is-cut"),
+        pytest.param(PLAIN, (2,), 50, F16, False, {"max_depth": 0}, id="fp16-no-level"),
+        pytest.param(PLAIN, (), 70, BF16, False, {}, id="bf16-roots-alone"),
+        pytest.param(PLAIN, (1, 1), 1, F32, False, {}, id="v1"),
+        pytest.param(MIXED, (1, 1), 12, F32, False, {"num_sources": 3}, id="merged-3-v12"),
+    ],
+)
+def test_accept(rows, widths, vocab, dtype, is_small, options, device):
+    inputs = forest(rows, widths, vocab, dtype, **options)
+    _, accepted = cases.check_accept(inputs, device, is_small=is_small)
+    # cases in which nothing is accepted, or nothing rejected, would show little
+    if inputs.max_depth and vocab > 1:
+        assert len(accepted[inputs.cache_len >= 0].unique()) > 1
+
+
+def test_a_bound_of_noise_passes_over_no_best(device):
+    cases.check_bound(device)
+
+
+def test_the_best_of_a_row_in_any_of_its_blocks(device):
+    cases.check_many_blocks(device)
+
+
+def test_tree_of_1024_nodes(device):
+    """A few of them live, the last one too; the oracle walks all levels of the chain."""
+    rows = [Row(Rule.COUPLED, 0.3)]
+    inputs = forest(rows, (1, 1, 1, 1, 1, 1), 11, F32, noise=0.2)
+    batch, few, num_nodes = len(rows), inputs.tokens.shape[1], 1024
+    places = torch.tensor([0, 1, 300, 301, 700, 900, 1023])
+    for name, fill in (("tokens", 3), ("parents", -1)):
+        wide = torch.full((batch, num_nodes), fill, dtype=getattr(inputs, name).dtype)
+        wide[:, places] = getattr(inputs, name)
+        setattr(inputs, name, wide)
+    inputs.parents[:, places[1:]] = places[:-1].int()
+    logits = torch.full((batch, num_nodes, 11), float("nan"))
+    logits[:, places] = inputs.logits.view(batch, few, -1)
+    inputs.logits, inputs.q_rows, inputs.draft_logits = logits.flatten(0, 1), None, []
+    _, accepted = cases.check_accept(inputs, device)
+    assert int(accepted.max()) >= 4
+
+
+FILTERS = (
+    Row(top_p=0.9, length=1),
+    Row(top_p=0.3, temperature=0.5),
+    Row(Rule.MSS, top_k=1),
+    Row(top_k=5, temperature=2.0),
+    Row(top_k=300),
+    Row(Rule.DELTA, min_p=0.1),
+    Row(min_p=1.0),
+    Row(Rule.SWOR, top_p=0.0),
+    Row(top_p=0.8, min_p=0.01, top_k=60),
+    Row(top_p=0.999, top_k=7, temperature=1e-4),
+    Row(Rule.MSS),
+    Row(top_p=0.99999, temperature=3.0),
+    Row(temperature=0.0, top_p=0.5),
+    Row(top_p=0.5, length=PADDING),
+)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "kind", "dtype", "is_small"),
+    [
+        (700, "normal", F32, True),
+        (700, "ties", BF16, True),
+        (700, "normal", F32, False),
+        (300, "masked", F16, True),
+        (600, "equal", F32, True),
+        (200, "tiny", F32, True),
+        (150, "below", F32, True),
+        (1, "normal", F32, False),
+    ],
+)
+def test_filters_keep_what_the_oracle_keeps(vocab, kind, dtype, is_small, device):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(len(FILTERS), vocab, generator=generator) * 2
+    if kind == "ties":
+        logits = (logits * 2).round() / 2
+    elif kind == "masked":
+        logits[torch.rand(logits.shape, generator=generator) < 0.97] = -torch.inf
+        logits[:, vocab // 2] = 1.0
+    elif kind == "equal":
+        logits[:] = -3.0
+    elif kind == "tiny":
+        # far closer to 0 than to each other's neighbors in value: -0 and 0 are one
+        logits = logits * 1e-30
+        logits[:, ::7], logits[:, 1::7] = 0.0, -0.0
+    elif kind == "below":
+        # the best is -0
+        logits = torch.where(logits > 1.5, -0.0, -logits.abs())
+    num_dropped = cases.check_filters(FILTERS, logits.to(dtype), device, is_small=is_small)
+    assert vocab == 1 or kind == "equal" or num_dropped > 3 * vocab
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(temperature=0.0, repetition=1.3, length=14, num_prompt=6),
+        Row(temperature=0.0, repetition=0.8, presence=0.25, length=11, num_prompt=12),
+        Row(temperature=0.0, presence=-0.5, frequency=0.375, length=0, num_prompt=2),
+        Row(temperature=0.0, repetition=1.7, frequency=-0.25, length=16, num_prompt=0),
+        Row(temperature=0.0, frequency=0.125, length=9, num_prompt=2**40),
+    ],
+    ids=["repetition", "prompt-in-tree", "no-history", "negative", "all-prompt"],
+)
+def test_penalties_count_history_root_and_path(row, dtype, device):
+    cases.check_penalties(row, device, dtype)
+
+
+def log(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows).log()
+
+
+def test_each_proposal_of_a_merged_node_takes_its_q_from_the_target(device):
+    """Both drafts propose token 1: what is left of P after one try and after two differs."""
+    target = log([0.25] * 4, [0.25] * 4)
+    drafts = [log([0.1, 0.7, 0.1, 0.1]), log([0.4, 0.4, 0.1, 0.1])]
+    counts = []
+    for image in ([0, 1, -1], [0, 1, 1]):
+        inputs = cases.given_tree(Rule.MSS, [0, 1], [-1, 0], target, drafts, [-1, 0, 1], 14, image)
+        _, accepted = cases.check_accept(inputs, device)
+        counts.append(int(accepted.sum()))
+    assert 0 < counts[0] == counts[1] < 14
+
+
+def test_swor_takes_its_tried_tokens_from_its_own_row_alone(device):
+    """The second proposal of a sure row is dead, another row's and one of no row are not."""
+    inf = float("inf")
+    target = torch.tensor([[0.0, -inf, 0.0, -inf]]).repeat(4, 1)
+    sure = torch.tensor([[-inf, 0.0, -inf, -inf], [0.0, 0.0, 0.0, -inf]])
+    entered = set()
+    for q_rows in ([-1, 0, 0, 1], [-1, 1, 1, 1], [-1, 0, -1, 1]):
+        tokens, parents = [0, 1, 2, 0], [-1, 0, 0, 0]
+        inputs = cases.given_tree(Rule.SWOR, tokens, parents, target, [sure], q_rows, 4)
+        path, _ = cases.check_accept(inputs, device)
+        entered |= set(path[:, 1].tolist())
+    assert entered == {2, 3}
+
+
+def test_parents_that_are_none_are_not_followed(device):
+    cases.check_safety(device)
+
+
+def test_no_sequence(device):
+    inputs = forest(PLAIN, (2,), 9, F32)
+    empty = [x[:0] if isinstance(x, torch.Tensor) else x for x in inputs.arguments()]
+    empty[5] = inputs.q_rows
+    path, accepted, output = accept(*empty)
+    assert (path.shape, accepted.shape, output.shape) == ((0, 2), (0,), (0, 2))
+
+
+@pytest.mark.parametrize("num_rows", [1, 32, 1024, 16384], ids="r{}".format)
+@pytest.mark.parametrize("vocab", [1, 4097, 151936, 262144], ids="v{}".format)
+def test_parts_tile_the_vocabulary(num_rows, vocab):
+    c = node_best.config(num_rows, vocab)
+    part = c["num_blocks"] * c["BV"]
+    assert (c["num_parts"] - 1) * part < vocab <= c["num_parts"] * part
+    assert c["num_parts"] == 1 or num_rows * c["num_parts"] <= node_best.MAX_PROGRAMS
+    assert c["BV"] % (4 * c["BQ"]) == 0
+    slices = tree_context.config(1, vocab)
+    assert slices["num_slices"] * slices["slice_size"] >= vocab
+    assert row_filters.config(vocab)["BV"] <= row_filters.BLOCK
+
+
+def inputs_of(**change) -> dict:
+    names = vars(forest(PLAIN[:2], (2,), 5, F32))
+    return names | change
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"logits": torch.zeros(6, 5, dtype=torch.float64)}, "torch.float64"),
+        ({"logits": torch.zeros(5, 5)}, "5 rows of logits"),
+        ({"tokens": torch.zeros(2, 3, dtype=torch.int32)}, "torch.int32"),
+        ({"parents": torch.zeros(2, 3, dtype=torch.int64)}, "parents of torch.int64"),
+        ({"parents": torch.zeros(2, 4, dtype=torch.int32)}, r"parents \[2, 4\]"),
+        ({"parents": torch.zeros(3, 2, dtype=torch.int32).T}, "strides"),
+        ({"max_depth": -1}, "max_depth -1"),
+        ({"max_depth": 1024}, "max_depth 1024"),
+        ({"image": torch.zeros(2, 3, dtype=torch.int64)}, r"image \[2, 3\] of torch.int64"),
+        ({"image": torch.zeros(1, 3, dtype=torch.int32)}, r"image \[1, 3\]"),
+        ({"image": torch.zeros(2, 4097, dtype=torch.int32)}, "4097 columns"),
+        ({"q_rows": torch.zeros(4, dtype=torch.int32)}, r"q_rows \[4\]"),
+        ({"draft_logits": [torch.zeros(3, 5)]}, r"draft logits \[3, 5\]"),
+        ({"draft_logits": [torch.zeros(2, 6)]}, r"draft logits \[2, 6\]"),
+        ({"values": torch.zeros(2, 5)}, r"values \[2, 5\]"),
+        ({"values": torch.zeros(6, 2).T}, "strides"),
+        ({"words": torch.zeros(2, 4)}, "words .* of torch.float32"),
+        ({"cache_len": torch.zeros(2, dtype=torch.int64)}, "cache_len .* torch.int64"),
+        ({"history": torch.zeros(2, 4, dtype=torch.int64)}, "history .* torch.int64"),
+        ({"block_table": torch.zeros(3, 1, dtype=torch.int32)}, "block_table of 3 rows"),
+    ],
+    ids=lambda x: "" if isinstance(x, dict) else None,
+)
+def test_bad_inputs_are_refused_with_their_values(change, found):
+    with pytest.raises(ValueError, match=found):
+        accept(**inputs_of(**change))

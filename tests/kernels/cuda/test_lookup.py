@@ -1,0 +1,75 @@
+"""`lookup` in Triton against its oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specc.kernels.cuda import lookup
+from tests.kernels.cuda import cases_lookup as cases
+from tests.kernels.tree_cases import CONTEXTS, Lookup, int32
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.mark.parametrize("seed", range(4), ids="seed{}".format)
+@pytest.mark.parametrize("block_size", [0, 1, 3, 16], ids="page{}".format)
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_lookup(kind, block_size, seed, device):
+    lengths = ((0, 1, 9, -1), (40, 2, 17), (5,), (60, -1, 33))[seed]
+    cases.check_lookup(Lookup(kind, lengths, block_size, 1 + seed, 5, 1 + seed % 2, seed), device)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Lookup("late", (1023, 1024, 1025), 16, 3, 7, 1, 11), id="parts-late"),
+        pytest.param(Lookup("late", (3000, 2048), 0, 2, 3, 1, 12), id="parts-late-one-block"),
+        pytest.param(Lookup("broken", (2500,), 16, 4, 4, 2, 13), id="parts-broken"),
+        pytest.param(Lookup("one-token", (2050,), 16, 8, 4, 2, 14), id="parts-one-token"),
+        pytest.param(Lookup("periodic", (1500, 20), 37, 100, 63, 1, 15), id="ngram100-tokens63"),
+        pytest.param(Lookup("random", (900,), 16, 5, 200, 1, 16), id="tokens200"),
+        pytest.param(Lookup("random", (-1, -1), 4, 2, 3, 1, 17), id="padding"),
+        pytest.param(Lookup("random", (), 4, 2, 3, 1, 18), id="no-sequence"),
+    ],
+)
+def test_lookup_of_many_tokens(case, device):
+    cases.check_lookup(case, device)
+
+
+def test_the_latest_of_many_parts_wins(device, monkeypatch):
+    """More parts than are compared at once."""
+    monkeypatch.setattr(lookup, "PART", 32)
+    monkeypatch.setattr(lookup, "PARTS", 4)
+    for seed in range(4):
+        for kind in ("late", "random"):
+            cases.check_lookup(Lookup(kind, (310, 30), 64, 1 + seed, 4, 1, seed), device)
+
+
+def test_blocks_beyond_the_history_hold_nothing(device):
+    cases.check_blocks_beyond_the_history(device)
+
+
+def test_a_root_that_fits_no_history_is_not_found(device):
+    cases.check_roots_that_fit_no_history(device)
+
+
+def test_a_table_without_columns(device):
+    history = torch.zeros(1, 4, dtype=torch.int32, device=device)
+    table = torch.zeros(2, 0, dtype=torch.int32, device=device)
+    last = torch.tensor([[0], [3]], device=device)
+    tokens, parents = lookup.lookup(history, table, int32([0, 0]).to(device), last, 2, 2)
+    assert (tokens.tolist(), parents.tolist()) == ([[0, 0, 0], [3, 0, 0]], [[-1] * 3] * 2)
+
+
+def test_bad_inputs_are_refused_with_their_values():
+    history, lengths, last = torch.zeros(2, 3).int(), int32([1, 1]), torch.zeros(2, 2).long()
+    with pytest.raises(ValueError, match=r"lookup: found history \[2, 3\] of torch.float32"):
+        lookup.lookup(history.float(), history, lengths, last, 2, 2)
+    with pytest.raises(ValueError, match=r"last_tokens \[2, 2\] of torch.int32"):
+        lookup.lookup(history, history, lengths, last.int(), 2, 2)
+    with pytest.raises(ValueError, match="ngram of 0"):
+        lookup.lookup(history, history, lengths, last, 0, 2)
+    for num_tokens in (0, 1024):
+        with pytest.raises(ValueError, match=f"{num_tokens} tokens; needed"):
+            lookup.lookup(history, history, lengths, last, 2, num_tokens)

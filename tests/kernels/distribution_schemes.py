@@ -1,0 +1,150 @@
+"""Eight schemes that look like speculative sampling and change the distribution.
+
+Each misuses the operators in one way, and stands beside the lossless form of the same tree: the
+statistic has to refuse the one and pass the other. All trees have one level, so that nothing but
+the scheme is at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.kernels.reference_accept import process_reference
+from specc.sampling_rows import Rule, Value, Word
+from specc.tree import TokenTree
+from tests.kernels.distribution import Proposals, Propose, State, World
+from tests.kernels.distribution_trees import Part, alone, draft_tree, merge, voted
+
+# operators, world, state, whether it is done wrongly → tree
+Build = Callable[[Any, World, State, bool], Proposals]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A tree, and the rule that verifies it."""
+
+    build: Build
+    rule: Rule = Rule.MSS
+    temperature: float = 1.0
+
+    def proposing(self, is_wrong: bool) -> Propose:
+        return lambda operators, world, state: self.build(operators, world, state, is_wrong)
+
+
+def _star(operators: Any, world: World, state: State, width: int, *others: Part) -> Part:
+    """Children of the root from the next draft."""
+    column = sum(part.tokens.shape[1] for part in others)
+    tree = TokenTree.from_widths((width,))
+    table = world.drafts[len(others)]
+    return draft_tree(operators, table, tree, state, column, len(others))
+
+
+def _confidence(part: Part, state: State) -> Tensor:
+    """[B, N - 1] probability that the draft gives to each child."""
+    scores = process_reference(part.draft_logits[0], state.values, state.words)
+    return scores.softmax(dim=1).gather(1, part.tokens[:, 1:])
+
+
+def _in_order(part: Part, order: Tensor) -> Part:
+    """The children [B, k] in another order."""
+    tokens = torch.cat([part.tokens[:, :1], part.tokens[:, 1:].gather(1, order)], dim=1)
+    return replace(part, tokens=tokens)
+
+
+def _dropped(tree: Proposals, is_dropped: Tensor) -> Proposals:
+    """Without some columns of proposals, [B, T]."""
+    image = tree.image
+    if image is None:
+        image = torch.arange(tree.tokens.shape[1], dtype=torch.int32).expand_as(tree.tokens)
+    return replace(tree, image=torch.where(is_dropped, -1, image))
+
+
+def _repeats(tree: Proposals) -> Tensor:
+    """[B, T]: columns whose node an earlier column has proposed."""
+    assert tree.image is not None
+    is_same = tree.image[:, :, None] == tree.image[:, None, :]
+    return is_same.tril(-1).any(dim=2) & (tree.image > 0)
+
+
+def _most_likely(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """The likeliest children, verified as if they had been drawn."""
+    words = state.words.clone()
+    words[:, Word.RULE] = Rule.DELTA
+    part = _star(operators, world, replace(state, words=words), 2)
+    return alone(part if is_wrong else replace(part, q_rows=[-1] * 3), 1)
+
+
+def _sorted(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """Independent draws, the likeliest tried first."""
+    part = _star(operators, world, state, 3)
+    if is_wrong:
+        part = _in_order(part, _confidence(part, state).sort(dim=1, descending=True).indices)
+    return alone(part, 1)
+
+
+def _shuffled(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """Draws without replacement, tried in another order than drawn."""
+    part = _star(operators, world, state, 3)
+    if is_wrong:
+        part = _in_order(part, torch.rand(len(part.tokens), 3).argsort(dim=1))
+    return alone(part, 1)
+
+
+def _pruned(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """Four draws without replacement, of which the two likeliest are kept, or the first two."""
+    part = _star(operators, world, state, 4)
+    place = torch.arange(4).expand(len(part.tokens), -1)
+    if is_wrong:
+        # place of each child by descending confidence
+        place = _confidence(part, state).argsort(dim=1, descending=True).argsort(dim=1)
+    is_dropped = torch.cat([torch.zeros_like(place[:, :1], dtype=torch.bool), place >= 2], dim=1)
+    return _dropped(alone(part, 1), is_dropped)
+
+
+def _unique(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """Independent draws, each token tried once."""
+    tree = merge(operators, [_star(operators, world, state, 4)], 1)
+    return _dropped(tree, _repeats(tree)) if is_wrong else tree
+
+
+def _merged_once(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """Two drafts, the second's proposal left out where it is the first's."""
+    first = _star(operators, world, state, 1)
+    tree = merge(operators, [first, _star(operators, world, state, 1, first)], 1)
+    return _dropped(tree, _repeats(tree)) if is_wrong else tree
+
+
+def _majority(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """The token that most of three drafts drew, verified as if the first had drawn it."""
+    parts: list[Part] = []
+    for _ in range(3):
+        parts.append(_star(operators, world, state, 1, *parts))
+    chain = voted(operators, parts)
+    if is_wrong:
+        chain = replace(chain, q_rows=parts[0].q_rows, draft_logits=parts[0].draft_logits)
+    return alone(chain, 1)
+
+
+def _other_temperature(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """Drawn at one temperature, verified at another."""
+    values = state.values.clone()
+    if is_wrong:
+        values[:, Value.TEMPERATURE] *= 0.6
+    return alone(_star(operators, world, replace(state, values=values), 1), 1)
+
+
+SCHEMES = {
+    "top-k-with-softmax-q": Scheme(_most_likely),
+    "iid-sorted-by-q": Scheme(_sorted),
+    "swor-in-random-order": Scheme(_shuffled, Rule.SWOR),
+    "swor-pruned-by-confidence": Scheme(_pruned, Rule.SWOR),
+    "iid-without-duplicates": Scheme(_unique),
+    "merged-duplicate-dropped": Scheme(_merged_once),
+    "vote-with-one-drafts-q": Scheme(_majority),
+    "q-at-another-temperature": Scheme(_other_temperature),
+}

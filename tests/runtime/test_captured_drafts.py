@@ -1,0 +1,174 @@
+"""Captured steps of plans whose trees are data: replays equal the eager step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from specc.passes.fuse_step import fuse_step
+from specc.plans import MERGE, OFF, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.runtime.batch_rows import last_tokens_of
+from specc.runtime.captured_step import CapturedStep
+from specc.runtime.engine import Engine
+from specc.runtime.program import StepInputs, StepResult
+from specc.runtime.step_buffers import StepBuffers
+from tests.mixed_sampling import mixed_sampling
+from tests.runtime.simulated_device import SimulatedDevice
+
+MIXED = ("draft_0", "lookup-2", "draft_1")
+PLANS = (
+    OFF,
+    SpecPlan.from_widths((1, 1)),
+    SpecPlan.from_dynamic(DynamicTree(6, 2, 3)),
+    SpecPlan.from_widths((1, 1, 1, 1), ("lookup-2",)),
+    SpecPlan.from_widths((1, 1, 1), (SUFFIX,)),
+    SpecPlan.from_widths((2, 1), MIXED, MERGE),
+    SpecPlan.from_widths((1, 1), ("draft_1", SUFFIX), MERGE),
+    SpecPlan.from_widths((1, 1, 1, 1, 1), ("draft_0", "draft_1"), VOTE),
+    SpecPlan.from_widths((1, 1), (*MIXED, SUFFIX), VOTE),
+)
+IDS = [plan.name for plan in PLANS]
+BY_NAME = {plan.name: plan for plan in PLANS}
+BUCKETS = (1, 2, 4)
+
+
+@dataclass
+class Rig:
+    """One engine twice: eager steps, and captured ones on slabs of their own."""
+
+    eager: Engine
+    other: Engine
+    device: SimulatedDevice
+    steps: dict[str, CapturedStep]
+
+    def state(self, plan: SpecPlan, batch: int) -> StepInputs:
+        """Inputs of sequences of different lengths, and caches to match."""
+        shape = self.eager.cache.shape
+        table = torch.arange(shape.num_blocks, dtype=torch.int32).view(shape.max_num_seqs, -1)
+        generator = torch.Generator().manual_seed(7)
+        for name, slab in self.eager.cache.environment.items():
+            if name == "history":
+                # few different tokens, so that lookups find something
+                slab.random_(0, 3, generator=generator)
+            else:
+                slab.normal_(generator=generator)
+            self.other.cache.environment[name].copy_(slab)
+        count = last_tokens_of(PLANS)
+        rows = [
+            (*(b + i for i in range(count - 1)), 2, length)
+            for b, length in enumerate([9, 4, 17, 12][:batch])
+        ]
+        sampling = mixed_sampling(batch, first=1, rules=plan.rules)
+        return StepInputs(rows, table.flip(0, 1)[:batch].contiguous(), *sampling)
+
+    def assert_same_caches(self) -> None:
+        for name, slab in self.eager.cache.environment.items():
+            # padding makes matrices wider, which rounds otherwise
+            torch.testing.assert_close(self.other.cache.environment[name], slab)
+
+
+@pytest.fixture
+def rig(make_engine) -> Rig:
+    eager, other = (make_engine(plans=PLANS, max_num_seqs=4) for _ in range(2))
+    device = SimulatedDevice()
+    models = {"target": other.target}
+    models |= {f"draft_{i}": draft for i, draft in enumerate(other.drafts)}
+    buffers = StepBuffers(
+        device,
+        4,
+        other.cache.shape.blocks_per_sequence,
+        2 + 6 + len(other.drafts),
+        num_last=last_tokens_of(PLANS),
+        num_votes=4,
+        num_proposals=3,
+    )
+    steps = {
+        plan.name: CapturedStep(
+            json.loads(json.dumps(fuse_step(plan, dict.fromkeys(models, 1)).to_json())),
+            models,
+            other.cache.environment,
+            buffers,
+            device,
+            BUCKETS,
+        )
+        for plan in PLANS
+    }
+    return Rig(eager, other, device, steps)
+
+
+def extra_of(plan: SpecPlan, batch: int, seed: int) -> Mapping[str, Tensor]:
+    """What the host brings besides rows, as wide as the plan reads it."""
+    generator = torch.Generator().manual_seed(seed)
+    extra = {}
+    if SUFFIX in plan.drafts:
+        proposals = torch.randint(0, 61, (batch, plan.max_depth), generator=generator)
+        for b in range(batch):
+            proposals[b, (seed + b) % (plan.max_depth + 1) :] = -1
+        extra["proposals"] = proposals
+    if plan.combine == VOTE:
+        extra["vote_weights"] = torch.rand(batch, len(plan.drafts), generator=generator) + 0.1
+    return extra
+
+
+def following(inputs: StepInputs, result: StepResult) -> StepInputs:
+    """Inputs of the next step, as the host would compute them."""
+    made = []
+    for b, (*last, _) in enumerate(inputs.rows):
+        run = [*last, *result.output_tokens[b][: result.num_accepted[b] + 1]]
+        made.append((*run[-len(last) :], result.next_cache_len[b]))
+    return inputs._replace(rows=made)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_replays_equal_the_eager_step(rig, plan, batch) -> None:
+    inputs = rig.state(plan, batch)
+    for seed in range(4):
+        inputs = inputs._replace(extra=extra_of(plan, batch, seed))
+        wanted = rig.eager.steps[plan.name].advance(inputs, rig.eager.cache.environment)
+        found = rig.steps[plan.name].advance(inputs, rig.other.cache.environment)
+        assert found[:4] == wanted[:4]
+        rig.assert_same_caches()
+        inputs = following(inputs, wanted)
+    assert len(rig.device.tapes) == 1
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+def test_the_device_goes_on_before_the_host_has_read(rig, plan) -> None:
+    """Two steps are in flight; weights and proposals stay those of the first one."""
+    inputs = rig.state(plan, 3)._replace(extra=extra_of(plan, 3, 1))
+    pending = rig.steps[plan.name].submit(inputs)
+    for _ in range(4):
+        ahead = rig.steps[plan.name].submit_next(3)
+        wanted = rig.eager.steps[plan.name].advance(inputs, rig.eager.cache.environment)
+        assert pending.result()[:4] == wanted[:4]
+        inputs, pending = following(inputs, wanted), ahead
+
+
+def test_plans_take_turns_in_the_same_buffers(rig) -> None:
+    """What one plan reads of the host is as wide as it likes; another's is not in its way."""
+    inputs = rig.state(PLANS[0], 2)
+    # all may serve these
+    inputs = inputs._replace(sampling_words=inputs.sampling_words * torch.tensor([1, 1, 0, 1]))
+    for seed, plan in enumerate([*PLANS, *reversed(PLANS)]):
+        mine = inputs._replace(extra=extra_of(plan, 2, seed))
+        wanted = rig.eager.steps[plan.name].advance(mine, rig.eager.cache.environment)
+        found = rig.steps[plan.name].advance(mine, rig.other.cache.environment)
+        assert found[:4] == wanted[:4]
+        rig.assert_same_caches()
+        inputs = following(inputs, wanted)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+def test_a_capture_writes_nothing(rig, plan) -> None:
+    """Padding alone: all rows and the history stay, wherever a tree's shape is data."""
+    rig.state(plan, 4)
+    rig.steps[plan.name].capture(4)
+    rig.assert_same_caches()
+    # and it does so at every replay
+    assert [str(name) for name in rig.device.tapes[0].operators if "arange" in str(name)] == []

@@ -1,0 +1,103 @@
+"""Greedy output with every shape and combination of drafts equals `transformers.generate`.
+
+The same harness as test_lossless.py. The default tier runs three architectures compiled, with all
+plans, and on eager graphs, whose operators are the slow oracles, every architecture with some of
+them; the slow tier compiles all and leaves its figures in build/lossless_drafts.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specc.plans import SpecPlan
+from specc.runtime.llm import LLM
+from specc.sampling_params import SamplingParams
+from tests import drafts, models
+from tests.drafts import PLAN_IDS, PLANS
+from tests.lossless import Zoo, check_join_and_leave, collect_figures, layout_of, run_case
+
+COMPILED = ("qwen3", "gemma3-tied", "opt")
+# every plan with two or three architectures, every architecture with two or three plans
+EAGER = [
+    (name, plan)
+    for i, name in enumerate(models.ARCHITECTURES)
+    for j, plan in enumerate(PLAN_IDS)
+    if (i + j) % 5 == 0
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drafts")
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    """Figures of the slow cases; written when the last of them has run."""
+    yield from collect_figures(request.config.rootpath / "build" / "lossless_drafts.json")
+
+
+def check(zoo: Zoo, root: Path, name: str, plan: SpecPlan, backend: str) -> list[dict[str, Any]]:
+    """All prompts in one batch, then one of them alone."""
+    engine = drafts.engine(zoo, root, name, backend, **layout_of(name))
+    prompts = models.prompts()
+    alone = prompts[PLANS.index(plan) % len(prompts)]
+    rows = []
+    for batch in (prompts, [alone]):
+        outcome = run_case(zoo, name, engine, plan.name, batch)
+        case = {"model": name, "plan": plan.name, "batch": len(batch), "backend": backend}
+        rows.append(case | outcome.to_json())
+        assert outcome.stats.num_spec_steps > 0
+        if "draft_0" in plan.drafts:
+            # some proposals are accepted and some are not, else a wrong step could hide
+            assert 1.05 < outcome.stats.mean_acceptance_length < plan.max_depth + 0.98
+    return rows
+
+
+@pytest.mark.parametrize(("name", "plan"), EAGER, ids=str)
+def test_greedy_equals_generate(zoo: Zoo, root: Path, name: str, plan: str) -> None:
+    check(zoo, root, name, PLANS[PLAN_IDS.index(plan)], "eager")
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=PLAN_IDS)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_greedy_equals_generate(zoo: Zoo, root: Path, name: str, plan: SpecPlan) -> None:
+    check(zoo, root, name, plan, "cpu")
+
+
+@pytest.mark.parametrize("plan", PLAN_IDS[::3])
+def test_requests_join_and_leave_while_others_run(zoo: Zoo, root: Path, plan: str) -> None:
+    """The batch grows and shrinks between steps; a plain request runs among speculative ones."""
+    engine = drafts.engine(zoo, root, "qwen3", **layout_of("qwen3"))
+    check_join_and_leave(zoo, "qwen3", engine, plan, plain=1)
+
+
+def test_plans_of_all_kinds_follow_each_other(zoo: Zoo, root: Path) -> None:
+    """Every draft lags behind by another number of tokens whenever its turn comes."""
+    engine = drafts.engine(zoo, root, "qwen3", **layout_of("qwen3"))
+
+    class Turns:
+        needs_results = True
+        count = 0
+
+        def choose(self, num_running: int, stats: object) -> str:
+            self.count += 1
+            return ["off", *PLAN_IDS][(self.count * 5) % (len(PLAN_IDS) + 1)]
+
+    llm = LLM(engine, policy=Turns())
+    params = SamplingParams(max_tokens=models.NUM_TOKENS, ignore_eos=True)
+    outputs = llm.generate([list(prompt) for prompt in models.prompts()], params)
+    for prompt, output in zip(models.prompts(), outputs, strict=True):
+        wanted = zoo.reference("qwen3", prompt, models.NUM_TOKENS).tokens
+        assert output.outputs[0].token_ids == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.DRAFT_NOISE)
+def test_full_matrix(zoo: Zoo, root: Path, outcomes: list[dict[str, Any]], name: str) -> None:
+    for plan in PLANS:
+        outcomes += check(zoo, root, name, plan, "cpu")

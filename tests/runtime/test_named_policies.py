@@ -1,0 +1,48 @@
+"""Policies that a caller names."""
+
+from __future__ import annotations
+
+import pytest
+
+from specc.errors import RequestError
+from specc.plans import OFF, SpecPlan
+from specc.runtime.adaptive_policy import AdaptivePolicy
+from specc.runtime.best_policy import BestPolicy
+from specc.runtime.host_drafts import HostDrafts
+from specc.runtime.named_policies import make_policy
+from specc.runtime.policy import Policy
+from specc.runtime.profile_policy import ProfilePolicy
+
+CHAINS = (SpecPlan.from_widths((1,) * 4), SpecPlan.from_widths((1, 1)))
+LOOKUP = SpecPlan.from_widths((1,) * 6, ("lookup-3",))
+TREE = SpecPlan.from_widths((2, 1))
+
+
+def make(name: str, *plans: SpecPlan, **profile: object) -> Policy:
+    known = {plan.name: plan for plan in (*plans, OFF)}
+    return make_policy(name, known, HostDrafts(known), profile)
+
+
+def test_each_name_makes_its_policy():
+    assert isinstance(make("adaptive", *CHAINS, TREE, LOOKUP), AdaptivePolicy)
+    assert isinstance(make("best", TREE, LOOKUP), BestPolicy)
+    profile = make("profile", *CHAINS, plans={"1": "chain-2", "4": "off"})
+    assert isinstance(profile, ProfilePolicy)
+    assert [profile.choose(count, None) for count in (1, 4)] == ["chain-2", "off"]
+
+
+@pytest.mark.parametrize(
+    ("name", "plans", "needed"),
+    [
+        ("adaptive", (TREE, LOOKUP), "a chain of one draft model"),
+        ("best", CHAINS, "a plan of a model and one of a lookup"),
+        ("best", (LOOKUP,), "a plan of a model and one of a lookup"),
+        ("profile", CHAINS, "a profile.json"),
+        ("goodput", CHAINS, "one of fixed, adaptive, best, profile"),
+    ],
+)
+def test_engines_without_the_plans_of_a_policy(name, plans, needed):
+    with pytest.raises(RequestError) as error:
+        make(name, *plans)
+    assert needed in error.value.needed
+    assert f"policy {name!r}" in error.value.found
