@@ -312,7 +312,9 @@ def events_of(plan: SpecPlan) -> Counter[str]:
 def test_what_happens_in_these_steps(plan, events):
     """Else a wrong stage could hide."""
     found = events_of(plan)
-    for event in ["whole path", "no node", *events.split(",")]:
+    # the deepest leaf of the uneven tree hangs below a third sibling, which is rarely taken
+    is_uneven = plan.is_static and plan.tree == UNEVEN
+    for event in ["no node", *events.split(","), *["whole path"][is_uneven:]]:
         assert found[event] > 0, event
     assert found["part of a path"] > 0 or plan.max_depth == 1
 
