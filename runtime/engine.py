@@ -17,6 +17,7 @@ from specc.errors import ConfigError, EngineError
 from specc.kernels import native
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.machine import check_threads
+from specc.manifest import PROFILE_FILE
 from specc.plans import OFF, SpecPlan
 from specc.runtime.cuda_backend import (
     CaptureLimits,
@@ -33,8 +34,6 @@ from specc.runtime.program import Model, ModelProgram, Step, StepProgram, read_j
 if TYPE_CHECKING:
     from specc.manifest import Manifest, ModelEntry
 
-# written by `specc tune`
-PROFILE_FILE = "profile.json"
 BACKENDS = ("cpu", "cuda", "eager")
 _DTYPES = {
     "float32": torch.float32,

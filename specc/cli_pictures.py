@@ -9,11 +9,9 @@ from typing import Any
 from specc import cli_render as render
 from specc.artifact import open_engine
 from specc.errors import ConfigError, RequestError
-from specc.manifest import Manifest, PlanEntry
+from specc.manifest import PROFILE_FILE, Manifest, PlanEntry
 from specc.plans import SpecPlan
 from specc.tree import TokenTree
-
-PROFILE_FILE = "profile.json"
 
 
 def draw_pictures(

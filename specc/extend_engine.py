@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from specc.artifact import EngineWriter
-from specc.manifest import MANIFEST_FILE, Manifest, MemoryEntry, PlanEntry
+from specc.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest, MemoryEntry, PlanEntry
 from specc.passes.fuse_step import fuse_step
 from specc.plans import SpecPlan
-
-PROFILE_FILE = "profile.json"
 
 
 @contextlib.contextmanager

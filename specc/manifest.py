@@ -16,6 +16,8 @@ from specc.plans import SpecPlan
 
 SCHEMA_VERSION = 3
 MANIFEST_FILE = "manifest.json"
+# written by `specc tune`
+PROFILE_FILE = "profile.json"
 # what chooses the plan of a step
 POLICIES = ("fixed", "best", "profile")
 
