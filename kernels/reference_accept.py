@@ -135,7 +135,8 @@ def draft_children_reference(
     if bool(is_plain.all()):
         # graphs run on oracles, too, and noise takes a hundred times as long as this
         scores = coupled = logits.float()
-        tokens = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_children]
+        order = scores.sort(dim=1, descending=True, stable=True).indices
+        tokens = order[:, :num_children].contiguous()
     else:
         scores = torch.where(is_plain, logits.float(), process_reference(logits, values, words))
 

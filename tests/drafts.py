@@ -11,7 +11,7 @@ from specc.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan
 from specc.runtime.engine import Engine
 from specc.tree import TokenTree
 from tests import models
-from tests.lossless import BATCH_SIZES, Zoo
+from tests.lossless import BATCH_SIZES, Zoo, layout_of
 
 TWO = ("draft_0", "draft_1")
 # a root of three children, of which the second and the third have fewer than the first
@@ -36,15 +36,14 @@ DRAFTS = ("noisy", "random")
 
 
 @functools.cache
-def engine(zoo: Zoo, root: Path, name: str, backend: str = "eager", **layout: int) -> Engine:
+def engine(zoo: Zoo, root: Path, name: str, backend: str) -> Engine:
     """An engine of two drafts with all plans: one that is often right, one that never is.
 
     Args:
         zoo: of checkpoints.
         root: directory for engines.
-        name: architecture.
+        name: architecture; its layout is the one of tests/lossless.py.
         backend: of the engine.
-        layout: `block_size` and `prefill_chunk`.
     """
     path = root / f"drafts-{name}-{backend}"
     config = CompileConfig(
@@ -53,7 +52,7 @@ def engine(zoo: Zoo, root: Path, name: str, backend: str = "eager", **layout: in
         max_seq_len=models.MAX_SEQ_LEN,
         backend=backend,
         probe=False,
-        **layout,
+        **layout_of(name),
     )
     drafts = [zoo.checkpoint(name, draft=draft) for draft in DRAFTS]
     compiler.build(zoo.checkpoint(name), drafts, path, config)

@@ -195,7 +195,7 @@ def test_an_engine_generates_the_same(tiny_engine):
     prompts = ["hello world", "ab", "the third one", "zz"]
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     want = [o.outputs[0].token_ids for o in LLM(tiny_engine, "off").generate(prompts, params)]
-    policy = AdaptivePolicy({"off": 0, "chain-3": 3}, window=4)
+    policy = AdaptivePolicy({"off": 0, "chain-3": 3}, window=4, longest_wait=8)
     chosen: list[str] = []
     choose = policy.choose
 

@@ -18,7 +18,7 @@ from specc.runtime.llm import LLM
 from specc.sampling_params import SamplingParams
 from tests import drafts, models
 from tests.drafts import PLAN_IDS, PLANS
-from tests.lossless import Zoo, check_join_and_leave, collect_figures, layout_of, run_case
+from tests.lossless import Zoo, check_join_and_leave, collect_figures, run_case
 
 COMPILED = ("qwen3", "gemma3-tied", "opt")
 # every plan with two or three architectures, every architecture with two or three plans
@@ -43,7 +43,7 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
 
 def check(zoo: Zoo, root: Path, name: str, plan: SpecPlan, backend: str) -> list[dict[str, Any]]:
     """All prompts in one batch, then one of them alone."""
-    engine = drafts.engine(zoo, root, name, backend, **layout_of(name))
+    engine = drafts.engine(zoo, root, name, backend)
     prompts = models.prompts()
     alone = prompts[PLANS.index(plan) % len(prompts)]
     rows = []
@@ -52,7 +52,7 @@ def check(zoo: Zoo, root: Path, name: str, plan: SpecPlan, backend: str) -> list
         case = {"model": name, "plan": plan.name, "batch": len(batch), "backend": backend}
         rows.append(case | outcome.to_json())
         assert outcome.stats.num_spec_steps > 0
-        if "draft_0" in plan.drafts:
+        if "draft_0" in plan.drafts and len(batch) > 1:
             # some proposals are accepted and some are not, else a wrong step could hide
             assert 1.05 < outcome.stats.mean_acceptance_length < plan.max_depth + 0.98
     return rows
@@ -72,13 +72,13 @@ def test_compiled_greedy_equals_generate(zoo: Zoo, root: Path, name: str, plan: 
 @pytest.mark.parametrize("plan", PLAN_IDS[::3])
 def test_requests_join_and_leave_while_others_run(zoo: Zoo, root: Path, plan: str) -> None:
     """The batch grows and shrinks between steps; a plain request runs among speculative ones."""
-    engine = drafts.engine(zoo, root, "qwen3", **layout_of("qwen3"))
+    engine = drafts.engine(zoo, root, "qwen3", "eager")
     check_join_and_leave(zoo, "qwen3", engine, plan, plain=1)
 
 
 def test_plans_of_all_kinds_follow_each_other(zoo: Zoo, root: Path) -> None:
     """Every draft lags behind by another number of tokens whenever its turn comes."""
-    engine = drafts.engine(zoo, root, "qwen3", **layout_of("qwen3"))
+    engine = drafts.engine(zoo, root, "qwen3", "eager")
 
     class Turns:
         needs_results = True

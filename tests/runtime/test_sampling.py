@@ -17,7 +17,7 @@ from specc.runtime.llm import LLM
 from specc.sampling_params import SamplingParams
 from tests import drafts, models
 from tests.drafts import PLAN_IDS
-from tests.lossless import Zoo, layout_of
+from tests.lossless import Zoo
 
 NAME = "qwen3"
 NUM_TOKENS = 32
@@ -33,7 +33,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def engine(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return drafts.engine(zoo, tmp_path_factory.mktemp("sampling"), NAME, **layout_of(NAME))
+    return drafts.engine(zoo, tmp_path_factory.mktemp("sampling"), NAME, "eager")
 
 
 def generate(engine: Engine, plan: str, params: list[SamplingParams]) -> list[list[int]]:

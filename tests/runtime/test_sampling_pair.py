@@ -46,6 +46,8 @@ PROMPTS = (
     "class Node:\n    def __init__(self",
     "for i in range(",
 )
+# a lookup of three tokens has something to find behind it
+REPEATED = "for i in range(10):\n    print(i)\n" * 2 + "for i in range(10):\n    "
 # of each request in turn
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
@@ -121,10 +123,12 @@ def check_pairs(
     The first one comes from prefill, without a tree: of all runs, those count in which it is the
     likeliest token.
     """
-    (prompt,) = [output.prompt_token_ids for output in _greedy(engine, PROMPTS[0])]
+    text = PROMPTS[0] if "draft_0" in PLANS[PLAN_IDS.index(plan)].drafts else REPEATED
+    (output,) = _greedy(engine, text)
+    prompt = output.prompt_token_ids
+    known = prompt + output.outputs[0].token_ids[:1]
     llm = LLM(engine, plan=plan)
     batch = 4
-    known = prompt + _greedy(engine, PROMPTS[0])[0].outputs[0].token_ids[:1]
     joint = joint_of_two(target, known, options)
     counts = dict.fromkeys(joint, 0)
     params = [
