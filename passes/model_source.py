@@ -26,6 +26,7 @@ class ModelSource:
     Args:
         name: `target` or `draft_0`.
         label: what the user called it.
+        dtype: of arithmetic, weights and caches.
         module: on the meta device if it comes from a directory, else with its weights.
         directory: of the checkpoint, or None.
         config: the module's configuration, or None.
@@ -36,6 +37,7 @@ class ModelSource:
 
     name: str
     label: str
+    dtype: torch.dtype
     module: nn.Module
     directory: Path | None
     config: Any
@@ -59,13 +61,13 @@ class ModelSource:
                 hf_model.check_rotary(config, label)
             _require_dtype(model, label, dtype)
             reader: TensorReader = MemoryReader.from_module(model)
-            return cls(name, label, model.eval(), None, config, reader)
+            return cls(name, label, dtype, model.eval(), None, config, reader)
         directory = hf_model.resolve_directory(model)
         config = hf_model.load_config(directory)
         # before minutes of tracing: headers say whether the checkpoint can be read
         reader = SafetensorsReader(directory)
         module = hf_model.build_on_meta(config, dtype)
-        return cls(name, str(model), module, directory, config, reader)
+        return cls(name, str(model), dtype, module, directory, config, reader)
 
     @property
     def architecture(self) -> str:

@@ -135,10 +135,11 @@ class Engine:
             path, verify, backend=backend, backends=BACKENDS, max_num_seqs=max_num_seqs
         )
         backend = backend or manifest.backend
-        if manifest.dtype not in _DTYPES:
-            raise EngineError(
-                f"an engine of dtype {manifest.dtype}", f"dtype {' or '.join(_DTYPES)}", _DO
-            )
+        for model in manifest.models:
+            if model.dtype not in _DTYPES:
+                raise EngineError(
+                    f"{model.name} of dtype {model.dtype}", f"dtype {' or '.join(_DTYPES)}", _DO
+                )
         check_threads(num_threads, "num_threads")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -230,7 +231,8 @@ def _make_cache(manifest: Manifest, max_num_seqs: int | None, device: torch.devi
         model.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.slabs]
         for model in manifest.models
     }
-    return KVCache(shape, specs, _DTYPES[manifest.dtype], device)
+    dtypes = {model.name: _DTYPES[model.dtype] for model in manifest.models}
+    return KVCache(shape, specs, dtypes, device)
 
 
 def _caches(manifest: Manifest, cache: KVCache) -> dict[str, LayerCaches]:

@@ -84,7 +84,7 @@ class KVCache:
     Args:
         shape: rows and blocks.
         slab_specs: model name → (num_layers, num_kv_heads, head_dim) of each of its slabs.
-        dtype: of the rows.
+        dtype: of the rows; or model name → its rows' own.
         device: that they lie on.
     """
 
@@ -92,7 +92,7 @@ class KVCache:
         self,
         shape: CacheShape,
         slab_specs: Mapping[str, Sequence[tuple[int, int, int]]],
-        dtype: torch.dtype,
+        dtype: torch.dtype | Mapping[str, torch.dtype],
         device: torch.device | str = "cpu",
     ) -> None:
         self.shape = shape
@@ -103,7 +103,7 @@ class KVCache:
             model: [
                 torch.zeros(
                     (layers, 2, shape.num_blocks, shape.rows_per_block, heads, dim),
-                    dtype=dtype,
+                    dtype=dtype if isinstance(dtype, torch.dtype) else dtype[model],
                     device=self.device,
                 )
                 for layers, heads, dim in specs

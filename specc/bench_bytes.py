@@ -66,10 +66,11 @@ class Layer(Protocol):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What counting needs of a model: content of its `program.json`, and its attention layers."""
+    """What counting needs of a model: its `program.json`, attention layers, and caches' dtype."""
 
     program: Mapping[str, Any]
     layers: Sequence[Layer]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -94,17 +95,16 @@ def step_bytes(
     """
     entry = next(item for item in manifest.plans if item.name == plan.name)
     models = {
-        model.name: ModelShape(read_json(directory / model.program_file), model.layers)
+        model.name: ModelShape(read_json(directory / model.program_file), model.layers, model.dtype)
         for model in manifest.models
     }
     step = read_json(directory / entry.file)
-    return count_step_bytes(step, models, manifest.dtype, plan, context, sequences)
+    return count_step_bytes(step, models, plan, context, sequences)
 
 
 def count_step_bytes(
     step: Mapping[str, Any],
     models: Mapping[str, ModelShape],
-    dtype: str,
     plan: SpecPlan,
     context: float,
     sequences: float,
@@ -114,7 +114,6 @@ def count_step_bytes(
     Args:
         step: content of `steps/<plan>.json`.
         models: by name, `target` among them.
-        dtype: of the caches.
         plan: of the step.
         context: committed rows of a sequence, on average.
         sequences: that take part in a step, on average.
@@ -129,7 +128,7 @@ def count_step_bytes(
         weights[kind] += passes[name] * own.weights
         if passes[name]:
             embeddings += own.row * num_tokens[kind] * sequences
-        cache += passes[name] * sequences * cache_bytes(model.layers, dtype, context)
+        cache += passes[name] * sequences * cache_bytes(model.layers, model.dtype, context)
     return StepBytes(weights[_TARGET], weights["draft"], round(embeddings), round(cache))
 
 

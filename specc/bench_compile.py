@@ -169,6 +169,7 @@ def _model(
         layers=layers,
         slabs=slabs,
         source=label,
+        dtype=str(dtype).removeprefix("torch."),
     )
     constants = {constant_key(name): value for name, value in program.constants.items()}
     memory = MemoryEntry(**plan_model_memory(program, limits, dtype).to_json())

@@ -211,12 +211,12 @@ def _step(
 def _bytes(bench: ShapesBench, plan: str, context: float) -> StepBytes:
     programs = bench.programs
     models = {
-        model.entry.name: ModelShape(model.program, model.entry.layers) for model in programs.models
+        model.entry.name: ModelShape(model.program, model.entry.layers, model.entry.dtype)
+        for model in programs.models
     }
     return count_step_bytes(
         programs.steps[plan],
         models,
-        programs.dtype,
         bench.engine.plans[plan],
         context,
         bench.settings.batch_size,

@@ -56,6 +56,13 @@ def compile_(
     dtype: Annotated[
         str, typer.Option("--dtype", help="float32, bfloat16, or float16 on a GPU.")
     ] = "float32",
+    draft_dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft-dtype",
+            help="Of all draft models; or repeat it, once for each; else that of --dtype.",
+        ),
+    ] = None,
     max_batch_size: Annotated[
         int, typer.Option("--max-batch-size", help="Sequences that decode together.")
     ] = 8,
@@ -99,6 +106,7 @@ def compile_(
       specc compile --target T/ --draft D/ --num-speculative-tokens 4 -o engine/
       specc compile --target T/ --draft D/ --tree 3,2,1 --tree 2,2,1,1 -o engine/
       specc compile --target T/ --draft D/ --dtype bfloat16 --max-seq-len 2048 -o engine/
+      specc compile --target T/ --draft D/ --dtype float32 --draft-dtype bfloat16 -o engine/
       specc compile --target T/ --draft D1/ --draft D2/ --combine merge --tree 2,1,1 -o engine/
       specc compile --target T/ --draft D/ --draft suffix --combine best -o engine/
       specc compile --target T/ --draft lookup:3 -o engine/
@@ -115,6 +123,7 @@ def compile_(
             plans=plans,
             policy=policy,
             dtype=dtype,
+            draft_dtypes=tuple(draft_dtype or ()),
             max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
             block_size=block_size,

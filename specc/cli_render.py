@@ -60,7 +60,7 @@ def format_count(number: int) -> str:
 
 def models_table(manifest: Manifest) -> Table:
     table = make_table(
-        ("model", "architecture", "parameters", "vocabulary", "positions"),
+        ("model", "architecture", "parameters", "dtype", "vocabulary", "positions"),
         ("parameters", "vocabulary", "positions"),
     )
     for model in manifest.models:
@@ -68,6 +68,7 @@ def models_table(manifest: Manifest) -> Table:
             model.name,
             model.architecture,
             format_count(model.num_parameters),
+            model.dtype,
             str(model.vocab_size),
             str(model.max_position),
         )

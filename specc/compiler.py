@@ -118,13 +118,13 @@ def build(
         SpeccError: found / needed / do; nothing is left behind.
     """
     phases = Phases(listen)
-    dtype = getattr(torch, config.dtype)
     draft_models = as_drafts(drafts)
+    dtypes = config.dtypes_of(len(draft_models))
     plans = engine_plans(config, len(draft_models))
     backend, fallback = choose_backend(config.backend)
     # an engine for cuda, with compiled code beside its programs
     with_packages, backend = backend == lower_aot_cuda.BACKEND, _BACKEND_OF.get(backend, backend)
-    if config.dtype == "float16" and backend != "cuda":
+    if "float16" in dtypes and backend != "cuda":
         raise ConfigError(
             "dtype float16 for a CPU",
             "float32 or bfloat16, or the backend cuda",
@@ -132,9 +132,9 @@ def build(
         )
     with EngineWriter(output, force=force) as writer:
         with phases.phase("load models"):
-            sources = [ModelSource.load("target", target, dtype)]
+            sources = [ModelSource.load("target", target, getattr(torch, config.dtype))]
             for number, draft in enumerate(draft_models):
-                sources.append(_load_draft(number, draft, dtype))
+                sources.append(_load_draft(number, draft, getattr(torch, dtypes[1 + number])))
             warnings, token_entry, tokenizer_file = _check_tokenizers(sources, tokenizer)
             warnings += fallback
         limits = engine_limits(sources, plans, config)  # what can be refused before tracing
@@ -143,8 +143,8 @@ def build(
             sources, plans, limits.max_seq_len, lowering, dump_graphs, phases
         )
         limits = engine_limits(sources, plans, config)  # the graphs may hold fewer positions
-        for model in models:
-            model.memory = plan_model_memory(model.program, limits, dtype)
+        for model, source in zip(models, sources, strict=True):
+            model.memory = plan_model_memory(model.program, limits, source.dtype)
         with phases.phase("write programs"):
             steps = _write_programs(writer, models, plans)
         native = None

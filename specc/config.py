@@ -18,8 +18,9 @@ class CompileConfig:
 
     Args:
         plans: speculation plans of the engine; off is always added. The first is the default.
-        dtype: arithmetic and weight type of both models, `float32` or `bfloat16`, on a GPU also
+        dtype: arithmetic and weight type of the target, `float32` or `bfloat16`, on a GPU also
             `float16`.
+        draft_dtypes: of the draft models: one each, or one for all; none is the target's.
         max_batch_size: sequences that decode together.
         max_seq_len: tokens of prompt and output together; None takes the target's own maximum,
             at most 4096.
@@ -42,10 +43,17 @@ class CompileConfig:
     backend: str | None = None
     probe: bool = True
     policy: str = "fixed"
+    draft_dtypes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype}", f"one of {', '.join(DTYPES)}", "pass --dtype")
+        for option, dtype in (
+            ("--dtype", self.dtype),
+            *(("--draft-dtype", dtype) for dtype in self.draft_dtypes),
+        ):
+            if dtype not in DTYPES:
+                raise ConfigError(
+                    f"{option} {dtype}", f"one of {', '.join(DTYPES)}", f"pass {option} {DTYPES[0]}"
+                )
         for name, low, high in _RANGES:
             value = getattr(self, name)
             option = "--" + name.replace("_", "-")
@@ -57,3 +65,18 @@ class CompileConfig:
             raise ConfigError(
                 f"--max-seq-len {self.max_seq_len}", "2 or more", "raise --max-seq-len"
             )
+
+    def dtypes_of(self, num_drafts: int) -> list[str]:
+        """Types of the target and of each draft model.
+
+        Raises:
+            ConfigError: neither one type for all drafts nor one each.
+        """
+        given = self.draft_dtypes or (self.dtype,)
+        if len(given) not in (1, num_drafts) or (self.draft_dtypes and not num_drafts):
+            raise ConfigError(
+                f"{len(self.draft_dtypes)} times --draft-dtype, and {num_drafts} draft models",
+                "one type for all draft models, or one each in their order",
+                "repeat --draft-dtype as often as --draft with a model, or pass it once",
+            )
+        return [self.dtype, *(given * num_drafts if len(given) == 1 else given)]

@@ -58,6 +58,7 @@ class ModelEntry:
     layers: tuple[LayerEntry, ...]
     slabs: tuple[SlabEntry, ...]
     source: str
+    dtype: str
 
     @property
     def program_file(self) -> str:

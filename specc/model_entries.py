@@ -45,6 +45,7 @@ def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> M
         layers=layers,
         slabs=slabs,
         source=source.label,
+        dtype=str(source.dtype).removeprefix("torch."),
     )
 
 

@@ -287,6 +287,7 @@ def save_engine(path: Path, **changes: Any) -> SavedEngine:
                     (layer,),
                     (SlabEntry(1, 1, 16),),
                     "by hand",
+                    "float32",
                 )
             )
         for plan in plans:

@@ -46,7 +46,7 @@ def make_model(name, directory):
     layers = tuple(LayerEntry(f"model.layers.{i}.self_attn", 4, 2, 8, 0, 0, i) for i in range(2))
     slabs = (SlabEntry(2, 2, 8),)
     kind = ("Qwen3ForCausalLM", "qwen3", 100, 1234, 64)
-    return ModelEntry(name, directory, *kind, layers, slabs, "somewhere")
+    return ModelEntry(name, directory, *kind, layers, slabs, "somewhere", "float32")
 
 
 def make_manifest(**changes):

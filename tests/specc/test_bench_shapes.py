@@ -287,10 +287,12 @@ def test_bytes_of_a_published_pair():
     ]
     options = ShapeOptions(PLANS[1:], "bfloat16", 1, 1024, 128, is_lowered=True)
     programs = compile_shapes(labels, configs, options, Phases())
-    models = {m.entry.name: ModelShape(m.program, m.entry.layers) for m in programs.models}
+    models = {
+        m.entry.name: ModelShape(m.program, m.entry.layers, "bfloat16") for m in programs.models
+    }
 
     def count(plan: SpecPlan) -> Any:
-        return count_step_bytes(programs.steps[plan.name], models, "bfloat16", plan, 1024, 1)
+        return count_step_bytes(programs.steps[plan.name], models, plan, 1024, 1)
 
     off, chain = count(SpecPlan("off")), count(PLANS[1])
     layer = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336 + 2 * 4096
