@@ -75,7 +75,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         noise = torch.randn(weight.shape, generator=generator) * weight.float().std()
         weights[key] = (weight.float() + 0.05 * noise.nan_to_num()).to(weight.dtype)
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    config = CompileConfig(plans=PLANS, max_batch_size=4, max_seq_len=128, probe=False)
+    config = CompileConfig(
+        plans=PLANS, max_batch_size=4, max_seq_len=128, backend="cpu", probe=False
+    )
     compiler.build(PAIR / "target", [PAIR / "draft", other], root / "engine", config)
     return Engine.load(root / "engine")
 
