@@ -31,6 +31,7 @@ class EngineContender:
         max_tokens: output tokens of each prompt; end-of-sequence tokens do not end it.
         synthetic: acceptance probabilities by sibling rank, instead of real acceptance.
         params: of the requests of a batch, by place; None is greedy.
+        policy: name of what chooses among the engine's plans, `plan` first; None never does.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class EngineContender:
         max_tokens: int,
         synthetic: Sequence[float] | None = None,
         params: Sequence[SamplingParams] | None = None,
+        policy: str | None = None,
     ) -> None:
         self.name = name
         self.plan: str | None = plan
         self._engine = engine
+        self._policy = policy
         self._step = engine.steps[plan]
         self._batches = batches
         greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -53,7 +56,7 @@ class EngineContender:
         self._make_hook = make_hook(synthetic, self._step.plan)
 
     def run(self) -> Measurement:
-        llm = LLM(self._engine, plan=self._step.plan.name)
+        llm = LLM(self._engine, plan=self._step.plan.name, policy=self._policy)
         hook = self._make_hook() if self._make_hook else None
         self._step.before_accept = hook
         try:
