@@ -241,6 +241,9 @@ Greedy decoding, {prompts} held-out prompts, {new_tokens} new tokens, chain of {
 standard library of the interpreter that runs it, so figures on held-out text differ a little
 under another Python version.
 
+`draft-boosted` is a second draft, to be merged with the first, by `examples/boost_tune.py`
+(docs/drafts.md).
+
 ## Training
 
 | | |

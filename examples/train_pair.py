@@ -51,16 +51,11 @@ from pair_parts import (
     held_out_loss,
     save_pair,
 )
+from pair_policy import CONTEXT, build_pool, continue_greedily, draw_prompts, train_on_policy
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    PreTrainedTokenizerFast,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 BATCH_TOKENS = 4096
-TOP_K = 32  # teacher probabilities kept for each on-policy position
-CONTEXT, CONTINUATION = 96, 144  # tokens of an on-policy prompt and of its greedy continuation
 
 
 def joint_losses(
@@ -120,22 +115,6 @@ def train_jointly(
     log.add("joint", step, step * BATCH_TOKENS, held_out_loss=value)
 
 
-@torch.no_grad()
-def continue_greedily(target: Qwen3ForCausalLM, prompts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return prompts with their greedy continuations, and the teacher's top tokens and odds."""
-    cache = DynamicCache(config=target.config)
-    tokens, step = prompts, prompts
-    ids, odds = [], []
-    for _ in range(CONTINUATION):
-        logits = target(input_ids=step, past_key_values=cache).logits.float()
-        top = logits.softmax(-1).topk(TOP_K)
-        ids.append(top.indices.to(torch.int16))
-        odds.append(top.values.to(torch.bfloat16))
-        step = top.indices[:, -1:, 0]
-        tokens = torch.cat([tokens, step], 1)
-    return tokens[:, :-1], torch.cat(ids, 1), torch.cat(odds, 1)
-
-
 def repeats(tokens: Tensor, n: int = 4) -> Tensor:
     """Mark every generated token that completes an n-gram seen earlier in its row."""
     marks = torch.zeros(tokens.shape, dtype=torch.bool)
@@ -169,7 +148,7 @@ def unlearn_loops(
     while schedule.progress(step) < 1.0:
         # Fresh text for every few steps: once one loop is unlearned the target finds another.
         teacher = copy.deepcopy(target).to(torch.bfloat16)
-        pool, _, _ = continue_greedily(teacher, draw_prompts(stream, newline, group, generator))
+        pool = continue_greedily(teacher, draw_prompts(stream, newline, group, generator)).tokens
         marks = repeats(pool)
         share = marks[:, CONTEXT:].float().mean().item()
         for text, mark in zip(pool.split(rows), marks.split(rows), strict=True):
@@ -192,68 +171,6 @@ def unlearn_loops(
         {name: torch.lerp(value, tuned[name], args.loop_blend) for name, value in before.items()}
     )
     log.add("loops", step, step * 4 * SEQUENCE, held_out_loss=held_out_loss(target, held_out))
-
-
-def draw_prompts(stream: Tensor, newline: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draw prompts from training files, each cut at a line end."""
-    ends = (stream == newline).nonzero().flatten() + 1
-    ends = ends[ends > CONTEXT]
-    chosen = ends[torch.randint(len(ends), (count,), generator=generator)]
-    return torch.stack([stream[end - CONTEXT : end] for end in chosen])
-
-
-def build_pool(
-    target: Qwen3ForCausalLM, stream: Tensor, newline: int, args: argparse.Namespace
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Let the target continue prompts from training files."""
-    generator = torch.Generator().manual_seed(args.seed + 1)
-    schedule = Schedule(args.pool_batches, args.pool_minutes)
-    batches: list[tuple[Tensor, Tensor, Tensor]] = []
-    while schedule.progress(len(batches)) < 1.0:
-        prompts = draw_prompts(stream, newline, args.pool_batch, generator)
-        batches.append(continue_greedily(target, prompts))
-        if len(batches) % 10 == 1:
-            seconds = time.monotonic() - schedule.start
-            print(f"pool: {len(batches)} batches in {seconds:.0f} s", flush=True)
-    tokens, ids, odds = (torch.cat(part).clone() for part in zip(*batches, strict=True))
-    return tokens, ids, odds
-
-
-def train_on_policy(
-    draft: Qwen3ForCausalLM,
-    pool: tuple[Tensor, Tensor, Tensor],
-    args: argparse.Namespace,
-    log: LossLog,
-) -> int:
-    """Teach the draft the target's choices along the target's own greedy text."""
-    tokens, ids, odds = pool
-    fast = torch.compile(draft) if args.compile else draft
-    optimizer = Optimizer(draft, 0.01, 3e-3)
-    generator = torch.Generator().manual_seed(args.seed + 2)
-    schedule = Schedule(args.policy_steps, args.policy_minutes, warmup=20, decay=0.9)
-    order = torch.empty(0, dtype=torch.long)
-    step, batch = 0, 32
-    while schedule.progress(step) < 1.0:
-        if len(order) < batch:
-            order = torch.randperm(len(tokens), generator=generator)
-        rows, order = order[:batch], order[batch:]
-        with autocast():
-            logits = fast(input_ids=tokens[rows], use_cache=False).logits
-        student = logits.float().log_softmax(-1)
-        top, odds_here = ids[rows].long(), odds[rows].float()
-        odds_here /= odds_here.sum(-1, keepdim=True)
-        student_top = student.gather(-1, top)
-        kl = (odds_here * (odds_here.clamp_min(1e-9).log() - student_top)).sum(-1)
-        # The KL term keeps the whole distribution, which sampling needs; the other term asks for
-        # the target's first choice, which greedy decoding needs.
-        loss = kl.mean() - student_top[:, CONTEXT - 1 :, 0].mean()
-        loss.backward()
-        optimizer.step(schedule.scale(step))
-        step += 1
-        if step % 20 == 0:
-            seen = step * batch * tokens.shape[1]
-            log.add("on-policy", step, seen, draft_kl=kl[:, CONTEXT - 1 :].mean().item())
-    return step * batch * tokens.shape[1]
 
 
 def write_facts(args: argparse.Namespace, train: Tensor, held_out: Tensor) -> None:
@@ -300,8 +217,16 @@ def train(args: argparse.Namespace) -> None:
     save_pair(models, tokenizer, args.out)
 
     target = Qwen3ForCausalLM.from_pretrained(args.out / "target", dtype=torch.bfloat16).eval()
-    pool = build_pool(target, streams[0], newline, args)
-    train_on_policy(models["draft"], pool, args, log)
+    schedule = Schedule(args.pool_batches, args.pool_minutes)
+    pool = build_pool(target, streams[0], newline, args.pool_batch, args.seed + 1, schedule)
+    train_on_policy(
+        models["draft"],
+        pool,
+        args.seed + 2,
+        Schedule(args.policy_steps, args.policy_minutes, warmup=20, decay=0.9),
+        lambda step, seen, kl: log.add("on-policy", step, seen, draft_kl=kl),
+        use_compile=args.compile,
+    )
     save_pair({"draft": models["draft"]}, tokenizer, args.out)
     write_facts(args, *streams)
     plot_loss(args.out)
