@@ -53,13 +53,16 @@ _EXACT_FLAGS = (
     "-fsigned-zeros",
     "-ffp-contract=off",
 )
-_EXACT_SOURCES = ("accept.cpp", "draft_children.cpp", "filters.cpp", "noise.cpp", "penalties.cpp")
+_EXACT_SOURCES = (
+    *("accept.cpp", "draft_children.cpp", "filters.cpp", "node_winners.cpp", "noise.cpp"),
+    "penalties.cpp",
+)
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
-    *("tree_attention", "linear", "embedding_of_blocks", "tree_expand", "accept_greedy"),
+    *("tree_attention", "linear", "embedding_of_blocks", "tree_expand", "accept_winners"),
     *("commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children", "accept"),
     *("merge_trees", "rerank_tree", "ancestor_words", "image_slots", "vote_chain", "lookup"),
-    "record_tokens",
+    *("record_tokens", "node_winners"),
 )
 # operator → declaration of the C function that AOTInductor's code calls in its place
 C_SHIMS = {

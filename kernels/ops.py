@@ -54,8 +54,8 @@ def _tree_expand_fake(logits: Tensor, num_children: int) -> Tensor:
     return logits.new_empty(logits.shape[0], num_children, dtype=torch.int64)
 
 
-def _accept_greedy_fake(
-    logits: Tensor, tokens: Tensor, parents: Tensor, max_depth: int
+def _accept_winners_fake(
+    winners: Tensor, tokens: Tensor, parents: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = tokens.shape[0]
     return (
@@ -85,7 +85,11 @@ def _draft_children_fake(
 def _accept_fake(
     logits: Tensor, tokens: Tensor, parents: Tensor, max_depth: int, *args: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _accept_greedy_fake(logits, tokens, parents, max_depth)
+    return _accept_winners_fake(logits, tokens, parents, max_depth)
+
+
+def _node_winners_fake(logits: Tensor, tokens: Tensor, *args: object) -> Tensor:
+    return tokens.new_empty(logits.shape[0])
 
 
 def _merge_trees_fake(
@@ -201,11 +205,11 @@ tree_expand = _define(
     reference.tree_expand_reference,
     _tree_expand_fake,
 )
-accept_greedy = _define(
-    "accept_greedy(Tensor logits, Tensor tokens, Tensor parents, int max_depth)"
+accept_winners = _define(
+    "accept_winners(Tensor winners, Tensor tokens, Tensor parents, int max_depth)"
     " -> (Tensor path, Tensor num_accepted, Tensor output_tokens)",
-    reference.accept_greedy_reference,
-    _accept_greedy_fake,
+    reference.accept_winners_reference,
+    _accept_winners_fake,
 )
 draft_children = _define(
     "draft_children(Tensor logits, int num_children, Tensor cache_len, Tensor columns, int depth,"
@@ -220,6 +224,12 @@ accept = _define(
     " -> (Tensor path, Tensor num_accepted, Tensor output_tokens)",
     reference_accept.accept_reference,
     _accept_fake,
+)
+node_winners = _define(
+    "node_winners(Tensor logits, Tensor tokens, Tensor parents, int first_node, Tensor values,"
+    " Tensor words, Tensor cache_len, Tensor history, Tensor block_table) -> Tensor",
+    reference_accept.node_winners_reference,
+    _node_winners_fake,
 )
 merge_trees = _define(
     "merge_trees(Tensor tokens, Tensor parents, Tensor start)"

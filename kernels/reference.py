@@ -209,16 +209,18 @@ def tree_expand_reference(logits: Tensor, num_children: int) -> Tensor:
     return order[:, :num_children].clone(memory_format=torch.contiguous_format)
 
 
-def accept_greedy_reference(
-    logits: Tensor, tokens: Tensor, parents: Tensor, max_depth: int
+def accept_winners_reference(
+    winners: Tensor, tokens: Tensor, parents: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk each tree from its root along the target's argmax.
+    """Walk each tree from its root, from a node to the child that carries the target's token.
 
     Args:
-        logits: [B * N, V] target logits of all nodes.
-        tokens: [B, N] int64 token of each node; column 0 is the root.
-        parents: [B, N] int32, `parents[:, 0] == -1`; siblings carry distinct tokens.
-        max_depth: levels below the root.
+        winners: [B, N] int64 token that the target puts out behind each node; -1 is none: the walk
+            ends there with token 0, as that of padding does.
+        tokens: [B, N] int64 token of each node; node 0 is the root.
+        parents: [B, N] int32, -1 at the root and at dead nodes; the first of siblings with one
+            token is entered.
+        max_depth: levels below the root that are walked.
     Returns:
         path: [B, max_depth + 1] int32 accepted node ids from the root on, then -1.
         num_accepted: [B] int32 accepted draft tokens, bonus not counted.
@@ -226,19 +228,19 @@ def accept_greedy_reference(
     Source: greedy verification of SpecInfer, arXiv:2305.09781 algorithm 2.
     """
     batch, num_nodes = tokens.shape
-    best = logits.argmax(dim=-1).view(batch, num_nodes)
     node = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
     alive = torch.ones(batch, dtype=torch.bool, device=tokens.device)
     path = torch.full((batch, max_depth + 1), -1, dtype=torch.int32, device=tokens.device)
     output = torch.full((batch, max_depth + 1), -1, dtype=torch.int64, device=tokens.device)
     num_accepted = torch.zeros(batch, dtype=torch.int32, device=tokens.device)
     path[:, 0] = 0
+    is_root = torch.arange(num_nodes, device=tokens.device) == 0
     for depth in range(max_depth + 1):
-        wanted = best.gather(1, node[:, None])  # [B, 1]
-        output[:, depth] = torch.where(alive, wanted[:, 0], output[:, depth])
+        wanted = winners.gather(1, node[:, None])  # [B, 1]
+        output[:, depth] = torch.where(alive, wanted[:, 0].clamp(min=0), output[:, depth])
         if depth == max_depth:
             break
-        match = (parents == node[:, None]) & (tokens == wanted)
+        match = (parents == node[:, None]) & (tokens == wanted) & (wanted >= 0) & ~is_root
         alive = alive & match.any(dim=1)
         node = torch.where(alive, match.int().argmax(dim=1), node)
         path[:, depth + 1] = torch.where(alive, node.int(), -1)

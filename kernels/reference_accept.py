@@ -219,14 +219,11 @@ def accept_reference(
             continue
         drafts = [rows.view(batch, -1, rows.shape[1])[b] for rows in draft_logits]
         options = values[b], words[b]
-        context = _history_of(history, block_table[b], length if _has_penalty(values[b]) else 0)
+        context = _context_of(history, block_table[b], length, values[b])
         node, depth = 0, 0
         while depth <= max_depth:
             context = torch.cat([context, tokens[b, node, None]])
-            row = target[b, node]
-            if _has_penalty(values[b]):
-                row = penalize_reference(row, context, int(words[b, Word.NUM_PROMPT]), values[b])
-            scores = _process_row(row, options)
+            scores = _scores_of(target[b, node], context, options)
             is_child = parents[b] == node
             is_child[0] = False
             is_child &= depth < max_depth
@@ -241,9 +238,7 @@ def accept_reference(
                     scores, proposals, tokens[b], drafts, options, offset
                 )
             else:
-                if _is_sampled(values[b]):
-                    scores = scores + _token_noise(scores, words[b], offset)
-                token = int(scores.argmax())
+                token = _winner_of(scores, options, offset)
                 following = (is_child & (tokens[b] == token)).nonzero()
                 entered = int(following[0]) if len(following) else None
             output[b, depth] = token
@@ -252,6 +247,66 @@ def accept_reference(
             node, depth = entered, depth + 1
             path[b, depth] = node
     return path, (path[:, 1:] >= 0).sum(dim=1).int(), output
+
+
+def node_winners_reference(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    first_node: int,
+    values: Tensor,
+    words: Tensor,
+    cache_len: Tensor,
+    history: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """Token that the target puts out behind each node of a tile, whatever its children carry.
+
+    That is where `accept_reference` goes on from a node under greedy, coupled and delta; rows of
+    MSS and SWOR get the target's own token, too, which is no walk of theirs.
+
+    Args:
+        logits: [B * T, V] target logits of nodes first_node … first_node + T - 1 of each sequence.
+        tokens: [B, N] int64 token of each node; node 0 is the root.
+        parents: [B, N] int32, -1 at the root and at dead nodes; may be expanded over B.
+        first_node: 0 … N - T.
+        values: [B, 6] float32, see `specc.sampling_rows.Value`.
+        words: [B, 4] int64, see `specc.sampling_rows.Word`.
+        cache_len: [B] int32 committed rows; the root stands at this position. Negative rows are
+            padding.
+        history: [blocks, block_size] int32 tokens before the root; read where there are penalties.
+        block_table: [B, n] int32; position p is in block block_table[b, p // block_size].
+    Returns:
+        [B * T] int64; -1 for nodes that hang below no root, and for padding.
+    """
+    batch = len(tokens)
+    winners = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=tokens.device)
+    size = logits.shape[0] // max(batch, 1)
+    for b, length in enumerate(cache_len.tolist()):
+        if length < 0:
+            continue
+        options = values[b], words[b]
+        before = _context_of(history, block_table[b], length, values[b])
+        for i in range(size):
+            path = _path_to(first_node + i, parents[b].tolist())
+            if not path:
+                continue
+            context = torch.cat([before, tokens[b, path]])
+            scores = _scores_of(logits[b * size + i], context, options)
+            offset = torch.tensor(length + len(path), device=tokens.device)
+            winners[b * size + i] = _winner_of(scores, options, offset)
+    return winners
+
+
+def _path_to(node: int, parents: list[int]) -> list[int]:
+    """Nodes from the root down to a node; empty where it hangs below none."""
+    path = [node]
+    while path[0] != 0:
+        above = parents[path[0]]
+        if not 0 <= above < len(parents) or len(path) == len(parents):
+            return []
+        path.insert(0, above)
+    return path
 
 
 def _try_proposals(
@@ -303,6 +358,22 @@ def _try_proposals(
     return None, int((target_probs.log() + _token_noise(scores, words, offset)).argmax())
 
 
+def _scores_of(row: Tensor, context: Tensor, options: tuple[Tensor, Tensor]) -> Tensor:
+    """A row of target logits after penalties of the tokens down to it, processed."""
+    values, words = options
+    if _has_penalty(values):
+        row = penalize_reference(row, context, int(words[Word.NUM_PROMPT]), values)
+    return _process_row(row, options)
+
+
+def _winner_of(scores: Tensor, options: tuple[Tensor, Tensor], offset: Tensor) -> int:
+    """The target's own token: the argmax, of sampled rows with the token noise."""
+    values, words = options
+    if _is_sampled(values):
+        scores = scores + _token_noise(scores, words, offset)
+    return int(scores.argmax())
+
+
 def _process_row(row: Tensor, options: tuple[Tensor, Tensor]) -> Tensor:
     values, words = options
     return process_reference(row[None], values[None], words[None])[0]
@@ -323,8 +394,8 @@ def _has_penalty(values: Tensor) -> bool:
     return [float(values[name]) for name in names] != [1.0, 0.0, 0.0]
 
 
-def _history_of(history: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """The first tokens of a sequence, [length] int64."""
-    position = torch.arange(length, device=history.device)
+def _context_of(history: Tensor, blocks: Tensor, length: int, values: Tensor) -> Tensor:
+    """The first tokens of a sequence, [length] int64; none where no penalty asks for them."""
+    position = torch.arange(length if _has_penalty(values) else 0, device=history.device)
     block_size = history.shape[1]
     return history[blocks.long()[position // block_size], position % block_size].long()

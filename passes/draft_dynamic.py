@@ -1,8 +1,9 @@
 """Expand and rerank: a draft model grows the tree that it finds likeliest.
 
-Every level feeds the `top_k` best nodes of the level before and takes the `top_k` best children of
-each; a node's score is the sum of log probabilities on its path. In the end the best nodes of all
-levels are kept. Sizes are static, the topology is data. Source: EAGLE-2, arXiv:2406.16858 §4.
+Every level feeds the `top_k` best nodes of the level before, tile by tile, and takes the `top_k`
+best children of each; a node's score is the sum of log probabilities on its path. In the end the
+best nodes of all levels are kept. Sizes are static, the topology is data. Source: EAGLE-2,
+arXiv:2406.16858 §4.
 """
 
 from __future__ import annotations
@@ -43,18 +44,23 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     first = g.expand_rows(g.constant("first_candidates", torch.arange(1, k + 1)), k)
     best_candidates = first
 
-    columns = g.constant("frontier_columns", torch.zeros(k, dtype=torch.int32))
     for level in range(1, depth):
         fed_parents.append(best_parents)
         fed.append(best_candidates)
         num_fed = 1 + level * k
         words, _ = g.parts(specc.ancestor_words.default, 2, g.cat(*fed_parents))
-        num_words = -(-num_fed // 64)
-        words = g.reshape(words, g.batch, num_fed, num_words)
-        words = g.reshape(g.call(aten.slice.Tensor, words, 1, num_fed - k), -1, num_words)
-        logits = feed_level(g, draft, best, words, num_fed - k, k, level)
-        made, found = children(g, logits, k, columns, level, scored=True)
-        made = g.reshape(made, g.batch, k * k)
+        parts = []
+        for first_fed, last_fed in plan.tiles(k):
+            size, row = last_fed - first_fed, num_fed - k + first_fed
+            rows = g.node_rows(words, row, row + size, num_fed)
+            part = g.part(best, 1, first_fed, last_fed, k)
+            logits = feed_level(g, draft, part, rows, row, size, level)
+            name = "frontier_columns" + (f"_{size}" if size < k else "")
+            columns = g.constant(name, torch.zeros(size, dtype=torch.int32))
+            parts.append(children(g, logits, k, columns, level, scored=True))
+        made, found = (
+            g.cat(*(g.reshape(part[i], g.batch, -1) for part in parts)) for i in range(2)
+        )
         found = g.reshape(found, g.batch, k, k)
         found = g.call(aten.add.Tensor, found, g.call(aten.unsqueeze.default, best_scores, 2))
         found = g.reshape(found, g.batch, k * k)

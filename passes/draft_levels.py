@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from specc.passes.step_graph import StepGraph, int32
-from specc.tree import TokenTree
+from specc.plans import SpecPlan
 
 aten = torch.ops.aten
 specc = torch.ops.specc
@@ -84,41 +84,48 @@ def children(
 
 
 def draft_tree(
-    g: StepGraph, draft: str, tree: TokenTree, logits: fx.Node, column: int
+    g: StepGraph, draft: str, plan: SpecPlan, logits: fx.Node, column: int
 ) -> tuple[list[fx.Node], fx.Node]:
     """Grow a static tree from the logits of its root.
 
-    Node i lives in slot cache_len + i of the draft. Of a level, the nodes with children are fed.
+    Node i lives in slot cache_len + i of the draft. Of a level, the nodes with children are fed,
+    tile by tile: nodes of one level do not attend to each other.
 
     Args:
         g: the stage.
         draft: model.
-        tree: what it proposes.
+        plan: whose shape it proposes.
         logits: [B, V] of the root.
         column: proposal column of the root; the other nodes' follow.
     Returns:
-        logits [B * F, V] of each level that was fed, and tokens [B, N].
+        logits [B * F, V] of each level that was fed, or of each tile of one, and tokens [B, N].
     """
+    tree = plan.tree_of(draft)
     found, levels = [], [g.last(g["last_tokens"], 1)]
     words = tree.ancestor_words()
     for depth in range(tree.max_depth):
         nodes = tree.levels[depth]
-        fed = [node for node in nodes if node not in tree.leaves]
-        name = f"{draft}_level_{depth}"
-        if depth:
-            picked = [nodes.index(node) for node in fed]
-            tokens = g.select(levels[-1], f"{name}_fed", picked, len(nodes))
-            rows = g.repeat_rows(g.constant(f"{name}_ancestors", words[fed]), g.batch)
-            slots = g.constant(f"{name}_nodes", int32(fed))
-            logits = feed_level(g, draft, tokens, rows, slots, len(fed), depth)
-        found.append(logits)
-        counts = [len(tree.children(node)) for node in fed]
-        widest = max(counts)
-        columns = g.constant(
-            f"{name}_columns", int32([column + tree.children(node)[0] for node in fed])
-        )
-        made, _ = children(g, logits, widest, columns, depth)
-        wide = g.reshape(made, g.batch, len(fed) * widest)
-        kept = [i * widest + rank for i, count in enumerate(counts) for rank in range(count)]
-        levels.append(g.select(wide, f"{name}_kept", kept, len(fed) * widest))
+        place = {node: i for i, node in enumerate(nodes)}
+        frontier = [node for node in nodes if node not in tree.leaves]
+        made = []
+        for first, last in plan.tiles(len(frontier)):
+            fed = frontier[first:last]
+            name = f"{draft}_level_{depth}" + (f"_{first}" if first else "")
+            if depth:
+                picked = [place[node] for node in fed]
+                tokens = g.select(levels[-1], f"{name}_fed", picked, len(nodes))
+                rows = g.repeat_rows(g.constant(f"{name}_ancestors", words[fed]), g.batch)
+                slots = g.constant(f"{name}_nodes", int32(fed))
+                logits = feed_level(g, draft, tokens, rows, slots, len(fed), depth)
+            found.append(logits)
+            counts = [len(tree.children(node)) for node in fed]
+            widest = max(counts)
+            columns = g.constant(
+                f"{name}_columns", int32([column + tree.children(node)[0] for node in fed])
+            )
+            best, _ = children(g, logits, widest, columns, depth)
+            wide = g.reshape(best, g.batch, len(fed) * widest)
+            kept = [i * widest + rank for i, count in enumerate(counts) for rank in range(count)]
+            made.append(g.select(wide, f"{name}_kept", kept, len(fed) * widest))
+        levels.append(g.cat(*made))
     return found, g.cat(*levels)

@@ -72,10 +72,19 @@ def num_levels(plan: SpecPlan) -> int:
 def _static(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     (draft,) = plan.drafts
     tree = plan.shape
-    logits, tokens = draft_tree(g, draft, tree, first_level(g, draft, plan.catch_up), 0)
-    g.constant("q_rows", int32(q_rows_of(tree)))
+    logits, tokens = draft_tree(g, draft, plan, first_level(g, draft, plan.catch_up), 0)
     g.constant(slots_name(draft), int32(fed_slots(tree)))
-    return {"tokens": tokens} | {f"q_{i}": level for i, level in enumerate(logits)}
+    return {"tokens": tokens} | _drawn_from(g, plan, logits, q_rows_of(tree))
+
+
+def _drawn_from(
+    g: StepGraph, plan: SpecPlan, logits: list[fx.Node], rows: list[int]
+) -> dict[str, fx.Node]:
+    """What MSS and SWOR verify with: logits, and the constant that says which row is whose."""
+    if not num_levels(plan):
+        return {}
+    g.constant("q_rows", int32(rows))
+    return {f"q_{i}": level for i, level in enumerate(logits)}
 
 
 def _combined(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
@@ -112,7 +121,7 @@ def _propose(g: StepGraph, plan: SpecPlan, draft: str, column: int) -> Proposals
         tokens, parents = _chain(g, g[PROPOSALS], num_nodes)
         return Proposals(tokens, parents, [-1] * num_nodes)
     first = first_level(g, draft, plan.catch_up)
-    logits, tokens = draft_tree(g, draft, tree, first, column)
+    logits, tokens = draft_tree(g, draft, plan, first, column)
     constant = g.constant(f"parents_of_{draft}", int32(tree.parents))
     parents = g.expand_rows(constant, num_nodes)
     return Proposals(tokens, parents, q_rows_of(tree), logits, fed_slots(tree))
@@ -120,10 +129,9 @@ def _propose(g: StepGraph, plan: SpecPlan, draft: str, column: int) -> Proposals
 
 def _merge(g: StepGraph, plan: SpecPlan, made: dict[str, Proposals]) -> dict[str, fx.Node]:
     tokens, parents, image = _merged(g, list(made.values()), "merge_start")
-    g.constant("q_rows", int32([q for one in made.values() for q in one.q_rows]))
     logits = [level for one in made.values() for level in one.logits]
     outputs = {"tokens": tokens, "image": image} | _topology(g, parents)
-    outputs |= {f"q_{i}": level for i, level in enumerate(logits)}
+    outputs |= _drawn_from(g, plan, logits, [q for one in made.values() for q in one.q_rows])
     start = 0
     for draft, one in made.items():
         count = len(one.q_rows)

@@ -198,6 +198,7 @@ def draw_acceptance(
     """
     tree = step.plan.tree
     assert tree.num_nodes > 1, "plan off has nothing to accept"
+    assert step.plan.tile is None, "a plan in tiles has no logits to edit"
     assert period > 0
     assert max_batch * period < 1 << 31, "rows are int32"
     draws = Draws(tree, tuple(probabilities), max_batch, period, start, seed)

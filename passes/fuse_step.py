@@ -1,9 +1,10 @@
 """Fuse draft, verify, accept and commit into one step program.
 
 A step program is three graphs over one environment of named tensors: `draft` calls draft programs
-and makes the tree, `verify` calls the target once over all nodes, `accept_commit` walks the trees
-and moves the accepted rows. Nothing in them reads a value on the host, and all shapes follow from
-the batch size and the plan. What enters and leaves is listed in STEP_INPUTS and STEP_OUTPUTS.
+and makes the tree, `verify` calls the target over all nodes, once or tile by tile, `accept_commit`
+walks the trees and moves the accepted rows. Nothing in them reads a value on the host, and all
+shapes follow from the batch size and the plan. What enters and leaves is listed in STEP_INPUTS and
+STEP_OUTPUTS.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ specc = torch.ops.specc
 SCHEMA_VERSION = 2
 STEP_OUTPUTS = (
     "tokens",  # [B, N] i64 token of each node
-    "logits",  # [B * N, V] target logits
+    "logits",  # [B * N, V] target logits; a plan in tiles has "winners" [B, N] i64 instead
     "path",  # [B, P] i32 accepted nodes, then -1
     "num_accepted",  # [B] i32
     "output_tokens",  # [B, P] i64 accepted tokens, bonus token, then -1
@@ -83,44 +84,83 @@ def fuse_step(plan: SpecPlan, slabs: dict[str, int]) -> StepProgram:
 
 
 def _verify_stage(plan: SpecPlan, constants: dict[str, torch.Tensor]) -> fx.Graph:
-    """One pass of the target over all nodes of all sequences.
+    """Passes of the target over all nodes of all sequences, and what it wants behind each.
 
-    Dead nodes of a tree that is data are fed, too: nothing attends to their rows, and the walk
-    never reaches them.
+    Parents precede their children, so that what a tile attends to is in the cache by then: the
+    prefix, earlier tiles, and its own nodes. Dead nodes of a tree that is data are fed, too:
+    nothing attends to their rows, and the walk never reaches them.
     """
-    num_nodes = plan.num_nodes
     g = StepGraph(constants, *STEP_INPUTS)
-    batch = g.batch
-    nodes = g.arange(0, num_nodes, 1, torch.int32)
-    ancestors = None
     if not plan.speculates:
         tokens = g.last(g["last_tokens"], 1)
+        nodes = g.arange(0, 1, 1, torch.int32)
         slots, positions = g.rows(nodes, nodes)
-    elif plan.is_static:
-        tokens = g["tokens"]
-        slots, positions = g.rows(nodes, g.constant("depths", int32(plan.tree.depths)))
-        ancestors = g.repeat_rows(g.constant("ancestors", plan.tree.ancestor_words()), batch)
+        return g.finish(tokens=tokens, logits=_target(g, 1, tokens, positions, slots, None))
+    if plan.tile is None:
+        return g.finish(logits=_verify_nodes(g, plan, 0, plan.num_nodes))
+    winners = []
+    for first, last in plan.tiles(plan.num_nodes):
+        found = g.call(
+            specc.node_winners.default,
+            _verify_nodes(g, plan, first, last),
+            *(g["tokens"], _parents(g, plan), first),
+            *(g["sampling_values"], g["sampling_words"], g["cache_len"]),
+            *(g[HISTORY], g["block_table"]),
+        )
+        winners.append(g.reshape(found, g.batch, last - first))
+    return g.finish(winners=g.cat(*winners))
+
+
+def _verify_nodes(g: StepGraph, plan: SpecPlan, first: int, last: int) -> fx.Node:
+    """Logits [B * T, V] of nodes first … last - 1 of each sequence."""
+    batch, num_nodes, count = g.batch, plan.num_nodes, last - first
+    nodes = g.arange(first, last, 1, torch.int32)
+    tokens = g.part(g["tokens"], 1, first, last, num_nodes)
+    if plan.is_static:
+        depths = g.constant("depths", int32(plan.tree.depths))
+        words = g.constant("ancestors", plan.tree.ancestor_words())
+        slots, positions = g.rows(nodes, g.part(depths, 0, first, last, num_nodes))
+        ancestors = g.repeat_rows(g.part(words, 0, first, last, num_nodes), batch)
     else:
-        tokens = g["tokens"]
         slots, _ = g.rows(nodes, nodes)
         # positions are data; those of padding are far below zero
         depths = g.reshape(g["depths"], batch, num_nodes)
+        depths = g.part(depths, 1, first, last, num_nodes)
         lengths = g.call(aten.unsqueeze.default, g["cache_len"], 1)
         positions = g.call(aten.clamp.default, g.call(aten.add.Tensor, lengths, depths), 0)
         positions = g.flat(g.call(aten._to_copy.default, positions, dtype=torch.int64))
-        ancestors = g["ancestors"]
-    logits = g.model(
+        ancestors = g.node_rows(g["ancestors"], first, last, num_nodes)
+    return _target(g, count, tokens, positions, slots, ancestors)
+
+
+def _target(
+    g: StepGraph,
+    count: int,
+    tokens: fx.Node,
+    positions: fx.Node,
+    slots: fx.Node,
+    ancestors: fx.Node | None,
+) -> fx.Node:
+    """A pass of the target over `count` nodes [B, count] of each sequence."""
+    batch = g.batch
+    return g.model(
         TARGET,
         g.flat(tokens),
         positions,
-        g.arange(0, g.multiple(batch, num_nodes, 1), num_nodes, torch.int32),
+        g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
         slots,
         g["cache_len"],
         ancestors,
         g["block_table"],
-        g.arange(0, g.multiple(batch, num_nodes), 1, torch.int64),
+        g.arange(0, g.multiple(batch, count), 1, torch.int64),
     )
-    return g.finish(logits=logits) if plan.speculates else g.finish(tokens=tokens, logits=logits)
+
+
+def _parents(g: StepGraph, plan: SpecPlan) -> fx.Node:
+    """[B, N]."""
+    if not plan.is_static and plan.speculates:
+        return g["parents"]
+    return g.expand_rows(g.constant("parents", int32(plan.shape.parents)), plan.num_nodes)
 
 
 def _accept_commit_stage(
@@ -128,21 +168,8 @@ def _accept_commit_stage(
 ) -> fx.Graph:
     """Walk the trees, move the accepted rows, and say where each sequence stands."""
     num_nodes, max_depth = plan.num_nodes, plan.max_depth
-    g = StepGraph(constants, *STEP_INPUTS, "tokens", "logits")
-    if plan.is_static or not plan.speculates:
-        parents = g.expand_rows(g.constant("parents", int32(plan.shape.parents)), num_nodes)
-    else:
-        parents = g["parents"]
-    levels = [g[f"q_{i}"] for i in range(num_levels(plan))]
-    path, num_accepted, output_tokens = g.parts(
-        specc.accept.default,
-        3,
-        *(g["logits"], g["tokens"], parents, max_depth),
-        g["image"] if plan.combine == MERGE else None,
-        g["q_rows"] if levels else None,
-        levels,
-        *(g["sampling_values"], g["sampling_words"], g["cache_len"], g[HISTORY], g["block_table"]),
-    )
+    g = StepGraph(constants, *STEP_INPUTS, "tokens", "winners" if plan.tile else "logits")
+    path, num_accepted, output_tokens = _walk(g, plan)
     outputs = {"path": path, "num_accepted": num_accepted, "output_tokens": output_tokens}
 
     width = g.arange(0, max_depth + 1, 1, torch.int32)
@@ -160,3 +187,21 @@ def _accept_commit_stage(
     g.call(specc.record_tokens.default, g[HISTORY], g["block_table"], g["cache_len"], *run)
     outputs["next_last_tokens"] = g.call(specc.next_tokens.default, *run)
     return g.finish(**outputs)
+
+
+def _walk(g: StepGraph, plan: SpecPlan) -> list[fx.Node]:
+    """Path, number of accepted tokens and output tokens."""
+    parents = _parents(g, plan)
+    if plan.tile is not None:
+        tree = (g["winners"], g["tokens"], parents, plan.max_depth)
+        return g.parts(specc.accept_winners.default, 3, *tree)
+    levels = [g[f"q_{i}"] for i in range(num_levels(plan))]
+    return g.parts(
+        specc.accept.default,
+        3,
+        *(g["logits"], g["tokens"], parents, plan.max_depth),
+        g["image"] if plan.combine == MERGE else None,
+        g["q_rows"] if levels else None,
+        levels,
+        *(g["sampling_values"], g["sampling_words"], g["cache_len"], g[HISTORY], g["block_table"]),
+    )

@@ -55,7 +55,11 @@ class ModelMemory:
 
 
 def plan_memory(
-    program: Program, dtype: torch.dtype, cache_rows: int, shapes: list[PassShape]
+    program: Program,
+    dtype: torch.dtype,
+    cache_rows: int,
+    shapes: list[PassShape],
+    num_kept: int = 0,
 ) -> ModelMemory:
     """Memory of one model, from its final graph.
 
@@ -64,18 +68,24 @@ def plan_memory(
         dtype: of weights and caches.
         cache_rows: cache rows of all sequences.
         shapes: the largest passes: prefill and step. The workspace is the largest of theirs.
+        num_kept: rows of logits that several passes leave alive, where one makes fewer.
     """
     row = sum(2 * layer.num_kv_heads * layer.head_dim for layer in program.layers)
     constants = sum(value.nbytes for value in program.constants.values())
-    (output,) = program.graph.find_nodes(op="output")
-    logits = output.args[0].meta["val"]
-    rows = max(shape.num_rows for shape in shapes)
+    rows = max(num_kept, *(shape.num_rows for shape in shapes))
     return ModelMemory(
         weights=_stored_elements(program) * dtype.itemsize + constants,
         cache=row * cache_rows * dtype.itemsize,
-        logits=rows * int(logits.shape[-1]) * logits.dtype.itemsize,
+        logits=rows * logit_row_bytes(program),
         workspace=max(peak_bytes(program, shape) for shape in shapes),
     )
+
+
+def logit_row_bytes(program: Program) -> int:
+    """Bytes of the logits behind one token."""
+    (output,) = program.graph.find_nodes(op="output")
+    logits = output.args[0].meta["val"]
+    return int(logits.shape[-1]) * logits.dtype.itemsize
 
 
 def _stored_elements(program: Program) -> int:

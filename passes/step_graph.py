@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from specc.tree import WORD_BITS
+
 aten = torch.ops.aten
 specc = torch.ops.specc
 
@@ -97,6 +99,20 @@ class StepGraph:
 
     def column(self, node: fx.Node, start: int, stop: int) -> fx.Node:
         return self.call(aten.slice.Tensor, node, 1, start, stop)
+
+    def part(self, node: fx.Node, dim: int, start: int, stop: int, size: int) -> fx.Node:
+        """Of a dimension of this size; all of it is the node itself."""
+        if (start, stop) == (0, size):
+            return node
+        return self.call(aten.slice.Tensor, node, dim, start, stop)
+
+    def node_rows(self, node: fx.Node, start: int, stop: int, count: int) -> fx.Node:
+        """[B * count, W] → [B * (stop - start), W], of some nodes of each sequence."""
+        if (start, stop) == (0, count):
+            return node
+        words = -(-count // WORD_BITS)
+        wide = self.reshape(node, self.batch, count, words)
+        return self.reshape(self.part(wide, 1, start, stop, count), -1, words)
 
     def last(self, node: fx.Node, count: int) -> fx.Node:
         """The last columns."""

@@ -136,6 +136,8 @@ class _BoundStage:
                     self._known[node] = _call(node, function, self._known)
                 else:
                     self._calls.append((node, function))
+        kept = {*self._known, *self._late, *self._outputs.values()}
+        self._last_used = _last_used([node for node, _ in self._calls], kept)
         known_outputs = {k: n for k, n in self._outputs.items() if n in constant}
         environment |= {name: self._known[node] for name, node in known_outputs.items()}
         self.folded_outputs = set(known_outputs)
@@ -144,7 +146,22 @@ class _BoundStage:
         values = self._known | {node: self._environment[node.target] for node in self._late}
         for node, function in self._calls:
             values[node] = _call(node, function, values)
+            # of one tile's logits after the other's, no two are alive
+            for used in self._last_used[node]:
+                del values[used]
         self._environment |= {name: values[node] for name, node in self._outputs.items()}
+
+
+def _last_used(calls: list[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Call → values that no call behind it reads, its own included, but for those that are kept."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in calls:
+        last |= dict.fromkeys([node, *node.all_input_nodes], node)
+    found: dict[fx.Node, list[fx.Node]] = {node: [] for node in calls}
+    for value, node in last.items():
+        if value not in kept:
+            found[node].append(value)
+    return found
 
 
 def _is_pure(node: fx.Node, constant: set[fx.Node]) -> bool:

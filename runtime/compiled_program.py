@@ -172,11 +172,12 @@ class CompiledStep:
         native, first = self._native, 0
         if self.before_accept is not None:
             first = self._accept
-            native.step(flat_rows, block_table, [], 0, first)
+            native.step(flat_rows, block_table, [], 0, first, [])
             with torch.inference_mode():
                 self.before_accept(self._values)
         slots, last = self._encoder.host_slots, len(self._stages)
-        ints, seconds = native.step(flat_rows, block_table, slots, first, last)
+        kept = [self._encoder.slot_of(name) for name in reads]
+        ints, seconds = native.step(flat_rows, block_table, slots, first, last, kept)
         batch = len(rows)
         width = self._width
         end = batch * (1 + width)
@@ -194,7 +195,7 @@ class CompiledStep:
                 for draft, start in zip(self._drafts, starts)  # noqa: B905
             },
             dict(zip(self._stages, seconds)),  # noqa: B905
-            {name: native.get(self._encoder.slot_of(name)) for name in reads} if reads else {},
+            {name: native.get(slot) for name, slot in zip(reads, kept)},  # noqa: B905
         )
 
     def _run_stages(self, inputs: list[Tensor]) -> None:
@@ -259,7 +260,11 @@ class _Encoder:
         self._next = len(self._slots)
         static = set(constants)
         self._after: list[dict[str, int]] = []
+        # slots of what stages hand to each other
+        self._passed_on: list[int] = []
         for graph in stages.values():
+            if self._after:
+                self.runner.pass_on(self._passed_on)
             self.runner.begin_stage()
             self._encode_stage(graph, static)
         self._bound: Mapping[str, Tensor] | None = None
@@ -308,6 +313,7 @@ class _Encoder:
     def _encode_stage(self, graph: fx.GraphModule, static_names: set[str]) -> None:
         slots: dict[fx.Node, int] = {}
         static: set[fx.Node] = set()
+        last_used = _last_used(graph)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 slots[node] = self._slots[node.target]
@@ -317,10 +323,16 @@ class _Encoder:
                 made = {name: slots[value] for name, value in node.args[0].items()}
                 self._slots |= made
                 self._after.append((self._after[-1] if self._after else {}) | made)
+                inputs = set(graph.graph.find_nodes(op="placeholder"))
+                given = [n for n in node.args[0].values() if n not in static and n not in inputs]
+                self._passed_on += [slots[value] for value in given]
             else:
                 slots[node] = self._next
                 self._next += 1
                 self._encode_node(node, slots, static)
+                for used in last_used.get(node, ()):
+                    if used not in static:
+                        self.runner.release(slots[used])
 
     def _encode_node(self, node: fx.Node, slots: dict[fx.Node, int], static: set[fx.Node]) -> None:
         runner, result = self.runner, slots[node]
@@ -376,6 +388,20 @@ class _Encoder:
                 self._argument(item, slots)
         else:
             self.runner.literal(list(value) if isinstance(value, tuple) else value)
+
+
+def _last_used(graph: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    """Node → values of the stage that nobody reads behind it, those of its own included."""
+    kept = {n for n in graph.graph.nodes if n.op == "placeholder"} | set(_outputs(graph).values())
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.op != "output":
+            last |= dict.fromkeys([node, *node.all_input_nodes], node)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        if value not in kept:
+            found.setdefault(node, []).append(value)
+    return found
 
 
 def _outputs(graph: fx.GraphModule) -> Mapping[str, fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -328,11 +329,15 @@ class LLM:
             return
         if params.rule_id not in plan.rules:
             names = ", ".join(rule.name.lower() for rule in plan.rules)
+            lost, do = "how often, and in which order, the draft drew a token", ""
+            if params.rule_id in dataclasses.replace(plan, tile=None).rules:
+                lost = f"the logits of all but {plan.tile} nodes by the time of the walk"
+                do = ", or compile with a larger --max-logits-mb"
             raise RequestError(
                 f"prompt {index} with rule={params.rule!r}; the trees of plan {plan.name} have lost"
-                " how often, and in which order, the draft drew a token",
+                f" {lost}",
                 f"a rule that is lossless for such trees: {names}",
-                "pass one of them, leave rule out, or choose another plan",
+                f"pass one of them, leave rule out, or choose another plan{do}",
             )
 
 

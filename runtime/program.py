@@ -189,7 +189,8 @@ class StepProgram:
         EngineError: a malformed program.
 
     `before_accept`, where set, is called with all values between verification and acceptance:
-    benchmarks read the tree's `tokens` there, and read or replace the target's `logits`.
+    benchmarks read the tree's `tokens` there, and read or replace the target's `logits`, or, of
+    plans in tiles, its `winners`.
     """
 
     def __init__(self, program: Mapping[str, Any], models: Mapping[str, nn.Module]) -> None:

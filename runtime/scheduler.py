@@ -310,12 +310,14 @@ class Scheduler:
         return spans
 
     def _speculates(self, sequence: Sequence, plan: SpecPlan, cache_len: int | None = None) -> bool:
-        """The plan drafts, the request wants it, and the deepest node has a position."""
+        """The plan drafts, the request can take part, and the deepest node has a position."""
         cache_len = sequence.cache_len if cache_len is None else cache_len
         fits = cache_len + plan.max_depth < self._position_limit
         params = sequence.params
         suits = params.is_greedy or params.rule_id in plan.rules
-        return plan.speculates and params.speculative and fits and suits
+        # trees in tiles leave no logits behind
+        is_scored = plan.tile is not None and params.logprobs is not None
+        return plan.speculates and params.speculative and fits and suits and not is_scored
 
     def _blocks_for(self, sequence: Sequence) -> int:
         return self._cache.shape.blocks_for(sequence.num_prompt_tokens, sequence.max_tokens)

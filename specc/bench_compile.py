@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from specc.bench_model import BenchModel, BenchPrograms
+from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError
 from specc.manifest import LimitsEntry, MemoryEntry, ModelEntry
 from specc.model_entries import cache_layout, plan_model_memory
@@ -103,6 +104,7 @@ def compile_shapes(
         block_size=options.block_size,
         prefill_chunk=options.prefill_chunk,
         max_nodes=max(plan.num_rows for plan in plans),
+        max_logits_mb=DEFAULT_MAX_LOGITS_MB,
     )
     dtype = getattr(torch, options.dtype)
     models: list[BenchModel] = []
@@ -118,7 +120,7 @@ def compile_shapes(
         layout += CUDA_PHASES if options.is_lowered else ()
         with phases.phase(f"rewrite {name}"):
             Pipeline(tuple(layout)).run(program)
-        models.append(_model(label, config, module, program, limits, dtype))
+        models.append(_model(label, config, module, program, limits, dtype, plans))
     steps = {plan.name: _step(plan, models, options).to_json() for plan in plans}
     return BenchPrograms(tuple(models), steps, plans, limits, options.dtype)
 
@@ -154,6 +156,7 @@ def _model(
     program: Program,
     limits: LimitsEntry,
     dtype: torch.dtype,
+    plans: Sequence[SpecPlan],
 ) -> BenchModel:
     (result,) = program.graph.find_nodes(op="output")
     logits = result.args[0].meta["val"]
@@ -172,7 +175,7 @@ def _model(
         dtype=str(dtype).removeprefix("torch."),
     )
     constants = {constant_key(name): value for name, value in program.constants.items()}
-    memory = MemoryEntry(**plan_model_memory(program, limits, dtype).to_json())
+    memory = MemoryEntry(**plan_model_memory(program, limits, dtype, plans).to_json())
     return BenchModel(entry, module, program_to_json(program), constants, memory, logits.dtype)
 
 

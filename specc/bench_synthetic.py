@@ -56,16 +56,17 @@ def expected_length(probabilities: Sequence[float], tree: TokenTree) -> float:
 
 
 class SyntheticAcceptance:
-    """Edits the target's logits between verification and acceptance.
+    """Edits what the target wants between verification and acceptance.
 
     Set as `before_accept` of a step program. For each sequence it walks from the root down; at
     every node one draw says which child is accepted, or that none is, and the logits of the node
-    are made to agree. Siblings that the plan does not have count as rejected. The last node keeps
-    its logits, so the bonus token is the target's.
+    are made to agree; of a plan in tiles, whose logits are gone by then, its winner is. Siblings
+    that the plan does not have count as rejected. The last node keeps what it has, so the bonus
+    token is the target's.
 
     Args:
         probabilities: of the first, second, … sibling.
-        plan: whose tree the logits belong to.
+        plan: whose tree is verified.
         seed: of the draws; the same seed gives the same acceptance.
     """
 
@@ -73,6 +74,7 @@ class SyntheticAcceptance:
         self.seconds = 0.0
         self._bounds = list(itertools.accumulate(probabilities))
         self._random = random.Random(seed)
+        self._is_tiled = plan.tile is not None
         parents = plan.tree.parents
         self._children: list[list[int]] = [[] for _ in parents]
         for node, parent in enumerate(parents[1:], start=1):
@@ -81,19 +83,26 @@ class SyntheticAcceptance:
     def __call__(self, values: StepValues) -> None:
         begin = time.perf_counter()
         tokens = values["tokens"].tolist()
-        logits = values["logits"]
-        for b, row in enumerate(tokens):
-            self._walk(logits[b * len(row) : (b + 1) * len(row)], row)
+        if self._is_tiled:
+            winners = values["winners"]
+            found = [_Winners(own) for own in winners.tolist()]
+            for one, row in zip(found, tokens, strict=True):
+                self._walk(one, row)
+            values["winners"] = winners.new_tensor([one.tokens for one in found])
+        else:
+            logits = values["logits"]
+            for b, row in enumerate(tokens):
+                self._walk(_Logits(logits[b * len(row) : (b + 1) * len(row)]), row)
         self.seconds += time.perf_counter() - begin
 
-    def _walk(self, logits: Tensor, tokens: Sequence[int]) -> None:
+    def _walk(self, wanted: _Logits | _Winners, tokens: Sequence[int]) -> None:
         node = 0
         while children := self._children[node]:
             rank = self._draw()
             if rank is None or rank >= len(children):
-                logits[node, _other_token(logits[node], [tokens[c] for c in children])] = _CERTAIN
+                wanted.refuse(node, [tokens[child] for child in children])
                 return
-            logits[node, tokens[children[rank]]] = _CERTAIN
+            wanted.choose(node, tokens[children[rank]])
             node = children[rank]
 
     def _draw(self) -> int | None:
@@ -104,10 +113,35 @@ class SyntheticAcceptance:
 _CERTAIN = float("inf")
 
 
-def _other_token(logits: Tensor, taken: Sequence[int]) -> int:
-    """The target's best token that no child carries."""
-    best = logits.topk(min(len(taken) + 1, len(logits))).indices.tolist()
-    return next(token for token in best if token not in taken)
+class _Logits:
+    """The target's logits [N, V] of one tree, edited in place."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def choose(self, node: int, token: int) -> None:
+        self._logits[node, token] = _CERTAIN
+
+    def refuse(self, node: int, taken: Sequence[int]) -> None:
+        """The target's best token that no child carries."""
+        row = self._logits[node]
+        best = row.topk(min(len(taken) + 1, len(row))).indices.tolist()
+        self.choose(node, next(token for token in best if token not in taken))
+
+
+class _Winners:
+    """The target's tokens [N] behind the nodes of one tree."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def choose(self, node: int, token: int) -> None:
+        self.tokens[node] = token
+
+    def refuse(self, node: int, taken: Sequence[int]) -> None:
+        """The target's own token, or else the first that no child carries."""
+        own = [self.tokens[node], *range(len(taken) + 1)]
+        self.choose(node, next(token for token in own if token not in taken))
 
 
 def make_hook(

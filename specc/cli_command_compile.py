@@ -79,6 +79,14 @@ def compile_(
     prefill_chunk: Annotated[
         int, typer.Option("--prefill-chunk", help="Prompt tokens of one pass.")
     ] = 512,
+    max_logits_mb: Annotated[
+        int,
+        typer.Option(
+            "--max-logits-mb",
+            help="MiB of logits that a step may hold; trees that need more are verified in tiles,"
+            " which the rules mss and swor do not allow.",
+        ),
+    ] = 512,
     backend: Annotated[
         str | None,
         typer.Option(
@@ -128,6 +136,7 @@ def compile_(
             max_seq_len=max_seq_len,
             block_size=block_size,
             prefill_chunk=prefill_chunk,
+            max_logits_mb=max_logits_mb,
             backend=backend,
             probe=probe,
         ),

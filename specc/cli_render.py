@@ -187,6 +187,8 @@ def describe_plan(plan: SpecPlan) -> str:
         text += f"; {plan.combine} of {', '.join(plan.drafts)}"
     elif plan.drafts != ("draft_0",):
         text += f"; of {plan.drafts[0]}"
+    if plan.tile is not None:
+        text += f"; logits of {plan.tile} nodes at a time"
     return text
 
 

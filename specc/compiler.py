@@ -42,7 +42,8 @@ from specc.passes.lower_cuda import CUDA_PHASES
 from specc.passes.model_source import ModelSource
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
 from specc.passes.pipeline import Phases as Layout
-from specc.passes.plan_memory import ModelMemory
+from specc.passes.plan_memory import ModelMemory, logit_row_bytes
+from specc.passes.plan_tiles import tile_plan
 from specc.passes.position_limit import position_limit
 from specc.passes.program import Program
 from specc.passes.trace import trace
@@ -143,8 +144,11 @@ def build(
             sources, plans, limits.max_seq_len, lowering, dump_graphs, phases
         )
         limits = engine_limits(sources, plans, config)  # the graphs may hold fewer positions
+        row_bytes = {model.name: logit_row_bytes(model.program) for model in models}
+        batch, limit_mb = config.max_batch_size, config.max_logits_mb
+        plans = [tile_plan(plan, row_bytes, batch, limit_mb) for plan in plans]
         for model, source in zip(models, sources, strict=True):
-            model.memory = plan_model_memory(model.program, limits, source.dtype)
+            model.memory = plan_model_memory(model.program, limits, source.dtype, plans)
         with phases.phase("write programs"):
             steps = _write_programs(writer, models, plans)
         native = None
@@ -166,7 +170,6 @@ def build(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             backend=backend,
             device="cuda" if backend == "cuda" else "cpu",
-            dtype=config.dtype,
             models=tuple(model.entry for model in models),
             plans=steps,
             default_plan=plans[0].name,

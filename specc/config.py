@@ -9,7 +9,11 @@ from specc.plans import SpecPlan
 
 DTYPES = ("float32", "bfloat16", "float16")
 # the upper ends are those of the traced dimensions (passes/trace.py), or beyond any use
-_RANGES = (("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16))
+_RANGES = (
+    *(("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16)),
+    ("max_logits_mb", 1, 1 << 20),
+)
+DEFAULT_MAX_LOGITS_MB = 512
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class CompileConfig:
             at most 4096.
         block_size: rows of a KV cache block; 0 means dense: one block a sequence.
         prefill_chunk: tokens of one prefill pass.
+        max_logits_mb: MiB of logits that a step may hold at a time, the drafts' included; trees
+            that need more are verified in tiles.
         backend: `cpu`, `eager` or `cuda` (experimental); None is cpu where there is a C++
             compiler. `aot-inductor` is `cuda` with compiled code, which no GPU has shown yet.
         probe: generate a few dozen tokens at the end and report the acceptance.
@@ -44,6 +50,7 @@ class CompileConfig:
     probe: bool = True
     policy: str = "fixed"
     draft_dtypes: tuple[str, ...] = ()
+    max_logits_mb: int = DEFAULT_MAX_LOGITS_MB
 
     def __post_init__(self) -> None:
         for option, dtype in (

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specc.artifact import EngineWriter
 from specc.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest, MemoryEntry, PlanEntry
 from specc.passes.fuse_step import fuse_step
+from specc.passes.plan_tiles import logit_rows, pass_rows, tile_plan
 from specc.plans import SpecPlan
 
 
@@ -43,6 +44,12 @@ class EngineExtension:
         self._writer = writer
         self._manifest = manifest
         self._plans: list[SpecPlan] = []
+        before = [entry.plan for entry in manifest.plans]
+        # bytes of a row of logits, as the memory plan has counted them
+        self._row_bytes = {
+            name: entry.logits // (manifest.limits.max_batch_size * _most(logit_rows, before, name))
+            for name, entry in manifest.memory_plan.items()
+        }
 
     @property
     def directory(self) -> Path:
@@ -53,10 +60,10 @@ class EngineExtension:
         """Let the copy have these plans, the first its default.
 
         Args:
-            plans: off among them.
+            plans: off among them; in tiles where the engine's limit of logits asks for them.
             max_nodes: rows behind the committed ones, where more is needed than the plans say.
         """
-        self._write(plans)
+        plans = self._write(plans)
         return self._writer.seal(self._with(plans, max_nodes, "fixed"))
 
     def commit(
@@ -69,11 +76,18 @@ class EngineExtension:
             policy: what chooses among them.
             profile: what was measured.
         """
-        self._write(plans)
+        plans = self._write(plans)
         self._writer.write_json(PROFILE_FILE, dict(profile))
         return self._writer.commit(self._with(plans, 1, policy))
 
-    def _write(self, plans: Sequence[SpecPlan]) -> None:
+    def _write(self, given: Sequence[SpecPlan]) -> list[SpecPlan]:
+        """Write step programs; returns the plans as they are now."""
+        limits = self._manifest.limits
+        sizes = (self._row_bytes, limits.max_batch_size, limits.max_logits_mb)
+        named: dict[str, SpecPlan] = {}
+        for plan in given:
+            named.setdefault(plan.name, tile_plan(plan, *sizes))
+        plans = list(named.values())
         for plan in self._plans:
             if plan not in plans:
                 self._writer.path(_file_of(plan)).unlink()
@@ -81,6 +95,7 @@ class EngineExtension:
         slabs = {model.name: len(model.slabs) for model in self._manifest.models}
         for plan in plans:
             self._writer.write_json(_file_of(plan), fuse_step(plan, slabs).to_json())
+        return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:
         limits = self._manifest.limits
@@ -92,26 +107,35 @@ class EngineExtension:
             policy=policy,
             limits=dataclasses.replace(limits, max_nodes=nodes),
             memory_plan={
-                name: _memory_for(entry, limits.max_nodes, nodes, limits.max_seq_len)
+                name: self._memory_for(name, entry, plans, max_nodes, nodes)
                 for name, entry in self._manifest.memory_plan.items()
             },
             files={},
         )
 
+    def _memory_for(
+        self, name: str, entry: MemoryEntry, plans: Sequence[SpecPlan], max_nodes: int, nodes: int
+    ) -> MemoryEntry:
+        """Memory of a model with other plans; of its passes an upper bound.
 
-def _memory_for(entry: MemoryEntry, before: int, after: int, max_seq_len: int) -> MemoryEntry:
-    """Memory with another number of nodes: an upper bound, the graphs are not looked at again.
+        What passes compute grows at most as their rows do, caches by the rows that are added.
+        """
+        limits = self._manifest.limits
+        before = _most(pass_rows, [entry.plan for entry in self._manifest.plans], name)
+        rows, widest = (
+            max(max_nodes, _most(count, plans, name)) for count in (logit_rows, pass_rows)
+        )
+        held = (limits.max_seq_len + nodes) / (limits.max_seq_len + limits.max_nodes)
+        return MemoryEntry(
+            entry.weights,
+            int(entry.cache * max(1.0, held)),
+            limits.max_batch_size * rows * self._row_bytes[name],
+            int(entry.workspace * max(1.0, widest / before)),
+        )
 
-    Logits and what passes compute grow at most as the nodes do; caches by the rows that are added.
-    """
-    grown = max(1.0, after / before)
-    rows = (max_seq_len + after) / (max_seq_len + before)
-    return MemoryEntry(
-        entry.weights,
-        int(entry.cache * max(1.0, rows)),
-        int(entry.logits * grown),
-        int(entry.workspace * grown),
-    )
+
+def _most(count: Callable[[SpecPlan, str], int], plans: Sequence[SpecPlan], model: str) -> int:
+    return max(1, *(count(plan, model) for plan in plans))
 
 
 def _file_of(plan: SpecPlan) -> str:

@@ -93,12 +93,14 @@ class PlanEntry:
     dynamic: DynamicEntry | None
     drafts: tuple[str, ...]
     combine: str
+    tile: int | None
     file: str
 
     @classmethod
     def of(cls, plan: SpecPlan, file: str) -> PlanEntry:
         dynamic = DynamicEntry(**dataclasses.asdict(plan.dynamic)) if plan.dynamic else None
-        return cls(plan.name, plan.widths, plan.parents, dynamic, plan.drafts, plan.combine, file)
+        shape = (plan.name, plan.widths, plan.parents, dynamic)
+        return cls(*shape, plan.drafts, plan.combine, plan.tile, file)
 
     @property
     def plan(self) -> SpecPlan:
@@ -108,13 +110,17 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class LimitsEntry:
-    """Sizes that the engine was compiled for; block_size 0 is dense, one block a sequence."""
+    """Sizes that the engine was compiled for; block_size 0 is dense, one block a sequence.
+
+    Plans whose logits would take more than max_logits_mb are in tiles.
+    """
 
     max_batch_size: int
     max_seq_len: int
     block_size: int
     prefill_chunk: int
     max_nodes: int
+    max_logits_mb: int
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,6 @@ class Manifest:
     created: str
     backend: str
     device: str
-    dtype: str
     models: tuple[ModelEntry, ...]
     plans: tuple[PlanEntry, ...]
     default_plan: str
@@ -190,6 +195,11 @@ class Manifest:
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def dtype(self) -> str:
+        """Of the target; drafts may have others."""
+        return self.models[0].dtype
 
     @property
     def total_memory(self) -> int:

@@ -11,6 +11,7 @@ from specc.errors import ConfigError, TreeError
 from specc.manifest import LayerEntry, LimitsEntry, ModelEntry, SlabEntry
 from specc.passes.model_source import ModelSource
 from specc.passes.plan_memory import ModelMemory, PassShape, plan_memory
+from specc.passes.plan_tiles import logit_rows, pass_rows
 from specc.passes.program import Program
 from specc.plans import SpecPlan
 
@@ -86,16 +87,25 @@ def engine_limits(
         block_size=config.block_size,
         prefill_chunk=config.prefill_chunk,
         max_nodes=max(plan.num_rows for plan in plans),
+        max_logits_mb=config.max_logits_mb,
     )
 
 
-def plan_model_memory(program: Program, limits: LimitsEntry, dtype: torch.dtype) -> ModelMemory:
-    """Memory of one model of an engine of these limits."""
+def plan_model_memory(
+    program: Program, limits: LimitsEntry, dtype: torch.dtype, plans: Sequence[SpecPlan]
+) -> ModelMemory:
+    """Memory of one model of an engine of these limits and plans; the model has one's name.
+
+    Logits are those of the plan that leaves most of them alive, and of a draft include what
+    children were drawn from, until the tree is verified.
+    """
     block = limits.block_size or limits.max_seq_len + limits.max_nodes
     blocks = -(-(limits.max_seq_len + limits.max_nodes) // block)
-    batch, nodes = limits.max_batch_size, limits.max_nodes
+    batch = limits.max_batch_size
+    rows = max(1, *(logit_rows(plan, program.name) for plan in plans))
+    nodes = max(1, *(pass_rows(plan, program.name) for plan in plans))
     context = blocks * block
     chunk = min(limits.prefill_chunk, limits.max_seq_len * batch)
     prefill = PassShape(chunk, batch, batch, min(chunk, limits.max_seq_len), context)
-    step = PassShape(batch * nodes, batch * nodes, batch, nodes, context)
-    return plan_memory(program, dtype, batch * context, [prefill, step])
+    step = PassShape(batch * nodes, batch * min(nodes, rows), batch, nodes, context)
+    return plan_memory(program, dtype, batch * context, [prefill, step], batch * rows)

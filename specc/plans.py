@@ -80,9 +80,12 @@ class SpecPlan:
             looked up in the request), `suffix` (the host's index). A lookup proposes a chain as
             long as the shape is deep.
         combine: `merge` or `vote`, where several propose.
+        tile: nodes of each sequence whose logits exist at a time; the models pass over the tree
+            tile by tile. None: over all nodes at once, and what children were drawn from is kept
+            until the tree is verified.
     Raises:
         TreeError: more nodes than a tree may have, or nodes out of order.
-        ConfigError: proposals that cannot be combined so.
+        ConfigError: proposals that cannot be combined so, or a tile of no node.
     """
 
     name: str
@@ -91,6 +94,7 @@ class SpecPlan:
     dynamic: DynamicTree | None = None
     drafts: tuple[str, ...] = _FIRST_DRAFT
     combine: str = ""
+    tile: int | None = None
 
     def __post_init__(self) -> None:
         shapes = [bool(self.widths), len(self.parents) > 1, self.dynamic is not None]
@@ -107,6 +111,12 @@ class SpecPlan:
                 f"a plan of the drafts {', '.join(self.drafts) or '(none)'}",
                 "one or more drafts, each once",
                 "name every draft once",
+            )
+        if self.tile is not None and (self.tile < 1 or not self.speculates):
+            raise ConfigError(
+                f"plan {self.name} in tiles of {self.tile} nodes",
+                "1 or more nodes, of a plan that speculates",
+                "leave out the tile, or compile with --max-logits-mb",
             )
         if self.combine not in ("", MERGE, VOTE) or bool(self.combine) != (len(self.drafts) > 1):
             raise ConfigError(
@@ -254,11 +264,16 @@ class SpecPlan:
         """Sampling rules that are lossless for this plan's trees.
 
         Reranked and voted trees have lost what MSS and SWOR need: how often, and in which order,
-        the draft drew a token.
+        the draft drew a token. Trees in tiles have lost the logits themselves.
         """
-        if self.dynamic is not None or self.combine == VOTE:
+        if self.dynamic is not None or self.combine == VOTE or self.tile is not None:
             return (Rule.COUPLED, Rule.DELTA)
         return tuple(Rule)
+
+    def tiles(self, count: int) -> tuple[tuple[int, int], ...]:
+        """Bounds of the tiles of `count` nodes of a sequence: first, and behind the last."""
+        size = self.tile or count
+        return tuple((first, min(first + size, count)) for first in range(0, count, size))
 
     @property
     def kind(self) -> str:
@@ -284,6 +299,7 @@ class SpecPlan:
                 dynamic=DynamicTree(**data["dynamic"]) if data["dynamic"] else None,
                 drafts=tuple(data["drafts"]),
                 combine=data["combine"],
+                tile=data["tile"],
             )
         except (KeyError, TypeError, AssertionError) as error:
             raise EngineError(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from specc import compiler
 from specc.config import CompileConfig
+from specc.passes.fuse_step import fuse_step
 from specc.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan
 from specc.runtime.engine import Engine
 from specc.tree import TokenTree
@@ -64,3 +70,21 @@ def engine(zoo: Zoo, root: Path, name: str, backend: str) -> Engine:
     # nor may anybody look up what no sequence ever held
     loaded.cache.history.random_(0, models.VOCAB)
     return loaded
+
+
+@contextlib.contextmanager
+def in_tiles(engine: Engine, tile: int) -> Iterator[None]:
+    """Let every plan of an engine that speculates run in tiles for a while."""
+    models = {"target": engine.target}
+    models |= {f"draft_{i}": draft for i, draft in enumerate(engine.drafts)}
+    slabs = {name: len(own) for name, own in engine.cache.slabs.items()}
+    before = dict(engine.steps)
+    for name, step in before.items():
+        if step.plan.speculates:
+            made = fuse_step(replace(step.plan, tile=tile), slabs).to_json()
+            kind: Any = type(step)
+            engine.steps[name] = kind(json.loads(json.dumps(made)), models)
+    try:
+        yield
+    finally:
+        engine.steps.update(before)

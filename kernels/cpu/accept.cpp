@@ -3,13 +3,9 @@
 #include <cmath>
 #include <vector>
 
-#include "best_of_row.h"
 #include "exact_math.h"
-#include "filters.h"
-#include "noise.h"
-#include "penalties.h"
-#include "row_memory.h"
 #include "sampling.h"
+#include "target_rows.h"
 #include "vec.h"
 
 namespace specc {
@@ -18,10 +14,9 @@ namespace {
 using vec::Float;
 using vec::kWidth;
 
-// Memory of a thread: three rows of floats, and the counts of one sequence's tokens.
 struct Memory {
-  RowMemory penalized, target, draft;
-  TokenCounts counts;
+  TargetMemory target;
+  RowMemory draft;
 };
 thread_local Memory memory_of_thread;
 
@@ -87,18 +82,15 @@ void log_of_row(float* values, int64_t count) {
 class Walk {
  public:
   Walk(const Accept& a, int64_t b)
-      : a_(a), b_(b),
-        options_(a.sampling.values + b * kNumValues, a.sampling.words + b * kNumWords),
-        tokens_(a.tokens + b * a.token_stride), parents_(a.parents + b * a.parent_stride),
-        image_(a.image == nullptr ? nullptr : a.image + b * a.image_stride),
-        length_(a.history.cache_len[b]) {}
+      : a_(a), b_(b), rows_(a.sampling, a.history, b, a.vocab, memory_of_thread.target),
+        options_(rows_.options), tokens_(a.tokens + b * a.token_stride), parents_(a.parents + b * a.parent_stride),
+        image_(a.image == nullptr ? nullptr : a.image + b * a.image_stride) {}
 
   void run(int32_t* path, int32_t* num_accepted, int64_t* output) {
-    if (options_.has_penalties()) count_history();
     *num_accepted = 0;
     path[0] = 0;
     for (depth_ = 0, node_ = 0;; ++depth_) {
-      if (options_.has_penalties()) memory_.counts.add(tokens_[node_], is_output(depth_));
+      rows_.add(tokens_[node_], depth_);
       const int64_t child = step(output + depth_);
       if (child < 0) return;
       node_ = child;
@@ -108,50 +100,17 @@ class Walk {
   }
 
  private:
-  bool is_output(int64_t depth) const { return length_ + depth >= options_.num_prompt; }
-
-  void count_history() {
-    const History& h = a_.history;
-    const int32_t* table = h.block_table + b_ * h.blocks_per_sequence;
-    memory_.counts.begin(a_.vocab);
-    for (int64_t position = 0; position < length_;) {
-      const int32_t* block = h.tokens + table[position / h.block_size] * h.block_size;
-      const int64_t last = std::min(length_, position + h.block_size);
-      for (int64_t i = 0; position < last; ++i, ++position)
-        memory_.counts.add(block[i], position >= options_.num_prompt);
-    }
-  }
-
   // Writes the token that follows node_; returns the child that carries it, or -1.
   int64_t step(int64_t* token) {
-    DType dtype = a_.logits.dtype;
-    const void* logits = a_.logits.row(b_ * a_.num_nodes + node_);
-    if (options_.has_penalties()) {
-      float* row = memory_.penalized.row(a_.vocab);
-      memory_.counts.penalize(dtype, logits, options_, row);
-      dtype = DType::kFloat32, logits = row;
-    }
+    const TargetRows::LogitRow row =
+        rows_.penalized({a_.logits.dtype, a_.logits.row(b_ * a_.num_nodes + node_)});
     if (options_.is_sampled_by(Rule::kMss) || options_.is_sampled_by(Rule::kSwor))
-      return try_children(filter(dtype, logits, a_.vocab, options_, memory_.target.row(a_.vocab)),
-                          token);
-    Best best;
-    if (options_.is_sampled())
-      best = sample(filter(dtype, logits, a_.vocab, options_, memory_.target.row(a_.vocab)));
-    else
-      best_of_row(dtype, logits, a_.vocab, 1, &best);
-    *token = best.token;
+      return try_children(rows_.filtered(row), token);
+    *token = rows_.winner(row, depth_);
     if (depth_ == a_.max_depth) return -1;
     for (int64_t child = 1; child < a_.num_nodes; ++child)
       if (parents_[child] == node_ && tokens_[child] == *token) return child;
     return -1;
-  }
-
-  Noise noise(uint32_t purpose) const { return {options_.seed, length_ + depth_ + 1, purpose}; }
-
-  Best sample(const Filtered& filtered) const {
-    Best best;
-    best_with_noise(filtered.row, noise(kTokenNoise), filtered.best, 1, &best);
-    return best;
   }
 
   int64_t column_child(int64_t column) const {
@@ -171,7 +130,7 @@ class Walk {
       const int64_t x = tokens_[child];
       if (x < 0 || x >= a_.vocab) continue;
       if (p.values == nullptr) {
-        p.values = memory_.target.row(a_.vocab);
+        p.values = memory_.target.target.row(a_.vocab);
         p.sum = weigh(filtered, p.values);
       }
       const int64_t q_row = a_.q_rows == nullptr ? -1 : a_.q_rows[t];
@@ -182,7 +141,7 @@ class Walk {
       const float q_of_x = q_row < 0 ? 1.0f : q.probability(x);
       if (q_of_x == 0.0f) continue;
       *token = x;
-      if (uniform(noise(acceptance(t))) * q_of_x <= p.probability(x)) return child;
+      if (uniform(rows_.noise(depth_, acceptance(t))) * q_of_x <= p.probability(x)) return child;
       is_residual = true;
       if (q_row < 0) {
         p.values[x] = 0.0f;
@@ -195,11 +154,11 @@ class Walk {
       if (p.sum == 0) return child;
     }
     if (!is_residual) {
-      *token = sample(filtered).token;
+      *token = rows_.sample(filtered, depth_);
     } else {
       log_of_row(p.values, a_.vocab);
       const Row logs{DType::kFloat32, p.values, a_.vocab};
-      *token = sample({logs, near_kth(logs, 1, nullptr)}).token;
+      *token = rows_.sample({logs, near_kth(logs, 1, nullptr)}, depth_);
     }
     return -1;
   }
@@ -239,11 +198,11 @@ class Walk {
 
   const Accept& a_;
   const int64_t b_;
-  const Options options_;
+  TargetRows rows_;
+  const Options& options_;
   const int64_t* tokens_;
   const int32_t* parents_;
   const int32_t* image_;
-  const int64_t length_;
   int64_t node_ = 0, depth_ = 0;
   std::vector<Tried> tried_;
   Memory& memory_ = memory_of_thread;

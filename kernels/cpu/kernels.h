@@ -85,12 +85,11 @@ struct TreeExpand {
 };
 void tree_expand(const TreeExpand& a);
 
-// specc::accept_greedy; semantics: accept_greedy_reference.
-struct AcceptGreedy {
-  DType dtype;
-  int64_t batch, num_nodes, vocab, max_depth;
-  const void* logits;  // [batch * num_nodes, vocab]
-  int64_t row_stride;
+// specc::accept_winners; semantics: accept_winners_reference.
+struct AcceptWinners {
+  int64_t batch, num_nodes, max_depth;
+  const int64_t* winners;  // [batch, num_nodes]
+  int64_t winner_stride;
   const int64_t* tokens;   // [batch, num_nodes]
   int64_t token_stride;
   const int32_t* parents;  // [batch, num_nodes]; stride 0 where all trees are one
@@ -99,7 +98,7 @@ struct AcceptGreedy {
   int32_t* num_accepted;   // [batch]
   int64_t* output_tokens;  // [batch, max_depth + 1]
 };
-void accept_greedy(const AcceptGreedy& a);
+void accept_winners(const AcceptWinners& a);
 
 // specc::commit_kv; semantics: commit_kv_reference.
 struct CommitKV {

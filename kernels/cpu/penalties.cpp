@@ -9,17 +9,29 @@ namespace specc {
 void TokenCounts::begin(int64_t vocab) {
   for (const int64_t token : tokens_) counts_[token] = 0;
   tokens_.clear();
+  is_first_.clear();
   vocab_ = vocab;
   if (static_cast<int64_t>(counts_.size()) < vocab) counts_.resize(vocab);
 }
 
 void TokenCounts::add(int64_t token, bool is_output) {
   if (token < 0 || token >= vocab_) return;
-  if (counts_[token] == 0) {
+  is_first_.push_back(counts_[token] == 0);
+  if (is_first_.back()) {
     tokens_.push_back(token);
     counts_[token] = 1;
   }
   counts_[token] += is_output;
+}
+
+void TokenCounts::remove(int64_t token, bool is_output) {
+  if (token < 0 || token >= vocab_) return;
+  counts_[token] -= is_output;
+  if (is_first_.back()) {
+    tokens_.pop_back();
+    counts_[token] = 0;
+  }
+  is_first_.pop_back();
 }
 
 void TokenCounts::penalize(DType dtype, const void* logits, const Options& options,

@@ -16,12 +16,15 @@ class TokenCounts {
   void begin(int64_t vocab);
   // Tokens that the vocabulary lacks are passed over.
   void add(int64_t token, bool is_output);
+  // Takes back what was added last.
+  void remove(int64_t token, bool is_output);
   // out = a row of logits with penalties, [vocab] float.
   void penalize(DType dtype, const void* logits, const Options& options, float* out) const;
 
  private:
   std::vector<int32_t> counts_;  // 0 for tokens that never came, else 1 + times in the output
   std::vector<int64_t> tokens_;  // those that came
+  std::vector<bool> is_first_;   // of every addition: its token had not come before
   int64_t vocab_ = 0;
 };
 

@@ -120,6 +120,8 @@ void StepRunner::list(int64_t count) {
   stages_.back().back().arguments.push_back({Argument::Source::kList, count, {}});
 }
 
+void StepRunner::release(int64_t slot) { stages_.back().back().last_used.push_back(slot); }
+
 c10::IValue StepRunner::argument(const Instruction& instruction, size_t& next,
                                  const c10::TypePtr& type) {
   const Argument& item = instruction.arguments[next++];
@@ -197,6 +199,7 @@ void StepRunner::run_stages(int64_t first, int64_t last) {
   const PassThreads threads(kernel_threads(), 1);
   const int64_t batch = values_[0].toTensor().size(0);
   if (first == 0) {
+    forget_passed_on({});  // of a step that ended early, or that was read after its end
     is_new_batch_ = batch != batch_;
     batch_ = -1;  // should a stage throw, nothing of it is kept
     seconds_.assign(stages_.size(), 0.0);
@@ -205,16 +208,25 @@ void StepRunner::run_stages(int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
     const auto begin = Clock::now();
     in_programs_ = 0;
-    for (const Instruction& instruction : stages_[i]) execute(instruction);
+    for (const Instruction& instruction : stages_[i]) {
+      execute(instruction);
+      for (const int64_t slot : instruction.last_used) values_[slot] = c10::IValue();
+    }
     seconds_[i] = seconds_since(begin);
     program_seconds_[i] = in_programs_;
   }
   if (last == static_cast<int64_t>(stages_.size())) batch_ = batch;
 }
 
+void StepRunner::forget_passed_on(const std::vector<int64_t>& kept) {
+  for (const int64_t slot : passed_on_)
+    if (std::find(kept.begin(), kept.end(), slot) == kept.end()) values_[slot] = c10::IValue();
+}
+
 std::tuple<std::vector<int64_t>, std::vector<double>> StepRunner::step(
     const std::vector<int64_t>& rows, const at::Tensor& block_table,
-    const std::vector<int64_t>& results, int64_t first, int64_t last) {
+    const std::vector<int64_t>& results, int64_t first, int64_t last,
+    const std::vector<int64_t>& kept) {
   c10::InferenceMode guard;
   if (first == 0) set_inputs(rows, block_table);
   run_stages(first, last);
@@ -230,6 +242,7 @@ std::tuple<std::vector<int64_t>, std::vector<double>> StepRunner::step(
       found.insert(found.end(), data, data + value.numel());
     }
   }
+  if (last == static_cast<int64_t>(stages_.size())) forget_passed_on(kept);
   return {found, seconds_};
 }
 
@@ -278,6 +291,8 @@ TORCH_LIBRARY_FRAGMENT(specc, library) {
       .def("value", &StepRunner::value)
       .def("literal", &StepRunner::literal)
       .def("list", &StepRunner::list)
+      .def("release", &StepRunner::release)
+      .def("pass_on", &StepRunner::pass_on)
       .def("run", &StepRunner::run)
       .def("step", &StepRunner::step)
       .def("get", &StepRunner::get)

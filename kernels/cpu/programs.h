@@ -61,17 +61,23 @@ class StepRunner : public torch::CustomClassHolder {
   void literal(const c10::IValue& constant);
   // The next `count` arguments form one list.
   void list(int64_t count);
+  // Nobody reads this value behind the last instruction: its memory is free from there on.
+  void release(int64_t slot);
+  // Values that stages hand to each other: their memory is free when the step has ended.
+  void pass_on(const std::vector<int64_t>& slots) { passed_on_ = slots; }
 
   // Run stages [first, last); values 0 … inputs.size() - 1 are set before stage 0.
   void run(const std::vector<at::Tensor>& inputs, int64_t first, int64_t last);
   // Stages [first, last) of a step from host integers to host integers: row b of `rows` holds the
   // last tokens of sequence b and its committed rows, read in front of stage 0; the result is
   // the content of `results`, one after the other. Inputs 0, 1 and 2 of the step are last_tokens,
-  // cache_len and block_table. Also returns seconds().
+  // cache_len and block_table. Also returns seconds(). Values of the slots `kept` stay after the
+  // last stage, for `get`.
   std::tuple<std::vector<int64_t>, std::vector<double>> step(const std::vector<int64_t>& rows,
                                                              const at::Tensor& block_table,
                                                              const std::vector<int64_t>& results,
-                                                             int64_t first, int64_t last);
+                                                             int64_t first, int64_t last,
+                                                             const std::vector<int64_t>& kept);
   at::Tensor get(int64_t slot) { return values_[slot].toTensor(); }
   std::vector<at::Tensor> outputs(const std::vector<int64_t>& slots);
   // Seconds that each stage took in its last run, and the part of it inside programs.
@@ -91,6 +97,7 @@ class StepRunner : public torch::CustomClassHolder {
     // depends on the batch size alone, and keeps its value while that stays
     bool is_static = false;
     std::vector<Argument> arguments;
+    std::vector<int64_t> last_used;  // values
     std::optional<c10::OperatorHandle> op;
     c10::intrusive_ptr<CompiledProgram> program;
     int64_t a = 0, b = 0;
@@ -99,11 +106,13 @@ class StepRunner : public torch::CustomClassHolder {
   Instruction& add(Kind kind, int64_t result);
   void set_inputs(const std::vector<int64_t>& rows, const at::Tensor& block_table);
   void run_stages(int64_t first, int64_t last);
+  void forget_passed_on(const std::vector<int64_t>& kept);
   void execute(const Instruction& instruction);
   void execute_operator(const Instruction& instruction);
   c10::IValue argument(const Instruction& instruction, size_t& next, const c10::TypePtr& type);
 
   std::vector<c10::IValue> values_;
+  std::vector<int64_t> passed_on_;
   std::vector<std::vector<Instruction>> stages_;
   std::vector<double> seconds_, program_seconds_;
   double in_programs_ = 0;  // of the current stage

@@ -66,4 +66,20 @@ void accept(const Accept& a);
 // As above; also where a node, a draft row, or the history of a sequence with penalties is none.
 void check_bounds(const Accept& a);
 
+// specc::node_winners: `logits` are those of the nodes from first_node on.
+struct NodeWinners {
+  Logits logits;
+  int64_t num_nodes, vocab, first_node;
+  const int64_t* tokens;  // [batch, num_nodes]
+  int64_t token_stride;
+  const int32_t* parents;  // [batch, num_nodes]; stride 0 where all trees are one
+  int64_t parent_stride;
+  SamplingRows sampling;
+  History history;
+  int64_t* winners;  // [batch * rows_per_sequence]
+};
+void node_winners(const NodeWinners& a);
+// As above; parents may be anything.
+void check_bounds(const NodeWinners& a);
+
 }  // namespace specc

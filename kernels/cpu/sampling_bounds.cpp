@@ -6,6 +6,12 @@
 namespace specc {
 namespace {
 
+// The history of sequences that have penalties.
+void check_counted(const SamplingRows& sampling, const History& history, int64_t b) {
+  const Options options(sampling.values + b * kNumValues, sampling.words + b * kNumWords);
+  if (options.has_penalties()) check_history(history, b);
+}
+
 void check_rules(const SamplingRows& sampling, const int32_t* cache_len, int64_t batch) {
   for (int64_t b = 0; b < batch; ++b) {
     const Options options(sampling.values + b * kNumValues, sampling.words + b * kNumWords);
@@ -40,9 +46,14 @@ void check_bounds(const Accept& a) {
       if (const int32_t node = a.image[b * a.image_stride + t]; node >= a.num_nodes)
         refuse(indexed("image[" + std::to_string(b) + "]", t, node),
                "-1 … " + std::to_string(a.num_nodes - 1));
-    const Options options(a.sampling.values + b * kNumValues, a.sampling.words + b * kNumWords);
-    if (options.has_penalties()) check_history(a.history, b);
+    check_counted(a.sampling, a.history, b);
   }
+}
+
+void check_bounds(const NodeWinners& a) {
+  check_rules(a.sampling, a.history.cache_len, a.history.batch);
+  for (int64_t b = 0; b < a.history.batch; ++b)
+    if (a.history.cache_len[b] >= 0) check_counted(a.sampling, a.history, b);
 }
 
 }  // namespace specc

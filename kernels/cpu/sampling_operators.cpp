@@ -67,6 +67,42 @@ std::tuple<Tensor, Tensor> draft_children(Tensor logits_tensor, int64_t num_chil
   return {tokens, scores};
 }
 
+// Trees [B, N], and target logits [B * T, V] of T nodes of each.
+template <typename Args>
+void set_trees(Args& a, const View& logits, const View& tokens, const View& parents) {
+  check(is_rows(tokens, i64()), "tokens is [B, N] int64, rows contiguous");
+  const int64_t batch = tokens.sizes[0], num_nodes = tokens.sizes[1];
+  check(logits.dim == 2 && logits.is_dense_row() &&
+            (batch > 0 ? logits.sizes[0] % batch == 0 : logits.sizes[0] == 0),
+        "logits is [B * N, V], rows contiguous");
+  check(is_rows(parents, i32()) && parents.sizes[0] == batch && parents.sizes[1] == num_nodes,
+        "parents is [B, N] int32, rows contiguous");
+  check(num_nodes >= 1 && logits.sizes[1] >= 1, "a tree has a root, logits have 1 token or more");
+  a.logits = {to_dtype(logits), logits.data, logits.strides[0],
+              batch > 0 ? logits.sizes[0] / batch : 0};
+  a.num_nodes = num_nodes;
+  a.vocab = logits.sizes[1];
+  a.tokens = tokens.as<int64_t>();
+  a.token_stride = tokens.strides[0];
+  a.parents = parents.as<int32_t>();
+  a.parent_stride = parents.strides[0];
+}
+
+// Sampling options and history of the batch.
+template <typename Args>
+void set_rows(Args& a, const View& values, const View& words, const View& cache_len,
+              const View& history, const View& table) {
+  check_index(cache_len, 1, i32(), "cache_len is [B] int32");
+  check_index(history, 2, i32(), "history is [blocks, block_size] int32");
+  check_index(table, 2, i32(), "block_table is [B, n] int32");
+  const int64_t batch = cache_len.sizes[0];
+  check(table.sizes[0] == batch, "tokens, cache_len and block_table agree");
+  check(history.sizes[1] >= 1, "a block has 1 row or more");
+  a.sampling = sampling_of(values, words, batch);
+  a.history = {history.as<int32_t>(), history.sizes[0], history.sizes[1], table.as<int32_t>(),
+               table.sizes[1],        batch,            cache_len.as<int32_t>()};
+}
+
 std::vector<specc::Logits> drafts_of(const std::vector<Tensor>& tensors, int64_t batch,
                                      int64_t vocab) {
   std::vector<specc::Logits> drafts;
@@ -92,29 +128,15 @@ std::tuple<Tensor, Tensor, Tensor> accept(Tensor logits_tensor, Tensor tokens_te
       parents(parents_tensor.get()), values(values_tensor.get()), words(words_tensor.get()),
       cache_len(cache_len_tensor.get()), history(history_tensor.get()),
       table(table_tensor.get());
-  check(is_rows(tokens, i64()), "tokens is [B, N] int64, rows contiguous");
-  const int64_t batch = tokens.sizes[0], num_nodes = tokens.sizes[1];
-  check(logits.dim == 2 && logits.is_dense_row() && logits.sizes[0] == batch * num_nodes,
-        "logits is [B * N, V], rows contiguous");
-  check(is_rows(parents, i32()) && parents.sizes[0] == batch && parents.sizes[1] == num_nodes,
-        "parents is [B, N] int32, rows contiguous");
-  check(max_depth >= 0, "max_depth is at least 0");
-  check(num_nodes >= 1 && logits.sizes[1] >= 1, "a tree has a root, logits have 1 token or more");
-  check_index(cache_len, 1, i32(), "cache_len is [B] int32");
-  check_index(history, 2, i32(), "history is [blocks, block_size] int32");
-  check_index(table, 2, i32(), "block_table is [B, n] int32");
-  check(cache_len.sizes[0] == batch && table.sizes[0] == batch,
-        "tokens, cache_len and block_table agree");
-  check(history.sizes[1] >= 1, "a block has 1 row or more");
   specc::Accept a{};
-  a.logits = {to_dtype(logits), logits.data, logits.strides[0], num_nodes};
-  a.num_nodes = num_nodes;
-  a.vocab = logits.sizes[1];
+  set_trees(a, logits, tokens, parents);
+  set_rows(a, values, words, cache_len, history, table);
+  check(a.history.batch == tokens.sizes[0], "tokens, cache_len and block_table agree");
+  const int64_t batch = tokens.sizes[0], num_nodes = a.num_nodes;
+  check(a.logits.rows_per_sequence == num_nodes || batch == 0,
+        "logits is [B * N, V], rows contiguous");
+  check(max_depth >= 0, "max_depth is at least 0");
   a.max_depth = max_depth;
-  a.tokens = tokens.as<int64_t>();
-  a.token_stride = tokens.strides[0];
-  a.parents = parents.as<int32_t>();
-  a.parent_stride = parents.strides[0];
   a.num_columns = num_nodes;
   if (image_tensor.has_value()) {
     const View image(image_tensor->get());
@@ -131,9 +153,6 @@ std::tuple<Tensor, Tensor, Tensor> accept(Tensor logits_tensor, Tensor tokens_te
     a.q_rows = q_rows.as<int32_t>();
   }
   a.drafts = drafts_of(draft_tensors, batch, a.vocab);
-  a.sampling = sampling_of(values, words, batch);
-  a.history = {history.as<int32_t>(), history.sizes[0], history.sizes[1], table.as<int32_t>(),
-               table.sizes[1],        batch,            cache_len.as<int32_t>()};
   specc::check_bounds(a);
   Tensor path(empty({batch, max_depth + 1}, i32())), num_accepted(empty({batch}, i32())),
       output(empty({batch, max_depth + 1}, i64()));
@@ -142,6 +161,26 @@ std::tuple<Tensor, Tensor, Tensor> accept(Tensor logits_tensor, Tensor tokens_te
   a.output_tokens = out<int64_t>(output);
   specc::accept(a);
   return {path, num_accepted, output};
+}
+
+Tensor node_winners(Tensor logits_tensor, Tensor tokens_tensor, Tensor parents_tensor,
+                    int64_t first_node, Tensor values_tensor, Tensor words_tensor,
+                    Tensor cache_len_tensor, Tensor history_tensor, Tensor table_tensor) {
+  const View logits(logits_tensor.get()), tokens(tokens_tensor.get()),
+      parents(parents_tensor.get()), values(values_tensor.get()), words(words_tensor.get()),
+      cache_len(cache_len_tensor.get()), history(history_tensor.get()), table(table_tensor.get());
+  specc::NodeWinners a{};
+  set_trees(a, logits, tokens, parents);
+  set_rows(a, values, words, cache_len, history, table);
+  check(a.history.batch == tokens.sizes[0], "tokens, cache_len and block_table agree");
+  check(first_node >= 0 && first_node + a.logits.rows_per_sequence <= a.num_nodes,
+        "first_node is 0 … N - T");
+  a.first_node = first_node;
+  specc::check_bounds(a);
+  Tensor winners(empty({logits.sizes[0]}, i64()));
+  a.winners = out<int64_t>(winners);
+  specc::node_winners(a);
+  return winners;
 }
 
 }  // namespace
@@ -154,9 +193,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specc_cpu, library) {
       "accept(Tensor logits, Tensor tokens, Tensor parents, int max_depth, Tensor? image, Tensor? "
       "q_rows, Tensor[] draft_logits, Tensor values, Tensor words, Tensor cache_len, Tensor "
       "history, Tensor block_table) -> (Tensor path, Tensor num_accepted, Tensor output_tokens)");
+  library.def(
+      "node_winners(Tensor logits, Tensor tokens, Tensor parents, int first_node, Tensor values, "
+      "Tensor words, Tensor cache_len, Tensor history, Tensor block_table) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
   library.impl("draft_children", TORCH_BOX(&draft_children));
   library.impl("accept", TORCH_BOX(&accept));
+  library.impl("node_winners", TORCH_BOX(&node_winners));
 }

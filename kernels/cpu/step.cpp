@@ -1,5 +1,5 @@
 // What a step does between its programs: choose children, walk the tree, move accepted rows.
-// The oracles are tree_expand_reference, accept_greedy_reference and commit_kv_reference.
+// The oracles are tree_expand_reference, accept_winners_reference and commit_kv_reference.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -21,11 +21,16 @@ void expand(const TreeExpand& a) {
   }
 }
 
-template <typename T>
-void accept(const AcceptGreedy& a) {
-  const T* logits = static_cast<const T*>(a.logits);
+}  // namespace
+
+void tree_expand(const TreeExpand& a) {
+  a.dtype == DType::kFloat32 ? expand<float>(a) : expand<vec::BFloat16>(a);
+}
+
+void accept_winners(const AcceptWinners& a) {
   const int64_t width = a.max_depth + 1;
   for (int64_t b = 0; b < a.batch; ++b) {
+    const int64_t* winners = a.winners + b * a.winner_stride;
     const int64_t* tokens = a.tokens + b * a.token_stride;
     const int32_t* parents = a.parents + b * a.parent_stride;
     int32_t* path = a.path + b * width;
@@ -36,31 +41,18 @@ void accept(const AcceptGreedy& a) {
     int32_t accepted = 0;
     path[0] = 0;
     for (int64_t depth = 0;; ++depth) {
-      // only rows on the path are read
-      Best best;
-      best_of_row(logits + (b * a.num_nodes + node) * a.row_stride, a.vocab, 1, &best);
-      output[depth] = best.token;
-      if (depth == a.max_depth) break;
-      int64_t child = 0;
-      while (child < a.num_nodes && !(parents[child] == node && tokens[child] == best.token))
-        ++child;
-      if (child == a.num_nodes) break;
+      const int64_t wanted = winners[node];
+      output[depth] = std::max<int64_t>(wanted, 0);
+      if (depth == a.max_depth || wanted < 0) break;
+      int64_t child = 1;
+      while (child < a.num_nodes && !(parents[child] == node && tokens[child] == wanted)) ++child;
+      if (child >= a.num_nodes) break;
       node = child;
       path[depth + 1] = static_cast<int32_t>(child);
       ++accepted;
     }
     a.num_accepted[b] = accepted;
   }
-}
-
-}  // namespace
-
-void tree_expand(const TreeExpand& a) {
-  a.dtype == DType::kFloat32 ? expand<float>(a) : expand<vec::BFloat16>(a);
-}
-
-void accept_greedy(const AcceptGreedy& a) {
-  a.dtype == DType::kFloat32 ? accept<float>(a) : accept<vec::BFloat16>(a);
 }
 
 void commit_kv(const CommitKV& a) {

@@ -35,31 +35,29 @@ Tensor tree_expand(Tensor logits_tensor, int64_t num_children) {
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> accept_greedy(Tensor logits_tensor, Tensor tokens_tensor,
-                                                 Tensor parents_tensor, int64_t max_depth) {
-  const View logits(logits_tensor.get()), tokens(tokens_tensor.get()),
+std::tuple<Tensor, Tensor, Tensor> accept_winners(Tensor winners_tensor, Tensor tokens_tensor,
+                                                  Tensor parents_tensor, int64_t max_depth) {
+  const View winners(winners_tensor.get()), tokens(tokens_tensor.get()),
       parents(parents_tensor.get());
-  check(tokens.dim == 2 && tokens.dtype == aoti_torch_dtype_int64() && tokens.is_dense_row(),
-        "tokens is [B, N] int64, rows contiguous");
-  const int64_t batch = tokens.sizes[0], num_nodes = tokens.sizes[1];
-  check(logits.dim == 2 && logits.is_dense_row() && logits.sizes[0] == batch * num_nodes,
-        "logits is [B * N, V], rows contiguous");
-  check(parents.dim == 2 && parents.dtype == aoti_torch_dtype_int32() && parents.is_dense_row() &&
-            parents.sizes[0] == batch && parents.sizes[1] == num_nodes,
-        "parents is [B, N] int32, rows contiguous");
+  const int32_t i32 = aoti_torch_dtype_int32(), i64 = aoti_torch_dtype_int64();
+  const auto is_rows = [&](const View& view, int32_t dtype) {
+    return view.dim == 2 && view.dtype == dtype && view.is_dense_row() &&
+           view.sizes[0] == tokens.sizes[0] && view.sizes[1] == tokens.sizes[1];
+  };
+  check(tokens.dim == 2 && is_rows(tokens, i64), "tokens is [B, N] int64, rows contiguous");
+  check(is_rows(winners, i64), "winners is [B, N] int64, rows contiguous");
+  check(is_rows(parents, i32), "parents is [B, N] int32, rows contiguous");
   check(max_depth >= 0, "max_depth is at least 0");
-  check(num_nodes >= 1 && logits.sizes[1] >= 1, "a tree has a root, logits have 1 token or more");
-  const int32_t i32 = aoti_torch_dtype_int32();
+  const int64_t batch = tokens.sizes[0];
+  check(tokens.sizes[1] >= 1, "a tree has a root");
   Tensor path(empty({batch, max_depth + 1}, i32)), num_accepted(empty({batch}, i32)),
-      output(empty({batch, max_depth + 1}, aoti_torch_dtype_int64()));
-  specc::AcceptGreedy a{};
-  a.dtype = to_dtype(logits);
+      output(empty({batch, max_depth + 1}, i64));
+  specc::AcceptWinners a{};
   a.batch = batch;
-  a.num_nodes = num_nodes;
-  a.vocab = logits.sizes[1];
+  a.num_nodes = tokens.sizes[1];
   a.max_depth = max_depth;
-  a.logits = logits.data;
-  a.row_stride = logits.strides[0];
+  a.winners = winners.as<int64_t>();
+  a.winner_stride = winners.strides[0];
   a.tokens = tokens.as<int64_t>();
   a.token_stride = tokens.strides[0];
   a.parents = parents.as<int32_t>();
@@ -67,7 +65,7 @@ std::tuple<Tensor, Tensor, Tensor> accept_greedy(Tensor logits_tensor, Tensor to
   a.path = static_cast<int32_t*>(data_of(path.get()));
   a.num_accepted = static_cast<int32_t*>(data_of(num_accepted.get()));
   a.output_tokens = static_cast<int64_t*>(data_of(output.get()));
-  specc::accept_greedy(a);
+  specc::accept_winners(a);
   return {path, num_accepted, output};
 }
 
@@ -176,7 +174,7 @@ void commit_kv(Tensor slab_tensor, Tensor source_tensor, Tensor target_tensor,
 STABLE_TORCH_LIBRARY_FRAGMENT(specc_cpu, library) {
   library.def("tree_expand(Tensor logits, int num_children) -> Tensor");
   library.def(
-      "accept_greedy(Tensor logits, Tensor tokens, Tensor parents, int max_depth) -> "
+      "accept_winners(Tensor winners, Tensor tokens, Tensor parents, int max_depth) -> "
       "(Tensor path, Tensor num_accepted, Tensor output_tokens)");
   library.def("commit_kv(Tensor(a!) slab, Tensor source, Tensor target, Tensor block_table) -> ()");
   library.def(
@@ -191,7 +189,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specc_cpu, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
   library.impl("tree_expand", TORCH_BOX(&tree_expand));
-  library.impl("accept_greedy", TORCH_BOX(&accept_greedy));
+  library.impl("accept_winners", TORCH_BOX(&accept_winners));
   library.impl("commit_kv", TORCH_BOX(&commit_kv));
   library.impl("tree_rows", TORCH_BOX(&tree_rows));
   library.impl("commit_rows", TORCH_BOX(&commit_rows));

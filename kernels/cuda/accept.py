@@ -46,11 +46,16 @@ def accept(
     2 * B * G * V elements are moved once a step, whatever the rules of its rows. Those of one
     level, and those that no column was drawn from, are not.
     """
-    _check_trees(logits, tokens, parents, max_depth)
+    check_trees("accept", logits, tokens, parents)
     batch, num_nodes = tokens.shape
+    if logits.shape[0] != tokens.numel() or not 0 <= max_depth < MAX_NODES:
+        raise ValueError(
+            f"accept: found {logits.shape[0]} rows of logits, max_depth {max_depth}; needed B * N,"
+            f" which is {tokens.numel()}, 0 … {MAX_NODES - 1}"
+        )
     check_options("accept", batch, values, words, cache_len)
     _check_columns(tokens, image, q_rows)
-    _check_history(batch, history, block_table)
+    check_history("accept", batch, history, block_table)
     if batch == 0:
         shape = (0, max_depth + 1)
         return parents.new_empty(shape), parents.new_empty(0), tokens.new_empty(shape)
@@ -88,27 +93,25 @@ def _one_tensor(draft_logits: list[Tensor], batch: int, vocab: int) -> Tensor:
     return torch.cat(levels, dim=1).flatten(0, 1)
 
 
-def _check_trees(logits: Tensor, tokens: Tensor, parents: Tensor, max_depth: int) -> None:
+def check_trees(operator: str, logits: Tensor, tokens: Tensor, parents: Tensor) -> None:
+    """Refuse trees [B, N] that are none, and logits of another dtype or layout."""
     check_logits(logits)
     if tokens.dim() != 2 or tokens.dtype != torch.int64 or parents.dtype != torch.int32:
         raise ValueError(
-            f"accept: found tokens {list(tokens.shape)} of {tokens.dtype}, parents of"
+            f"{operator}: found tokens {list(tokens.shape)} of {tokens.dtype}, parents of"
             f" {parents.dtype}; needed [B, N] of int64, int32"
         )
     num_nodes = tokens.shape[1]
-    if parents.shape != tokens.shape or logits.shape[0] != tokens.numel():
+    if parents.shape != tokens.shape:
         raise ValueError(
-            f"accept: found tokens {list(tokens.shape)}, parents {list(parents.shape)},"
-            f" {logits.shape[0]} rows of logits; needed [B, N], [B, N], B * N"
+            f"{operator}: found tokens {list(tokens.shape)}, parents {list(parents.shape)};"
+            " needed [B, N], [B, N]"
         )
-    if not 1 <= num_nodes <= MAX_NODES or not 0 <= max_depth < MAX_NODES:
-        raise ValueError(
-            f"accept: found {num_nodes} nodes, max_depth {max_depth}; needed 1 … {MAX_NODES},"
-            f" 0 … {MAX_NODES - 1}"
-        )
+    if not 1 <= num_nodes <= MAX_NODES:
+        raise ValueError(f"{operator}: found {num_nodes} nodes; needed 1 … {MAX_NODES}")
     if num_nodes > 1 and (tokens.stride(1) != 1 or parents.stride(1) != 1):
         raise ValueError(
-            f"accept: found strides {tokens.stride()} and {parents.stride()};"
+            f"{operator}: found strides {tokens.stride()} and {parents.stride()};"
             " needed rows of one piece, (any, 1)"
         )
 
@@ -131,13 +134,16 @@ def _check_columns(tokens: Tensor, image: Tensor | None, q_rows: Tensor | None) 
         )
 
 
-def _check_history(batch: int, history: Tensor, block_table: Tensor) -> None:
+def check_history(operator: str, batch: int, history: Tensor, block_table: Tensor) -> None:
+    """Refuse a history or a block table of another dtype or layout."""
     for name, tensor in (("history", history), ("block_table", block_table)):
         is_dense = tensor.dim() == 2 and (tensor.shape[1] <= 1 or tensor.stride(1) == 1)
         if not is_dense or tensor.dtype != torch.int32:
             raise ValueError(
-                f"accept: found {name} {list(tensor.shape)} of {tensor.dtype}, strides"
+                f"{operator}: found {name} {list(tensor.shape)} of {tensor.dtype}, strides"
                 f" {tensor.stride()}; needed two dimensions of int32, rows of one piece"
             )
     if len(block_table) != batch:
-        raise ValueError(f"accept: found block_table of {len(block_table)} rows; needed {batch}")
+        raise ValueError(
+            f"{operator}: found block_table of {len(block_table)} rows; needed {batch}"
+        )

@@ -53,7 +53,7 @@ def _best_token(row, first, num_blocks, BV: tl.constexpr):
     return tl.max(order_key(b_best, b_token), 0)
 
 
-@triton.jit(do_not_specialize=["num_parts", "num_blocks"])
+@triton.jit(do_not_specialize=["first_node", "num_parts", "num_blocks"])
 def node_best_kernel(
     logits,
     values,
@@ -72,7 +72,8 @@ def node_best_kernel(
     token_stride,
     parent_stride,
     vocab,
-    num_nodes,
+    num_rows,
+    first_node,
     num_parts,
     num_blocks,
     ALL_RULES: tl.constexpr,
@@ -81,8 +82,8 @@ def node_best_kernel(
 ):
     i_r = (tl.program_id(0) // num_parts).to(tl.int64)
     i_p = tl.program_id(0) % num_parts
-    i_b = i_r // num_nodes
-    node = (i_r - i_b * num_nodes).to(tl.int32)
+    i_b = i_r // num_rows
+    node = first_node + (i_r - i_b * num_rows).to(tl.int32)
     p_values = values + i_b * value_stride
     p_words = words + i_b * word_stride
     depth = tl.load(depths + i_r)
@@ -156,12 +157,14 @@ def node_best(
     tree: tuple[Tensor, Tensor, Tensor, Tensor],
     *,
     all_rules: bool,
+    first_node: int = 0,
 ) -> Tensor:
-    """Keys [B * N, parts] int64 of the best of each part of a row, in one launch.
+    """Keys [B * T, parts] int64 of the best of each part of a row, in one launch.
 
     `stats` are those of `row_filters`, `tree` is depths, counts, tokens and parents as there; the
-    others are inputs of `accept`. `all_rules`: MSS and SWOR rows are wanted as well. Rows of nodes
-    that no walk reaches are not written.
+    others are inputs of `accept`. `all_rules`: MSS and SWOR rows are wanted as well. Rows are those
+    of T nodes of each sequence, from `first_node` on. Rows of nodes that no walk reaches are not
+    written.
     """
     num_rows, vocab = logits.shape
     depths, counts, tokens, parents = tree
@@ -186,7 +189,8 @@ def node_best(
         tokens.stride(0),
         parents.stride(0),
         vocab,
-        tokens.shape[1],
+        num_rows // len(tokens),
+        first_node,
         num_parts,
         sizes["num_blocks"],
         ALL_RULES=all_rules,
@@ -213,7 +217,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     **dict.fromkeys(("cache_len", "depths", "counts", "parents"), "*i32"),
                     **dict.fromkeys(("row_stride", "value_stride", "word_stride"), "i32"),
                     **dict.fromkeys(("len_stride", "token_stride", "parent_stride"), "i32"),
-                    **dict.fromkeys(("vocab", "num_nodes", "num_parts", "num_blocks"), "i32"),
+                    **dict.fromkeys(("vocab", "num_rows", "first_node"), "i32"),
+                    **dict.fromkeys(("num_parts", "num_blocks"), "i32"),
                 },
                 constexprs={
                     "ALL_RULES": all_rules,

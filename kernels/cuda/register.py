@@ -13,13 +13,14 @@ from torch import Tensor
 
 from specc.kernels import ops as _ops  # noqa: F401  defines the operators
 from specc.kernels.cuda.accept import accept
-from specc.kernels.cuda.accept_greedy import accept_greedy
+from specc.kernels.cuda.accept_winners import accept_winners
 from specc.kernels.cuda.act_and_mul import act_and_mul
 from specc.kernels.cuda.attend import attend
 from specc.kernels.cuda.commit_kv import commit_kv
 from specc.kernels.cuda.draft_children import draft_children
 from specc.kernels.cuda.lookup import lookup
 from specc.kernels.cuda.merge import ancestor_words, merge_trees, rerank_tree
+from specc.kernels.cuda.node_winners import node_winners
 from specc.kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from specc.kernels.cuda.rope_write import rope_write
 from specc.kernels.cuda.rows import commit_rows, next_tokens, tree_rows
@@ -66,10 +67,10 @@ def tree_attention(
 KERNELS: dict[str, Callable] = {
     kernel.__name__: kernel
     for kernel in (
-        *(accept_greedy, act_and_mul, add_rms_norm, attend, commit_kv, commit_rows, next_tokens),
+        *(accept_winners, act_and_mul, add_rms_norm, attend, commit_kv, commit_rows, next_tokens),
         *(rms_norm, rope_write, tree_attention, tree_expand, tree_rows, write_kv),
         *(ancestor_words, image_slots, lookup, merge_trees, record_tokens, rerank_tree, vote_chain),
-        *(accept, draft_children),
+        *(accept, draft_children, node_winners),
     )
 }
 _registered: dict[str, torch.library.Library] = {}

@@ -166,7 +166,7 @@ def _move(low, high, above, pivot, measure, needed):
     return tl.where(is_low, tl.maximum(low, pivot), low), high, above
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_node"])
 def row_filters_kernel(
     logits,
     values,
@@ -186,6 +186,7 @@ def row_filters_kernel(
     parent_stride,
     vocab,
     num_rows,
+    first_node,
     FILTERED: tl.constexpr,
     WEIGHED: tl.constexpr,
     IS_TREE: tl.constexpr,
@@ -209,7 +210,7 @@ def row_filters_kernel(
         num_prompt = tl.load(p_words + NUM_PROMPT)
         p_tokens = tokens + i_b * token_stride
         p_parents = parents + i_b * parent_stride
-        node = (i_r - i_b * num_rows).to(tl.int32)
+        node = first_node + (i_r - i_b * num_rows).to(tl.int32)
         p_counts = counts + i_b * vocab
         context = (p_counts, p_tokens, p_parents, p_values, num_prompt, node, length + depth)
         row = (row[0], row[1], row[2], has_penalty(p_values), context)  # type: ignore[assignment]
@@ -262,6 +263,7 @@ def row_filters(
     filtered: Collection[Rule],
     weighed: Collection[Rule],
     tree: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    first_node: int = 0,
 ) -> Tensor:
     """What filters leave of rows of logits, in one launch.
 
@@ -272,9 +274,10 @@ def row_filters(
         cache_len: [B] int32; rows of negative ones are left out.
         filtered: rules whose rows are looked at where they have filters.
         weighed: rules whose rows are looked at, and summed up.
-        tree: depths [B, N] int32, counts [B, V] int32 (see `tree_context`), tokens [B, N] int64
-            and parents [B, N] int32, where logits are those of a tree's nodes: they are penalized,
-            and nodes of depth -1 are left out. None: of a draft.
+        tree: depths [B, F] int32, counts [B, V] int32 (see `tree_context`), tokens [B, N] int64
+            and parents [B, N] int32, where logits are those of F of a tree's nodes: they are
+            penalized, and nodes of depth -1 are left out. None: of a draft.
+        first_node: of the F nodes.
     Returns:
         [B * F, 3] float32 best s, the cut (tokens with s of at least the cut are kept), and the
         sum of exp(s - best) over tokens kept, 0 where not weighed. Nothing is written to rows
@@ -305,6 +308,7 @@ def row_filters(
         0 if parents is None else parents.stride(0),
         vocab,
         num_rows // batch,
+        first_node,
         FILTERED=_bits(filtered),
         WEIGHED=_bits(weighed),
         IS_TREE=tree is not None,
@@ -339,7 +343,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 **{"words": "*i64", "cache_len": "*i32"},
                 **dict.fromkeys(("row_stride", "value_stride", "word_stride"), "i32"),
                 **dict.fromkeys(("len_stride", "token_stride", "parent_stride"), "i32"),
-                **dict.fromkeys(("vocab", "num_rows"), "i32"),
+                **dict.fromkeys(("vocab", "num_rows", "first_node"), "i32"),
             }
             tree = {"depths": "*i32", "counts": "*i32", "tokens": "*i64", "parents": "*i32"}
             constexprs: dict[str, object] = {

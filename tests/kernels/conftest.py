@@ -17,7 +17,7 @@ from specc.errors import CompilerError
 from specc.kernels import native, ops, reference
 
 NAMES = (
-    *("tree_attention", "linear", "tree_expand", "accept_greedy", "commit_kv"),
+    *("tree_attention", "linear", "tree_expand", "accept_winners", "commit_kv"),
     *("tree_rows", "commit_rows", "next_tokens"),
 )
 _ORACLES = torch.library.Library("specc_reference", "DEF")

@@ -1,4 +1,4 @@
-"""The C++ of `specc::tree_expand`, `accept_greedy` and `commit_kv` against their oracles.
+"""The C++ of `specc::tree_expand`, `accept_winners` and `commit_kv` against their oracles.
 
 All results are integers or copies, so everything is compared exactly: values, shapes, strides, and
 of a slab every bit. What lies between and around the rows would win if it were read.
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specc.kernels.reference import (
-    accept_greedy_reference,
+    accept_winners_reference,
     commit_kv_reference,
     tree_expand_reference,
 )
@@ -138,17 +138,17 @@ def test_minus_infinity_ranks_behind_the_lowest_number(operators, vocab, dtype):
     assert operators.tree_expand(tensor, 1).tolist() == [[2]]
     masked = [token for token in range(vocab) if token not in (2, vocab - 1)]
     assert operators.tree_expand(tensor, vocab).tolist() == [[2, vocab - 1, *masked]]
-    _, _, output = operators.accept_greedy(
-        tensor, torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1, dtype=torch.int32), 0
-    )
-    assert output.tolist() == [[2]]
+    root = torch.zeros(1, 1, dtype=torch.int64), int32([-1])
+    greedy = torch.tensor([[0.0, 1, 0, 1, 0, 0]]), torch.zeros(1, 4, dtype=torch.int64)
+    paged = int32([0]), int32([0])
+    assert operators.node_winners(tensor, *root, 0, *greedy, int32(0), *paged).tolist() == [2]
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A batch of trees with logits that follow them: `follow` is the share of steps that do."""
+    """A batch of trees with winners that follow them: `follow` is the share of those that do."""
 
-    logits: Logits
+    seed: int
     batch: int
     num_nodes: int
     vocab: int
@@ -156,20 +156,20 @@ class Walk:
     first: bool  # parents are the root only
     follow: float
     shared: bool  # all sequences have one tree: parents is a view with stride 0
-    wide: bool  # tokens and parents are slices of wider tensors
+    wide: bool  # winners, tokens and parents are slices of wider tensors
     dead: float
     missing_levels: int  # how many levels max_depth is short of the deepest tree
 
     def make(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        chooser = random.Random(self.logits.seed)
+        chooser = random.Random(self.seed)
         trees = [self._tree(chooser) for _ in range(1 if self.shared else self.batch)]
         if self.shared:
             trees *= self.batch
-        values = self.logits.make(self.batch * self.num_nodes, self.vocab)
-        tokens = []
+        tokens, winners = [], []
         for b, parents in enumerate(trees):
             labels = self._labels(chooser, parents)
             tokens.append(labels)
+            winners.append([chooser.randrange(-1, self.vocab) for _ in labels])
             for node in range(self.num_nodes):
                 below = [
                     labels[child]
@@ -177,25 +177,22 @@ class Walk:
                     if parents[child] == node and labels[child] < self.vocab
                 ]
                 if below and chooser.random() < self.follow:
-                    row = values[b * self.num_nodes + node]
-                    row.nan_to_num_(0.0, 0.0)
-                    row.clamp_(max=9.0)
-                    wanted = chooser.choice(below)
-                    row[wanted] = 10.0
-                    # an exact tie with a higher token changes nothing
-                    row[chooser.randrange(wanted, self.vocab)] = 10.0
+                    winners[b][node] = chooser.choice(below)
         parents = torch.tensor(trees, dtype=torch.int32).view(self.batch, self.num_nodes)
         if self.shared and self.batch:
             parents = parents[:1].expand(self.batch, -1)
         elif self.wide:
             wider = torch.zeros(self.batch, self.num_nodes + 3, dtype=torch.int32)
             parents = wider[:, 2:-1].copy_(parents)
-        token_tensor = torch.tensor(tokens, dtype=torch.int64).view(self.batch, self.num_nodes)
-        if self.wide:
-            wider = torch.zeros(self.batch, self.num_nodes + 1, dtype=torch.int64)
-            token_tensor = wider[:, 1:].copy_(token_tensor)
+        found = []
+        for number, rows in enumerate((winners, tokens), start=1):
+            tensor = torch.tensor(rows, dtype=torch.int64).view(self.batch, self.num_nodes)
+            if self.wide:
+                wider = torch.zeros(self.batch, self.num_nodes + number, dtype=torch.int64)
+                tensor = wider[:, number:].copy_(tensor)
+            found.append(tensor)
         deepest = max((depth for tree in trees for depth in depths(tree)), default=0)
-        return values, token_tensor, parents, max(0, deepest - self.missing_levels)
+        return *found, parents, max(0, deepest - self.missing_levels)
 
     def _tree(self, chooser: random.Random) -> list[int]:
         parents = [-1]
@@ -225,7 +222,7 @@ def depths(parents: list[int]) -> list[int]:
 
 walks = st.builds(
     Walk,
-    logits=logits_of_any_kind,
+    seed=st.integers(0, 2**31),
     batch=st.integers(0, 4),
     num_nodes=st.integers(1, 12) | st.integers(1, 12) | st.just(70),
     vocab=st.sampled_from([vocab for vocab in VOCABS if vocab < 1000] + [2049]),
@@ -241,10 +238,10 @@ walks = st.builds(
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(walks)
-def test_accept_greedy(operators, walk):
-    logits, tokens, parents, max_depth = walk.make()
-    want = accept_greedy_reference(logits, tokens, parents, max_depth)
-    got = operators.accept_greedy(logits, tokens, parents, max_depth)
+def test_accept_winners(operators, walk):
+    args = walk.make()
+    want = accept_winners_reference(*args)
+    got = operators.accept_winners(*args)
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
         assert (one.dtype, one.stride()) == (other.dtype, other.stride())
@@ -255,9 +252,8 @@ def test_accepted_lengths_vary():
     seen = set()
     for follow in (0.0, 0.7, 1.0):
         for seed in range(8):
-            logits = Logits("ties", torch.float32, 0, seed)
-            walk = Walk(logits, 3, 8, 33, 1, False, follow, False, False, 0.0, 0)
-            seen |= set(accept_greedy_reference(*walk.make())[1].tolist())
+            walk = Walk(seed, 3, 8, 33, 1, False, follow, False, False, 0.0, 0)
+            seen |= set(accept_winners_reference(*walk.make())[1].tolist())
     assert {0, 1, 7} <= seen
 
 
@@ -363,9 +359,10 @@ def int32(*rows: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def plain_tree(logits: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, int]:
+def plain_tree(batch: int) -> tuple[Tensor, Tensor, Tensor, int]:
     parents = int32([-1, 0, 0]).expand(batch, -1)
-    return logits, torch.arange(3 * batch).view(batch, 3), parents, 2
+    winners = torch.arange(1, 4 * batch + 1).view(batch, 4)[:, 1:]
+    return winners, torch.arange(3 * batch).view(batch, 3), parents, 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -374,7 +371,7 @@ def test_fakes_agree(operators, batch, dtype):
     wide = torch.randn(3 * batch, 40).to(dtype)
     calls = [
         (operators.tree_expand, (wide[:, 3:20], num_children)) for num_children in (1, 4, 17)
-    ] + [(operators.accept_greedy, plain_tree(wide[:, 3:20], batch))]
+    ] + [(operators.accept_winners, plain_tree(batch))]
     for operator, args in calls:
         with FakeTensorMode() as mode:
             fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
@@ -396,7 +393,7 @@ def test_opcheck(operators, dtype):
     slab = torch.randn(2, 2, 5, 4, 2, 3).to(dtype)
     moves = int32([6, -1], [1, 2]), int32([5, 4], [0, 1]), int32([3, 1], [0, 4])
     torch.library.opcheck(operators.tree_expand.default, (wide[:, 3:20], 4))
-    torch.library.opcheck(operators.accept_greedy.default, plain_tree(wide[:, 3:20], 2))
+    torch.library.opcheck(operators.accept_winners.default, plain_tree(2))
     torch.library.opcheck(operators.commit_kv.default, (slab, *moves))
 
 
@@ -419,12 +416,9 @@ def test_tree_expand_refuses(operators, logits, num_children, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"logits": torch.zeros(5, 9)}, "logits is", id="too-few-rows"),
-        pytest.param(
-            {"logits": torch.zeros(9, 6).T}, "logits is .* rows contiguous", id="by-column"
-        ),
-        pytest.param({"logits": torch.zeros(6, 9).half()}, "float32 and bfloat16", id="fp16"),
-        pytest.param({"logits": torch.zeros(6, 0)}, "1 token", id="no-vocabulary"),
+        pytest.param({"winners": torch.zeros(2, 2).long()}, "winners is", id="too-few-winners"),
+        pytest.param({"winners": torch.zeros(3, 2).long().T}, "winners is .* rows", id="by-column"),
+        pytest.param({"winners": torch.zeros(2, 3).int()}, "int64", id="winners-i32"),
         pytest.param({"tokens": torch.zeros(2, 3, dtype=torch.int32)}, "int64", id="tokens-i32"),
         pytest.param(
             {"tokens": torch.zeros(3, 2, dtype=torch.int64).T}, "tokens is", id="tokens-by-column"
@@ -437,7 +431,7 @@ def test_tree_expand_refuses(operators, logits, num_children, message):
         pytest.param({"max_depth": -1}, "max_depth", id="negative-depth"),
         pytest.param(
             {
-                "logits": torch.zeros(0, 9),
+                "winners": torch.zeros(2, 0, dtype=torch.int64),
                 "tokens": torch.zeros(2, 0, dtype=torch.int64),
                 "parents": torch.zeros(2, 0).int(),
             },
@@ -446,15 +440,15 @@ def test_tree_expand_refuses(operators, logits, num_children, message):
         ),
     ],
 )
-def test_accept_greedy_refuses(operators, changes, message):
+def test_accept_winners_refuses(operators, changes, message):
     args = {
-        "logits": torch.zeros(6, 9),
+        "winners": torch.zeros(2, 3, dtype=torch.int64),
         "tokens": torch.zeros(2, 3, dtype=torch.int64),
         "parents": int32([-1, 0, 0], [-1, 0, 1]),
         "max_depth": 2,
     } | changes
     with pytest.raises(RuntimeError, match=f"specc: .*{message}"):
-        operators.accept_greedy(**args)
+        operators.accept_winners(**args)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,27 @@ PLANS = [
     widths(1, 1, 1, 1, drafts=("draft_1", "lookup-2", SUFFIX, "draft_0"), combine=VOTE),
     widths(1, 1, 1, drafts=("lookup-1", SUFFIX), combine=VOTE),
 ]
-IDS = [plan.name for plan in PLANS]
+# tiles of one node, of parts of levels, and of more nodes than the tree has
+TILES = [
+    (widths(1, 1, 1), 2),
+    (widths(3, 2, 1), 1),
+    (widths(3, 2, 1), 4),
+    (widths(3, 2, 1), 99),
+    (SpecPlan.from_tree(UNEVEN), 2),
+    (dynamic(3, 4, 1), 3),
+    (dynamic(4, 2, 2), 1),
+    (dynamic(16, 3, 4), 2),
+    (dynamic(22, 3, 3), 5),
+    # of the draft's levels alone
+    (dynamic(4, 5, 3), 4),
+    (widths(1, 1, 1, drafts=("lookup-2",)), 3),
+    (widths(1, 1, 1, drafts=(SUFFIX,)), 1),
+    (widths(2, 2, 1, drafts=PAIR, combine=MERGE), 3),
+    (widths(2, 1, drafts=("lookup-3", "draft_1", SUFFIX, "draft_0"), combine=MERGE), 4),
+    (widths(1, 1, 1, drafts=PAIR, combine=VOTE), 2),
+]
+TILED = [replace(plan, tile=tile) for plan, tile in TILES]
+IDS = [f"{plan.name}-tile-{plan.tile}" if plan.tile else plan.name for plan in PLANS + TILED]
 
 
 def num_steps(plan: SpecPlan) -> int:
@@ -116,33 +136,38 @@ def check_passes(run: Stepped, wanted: list[Proposed]) -> None:
             for slot in range(max(0, len(text) - plan.catch_up), len(text))
         ]
         passes = [first]
-        for level in range(len(wanted[0].drafts[draft].passes)):
-            passes.append(
-                [
-                    (run.rows[b], len(text) - 1 + slot, len(text) - 1 + len(path), (*text, *path))
-                    for b, text in enumerate(texts)
-                    for slot, path in wanted[b].drafts[draft].passes[level]
-                ]
-            )
+        for level, frontier in enumerate(wanted[0].drafts[draft].passes):
+            for start, stop in plan.tiles(len(frontier)):
+                passes.append(
+                    [
+                        (run.rows[b], len(text) - 1 + slot, len(text) - 1 + len(path), text + path)
+                        for b, text in enumerate(texts)
+                        for slot, path in wanted[b].drafts[draft].passes[level][start:stop]
+                    ]
+                )
         assert run.models[draft].fed == passes, draft
 
 
 def check_verification(run: Stepped, wanted: list[Proposed]) -> None:
-    """The target is fed every node once, in the row of its id."""
-    num_nodes = run.plan.num_nodes
-    (fed,) = run.models[TARGET].fed
-    assert fed == [
-        (run.rows[b], len(text) - 1 + i, len(text) - 1 + len(path), (*text, *path))
-        for b, text in enumerate(request.text for request in run.requests)
-        for i, path in enumerate(wanted[b].tree.paths)
-        if path is not None
-    ]
-    (call,) = run.models[TARGET].calls
-    slots = call["slot"].view(-1, num_nodes).tolist()
-    lengths = call["cache_len"].tolist()
-    assert lengths[1] == PADDING
-    assert slots == [[length + i for i in range(num_nodes)] for length in lengths]
-    assert int(call["positions"].min()) >= 0
+    """The target is fed every node once, in the row of its id, as many at a time as a tile has."""
+    tiles = run.plan.tiles(run.plan.num_nodes)
+    for fed, (start, stop) in zip(run.models[TARGET].fed, tiles, strict=True):
+        assert fed == [
+            (run.rows[b], len(text) - 1 + i, len(text) - 1 + len(path), (*text, *path))
+            for b, text in enumerate(request.text for request in run.requests)
+            for i, path in enumerate(wanted[b].tree.paths)
+            if path is not None and start <= i < stop
+        ]
+    for call, (start, stop) in zip(run.models[TARGET].calls, tiles, strict=True):
+        slots = call["slot"].view(-1, stop - start).tolist()
+        lengths = call["cache_len"].tolist()
+        assert lengths[1] == PADDING
+        assert slots == [[length + i for i in range(start, stop)] for length in lengths]
+        assert int(call["positions"].min()) >= 0
+    batch = len(run.rows) + 1
+    most = batch * (run.plan.tile or 1 << 20)
+    calls = [call for model in run.models.values() for call in model.calls]
+    assert all(batch <= len(call["rows"]) <= most for call in calls)
 
 
 def check_sources(run: Stepped, env: dict, wanted: list[Proposed]) -> None:
@@ -208,7 +233,7 @@ def decode_plainly(request: Request, count: int) -> list[int]:
 OFF_TREE = SpecPlan("off", drafts=(SUFFIX,))
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+@pytest.mark.parametrize("plan", PLANS + TILED, ids=IDS)
 def test_steps(plan):
     run = Stepped(plan, requests_of(plan, seed=1), seed=2)
     begin = list(run.requests)
@@ -234,6 +259,12 @@ def test_steps(plan):
         pytest.param(dynamic(70, 9, 3), id="dynamic-nodes"),
         pytest.param(dynamic(5, 8, 10), id="dynamic-rows"),
         pytest.param(widths(3, 3, 2, drafts=THREE, combine=MERGE), id="merged"),
+        pytest.param(replace(dynamic(70, 9, 3), tile=30), id="dynamic-nodes-in-tiles"),
+        pytest.param(replace(dynamic(5, 8, 10), tile=3), id="dynamic-rows-in-tiles"),
+        pytest.param(
+            replace(widths(3, 3, 2, drafts=THREE, combine=MERGE), tile=17), id="merged-in-tiles"
+        ),
+        pytest.param(replace(widths(4, 4, 4), tile=40), id="static-in-tiles"),
     ],
 )
 def test_more_than_64_nodes(plan):
@@ -319,7 +350,7 @@ def test_what_happens_in_these_steps(plan, events):
     assert found["part of a path"] > 0 or plan.max_depth == 1
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+@pytest.mark.parametrize("plan", PLANS + TILED, ids=IDS)
 def test_stages_read_documented_names_only(plan):
     """What a runner brings: rows, caches, history, and what the plan's drafts need of the host."""
     models = (TARGET, *plan.models)

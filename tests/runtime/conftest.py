@@ -262,7 +262,7 @@ def one_layer_program(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def save_engine(path: Path, **changes: Any) -> SavedEngine:
+def save_engine(path: Path, draft_dtype: str = "float32", **changes: Any) -> SavedEngine:
     """Write an engine by hand; `changes` replace fields of its manifest."""
     generator = torch.Generator().manual_seed(3)
     weights = {
@@ -287,7 +287,7 @@ def save_engine(path: Path, **changes: Any) -> SavedEngine:
                     (layer,),
                     (SlabEntry(1, 1, 16),),
                     "by hand",
-                    "float32",
+                    "float32" if name == "target" else draft_dtype,
                 )
             )
         for plan in plans:
@@ -297,10 +297,10 @@ def save_engine(path: Path, **changes: Any) -> SavedEngine:
         memory = {name: MemoryEntry(0, 0, 0, 0) for name in ("target", "draft_0")}
         manifest = Manifest(
             specc_version="0.1.0", torch_version=torch_version(), created="2026-01-01",
-            backend="eager", device="cpu", dtype="float32", models=tuple(models),
+            backend="eager", device="cpu", models=tuple(models),
             plans=tuple(PlanEntry.of(p, f"steps/{p.name}.json") for p in plans),
             default_plan="chain-4",
-            limits=LimitsEntry(3, 64, 16, 32, max(p.num_rows for p in plans)),
+            limits=LimitsEntry(3, 64, 16, 32, max(p.num_rows for p in plans), 512),
             tokenizer=TokenizerEntry("tokenizer.json", "", (EOS,), None, False),
             memory_plan=memory,
         )  # fmt: skip

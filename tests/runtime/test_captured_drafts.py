@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -31,7 +32,11 @@ PLANS = (
     SpecPlan.from_widths((1, 1), ("draft_1", SUFFIX), MERGE),
     SpecPlan.from_widths((1, 1, 1, 1, 1), ("draft_0", "draft_1"), VOTE),
     SpecPlan.from_widths((1, 1), (*MIXED, SUFFIX), VOTE),
+    replace(SpecPlan.from_widths((3, 2)), tile=2),
+    replace(SpecPlan.from_dynamic(DynamicTree(7, 3, 3)), tile=2),
+    replace(SpecPlan.from_widths((2, 2), ("draft_0", "draft_1"), MERGE), tile=5),
 )
+TILED = [plan for plan in PLANS if plan.tile]
 IDS = [plan.name for plan in PLANS]
 BY_NAME = {plan.name: plan for plan in PLANS}
 BUCKETS = (1, 2, 4)
@@ -162,6 +167,37 @@ def test_plans_take_turns_in_the_same_buffers(rig) -> None:
         assert found[:4] == wanted[:4]
         rig.assert_same_caches()
         inputs = following(inputs, wanted)
+
+
+@pytest.mark.parametrize("plan", TILED, ids=lambda plan: plan.name)
+def test_one_tile_of_logits_is_alive_at_a_time(rig, plan, monkeypatch) -> None:
+    """Of all models, in what is captured and in eager steps: what the memory plan counts."""
+    inputs = rig.state(plan, 4)
+    alive: list[weakref.ref[Tensor]] = []
+    most = []
+    for engine in (rig.eager, rig.other):
+        for model in (engine.target, *engine.drafts):
+            monkeypatch.setattr(model, "forward", watched(model.forward, alive, most))
+    rig.eager.steps[plan.name].advance(inputs, rig.eager.cache.environment)
+    num_eager = len(most)
+    # what a simulated graph replays, it keeps
+    rig.steps[plan.name]._bind(4).run()
+    assert len(most) > num_eager > len(plan.tiles(plan.num_nodes)) > 1
+    # less would be no tile
+    assert max(most[:num_eager]) == max(most[num_eager:]) == 4 * plan.tile
+
+
+def watched(forward, alive, most):
+    """A pass that notes how many rows of logits are alive when it ends."""
+
+    def run(*inputs: Tensor) -> Tensor:
+        logits = forward(*inputs)
+        alive.append(weakref.ref(logits))
+        found = [ref() for ref in alive]
+        most.append(sum(len(tensor) for tensor in found if tensor is not None))
+        return logits
+
+    return run
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=IDS)

@@ -103,7 +103,7 @@ def test_no_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"dtype": "float8"}, "dtype float8", id="dtype"),
+        pytest.param({"draft_dtype": "float8"}, "draft_0 of dtype float8", id="dtype"),
         pytest.param(
             {"plans": (PlanEntry.of(CHAIN, "steps/chain-4.json"),)},
             "plan off among them",
@@ -143,7 +143,7 @@ def test_malformed_tokenizer(engine_copy: Path) -> None:
 def test_dense_caches_and_no_tokenizer(save_engine_to, tmp_path: Path) -> None:
     saved = save_engine_to(
         tmp_path / "engine",
-        limits=LimitsEntry(3, 64, 0, 32, 16),
+        limits=LimitsEntry(3, 64, 0, 32, 16, 512),
         tokenizer=TokenizerEntry(None, "", (60,), None, False),
     )
     llm = LLM(saved.path)

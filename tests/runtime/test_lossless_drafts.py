@@ -30,6 +30,14 @@ EAGER = [
 ]
 
 
+# every plan with a tile of one node, of some, or of more than it has; the others in the slow tier
+TILED = [
+    pytest.param(plan, tile, marks=[pytest.mark.slow] if (i + j) % 3 else [])
+    for i, plan in enumerate(PLAN_IDS)
+    for j, tile in enumerate((1, 3, 99))
+]
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("drafts")
@@ -67,6 +75,51 @@ def test_greedy_equals_generate(zoo: Zoo, root: Path, name: str, plan: str) -> N
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_greedy_equals_generate(zoo: Zoo, root: Path, name: str, plan: SpecPlan) -> None:
     check(zoo, root, name, plan, "cpu")
+
+
+@pytest.mark.parametrize(("plan", "tile"), TILED, ids=str)
+def test_compiled_greedy_in_tiles(zoo: Zoo, root: Path, plan: str, tile: int) -> None:
+    with drafts.in_tiles(drafts.engine(zoo, root, "qwen3", "cpu"), tile):
+        check(zoo, root, "qwen3", PLANS[PLAN_IDS.index(plan)], "cpu")
+
+
+@pytest.mark.parametrize("plan", ["dynamic-10-3-3", "merge-0+1-tree-2-1-1"])
+def test_greedy_in_tiles(zoo: Zoo, root: Path, plan: str) -> None:
+    """A sliding window, and operators that are oracles."""
+    with drafts.in_tiles(drafts.engine(zoo, root, "gemma3", "eager"), 3):
+        check(zoo, root, "gemma3", PLANS[PLAN_IDS.index(plan)], "eager")
+
+
+# greedy; filtered; penalized; all of it
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"frequency_penalty": 0.3},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.1, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"temperature": 0.7, "min_p": 0.01, "top_k": 20, "frequency_penalty": 0.2},
+    {"temperature": 1.0, "rule": "delta"},
+)
+
+
+@pytest.mark.parametrize(("plan", "tile"), TILED[::2], ids=str)
+def test_seeded_tokens_are_those_without_tiles_and_without_drafts(
+    zoo: Zoo, root: Path, plan: str, tile: int
+) -> None:
+    engine = drafts.engine(zoo, root, "qwen3", "cpu")
+    params = [
+        SamplingParams(max_tokens=40, ignore_eos=True, seed=20 + i, **options)
+        for i, options in enumerate(_OPTIONS)
+    ]
+
+    def tokens(name: str) -> list[list[int]]:
+        llm = LLM(engine, plan=name)
+        outputs = llm.generate([list(prompt) for prompt in models.prompts()], params)
+        assert name == "off" or llm.get_metrics().num_accepted_tokens > 0
+        return [output.outputs[0].token_ids for output in outputs]
+
+    wanted = tokens("off")
+    assert tokens(plan) == wanted
+    with drafts.in_tiles(engine, tile):
+        assert tokens(plan) == wanted
 
 
 @pytest.mark.parametrize("plan", PLAN_IDS[::3])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels import ops
-from specc.kernels.reference import accept_greedy_reference
+from specc.kernels.reference import accept_winners_reference
 
 # rows that the operator of steps walks, too; its oracle takes them one by one
 NUM_CHECKED = 40
@@ -15,9 +15,11 @@ NUM_CHECKED = 40
 def accept_greedily(
     logits: Tensor, tokens: Tensor, parents: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Path, accepted tokens and output of trees; arguments as of `accept_greedy_reference`."""
-    found = accept_greedy_reference(logits, tokens, parents, max_depth)
-    count, num_nodes = min(NUM_CHECKED, len(tokens)), tokens.shape[1]
+    """Path, accepted tokens and output of trees with logits [B * N, V]."""
+    num_nodes = tokens.shape[1]
+    best = logits.argmax(dim=1).view(-1, num_nodes)
+    found = accept_winners_reference(best, tokens, parents, max_depth)
+    count = min(NUM_CHECKED, len(tokens))
     walked = ops.accept(
         logits[: count * num_nodes],
         tokens[:count],

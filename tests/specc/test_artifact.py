@@ -56,14 +56,13 @@ def make_manifest(**changes):
         "created": "2025-01-01T00:00:00+00:00",
         "backend": "eager",
         "device": "cpu",
-        "dtype": "float32",
         "models": (make_model("target", "target"), make_model("draft_0", "draft-0")),
         "plans": (
             PlanEntry.of(OFF, "steps/off.json"),
             PlanEntry.of(SpecPlan.from_widths((1, 1, 1, 1)), "steps/chain-4.json"),
         ),
         "default_plan": "chain-4",
-        "limits": LimitsEntry(8, 64, 16, 32, 5),
+        "limits": LimitsEntry(8, 64, 16, 32, 5, 512),
         "tokenizer": TokenizerEntry("tokenizer.json", "ab" * 32, (0, 2), None, False),
         "memory_plan": {
             "target": MemoryEntry(1000, 200, 30, 4),
@@ -123,6 +122,7 @@ class TestWriter:
             "dynamic": None,
             "drafts": ["draft_0"],
             "combine": "",
+            "tile": None,
             "file": "steps/chain-4.json",
         }
         assert data["models"][1]["layers"][1]["index"] == 1
@@ -237,8 +237,8 @@ class TestOutput:
 
     def test_force_replaces_an_engine(self, engine):
         (engine / "old").write_bytes(b"")
-        write_engine(engine, make_manifest(dtype="bfloat16"), force=True)
-        assert open_engine(engine).dtype == "bfloat16"
+        write_engine(engine, make_manifest(created="later"), force=True)
+        assert open_engine(engine).created == "later"
         assert not (engine / "old").exists()
         assert os.listdir(engine.parent) == ["engine"]
 
@@ -260,8 +260,8 @@ class TestOutput:
 
         monkeypatch.setattr(Path, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            write_engine(engine, make_manifest(dtype="bfloat16"), force=True)
-        assert open_engine(engine).dtype == "float32"
+            write_engine(engine, make_manifest(created="later"), force=True)
+        assert open_engine(engine).created != "later"
         assert os.listdir(engine.parent) == ["engine"]
 
     @pytest.mark.parametrize("kind", ["directory", "file"])
@@ -444,8 +444,8 @@ class TestManifest:
     @pytest.mark.parametrize(
         ("path", "value", "found"),
         [
-            (("dtype",), None, "dtype is None"),
-            (("dtype",), ..., "dtype is missing"),
+            (("models", 0, "dtype"), None, "dtype is None"),
+            (("models", 0, "dtype"), ..., "dtype is missing"),
             (("surprise",), 1, "surprise is unknown"),
             (("models",), {}, "models is {}"),
             (("models", 0, "vocab_size"), "100", r"models\[0\]\.vocab_size is '100'"),

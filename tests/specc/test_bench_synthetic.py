@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from specc.bench_engine import EngineContender
 from specc.bench_synthetic import SyntheticAcceptance, expected_length, parse_probabilities
 from specc.errors import ConfigError
+from specc.kernels.reference import accept_winners_reference
 from specc.plans import SpecPlan
 from specc.runtime.engine import Engine
 from specc.tree import TokenTree
@@ -32,6 +34,29 @@ def walk(probabilities, widths, batch, seed=0):
     assert hook.seconds > 0
     assert torch.equal((output >= 0).sum(dim=1).int(), num_accepted + 1)
     return path.tolist(), num_accepted
+
+
+def test_plans_in_tiles_draw_alike():
+    """Their winners say what the logits of others would, and where none is drawn, no child's."""
+    plan, batch = SpecPlan.from_widths((3, 2, 1)), 200
+    tree = plan.tree
+    parents = torch.tensor(tree.parents, dtype=torch.int32).expand(batch, -1)
+    tokens = torch.tensor([(5 * node) % VOCAB for node in range(tree.num_nodes)]).repeat(batch, 1)
+    logits = torch.randn(batch * tree.num_nodes, VOCAB)
+    best = logits.argmax(dim=1).view(batch, -1)
+    values = {"tokens": tokens, "winners": best.clone()}
+    tiled = SyntheticAcceptance((0.5, 0.2), replace(plan, tile=4), seed=3)
+    tiled(values)
+    SyntheticAcceptance((0.5, 0.2), plan, seed=3)({"tokens": tokens, "logits": logits})
+    path, accepted, output = accept_winners_reference(values["winners"], tokens, parents, 3)
+    wanted = accept_greedily(logits, tokens, parents, 3)
+    assert torch.equal(path, wanted[0])
+    assert len(accepted.unique()) == 4
+    # the bonus token is the target's own where that is no child's
+    last = accepted.long()[:, None]
+    bonus, own = output.gather(1, last), best.gather(1, path.gather(1, last).long())
+    assert (bonus == own).float().mean() > 0.7
+    assert (bonus >= 0).all()
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (3, 2, 1)], ids=str)

@@ -167,8 +167,10 @@ def test_specc_operators_and_modules():
     hidden, tokens, parents = (graph.placeholder(n) for n in ("hidden", "tokens", "parents"))
     logits = graph.call_module("target", (hidden,))
     children = graph.call_function(torch.ops.specc.tree_expand.default, (logits, 2))
+    winners = graph.call_function(torch.ops.aten.argmax.default, (logits, 1))
+    winners = graph.call_function(torch.ops.aten.unsqueeze.default, (winners, 0))
     accepted = graph.call_function(
-        torch.ops.specc.accept_greedy.default, (logits, tokens, parents, 1)
+        torch.ops.specc.accept_winners.default, (winners, tokens, parents, 1)
     )
     path = graph.call_function(operator.getitem, (accepted, 0))
     graph.output({"children": children, "nested": {"path": path}, "list": [path, None]})

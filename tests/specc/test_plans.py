@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specc.errors import ConfigError
 from specc.manifest import PlanEntry
 from specc.plans import (
     MERGE,
@@ -124,6 +125,31 @@ def test_rules(named):
     name, plan = named
     is_lossy = "dynamic" in name or name.startswith("vote")
     assert plan.rules == (NOISE_RULES if is_lossy else ALL_RULES)
+
+
+@pytest.mark.parametrize("tile", [1, 3, 2000])
+def test_trees_in_tiles(named, tile):
+    """They have lost the logits; all else is as it was."""
+    name, plan = named
+    if name == "off":
+        with pytest.raises(ConfigError, match="tiles of"):
+            dataclasses.replace(plan, tile=tile)
+        return
+    tiled = dataclasses.replace(plan, tile=tile)
+    assert tiled.rules == NOISE_RULES
+    assert (tiled.name, tiled.num_nodes, tiled.num_rows) == (name, plan.num_nodes, plan.num_rows)
+    assert SpecPlan.from_json(json.loads(json.dumps(tiled.to_json()))) == tiled != plan
+    assert PlanEntry.of(tiled, "steps/x.json").plan == tiled
+    with pytest.raises(ConfigError, match="in tiles of 0 nodes"):
+        dataclasses.replace(plan, tile=0)
+
+
+def test_tiles_cover_all_nodes_once():
+    plan = SpecPlan.from_widths((2, 2))
+    assert plan.tiles(7) == ((0, 7),)
+    assert dataclasses.replace(plan, tile=3).tiles(7) == ((0, 3), (3, 6), (6, 7))
+    assert dataclasses.replace(plan, tile=7).tiles(7) == ((0, 7),)
+    assert dataclasses.replace(plan, tile=9).tiles(7) == ((0, 7),)
 
 
 def test_whether_the_tree_is_known(named):

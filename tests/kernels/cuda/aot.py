@@ -29,8 +29,8 @@ from typing import Any
 # files of specc/kernels/cuda with a function `shipped`, the quick ones first
 MODULES = (
     *("rows", "commit_kv", "write_kv", "act_and_mul", "rms_norm", "rope_write", "sampling"),
-    *("accept_greedy", "tree_expand", "merge", "trees", "lookup", "attend"),
-    *("tree_context", "row_filters", "node_best", "accept_walk", "child_keys"),
+    *("accept_winners", "tree_expand", "merge", "trees", "lookup", "attend"),
+    *("tree_context", "row_filters", "node_best", "node_winners", "accept_walk", "child_keys"),
 )
 CAPABILITIES = (80, 90, 100, 120)
 _PTXAS = re.compile(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda import (
-    accept_greedy,
+    accept_winners,
     act_and_mul,
     attend,
     commit_kv,
@@ -197,15 +197,13 @@ def _sampling_calls() -> Iterator[Any]:
                 yield sampling.sample(logits, _meta(batch, dtype=torch.float32), seed, seed)
 
 
-def _accept_greedy_calls() -> Iterator[Any]:
-    # batches of trees; the last one is a chain
+def _accept_winners_calls() -> Iterator[Any]:
+    # the last tree is a chain
     trees = ((1, 0), (7, 4), (32, 6), (60, 7), (256, 10), (1024, 63), (1024, 1023))
-    for dtype in FLOATS:
-        for num_nodes, max_depth in trees:
-            for batch, vocab in ((1, 131072), (16, 131072), (256, 262144)):
-                tree = _meta(batch, num_nodes, dtype=I64), _meta(batch, num_nodes, dtype=I32)
-                logits = _meta(batch * num_nodes, vocab, dtype=dtype)
-                yield accept_greedy.accept_greedy(logits, *tree, max_depth)
+    for num_nodes, max_depth in trees:
+        tokens = _meta(4, num_nodes, dtype=I64)
+        parents = _meta(4, num_nodes, dtype=I32)
+        yield accept_winners.accept_winners(tokens, tokens, parents, max_depth)
 
 
 def _tree_expand_calls() -> Iterator[Any]:
@@ -282,7 +280,7 @@ def _attend(
 
 
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {
-    "accept_greedy": _accept_greedy_calls,
+    "accept_winners": _accept_winners_calls,
     "act_and_mul": _act_and_mul_calls,
     "attend": _attend_calls,
     "commit_kv": _commit_kv_calls,

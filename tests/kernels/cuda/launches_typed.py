@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.kernels.cuda import accept_walk, child_keys, node_best, row_filters, tree_context
+from specc.kernels.cuda import (
+    accept_walk,
+    child_keys,
+    node_best,
+    node_winners,
+    row_filters,
+    tree_context,
+)
 from specc.sampling_rows import Rule
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,6 +66,13 @@ def _node_best_calls() -> Iterator[Any]:
                 _tree(num_nodes),
                 all_rules=all_rules,
             )
+
+
+def _node_winners_calls() -> Iterator[Any]:
+    for count in (1, 60):
+        depths = _meta(BATCH, count, dtype=I32)
+        best = _meta(BATCH * count, node_best.config(BATCH * count, VOCAB)["num_parts"], dtype=I64)
+        yield node_winners.row_winners(best, depths, VOCAB)
 
 
 def _accept_walk_calls() -> Iterator[Any]:
@@ -123,6 +137,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "accept_walk": _accept_walk_calls,
     "child_keys": _child_keys_calls,
     "node_best": _node_best_calls,
+    "node_winners": _node_winners_calls,
     "row_filters": _row_filters_calls,
     "tree_context": _tree_context_calls,
 }

@@ -105,9 +105,7 @@ def test_what_ships_is_what_is_launched(
         equal = [other for other in launched if other.compiled == launch.compiled]
         assert equal, f"{key} is never launched"
         assert any(launch.divisible <= other.divisible for other in equal), f"{key}: not divisible"
-    # the walk after a larger batch differs in the number of parts alone, which is smaller
-    unlisted = {launch.compiled for launch in launched} - set(listed)
-    assert {compiled for compiled in unlisted if compiled[0] != "walk_kernel"} == set()
+    assert {launch.compiled for launch in launched} == set(listed)
 
 
 def test_every_file_with_kernels_is_compiled() -> None:
@@ -189,18 +187,20 @@ def test_a_measured_number_that_moves_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def compiled_sample(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Usage]:
-    """One configuration of every kernel for every capability, another one each time."""
+    """One configuration of every kernel, the capabilities in turn; the slow tier compiles all."""
     names = list(SAMPLED_ATTEND)
     for place, capability in enumerate(CAPABILITIES):
         by_kernel: dict[str, list[str]] = {}
         for name, item in shipped(capability).items():
             by_kernel.setdefault(item.kernel.__name__, []).append(name)
         del by_kernel["attend_kernel"]
+        chosen = sorted(by_kernel)[place :: len(CAPABILITIES)]
         names += [
-            f"sm_{capability}/{found[place * len(found) // 4]}" for found in by_kernel.values()
+            f"sm_{capability}/{by_kernel[kernel][place * len(by_kernel[kernel]) // 4]}"
+            for kernel in chosen
         ]
     found = compile_kernels(tmp_path_factory.mktemp("aot"), ["--names", *names], PINNED)
-    assert len(found) == len(names) > 70
+    assert len(found) == len(names) > 20
     return found
 
 

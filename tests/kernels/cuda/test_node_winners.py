@@ -1,0 +1,127 @@
+"""`node_winners` in Triton against its oracle, in tiles of every size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specc.kernels.cuda.node_winners import node_winners
+from specc.sampling_rows import Rule
+from tests.kernels.cuda import cases_node_winners as cases
+from tests.kernels.cuda.typed_trees import MIXED, PLAIN, Row, forest
+
+# the interpreter takes logarithms of 0
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "vocab", "dtype", "tile", "is_small", "options"),
+    [
+        pytest.param(MIXED, (2, 1), 300, F32, 2, False, {}, id="mixed-v300-tiles-of-2"),
+        pytest.param(MIXED, (3,), 37, BF16, 1, False, {}, id="mixed-bf16-v37-tiles-of-1"),
+        pytest.param(
+            *(MIXED, (2,), 530, F16, 3, True, {"num_sources": 2, "seed": 1}),
+            id="mixed-fp16-v530-merged",
+        ),
+        pytest.param(PLAIN, (2, 2), 700, BF16, 4, True, {"kind": "holes"}, id="bf16-v700-holes"),
+        pytest.param(PLAIN, (1, 1, 1), 40, F32, 9, False, {}, id="one-tile"),
+        pytest.param(PLAIN, (), 70, BF16, 1, False, {}, id="bf16-roots-alone"),
+        pytest.param(PLAIN, (1, 1), 1, F32, 2, False, {}, id="v1"),
+    ],
+)
+def test_node_winners(rows, widths, vocab, dtype, tile, is_small, options, device):
+    inputs = forest(rows, widths, vocab, dtype, **options)
+    winners = cases.check_node_winners(inputs, tile, device, is_small=is_small)
+    assert vocab == 1 or len(winners.unique()) > 3
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["ties", "masked", "nan"])
+def test_greedy_rows_of_all_kinds(kind, dtype, device):
+    """Ties go to the lower token, NaN wins, masked tokens lose."""
+    inputs = forest([Row(temperature=0.0), Row(Rule.DELTA, 0.0, frequency=0.5)], (2, 2), 300, F32)
+    logits = torch.round(inputs.logits)
+    if kind == "masked":
+        logits[logits < 2.0] = -torch.inf
+    elif kind == "nan":
+        logits[torch.rand_like(logits) < 0.01] = torch.nan
+        logits[::2, 7] = torch.inf
+    inputs.logits = logits.to(dtype)
+    cases.check_node_winners(inputs, 3, device)
+
+
+@pytest.mark.parametrize("tile", [1, 3])
+def test_penalties_of_the_path_decide(tile, device):
+    """In later tiles, too: of the best token, and of what filters leave."""
+    rows = [
+        Row(temperature=0.0, repetition=3.0, presence=2.0, num_prompt=4),
+        Row(temperature=0.0, frequency=-1.5, length=3),
+        Row(Rule.DELTA, 0.8, top_k=1, frequency=2.0, length=2),
+        Row(top_k=2, presence=-3.0, num_prompt=2, length=5),
+        Row(top_p=0.3, repetition=0.2, length=1),
+    ]
+    inputs = forest(rows, (2, 2, 1), 9, F32, seed=5)
+    # close to each other
+    inputs.logits *= 0.1
+    found = cases.check_node_winners(inputs, tile, device)
+    for column in (3, 4, 5):
+        inputs.values[:, column] = float(column == 3)
+    plain = cases.check_node_winners(inputs, tile, device)
+    assert (found != plain).float().mean() > 0.3
+
+
+@pytest.mark.parametrize(
+    ("max_programs", "value"),
+    [(1, 9.0), (1, float("nan")), (20, float("inf")), (2048, 9.0)],
+    ids=["8-blocks", "8-blocks-nan", "4-blocks-inf", "1-block"],
+)
+def test_the_lower_of_equal_tokens_wins(max_programs, value, device):
+    cases.check_best(1900, max_programs, value, device)
+
+
+def test_nodes_that_hang_below_no_root_have_no_winner(device):
+    cases.check_dead_nodes(device)
+
+
+def test_no_sequence(device):
+    inputs = forest(PLAIN, (2,), 9, F32)
+    empty = [
+        getattr(inputs, name)[:0]
+        for name in ("values", "words", "cache_len", "history", "block_table")
+    ]
+    found = node_winners(inputs.logits[:0], inputs.tokens[:0], inputs.parents[:0], 0, *empty)
+    assert found.shape == (0,)
+
+
+def inputs_of(**change) -> dict:
+    inputs = vars(forest(PLAIN[:2], (2,), 5, F32))
+    names = ("tokens", "parents", "values", "words", "cache_len", "history", "block_table")
+    given = {name: inputs[name] for name in names}
+    return given | {"logits": torch.zeros(4, 5), "first_node": 1} | change
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"logits": torch.zeros(4, 5, dtype=torch.float64)}, "torch.float64"),
+        ({"logits": torch.zeros(5, 5)}, "5 rows of logits"),
+        ({"first_node": 2}, "from node 2 on"),
+        ({"first_node": -1}, "from node -1 on"),
+        ({"tokens": torch.zeros(2, 3, dtype=torch.int32)}, "torch.int32"),
+        ({"parents": torch.zeros(2, 4, dtype=torch.int32)}, r"parents \[2, 4\]"),
+        ({"parents": torch.zeros(3, 2, dtype=torch.int32).T}, "strides"),
+        ({"values": torch.zeros(2, 5)}, r"values \[2, 5\]"),
+        ({"cache_len": torch.zeros(2, dtype=torch.int64)}, "cache_len .* torch.int64"),
+        ({"history": torch.zeros(2, 4, dtype=torch.int64)}, "history .* torch.int64"),
+        ({"block_table": torch.zeros(3, 1, dtype=torch.int32)}, "block_table of 3 rows"),
+    ],
+    ids=lambda x: "" if isinstance(x, dict) else None,
+)
+def test_bad_inputs_are_refused_with_their_values(change, found):
+    with pytest.raises(ValueError, match=found):
+        node_winners(**inputs_of(**change))

@@ -1,0 +1,213 @@
+"""Engines whose trees are too wide for the logits that they may hold: tiles, end to end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from specc import compiler
+from specc.artifact import open_engine
+from specc.config import CompileConfig
+from specc.errors import ConfigError, RequestError
+from specc.extend_engine import extend_engine
+from specc.manifest import Manifest
+from specc.passes.fuse_step import fuse_step
+from specc.plans import OFF, DynamicTree, SpecPlan
+from specc.runtime.compiled_program import CompiledStep
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.runtime.program import StepInputs
+from specc.sampling_params import SamplingParams
+from tests import models
+from tests.lossless import Zoo, run_case
+
+NAME, BATCH = "qwen3", 8
+STATIC = SpecPlan.from_widths((31, 32))
+DYNAMIC = SpecPlan.from_dynamic(DynamicTree(1024, 23, 3))
+NARROW = SpecPlan.from_widths((1,) * 4)
+WIDE = (STATIC, DYNAMIC)
+# of a row: 128 tokens in float32
+ROW_BYTES = models.VOCAB * 4
+
+
+@pytest.fixture(scope="module")
+def path(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """8 sequences of 1024 nodes have 4 MiB of logits, and may have 1."""
+    path = tmp_path_factory.mktemp("tiles") / "engine"
+    config = CompileConfig(
+        plans=(*WIDE, NARROW),
+        max_batch_size=BATCH,
+        max_seq_len=models.MAX_SEQ_LEN,
+        max_logits_mb=1,
+        backend="cpu",
+        probe=False,
+    )
+    compiler.build(zoo.checkpoint(NAME), zoo.checkpoint(NAME, draft="noisy"), path, config)
+    return path
+
+
+@pytest.fixture(scope="module")
+def manifest(path: Path) -> Manifest:
+    return open_engine(path, None)
+
+
+@pytest.fixture(scope="module")
+def engine(path: Path) -> Engine:
+    engine = Engine.load(path)
+    for slabs in engine.cache.slabs.values():
+        for slab in slabs:
+            # whoever attends to a row that was never written shall not get zeros
+            slab.normal_(0.0, 30.0)
+    return engine
+
+
+def test_plans_that_do_not_fit_get_the_widest_tiles_that_do(manifest: Manifest) -> None:
+    tiles = {entry.name: entry.plan.tile for entry in manifest.plans}
+    assert STATIC.num_nodes == DYNAMIC.num_nodes == 1024
+    assert tiles == {STATIC.name: 256, DYNAMIC.name: 256, NARROW.name: None, "off": None}
+    assert BATCH * 256 * ROW_BYTES == 1 << 20
+    # what the drafts are asked at a time: 31 nodes of a level, 23 of the dynamic tree's
+    assert manifest.memory_plan["target"].logits == 1 << 20
+    assert manifest.memory_plan["draft_0"].logits == BATCH * 31 * ROW_BYTES
+
+
+@pytest.mark.parametrize("plan", WIDE, ids=lambda plan: plan.name)
+def test_1024_nodes(zoo: Zoo, engine: Engine, plan: SpecPlan) -> None:
+    """Greedy output is that of `generate`, seeded output that of plain decoding."""
+    outcome = run_case(zoo, NAME, engine, plan.name, models.prompts()[2:4], num_tokens=24)
+    # a draft that is near the target hits with one of so many
+    assert outcome.stats.mean_acceptance_length > 1.9
+    params = [
+        SamplingParams(max_tokens=12, ignore_eos=True, seed=3, temperature=1.0, top_p=0.95),
+        SamplingParams(max_tokens=12, ignore_eos=True, seed=4, rule="delta", frequency_penalty=0.4),
+    ]
+    found = [
+        [
+            output.outputs[0].token_ids
+            for output in LLM(engine, plan=name).generate(
+                [list(prompt) for prompt in models.prompts()[1:3]], params
+            )
+        ]
+        for name in (plan.name, "off")
+    ]
+    assert found[0] == found[1]
+
+
+def steps_of(engine: Engine, plan: SpecPlan) -> CompiledStep:
+    """A plan's step beside those of the engine."""
+    models = {"target": engine.target, "draft_0": engine.drafts[0]}
+    program = fuse_step(plan, dict.fromkeys(models, 1)).to_json()
+    return CompiledStep(json.loads(json.dumps(program)), models)
+
+
+def measure(engine: Engine, plan: SpecPlan, reads: tuple[str, ...] = ()) -> tuple[int, int]:
+    """Most bytes that one step takes at a time, and those that stay behind it, of 8 sequences."""
+    shape = engine.cache.shape
+    table = torch.arange(shape.num_blocks, dtype=torch.int32).view(shape.max_num_seqs, -1)
+    greedy = torch.tensor([[0.0, 1, 0, 1, 0, 0]]).repeat(BATCH, 1)
+    inputs = StepInputs([(5, 7, 20)] * BATCH, table, greedy, torch.zeros(BATCH, 4).long())
+    step = steps_of(engine, plan)
+    step.advance(inputs, engine.cache.environment)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        values = step.advance(inputs, engine.cache.environment, reads).values
+    assert values.keys() == set(reads)
+    del values
+    events = found.profiler.kineto_results.events()
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    sums = list(itertools.accumulate(changes))
+    return max(sums), sums[-1]
+
+
+@pytest.mark.parametrize("plan", WIDE, ids=lambda plan: plan.name)
+def test_a_step_takes_what_the_memory_plan_says(
+    engine: Engine, manifest: Manifest, plan: SpecPlan
+) -> None:
+    """What allocators see of compiled code: tiles take a quarter, and no logits stay behind."""
+    planned = manifest.memory_plan["target"]
+    tiled, left = measure(engine, replace(plan, tile=256))
+    whole, left_of_whole = measure(engine, plan)
+    print(tiled, left, whole, left_of_whole, planned)
+    assert planned.logits < tiled < planned.logits + 2 * planned.workspace
+    # three more tiles of logits, and as much again of everything else
+    assert whole > tiled + 3 * planned.logits
+    assert max(left, left_of_whole) < planned.logits / 4
+
+
+def test_values_that_are_asked_for_stay_until_the_next_step(engine: Engine) -> None:
+    _, without = measure(engine, NARROW)
+    _, with_logits = measure(engine, NARROW, ("logits", "path"))
+    assert with_logits - without == BATCH * NARROW.num_nodes * ROW_BYTES
+
+
+def test_log_probabilities_come_from_plain_decoding(engine: Engine) -> None:
+    """A request that wants them runs beside one that speculates in tiles."""
+    prompts = [list(prompt) for prompt in models.prompts()[1:3]]
+    scored = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2)
+    plain = SamplingParams(max_tokens=9, ignore_eos=True)
+    found = {}
+    for plan in (STATIC.name, "off"):
+        llm = LLM(engine, plan=plan)
+        found[plan] = [o.outputs[0] for o in llm.generate(prompts, [scored, plain])]
+    speculated = llm_steps(engine, STATIC.name, prompts[1], plain)
+    assert speculated < 8
+    for one, other in zip(found[STATIC.name], found["off"], strict=True):
+        assert one.token_ids == other.token_ids
+    mine, wanted = (found[plan][0].logprobs for plan in (STATIC.name, "off"))
+    assert [list(entry) for entry in mine] == [list(entry) for entry in wanted]
+    for entry, other in zip(mine, wanted, strict=True):
+        for token, score in entry.items():
+            assert score.logprob == pytest.approx(other[token].logprob, abs=1e-4)
+
+
+def llm_steps(engine: Engine, plan: str, prompt: list[int], params: SamplingParams) -> int:
+    llm = LLM(engine, plan=plan)
+    llm.generate([prompt], params)
+    return llm.get_metrics().num_steps
+
+
+@pytest.mark.parametrize(
+    ("plan", "found", "do"),
+    [
+        (STATIC.name, "have lost the logits of all but 256 nodes", "a larger --max-logits-mb"),
+        # reranked, too: more memory would not help
+        (DYNAMIC.name, "have lost how often", "choose another plan$"),
+    ],
+)
+def test_rules_that_look_at_logits_are_refused(
+    engine: Engine, plan: str, found: str, do: str
+) -> None:
+    params = SamplingParams(max_tokens=4, temperature=1.0, rule="mss")
+    with pytest.raises(RequestError) as caught:
+        LLM(engine, plan=plan).generate([[1, 2]], params)
+    assert found in caught.value.found
+    assert re.search(do, caught.value.do)
+    assert caught.value.needed.endswith("coupled, delta")
+    # which runs beside them under another plan
+    LLM(engine, plan=NARROW.name).generate([[1, 2]], params)
+
+
+def test_not_even_one_node_fits(zoo: Zoo, tmp_path: Path) -> None:
+    config = CompileConfig(max_batch_size=4096, max_logits_mb=1, backend="eager", probe=False)
+    with pytest.raises(ConfigError) as caught:
+        compiler.build(zoo.checkpoint(NAME), None, tmp_path / "engine", config)
+    assert "one node of each of 4096 sequences take 2.0 MiB" in caught.value.found
+    assert caught.value.do.startswith("pass --max-logits-mb 2,")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_plans_that_come_later_are_held_to_the_same_limit(path: Path, manifest: Manifest) -> None:
+    with extend_engine(path, manifest) as extension:
+        other = SpecPlan.from_widths((20, 20))
+        made = extension.try_plans([other, STATIC, OFF])
+        tiles = {entry.name: entry.plan.tile for entry in made.plans}
+        assert tiles == {other.name: 211, STATIC.name: 256, "off": None}
+        assert made.memory_plan["target"].logits == 1 << 20
+        loaded = Engine.load(extension.directory, backend="eager")
+        assert loaded.plans[other.name].tile == 211
