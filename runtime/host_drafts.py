@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from specc.plans import SUFFIX, VOTE, SpecPlan, lookup_ngram
-from specc.runtime.program import StepResult, draft_lens_of
+from specc.runtime.program import StepResult
 from specc.runtime.sequence import Sequence
 from specc.runtime.suffix_index import OutputIndex, SuffixIndex
-from specc.runtime.vote_weights import VoteWeights
+from specc.runtime.vote_weights import VoteWeights, leader
 
 
 class HostDrafts:
@@ -23,7 +24,9 @@ class HostDrafts:
 
     def __init__(self, plans: Mapping[str, SpecPlan]) -> None:
         self._weights = {
-            name: VoteWeights(len(plan.drafts))
+            name: VoteWeights(
+                len(plan.drafts), [i for i, d in enumerate(plan.drafts) if d in plan.models]
+            )
             for name, plan in plans.items()
             if plan.combine == VOTE
         }
@@ -34,7 +37,7 @@ class HostDrafts:
         """What a step of this plan reads besides rows; see `StepInputs.extra`."""
         extra = {}
         if plan.name in self._weights:
-            row = torch.tensor(self._weights[plan.name].values, dtype=torch.float32)
+            row = torch.tensor(self._weights[plan.name].next_row(), dtype=torch.float32)
             extra["vote_weights"] = row.expand(len(sequences), -1).contiguous()
         if plan.speculates and SUFFIX in plan.drafts:
             count = plan.max_depth
@@ -62,23 +65,45 @@ class HostDrafts:
         other, other_length = self._outputs.propose(sequence.token_ids, num_tokens)
         return (other, other_length) if other_length > length else (own, length)
 
-    def observe(self, plan: SpecPlan, before: list[int], step: StepResult) -> None:
+    def observe(
+        self,
+        plan: SpecPlan,
+        sequences: list[Sequence],
+        extra: Mapping[str, Tensor],
+        step: StepResult,
+    ) -> None:
         """Take the outcome of a step.
 
         Args:
             plan: of the step.
-            before: committed rows of each sequence before it.
+            sequences: that took part, as they were before it.
+            extra: what `inputs` gave it.
             step: its results.
         """
-        if plan.name not in self._weights or not before:
+        if plan.name not in self._weights or not sequences:
             return
-        models = dict(zip(plan.models, draft_lens_of(plan), strict=True))
-        agreed = []
-        for draft in plan.drafts:
-            # the root's row is each draft's; the others are those of tokens it proposed itself
-            lengths = step.draft_lens[models[draft]] if draft in models else step.next_cache_len
-            agreed.append(sum(lengths[b] - n - 1 for b, n in enumerate(before)) / len(before))
-        self._weights[plan.name].observe(agreed)
+        weights = self._weights[plan.name]
+        # a leader's chain is the one that was verified
+        first = leader(extra["vote_weights"][0].tolist())
+        for place, draft in enumerate(plan.drafts):
+            if draft not in plan.models:
+                counts = [
+                    self._agreed(sequence, draft, plan.max_depth, tokens[: count + 1])
+                    for sequence, tokens, count in zip(
+                        sequences, step.output_tokens, step.num_accepted, strict=True
+                    )
+                ]
+                weights.observe(place, counts, plan.max_depth)
+            elif place == first:
+                weights.observe(place, step.num_accepted, plan.max_depth)
+
+    def _agreed(
+        self, sequence: Sequence, draft: str, num_tokens: int, output_tokens: list[int]
+    ) -> int:
+        """Tokens that a lookup proposed and the target took."""
+        proposed, _ = self.propose(sequence, num_tokens, draft)
+        pairs = zip(proposed, output_tokens, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def finish(self, sequence: Sequence) -> None:
         """A request has ended: later ones may look its output up."""

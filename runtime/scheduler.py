@@ -264,8 +264,7 @@ class Scheduler:
                 continue
             self.stats.record_step_pass(step.stage_s)
             if len(rows) == len(group.sequences):
-                before = [sequence.cache_len for sequence in group.sequences]
-                self.host_drafts.observe(group.plan, before, step)
+                self.host_drafts.observe(group.plan, group.sequences, group.extra, step)
             for i, sequence in rows:
                 num_accepted = step.num_accepted[i]
                 tokens = step.output_tokens[i][: num_accepted + 1]
