@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from specc.runtime.failed_operator import OperatorError
+from specc.runtime.last_use import last_used
 
 _SIZE = torch.ops.aten.sym_size.int
 
@@ -137,7 +138,7 @@ class _BoundStage:
                 else:
                     self._calls.append((node, function))
         kept = {*self._known, *self._late, *self._outputs.values()}
-        self._last_used = _last_used([node for node, _ in self._calls], kept)
+        self._last_used = last_used([node for node, _ in self._calls], kept)
         known_outputs = {k: n for k, n in self._outputs.items() if n in constant}
         environment |= {name: self._known[node] for name, node in known_outputs.items()}
         self.folded_outputs = set(known_outputs)
@@ -150,18 +151,6 @@ class _BoundStage:
             for used in self._last_used[node]:
                 del values[used]
         self._environment |= {name: values[node] for name, node in self._outputs.items()}
-
-
-def _last_used(calls: list[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Call → values that no call behind it reads, its own included, but for those that are kept."""
-    last: dict[fx.Node, fx.Node] = {}
-    for node in calls:
-        last |= dict.fromkeys([node, *node.all_input_nodes], node)
-    found: dict[fx.Node, list[fx.Node]] = {node: [] for node in calls}
-    for value, node in last.items():
-        if value not in kept:
-            found[node].append(value)
-    return found
 
 
 def _is_pure(node: fx.Node, constant: set[fx.Node]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json, target_name
+from specc.runtime.last_use import last_used
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import (
     PROGRAM_SCHEMA_VERSIONS,
@@ -313,7 +314,8 @@ class _Encoder:
     def _encode_stage(self, graph: fx.GraphModule, static_names: set[str]) -> None:
         slots: dict[fx.Node, int] = {}
         static: set[fx.Node] = set()
-        last_used = _last_used(graph)
+        kept = {*graph.graph.find_nodes(op="placeholder"), *_outputs(graph).values()}
+        releases = last_used([n for n in graph.graph.nodes if n.op != "output"], kept)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 slots[node] = self._slots[node.target]
@@ -330,7 +332,7 @@ class _Encoder:
                 slots[node] = self._next
                 self._next += 1
                 self._encode_node(node, slots, static)
-                for used in last_used.get(node, ()):
+                for used in releases[node]:
                     if used not in static:
                         self.runner.release(slots[used])
 
@@ -388,20 +390,6 @@ class _Encoder:
                 self._argument(item, slots)
         else:
             self.runner.literal(list(value) if isinstance(value, tuple) else value)
-
-
-def _last_used(graph: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    """Node → values of the stage that nobody reads behind it, those of its own included."""
-    kept = {n for n in graph.graph.nodes if n.op == "placeholder"} | set(_outputs(graph).values())
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.graph.nodes:
-        if node.op != "output":
-            last |= dict.fromkeys([node, *node.all_input_nodes], node)
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for value, node in last.items():
-        if value not in kept:
-            found.setdefault(node, []).append(value)
-    return found
 
 
 def _outputs(graph: fx.GraphModule) -> Mapping[str, fx.Node]:
