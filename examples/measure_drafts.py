@@ -1,10 +1,10 @@
 """Tokens a step and tokens a second of every plan of an engine, greedy and sampled by each rule.
 
 Every round runs every case once, in an order that rotates; figures are medians, those of speed
-relative to plain decoding at the same temperature in the same round. `--policy` adds what chooses
-among the plans. `--tuned` is an engine that `specc tune` has changed, and whose plans this one has:
-the regret of a tuned plan is how much faster than it the fastest of the others was, round by round,
-with the interval that 95 % of resampled rounds give.
+relative to plain decoding at the same temperature in the same round. `--plan` leaves the others
+out, `--policy` adds what chooses among the plans. `--tuned` is an engine that `specc tune` has
+changed, and whose plans this one has: the regret of a tuned plan is how much faster than it the
+fastest of the others was, round by round, with the interval that 95 % of resampled rounds give.
 
     python examples/measure_drafts.py ENGINE --prompts prompts.jsonl --json out.json
 """
@@ -163,6 +163,7 @@ def main(
     batch_size: Annotated[list[int], typer.Option()] = [1, 8],  # noqa: B006  typer's way
     temperature: Annotated[list[float], typer.Option()] = [0.0, 1.0],  # noqa: B006
     rule: Annotated[list[str], typer.Option()] = ["coupled", "delta", "mss", "swor"],  # noqa: B006
+    plan: Annotated[list[str], typer.Option()] = [],  # noqa: B006
     policy: Annotated[list[str], typer.Option()] = [],  # noqa: B006
     tuned: Annotated[Path | None, typer.Option()] = None,
     rounds: Annotated[int, typer.Option()] = 3,
@@ -173,6 +174,8 @@ def main(
     texts = list(read_prompt_lines(prompts))[:num_prompts]
     token_ids = tokenize(loaded, texts, tokens)
     cases = cases_of(loaded, temperature, rule, policy)
+    if plan:
+        cases = [case for case in cases if case.policy or case.plan in (OFF.name, *plan)]
     rows: list[dict[str, Any]] = []
     for size in batch_size:
         rows += measure(loaded, token_ids, cases, size, tokens, rounds)
