@@ -173,6 +173,8 @@ BROKEN = {
 }
 
 
+# with two threads: tests/kernels/test_threads_native.py; here they would stall beside other work
+@pytest.mark.parametrize("threads", [1], indirect=True, ids=["1-thread"])
 @pytest.mark.parametrize("plan", ["off", "tree-2-2-1"])
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_good_step_after_one_that_failed(
