@@ -1,7 +1,7 @@
 """Schemas and fake implementations of the `specc::` operators; importing this registers them.
 
-The default implementation of each operator is its oracle in `specc.kernels.reference` or
-`specc.kernels.reference_fused`. Other lowerings register for their own dispatch key.
+The default implementation of each operator is its oracle in one of `specc.kernels.reference*`.
+Other lowerings register for their own dispatch key.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from specc.kernels import (
     reference,
     reference_accept,
     reference_fused,
+    reference_rectangular,
     reference_sampling,
     reference_trees,
 )
@@ -179,6 +180,14 @@ def _act_and_mul_fake(gate_up: Tensor, activation: str) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
+def _cache_write_fake(cache: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
+    return cache.new_empty(cache.shape)
+
+
+def _masked_attention_fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
 def _grouped_mm_fake(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
@@ -330,4 +339,15 @@ act_and_mul = _define(
     "act_and_mul(Tensor gate_up, str activation) -> Tensor",
     reference_fused.act_and_mul_reference,
     _act_and_mul_fake,
+)
+# what ONNX and TensorRT have of their own
+cache_write = _define(
+    "cache_write(Tensor cache, Tensor update, Tensor write_index) -> Tensor",
+    reference_rectangular.cache_write_reference,
+    _cache_write_fake,
+)
+masked_attention = _define(
+    "masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",
+    reference_rectangular.masked_attention_reference,
+    _masked_attention_fake,
 )

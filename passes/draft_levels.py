@@ -112,11 +112,14 @@ def draft_tree(
             fed = frontier[first:last]
             name = f"{draft}_level_{depth}" + (f"_{first}" if first else "")
             if depth:
-                picked = [place[node] for node in fed]
+                # a rectangle has no gaps: what lies between is fed, too, though nothing comes of it
+                between = [n for n in nodes if fed[0] <= n <= fed[-1]] if g.is_rectangular else fed
+                picked = [place[node] for node in between]
                 tokens = g.select(levels[-1], f"{name}_fed", picked, len(nodes))
-                rows = g.repeat_rows(g.constant(f"{name}_ancestors", words[fed]), g.batch)
-                slots = g.constant(f"{name}_nodes", int32(fed))
-                logits = feed_level(g, draft, tokens, rows, slots, len(fed), depth)
+                rows = g.repeat_rows(g.constant(f"{name}_ancestors", words[between]), g.batch)
+                slots = g.constant(f"{name}_nodes", int32(between))
+                logits = feed_level(g, draft, tokens, rows, slots, len(between), depth)
+                logits = _rows_of(g, logits, f"{name}_rows", between, fed)
             found.append(logits)
             counts = [len(tree.children(node)) for node in fed]
             widest = max(counts)
@@ -129,3 +132,15 @@ def draft_tree(
             made.append(g.select(wide, f"{name}_kept", kept, len(fed) * widest))
         levels.append(g.cat(*made))
     return found, g.cat(*levels)
+
+
+def _rows_of(
+    g: StepGraph, logits: fx.Node, name: str, nodes: list[int], kept: list[int]
+) -> fx.Node:
+    """Logits [B * len(kept), V] of some of the nodes that were fed."""
+    if nodes == kept:
+        return logits
+    wide = g.reshape(logits, g.batch, len(nodes), -1)
+    places = g.constant(name, torch.tensor([nodes.index(node) for node in kept]))
+    picked = g.call(aten.index_select.default, wide, 1, places)
+    return g.call(aten.flatten.using_ints, picked, 0, 1)

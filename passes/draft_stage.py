@@ -45,14 +45,16 @@ class Proposals:
     slots: list[int] | None = None
 
 
-def draft_stage(plan: SpecPlan, constants: dict[str, torch.Tensor]) -> fx.Graph:
+def draft_stage(
+    plan: SpecPlan, constants: dict[str, torch.Tensor], is_rectangular: bool = False
+) -> fx.Graph:
     """Grow the tree of a plan that speculates.
 
     Outputs `tokens` [B, N] and, where the tree is data, `parents` [B, N], `ancestors` [B * N, W],
     `depths` [B * N] and `slot_of_<draft>` [B, N]; of merged trees also `image` [B, T]. `q_0`,
     `q_1`, … are the logits that children were drawn from.
     """
-    g = StepGraph(constants, *STEP_INPUTS)
+    g = StepGraph(constants, *STEP_INPUTS, is_rectangular=is_rectangular)
     if plan.is_static:
         outputs = _static(g, plan)
     elif plan.dynamic is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specc.kernels import ops
-from specc.passes.program import RUNTIME_INPUTS, Program
+from specc.passes.program import Program
 
 aten = torch.ops.aten
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 def has_runtime_inputs(program: Program) -> bool:
     """The graph takes every runtime input."""
     names = {node.target for node in program.graph.find_nodes(op="placeholder")}
-    return names.issuperset(RUNTIME_INPUTS)
+    return names.issuperset(program.runtime_inputs)
 
 
 def is_flat_call_graph(program: Program) -> bool:
@@ -48,6 +48,12 @@ def attention_is_a_tree(program: Program) -> bool:
     """Every layer attends through specc::tree_attention with caches of its own."""
     count = len(list(program.calls(ops.tree_attention)))
     return count > 0 and count == len(program.layers) and len(program.caches) == 2 * count
+
+
+def attention_is_cached(program: Program) -> bool:
+    """Every layer attends through an operator of specc with caches of its own."""
+    calls = program.calls(ops.tree_attention, ops.masked_attention)
+    return len(calls) > 0 and len(calls) == len(program.layers) == len(program.caches) // 2
 
 
 def logits_are_selected(program: Program) -> bool:

@@ -13,7 +13,7 @@ from torch import fx
 
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
-from specc.passes.facts import attention_is_a_tree
+from specc.passes.facts import attention_is_cached
 from specc.passes.program import Program, Weight, emit_call
 
 aten = torch.ops.aten
@@ -25,11 +25,11 @@ _MAX_DISTANCE = 24
 class FuseQKV(Pass):
     """`linear(x, Wq), linear(x, Wk), linear(x, Wv)` → one linear and three slices."""
 
-    requires = (attention_is_a_tree,)
+    requires = (attention_is_cached,)
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
-        for node in list(program.calls(ops.tree_attention)):
+        for node in program.calls(ops.tree_attention, ops.masked_attention):
             linears = [_nearest_linear(operand) for operand in node.args[:3]]
             if any(linear is None for linear in linears):
                 result.decline(
@@ -44,7 +44,7 @@ class FuseQKV(Pass):
 class FuseGateUp(Pass):
     """`act(linear(x, Wgate)) * linear(x, Wup)` → one linear and two slices."""
 
-    requires = (attention_is_a_tree,)
+    requires = (attention_is_cached,)
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()

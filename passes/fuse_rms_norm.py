@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
 from specc.passes.columns import is_conversion, only_user, same_shape, through_widening
-from specc.passes.facts import attention_is_a_tree
+from specc.passes.facts import attention_is_a_tree, attention_is_cached
 from specc.passes.program import Program, bind_args, emit_call, is_view, replace
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ class FuseRMSNorm(Pass):
     stays.
     """
 
-    requires = (attention_is_a_tree,)
+    requires = (attention_is_cached,)
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()

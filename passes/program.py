@@ -23,6 +23,8 @@ RUNTIME_INPUTS = (
     "block_table",
     "logit_rows",
 )
+# those of programs that take rectangles of tokens; masks follow, one for each window
+RECTANGULAR_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,14 @@ class Program:
 
     Args:
         name: `target`, `draft_0`, …
-        graph_module: placeholders are weights, constants, then RUNTIME_INPUTS, then caches; the
+        graph_module: placeholders are weights, constants, then `runtime_inputs`, then caches; the
             output is one tensor of logits.
         weights: placeholder name → where its values come from.
         constants: placeholder name → small tensor (rotary frequencies, embedding scales).
         caches: placeholder name → (layer, "k" or "v").
         layers: filled by the tree-attention rewrite.
         windows: attention node name → window (0 = none); filled by mask classification.
+        runtime_inputs: names of the inputs that a runtime brings to every pass.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Program:
     caches: dict[str, tuple[int, str]] = field(default_factory=dict)
     layers: list[AttentionLayer] = field(default_factory=list)
     windows: dict[str, int] = field(default_factory=dict)
+    runtime_inputs: tuple[str, ...] = RUNTIME_INPUTS
 
     @property
     def graph(self) -> fx.Graph:

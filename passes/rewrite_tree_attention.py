@@ -56,7 +56,7 @@ class RewriteTreeAttention(Pass):
         ]
         last = last_placeholder(graph)
         for layer, node in enumerate(program.calls(aten.scaled_dot_product_attention.default)):
-            q, k, v, scale = _operands(node)
+            q, k, v, scale = attention_operands(node)
             _check_operands(node, q, k, v)
             folded_k, folded_v = fold_repeat(k), fold_repeat(v)
             if folded_k is not None and folded_v is not None and _same_heads(folded_k, folded_v):
@@ -134,7 +134,8 @@ def _require_positions(program: Program) -> None:
         )
 
 
-def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, float]:
+def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, float]:
+    """Queries, keys, values and scale of dense attention."""
     bound = bind_args(node)
     scale = bound["scale"]
     if scale is None:

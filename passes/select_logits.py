@@ -26,7 +26,10 @@ _ELEMENTWISE = (
 
 
 class SelectLogits(Pass):
-    """Gather `logit_rows` in front of the vocabulary projection; the output becomes [R, V]."""
+    """Gather `logit_rows` in front of the vocabulary projection; the output becomes [R, V].
+
+    Rows are counted over all tokens of a pass: those of [B, N] tokens are laid end to end first.
+    """
 
     requires = (has_runtime_inputs,)
     ensures = (logits_are_selected,)
@@ -59,7 +62,8 @@ class SelectLogits(Pass):
             reason = f"the output comes from {projection.target}, not from a linear projection"
             result.decline(projection.name, reason + ": all rows are projected, then selected")
             with graph.inserting_before(output):
-                logits = emit_call(graph, aten.index_select.default, logits, 1, rows)
+                flat = _end_to_end(logits)
+                logits = emit_call(graph, aten.index_select.default, flat, 1, rows)
         with graph.inserting_before(output):
             output.args = (emit_call(graph, aten.squeeze.dim, logits, 0),)
         graph.eliminate_dead_code()
@@ -72,10 +76,18 @@ def _select_input(projection: fx.Node, rows: fx.Node) -> None:
     while hidden.target is aten.slice.Tensor and _is_whole(hidden):
         hidden = hidden.args[0]
     with graph.inserting_before(projection):
-        selected = emit_call(graph, aten.index_select.default, hidden, 1, rows)
+        selected = emit_call(graph, aten.index_select.default, _end_to_end(hidden), 1, rows)
     projection.update_arg(0, selected)
     value = projection.meta["val"]
     projection.meta["val"] = value.new_empty(*selected.meta["val"].shape[:-1], value.shape[-1])
+
+
+def _end_to_end(node: fx.Node) -> fx.Node:
+    """[B, N, …] as [1, B · N, …]; a pass of flat tokens is that already."""
+    batch, _, width = node.meta["val"].shape
+    if isinstance(batch, int) and batch == 1:
+        return node
+    return emit_call(node.graph, aten.reshape.default, node, [1, -1, width])
 
 
 def _is_whole(node: fx.Node) -> bool:

@@ -18,12 +18,8 @@ from specc.passes.program import RUNTIME_INPUTS, Program, Weight
 _WRAPPED = "model"
 
 
-class _FlatTokens(nn.Module):
-    """Present a model of [1, T] tokens as one of flat tokens, with all runtime inputs.
-
-    The inputs that the model does not know stay unused placeholders, so that later passes find
-    them with symbolic shapes. `geometry` lends the caches their symbolic sizes.
-    """
+class ModelCall(nn.Module):
+    """Call a model with tokens and positions [B, T] in the way that its forward takes them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -31,6 +27,23 @@ class _FlatTokens(nn.Module):
         parameters = inspect.signature(model.forward).parameters
         self.use_cache = {"use_cache": False} if "use_cache" in parameters else {}
         self.names = [name for name in ("input_ids", "position_ids") if name in parameters]
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        inputs = {"input_ids": tokens, "position_ids": positions}
+        if self.names:
+            named = {name: inputs[name] for name in self.names}
+            output = self.model(**named, **self.use_cache)
+        else:
+            output = self.model(*inputs.values())
+        return getattr(output, "logits", output)
+
+
+class _FlatTokens(ModelCall):
+    """Present a model of [1, T] tokens as one of flat tokens, with all runtime inputs.
+
+    The inputs that the model does not know stay unused placeholders, so that later passes find
+    them with symbolic shapes. `geometry` lends the caches their symbolic sizes.
+    """
 
     def forward(
         self,
@@ -44,13 +57,7 @@ class _FlatTokens(nn.Module):
         logit_rows: Tensor,
         geometry: Tensor,
     ) -> Tensor:
-        inputs = {"input_ids": tokens.unsqueeze(0), "position_ids": positions.unsqueeze(0)}
-        if self.names:
-            named = {name: inputs[name] for name in self.names}
-            output = self.model(**named, **self.use_cache)
-        else:
-            output = self.model(*inputs.values())
-        return getattr(output, "logits", output)
+        return self.logits(tokens.unsqueeze(0), positions.unsqueeze(0))
 
 
 def export_flat(model: nn.Module) -> ExportedProgram:
@@ -59,7 +66,6 @@ def export_flat(model: nn.Module) -> ExportedProgram:
     Raises:
         NotCausalLMError: the model does not take these inputs or return logits of this shape.
     """
-    wrapper = _FlatTokens(model).eval()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     i64: dict[str, Any] = {"dtype": torch.int64, "device": device}
     i32: dict[str, Any] = {"dtype": torch.int32, "device": device}
@@ -90,11 +96,25 @@ def export_flat(model: nn.Module) -> ExportedProgram:
         "logit_rows": {0: Dim("rows", min=1, max=1 << 20)},
         "geometry": {0: Dim("blocks", min=1), 1: Dim("block_size", min=1)},
     }
+    exported = export(_FlatTokens(model), model, inputs, dynamic)
+    require_logits(exported, type(model).__name__, batch="1")
+    return exported
+
+
+def export(
+    wrapper: nn.Module, model: nn.Module, inputs: dict[str, Any], dynamic: dict[str, Any]
+) -> ExportedProgram:
+    """Export a wrapped model for inputs of these dynamic sizes.
+
+    Raises:
+        NotCausalLMError: the model does not take tokens and positions.
+        UnsupportedGraphError: torch cannot trace it.
+    """
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(
-                wrapper,
+            return torch.export.export(
+                wrapper.eval(),
                 (),
                 inputs,
                 dynamic_shapes=dynamic,
@@ -114,34 +134,39 @@ def export_flat(model: nn.Module) -> ExportedProgram:
             "a forward that torch.export can trace with a dynamic number of tokens",
             "report the architecture with this message",
         ) from error
-    _require_logits(exported, type(model).__name__)
-    return exported
 
 
-def _require_logits(exported: ExportedProgram, name: str) -> None:
+def require_logits(exported: ExportedProgram, name: str, batch: str) -> None:
     """Refuse an output that is not one row of logits for each token."""
     graph = exported.graph_module.graph
     (output,) = graph.find_nodes(op="output")
     (tokens,) = (n for n in graph.find_nodes(op="placeholder") if n.target == "tokens")
+    needed = (batch, str(tokens.meta["val"].shape[-1]))
     node = output.args[0][0]
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point():
         shape = tuple(map(str, value.shape))
-        if shape[:2] == ("1", str(tokens.meta["val"].shape[0])) and isinstance(value.shape[2], int):
+        if shape[:2] == needed and isinstance(value.shape[2], int):
             return
     found = "no tensor"
     if isinstance(value, Tensor):
         found = f"{value.dtype} [{', '.join(map(str, value.shape))}]"
     raise NotCausalLMError(
         f"{name} returns {found}",
-        "floating-point logits [1, tokens, vocabulary], of every token",
+        f"floating-point logits [{batch}, tokens, vocabulary], of every token",
         "pass a causal language model",
     )
 
 
 def trace(model: nn.Module, name: str) -> Program:
     """Trace a model into a Program whose weights are placeholders with names of parameters."""
-    exported = export_flat(model)
+    return to_program(export_flat(model), model, name, RUNTIME_INPUTS)
+
+
+def to_program(
+    exported: ExportedProgram, model: nn.Module, name: str, runtime_inputs: tuple[str, ...]
+) -> Program:
+    """The Program of an exported model, with the values of its constants and buffers."""
     graph_module = exported.graph_module
     weights: dict[str, Weight] = {}
     constants: dict[str, Tensor] = {}
@@ -156,7 +181,7 @@ def trace(model: nn.Module, name: str) -> Program:
             buffers[placeholder] = spec.target.removeprefix(f"{_WRAPPED}.")
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[placeholder] = exported.constants[spec.target]
-    program = Program(name, graph_module, weights, constants)
+    program = Program(name, graph_module, weights, constants, runtime_inputs=runtime_inputs)
     _drop_unused_inputs(program, buffers)
     values = buffer_values(model, set(buffers.values()))
     program.constants |= {placeholder: values[path] for placeholder, path in buffers.items()}
@@ -220,7 +245,7 @@ def _is_set(value: Tensor) -> bool:
 def _drop_unused_inputs(program: Program, buffers: dict[str, str]) -> None:
     graph = program.graph
     for node in list(graph.find_nodes(op="placeholder")):
-        if node.users or node.target in (*RUNTIME_INPUTS, "geometry"):
+        if node.users or node.target in (*program.runtime_inputs, "geometry"):
             continue
         program.weights.pop(node.target, None)
         program.constants.pop(node.target, None)

@@ -150,6 +150,11 @@ class SafetensorsReader:
     def shape(self, key: str) -> tuple[int, ...]:
         return self._entry(key).shape
 
+    def place(self, key: str) -> tuple[int, int]:
+        """Offset of a tensor's data in its file, and its bytes."""
+        entry = self._entry(key)
+        return entry.begin, entry.end - entry.begin
+
     def location(self, key: str | None = None) -> str:
         return str(self.path if key is None else self._entry(key).file)
 

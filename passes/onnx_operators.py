@@ -1,0 +1,62 @@
+"""What specc's own operators are in ONNX, for the exporter of torch.
+
+Functions here are run by onnxscript while it builds a graph: their arguments are its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specc.kernels import ops
+
+# the first with TensorScatter; Attention came with 23
+OPSET = 24
+
+
+def translations() -> dict[Any, Callable[..., Any]]:
+    """Operator of specc → function that emits standard nodes; needs onnxscript."""
+    from onnxscript.values import Opset
+
+    op = Opset("", OPSET)
+
+    def cache_write(cache: Any, update: Any, write_index: Any) -> Any:
+        return op.TensorScatter(cache, update, write_index, axis=2, mode="linear")
+
+    def masked_attention(q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
+        return op.Attention(q, k, v, mask, scale=scale)[0]
+
+    def rms_norm(x: Any, weight: Any, eps: float, unit_offset: bool = False) -> Any:
+        if unit_offset:
+            weight = op.Add(weight, op.CastLike(op.Constant(value_float=1.0), weight))
+        return op.RMSNormalization(x, weight, axis=-1, epsilon=eps, stash_type=_FLOAT)
+
+    def grouped_mm(x: Any, weight: Any, ends: Any) -> Any:
+        """One product for each expert, of a run of rows whose ends are data."""
+        num_experts, _, width = weight.shape
+        wide = op.Cast(ends, to=_INT64)
+        zero, axis = op.Constant(value_ints=[0]), op.Constant(value_ints=[0])
+        parts, start = [], zero
+        for expert in range(num_experts):
+            place = op.Constant(value_ints=[expert])
+            end = op.Gather(wide, place, axis=0)
+            rows = op.Slice(x, start, end, axis)
+            matrix = op.Squeeze(op.Gather(weight, place, axis=0), axis)
+            parts.append(op.MatMul(rows, matrix))
+            start = end
+        # rows behind the last end belong to no expert
+        rest = op.Sub(op.Shape(x, start=0, end=1), start)
+        shape = op.Concat(rest, op.Constant(value_ints=[int(width)]), axis=0)
+        nothing = op.CastLike(op.Constant(value_floats=[0.0]), x)
+        return op.Concat(*parts, op.Expand(nothing, shape), axis=0)
+
+    return {
+        ops.cache_write: cache_write,
+        ops.masked_attention: masked_attention,
+        ops.rms_norm: rms_norm,
+        ops.grouped_mm: grouped_mm,
+    }
+
+
+# TensorProto.DataType
+_FLOAT, _INT64 = 1, 7
