@@ -80,3 +80,7 @@ class RequestError(SpeccError):
 
 class InputFileError(SpeccError):
     """A file of prompts cannot be read."""
+
+
+class TensorRTError(SpeccError):
+    """TensorRT is absent, too old, or cannot build this program as it has to be built."""
