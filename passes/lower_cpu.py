@@ -73,6 +73,21 @@ def lower_cpu(
     return records, isa_flags()
 
 
+def copy_operators(library: Path) -> tuple[str, ...]:
+    """Copy the library of the operators alone, for engines whose models another runtime runs.
+
+    Args:
+        library: file that gets it.
+    Returns:
+        the instruction sets that the code may use.
+    Raises:
+        CompilerError: no C++ compiler, one that fails, or a cache that cannot be written.
+        OutputError: the file cannot be written.
+    """
+    _copy_library(library)
+    return isa_flags()
+
+
 def _compile(program: Mapping[str, Any], package: Path) -> None:
     try:
         compile_package(program, package)

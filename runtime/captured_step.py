@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json
@@ -40,6 +40,8 @@ class PendingStep(NamedTuple):
     batch: int
     begin_s: float
     results: HostResults
+    # row of each sequence; None is their order
+    places: Sequence[int] | None = None
 
     @property
     def can_go_on(self) -> bool:
@@ -48,12 +50,14 @@ class PendingStep(NamedTuple):
         Not with a hook, which reads what the device has made, nor where another step was queued
         meanwhile: the device goes on from that one.
         """
-        return self.step.is_newest(self.results) and self.step.is_replayed(self.batch)
+        count = rows_of(self.batch, self.places)
+        return self.step.is_newest(self.results) and self.step.is_replayed(count)
 
     def result(self) -> StepResult:
         """Once; the seconds are those since the step before it ended, or it was queued."""
         values = self.results.wait()
-        return self.step.to_result(values[: self.batch], self.step.seconds_since(self.begin_s))
+        rows = values[: self.batch] if self.places is None else values[list(self.places)]
+        return self.step.to_result(rows, self.step.seconds_since(self.begin_s))
 
 
 class CapturedStep:
@@ -70,6 +74,9 @@ class CapturedStep:
         buffers: inputs and results; common to the steps of an engine.
         graphs: the device.
         buckets: sizes, ascending; the last is the largest batch.
+        by_block: sequence b of the models has cache row b, so each goes to the row of its block;
+            the cache is dense.
+        adapt: called with each stage's graph, which it may change.
     Raises:
         EngineError: a malformed program.
     """
@@ -82,6 +89,8 @@ class CapturedStep:
         buffers: StepBuffers,
         graphs: GraphDevice,
         buckets: Sequence[int],
+        by_block: bool = False,
+        adapt: Callable[[fx.GraphModule], object] = lambda graph: None,
     ) -> None:
         self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
@@ -99,7 +108,9 @@ class CapturedStep:
             stage["name"]: place(graph_from_json(stage["graph"], modules=models), graphs.device)
             for stage in program["stages"]
         }
+        self._by_block = by_block
         for stage in self._stages.values():
+            adapt(stage)
             # the module and its graph name each other: weights would outlive the engine until the
             # garbage collector comes by
             stage.graph.owning_module = None
@@ -147,28 +158,30 @@ class CapturedStep:
         """
         begin_s = time.perf_counter()
         batch = len(inputs.rows)
-        bucket = self.bucket_of(batch)
+        places = inputs.block_table[:, 0].tolist() if self._by_block else None
         num_blocks, rows_per_block = self._slabs["history"].shape
         lengths = [row[-1] for row in inputs.rows]
         check_step_bounds(
             lengths, inputs.block_table, self.plan.num_rows, num_blocks, rows_per_block
         )
+        bucket = self.bucket_of(rows_of(batch, places))
         self.capture(bucket)
         with self._graphs.active():
-            self._buffers.copy_from(inputs, bucket)
-            return self._queue(batch, bucket, begin_s)
+            self._buffers.copy_from(inputs, bucket, places)
+            return self._queue(batch, places, bucket, begin_s)
 
-    def submit_next(self, batch: int) -> PendingStep:
+    def submit_next(self, batch: int, places: Sequence[int] | None = None) -> PendingStep:
         """Queue a step that goes on where the last one ended, which the host may not know yet.
 
         Args:
             batch: sequences, those of the step that was queued last.
+            places: their rows, as that step had them.
         """
         begin_s = time.perf_counter()
-        bucket = self.bucket_of(batch)
+        bucket = self.bucket_of(rows_of(batch, places))
         self.capture(bucket)
         with self._graphs.active():
-            return self._queue(batch, bucket, begin_s)
+            return self._queue(batch, places, bucket, begin_s)
 
     def advance(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
@@ -181,10 +194,11 @@ class CapturedStep:
         if not reads:
             return self.submit(inputs).result()
         with self._as_stages():
-            result = self.submit(inputs).result()
-            batch = len(inputs.rows)
-            bound = self._bound[self.bucket_of(batch), True]
-            seen = _BoundValues(bound, self.bucket_of(batch), batch)
+            pending = self.submit(inputs)
+            result = pending.result()
+            bucket = self.bucket_of(rows_of(pending.batch, pending.places))
+            bound = self._bound[bucket, True]
+            seen = _BoundValues(bound, bucket, pending.batch, pending.places)
             return result._replace(values={name: seen[name] for name in reads})
 
     @contextlib.contextmanager
@@ -227,7 +241,9 @@ class CapturedStep:
         )
 
     @torch.inference_mode()
-    def _queue(self, batch: int, bucket: int, begin_s: float) -> PendingStep:
+    def _queue(
+        self, batch: int, places: Sequence[int] | None, bucket: int, begin_s: float
+    ) -> PendingStep:
         bound = self._bound[bucket, self.is_split]
         captured = self._captured[bucket, self.is_split]
         parts: list[Callable[[], object]] = [graph.replay for graph in captured or ()]
@@ -240,9 +256,9 @@ class CapturedStep:
             *early, accept = parts
             for part in early:
                 part()
-            self.before_accept(_BoundValues(bound, bucket, batch))
+            self.before_accept(_BoundValues(bound, bucket, batch, places))
             accept()
-        return PendingStep(self, batch, begin_s, self._buffers.read_results())
+        return PendingStep(self, batch, begin_s, self._buffers.read_results(), places)
 
     def _warm_up(self, parts: Sequence[Callable[[], object]], bucket: int) -> None:
         """Run once: this compiles and allocates what the first run does."""
@@ -285,20 +301,43 @@ class CapturedStep:
 class _BoundValues:
     """What a hook sees of a step: values of real rows alone; a new value is copied into place."""
 
-    def __init__(self, bound: BoundStep, bucket: int, batch: int) -> None:
+    def __init__(
+        self, bound: BoundStep, bucket: int, batch: int, places: Sequence[int] | None = None
+    ) -> None:
         self._bound = bound
         self._bucket = bucket
         self._batch = batch
+        self._places = places
 
     def __getitem__(self, name: str) -> Tensor:
         value = self._bound.environment[name]
-        if name in self._bound.fixed_names or name.partition("_slab_")[1]:
+        if self._is_common(name):
             return value
         # logits have a row for each node of each sequence
-        return value[: value.shape[0] // self._bucket * self._batch]
+        if self._places is None:
+            return value[: value.shape[0] // self._bucket * self._batch]
+        return value[self._rows(value)]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self[name].copy_(value)
+        if self._places is None or self._is_common(name):
+            self[name].copy_(value)
+        else:
+            whole = self._bound.environment[name]
+            whole[self._rows(whole)] = value
+
+    def _is_common(self, name: str) -> bool:
+        return name in self._bound.fixed_names or bool(name.partition("_slab_")[1])
+
+    def _rows(self, value: Tensor) -> Tensor:
+        assert self._places is not None
+        each = value.shape[0] // self._bucket
+        rows = [place * each + i for place in self._places for i in range(each)]
+        return torch.tensor(rows, device=value.device)
+
+
+def rows_of(batch: int, places: Sequence[int] | None) -> int:
+    """Rows that hold a batch: up to the last that a sequence has."""
+    return batch if places is None else max(places, default=0) + 1
 
 
 def _look_at_nothing(values: StepValues) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specc.errors import ConfigError, EngineError
 from specc.manifest import Manifest
-from specc.plans import SUFFIX, VOTE
+from specc.plans import SUFFIX, VOTE, SpecPlan
 from specc.runtime.aot_cuda_program import load_model
 from specc.runtime.batch_rows import last_tokens_of
 from specc.runtime.captured_step import CapturedStep
@@ -20,6 +20,7 @@ from specc.runtime.graph_device import GraphDevice
 from specc.runtime.kv_cache import KVCache
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import ModelProgram, read_json
+from specc.runtime.rectangular_model import RectangularModel
 from specc.runtime.step_buffers import StepBuffers
 
 LayerCaches = Sequence[tuple[Tensor, Tensor]]
@@ -33,7 +34,7 @@ class DeviceModel:
         graphs: the device.
     """
 
-    def __init__(self, program: ModelProgram, graphs: GraphDevice) -> None:
+    def __init__(self, program: ModelProgram | RectangularModel, graphs: GraphDevice) -> None:
         self.name = program.name
         self.weights = program.weights
         self._program = program
@@ -135,17 +136,7 @@ def load_programs(
         for model in manifest.models
     }
     max_batch = cache.shape.max_num_seqs
-    plans = [entry.plan for entry in manifest.plans]
-    depth = max(plan.max_depth for plan in plans)
-    buffers = StepBuffers(
-        graphs,
-        max_batch,
-        cache.shape.blocks_per_sequence,
-        2 + depth + 1 + len(models) - 1,
-        num_last=last_tokens_of(plans),
-        num_votes=max(len(plan.drafts) if plan.combine == VOTE else 0 for plan in plans),
-        num_proposals=max(depth if SUFFIX in plan.drafts else 0 for plan in plans),
-    )
+    buffers = make_buffers(graphs, cache, [entry.plan for entry in manifest.plans], len(models))
     steps = {
         plan.name: CapturedStep(
             read_json(path / plan.file),
@@ -161,6 +152,22 @@ def load_programs(
     order = sorted(steps, key=lambda name: name != manifest.default_plan)
     capture_within(limits, [steps[name] for name in order], graphs)
     return {name: DeviceModel(model, graphs) for name, model in models.items()}, steps
+
+
+def make_buffers(
+    graphs: GraphDevice, cache: KVCache, plans: Sequence[SpecPlan], num_models: int
+) -> StepBuffers:
+    """Inputs and results that hold the steps of all these plans."""
+    depth = max(plan.max_depth for plan in plans)
+    return StepBuffers(
+        graphs,
+        cache.shape.max_num_seqs,
+        cache.shape.blocks_per_sequence,
+        2 + depth + 1 + num_models - 1,
+        num_last=last_tokens_of(plans),
+        num_votes=max(len(plan.drafts) if plan.combine == VOTE else 0 for plan in plans),
+        num_proposals=max(depth if SUFFIX in plan.drafts else 0 for plan in plans),
+    )
 
 
 def cuda_device() -> GraphDevice:

@@ -59,6 +59,9 @@ class CudaGraphs:
             torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
 
+    def stream_handle(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
     def record_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,9 @@ from specc.errors import ConfigError, EngineError
 from specc.kernels import native
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.machine import check_threads
-from specc.manifest import PROFILE_FILE
+from specc.manifest import ON_GPU, PROFILE_FILE
 from specc.plans import OFF, SpecPlan
+from specc.rectangle import CacheRows
 from specc.runtime.cuda_backend import (
     CaptureLimits,
     DeviceOperators,
@@ -29,12 +31,15 @@ from specc.runtime.cuda_backend import (
 from specc.runtime.device_memory import fit_device
 from specc.runtime.kv_cache import CacheShape, KVCache
 from specc.runtime.mapped_weights import MappedWeights
+from specc.runtime.onnx_backend import load_onnx_programs
+from specc.runtime.onnx_program import can_grow
 from specc.runtime.program import Model, ModelProgram, Step, StepProgram, read_json
+from specc.runtime.trt_backend import load_trt_programs
 
 if TYPE_CHECKING:
     from specc.manifest import Manifest, ModelEntry
 
-BACKENDS = ("cpu", "cuda", "eager")
+BACKENDS = ("cpu", "cuda", "eager", "onnx", "tensorrt")
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -60,8 +65,9 @@ class Engine:
         eos_token_ids: end an output.
         bos_token_id: put in front of a text prompt where `add_bos`.
         manifest: None for an engine made by hand.
-        backend: what runs the programs: `cuda` (captured graphs), `cpu` (compiled code) or `eager`
-            (torch, op by op).
+        backend: what runs the programs: `cuda` (captured graphs), `cpu` (compiled code), `onnx`
+            (onnxruntime), `tensorrt` (its engines in captured graphs) or `eager` (torch, op by
+            op).
         operators: namespace of the `specc::` operators that this backend runs.
         mapped_weights: files that the programs read, to be checked while they run.
         profile: what `specc tune` measured here; empty where it has not.
@@ -145,17 +151,32 @@ class Engine:
             torch.set_num_threads(num_threads)
         loaded: tuple[Any, Any]
         operators: Any
-        if backend == "cuda":
+        rows = manifest.rectangle.rows if manifest.rectangle and backend != "eager" else None
+        if backend in ON_GPU:
             graphs = cuda_device()
             limits = fit_device(manifest, graphs, capture or CaptureLimits(), max_num_seqs)
             operators = DeviceOperators(graphs)
-            cache = _make_cache(manifest, max_num_seqs, graphs.device)
-            caches = _caches(manifest, cache)
-            loaded = load_programs(path, manifest, cache, caches, graphs, limits)
+            cache = _make_cache(manifest, max_num_seqs, graphs.device, rows)
+            load = load_programs if backend == "cuda" else load_trt_programs
+            loaded = load(path, manifest, cache, _caches(manifest, cache), graphs, limits)
         else:
-            cache = _make_cache(manifest, max_num_seqs, torch.device("cpu"))
-            loaded = _load_host_programs(path, manifest, backend, _caches(manifest, cache))
-            operators = torch.ops.specc_cpu if backend == "cpu" else torch.ops.specc
+            cache = _make_cache(
+                manifest,
+                max_num_seqs,
+                torch.device("cpu"),
+                rows,
+                grows=rows is not None and can_grow(),
+            )
+            operators = torch.ops.specc
+            if backend != "eager" and manifest.native is not None:
+                # before anything is imported that wraps what the library brings
+                native.load(path / manifest.native.library)
+                operators = torch.ops.specc_cpu
+            if rows is None:
+                loaded = _load_host_programs(path, manifest, backend, _caches(manifest, cache))
+            else:
+                caches_of = functools.partial(_layer_caches, cache=cache)
+                loaded = load_onnx_programs(path, manifest, cache, caches_of, operators)
         models: dict[str, Any] = loaded[0]
         steps: dict[str, Any] = loaded[1]
         for plan in manifest.plans:
@@ -194,7 +215,7 @@ class Engine:
 def _load_host_programs(
     path: Path, manifest: Manifest, backend: str, caches: Mapping[str, LayerCaches]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    program_class, step_class = _classes(path, manifest, backend)
+    program_class, step_class = _classes(backend)
     models = {
         model.name: program_class.load(path / model.dir, caches[model.name])
         for model in manifest.models
@@ -203,19 +224,22 @@ def _load_host_programs(
     return models, steps
 
 
-def _classes(path: Path, manifest: Manifest, backend: str) -> tuple[Any, Any]:
-    """What loads programs and steps of this backend."""
+def _classes(backend: str) -> tuple[Any, Any]:
+    """What loads programs and steps of this backend; the native library is loaded."""
     if backend == "eager":
         return ModelProgram, StepProgram
-    assert manifest.native is not None, "the manifest was validated"
-    # before the classes are imported: the library brings what they wrap
-    native.load(path / manifest.native.library)
     from specc.runtime.compiled_program import CompiledProgram, CompiledStep
 
     return CompiledProgram, CompiledStep
 
 
-def _make_cache(manifest: Manifest, max_num_seqs: int | None, device: torch.device) -> KVCache:
+def _make_cache(
+    manifest: Manifest,
+    max_num_seqs: int | None,
+    device: torch.device,
+    rows: CacheRows | None = None,
+    grows: bool = False,
+) -> KVCache:
     limits = manifest.limits
     if max_num_seqs is None:
         max_num_seqs = limits.max_batch_size
@@ -232,7 +256,7 @@ def _make_cache(manifest: Manifest, max_num_seqs: int | None, device: torch.devi
         for model in manifest.models
     }
     dtypes = {model.name: _DTYPES[model.dtype] for model in manifest.models}
-    return KVCache(shape, specs, dtypes, device)
+    return KVCache(shape, specs, dtypes, device, rows, grows)
 
 
 def _caches(manifest: Manifest, cache: KVCache) -> dict[str, LayerCaches]:
@@ -241,8 +265,8 @@ def _caches(manifest: Manifest, cache: KVCache) -> dict[str, LayerCaches]:
 
 def _layer_caches(model: ModelEntry, cache: KVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     slabs = cache.slabs[model.name]
-    rows = [slabs[layer.slab][layer.index] for layer in model.layers]
-    return [(layer[0], layer[1]) for layer in rows]
+    pairs = [slabs[layer.slab][layer.index] for layer in model.layers]
+    return [(pair[0], pair[1]) for pair in pairs]
 
 
 def _load_profile(path: Path, manifest: Manifest, steps: Mapping[str, Step]) -> dict[str, Any]:

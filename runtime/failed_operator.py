@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from specc.errors import UnsupportedGraphError
 from specc.graph_io import target_name
 
 # file names that torch.fx gives to the code which it generates
@@ -42,7 +43,13 @@ class OperatorError(RuntimeError):
 
 
 def _name(target: Any) -> str:
-    return target if isinstance(target, str) else target_name(target)
+    if isinstance(target, str):
+        return target
+    try:
+        return target_name(target)
+    except UnsupportedGraphError:
+        # a backend has put a function of its own in the place of an operator
+        return getattr(target, "__name__", str(target))
 
 
 def _generated_operator(trace: TracebackType | None) -> str | None:

@@ -45,6 +45,10 @@ class GraphDevice(Protocol):
         """
         ...
 
+    def stream_handle(self) -> int:
+        """The stream that work of this thread is queued on now, as other libraries take it."""
+        ...
+
     def record_event(self) -> Event:
         """An event behind everything that has been queued."""
         ...

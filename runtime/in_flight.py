@@ -71,7 +71,7 @@ class InFlight:
         scheduler = self._scheduler
         batch, pending = scheduler.queued[-1]
         if len(scheduler.queued) == 1 and pending.can_go_on and scheduler.repeats(batch):
-            scheduler.hold(batch, pending.step.submit_next(pending.batch))
+            scheduler.hold(batch, pending.step.submit_next(pending.batch, pending.places))
 
     def _finish_oldest(self) -> None:
         batch, pending = self._scheduler.queued[0]

@@ -6,12 +6,17 @@ Target and drafts share block ids: block 3 of a sequence names block 3 of every 
 from __future__ import annotations
 
 import functools
-from collections import deque
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from specc.rectangle import CacheRows
+
+# a cache that grows does so by this many rows: what attends to all of them reads no more in vain
+GROWTH = 128
 
 
 @dataclass(frozen=True)
@@ -50,11 +55,14 @@ class CacheShape:
 
 
 class BlockAllocator:
-    """Free list of block ids 0 … num_blocks - 1."""
+    """Free list of block ids 0 … num_blocks - 1; the lowest is given out first.
+
+    So the sequences of a dense cache lie side by side, which rectangular programs can use.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = deque(range(num_blocks))
+        self._free = list(range(num_blocks))
         self._used: set[int] = set()
 
     @property
@@ -65,7 +73,7 @@ class BlockAllocator:
         """Take `count` blocks; the caller has looked at `num_free`."""
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks asked for, {len(self._free)} free")
-        blocks = [self._free.popleft() for _ in range(count)]
+        blocks = [heapq.heappop(self._free) for _ in range(count)]
         self._used.update(blocks)
         return blocks
 
@@ -75,7 +83,7 @@ class BlockAllocator:
             if block not in self._used:
                 raise RuntimeError(f"block {block} freed but not in use")
             self._used.remove(block)
-            self._free.append(block)
+            heapq.heappush(self._free, block)
 
 
 class KVCache:
@@ -86,6 +94,9 @@ class KVCache:
         slab_specs: model name → (num_layers, num_kv_heads, head_dim) of each of its slabs.
         dtype: of the rows; or model name → its rows' own.
         device: that they lie on.
+        rows: of a sequence, where heads come in front of rows: [layers, 2, sequences, HK, L, D];
+            such a cache is dense. None is [layers, 2, blocks, block_size, HK, D].
+        grows: begin with few of these rows, see `reserve`.
     """
 
     def __init__(
@@ -94,15 +105,20 @@ class KVCache:
         slab_specs: Mapping[str, Sequence[tuple[int, int, int]]],
         dtype: torch.dtype | Mapping[str, torch.dtype],
         device: torch.device | str = "cpu",
+        rows: CacheRows | None = None,
+        grows: bool = False,
     ) -> None:
         self.shape = shape
+        self.rows = rows
+        # rows of a sequence that there are by now
+        self.length = min(rows.total, GROWTH) if rows and grows else rows.total if rows else 0
         self.device = torch.device(device)
         self.allocator = BlockAllocator(shape.num_blocks)
         # zeros, not empty: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
         self.slabs: dict[str, list[Tensor]] = {
             model: [
                 torch.zeros(
-                    (layers, 2, shape.num_blocks, shape.rows_per_block, heads, dim),
+                    (layers, 2, shape.num_blocks, *self._block(heads), dim),
                     dtype=dtype if isinstance(dtype, torch.dtype) else dtype[model],
                     device=self.device,
                 )
@@ -114,6 +130,31 @@ class KVCache:
         self.history = torch.zeros(
             shape.num_blocks, shape.rows_per_block, dtype=torch.int32, device=self.device
         )
+
+    def _block(self, heads: int) -> tuple[int, int]:
+        if self.rows is None:
+            return self.shape.rows_per_block, heads
+        return heads, self.length
+
+    def reserve(self, num_slots: int) -> int:
+        """Have rows for this many slots of every sequence, in caches with heads in front of rows.
+
+        Slabs that are too short are replaced by longer ones with the same content. Not while a
+        step is under way, which holds the ones that it began with.
+
+        Returns:
+            rows of a sequence.
+        """
+        assert self.rows is not None, "other caches are as long as they can get"
+        needed = self.rows.front + num_slots
+        if needed > self.length:
+            self.length = min(self.rows.total, -(-needed // GROWTH) * GROWTH)
+            for model, slabs in self.slabs.items():
+                for i, slab in enumerate(slabs):
+                    longer = slab.new_zeros(*slab.shape[:4], self.length, slab.shape[5])
+                    longer[:, :, :, :, : slab.shape[4]] = slab
+                    slabs[i] = self.environment[f"{model}_slab_{i}"] = longer
+        return self.length
 
     @functools.cached_property
     def environment(self) -> dict[str, Tensor]:

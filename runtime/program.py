@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json
@@ -185,6 +185,7 @@ class StepProgram:
     Args:
         program: content of `steps/<plan>.json`.
         models: name → program, for the stages' calls.
+        adapt: called with each stage's graph, which it may change.
     Raises:
         EngineError: a malformed program.
 
@@ -193,7 +194,12 @@ class StepProgram:
     plans in tiles, its `winners`.
     """
 
-    def __init__(self, program: Mapping[str, Any], models: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        program: Mapping[str, Any],
+        models: Mapping[str, nn.Module],
+        adapt: Callable[[fx.GraphModule], object] = lambda graph: None,
+    ) -> None:
         self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
         self._constants = {
@@ -203,6 +209,7 @@ class StepProgram:
         self._stages: list[tuple[str, list[str], nn.Module]] = []
         for stage in program["stages"]:
             graph = graph_from_json(stage["graph"], modules=models)
+            adapt(graph)
             names = [node.target for node in graph.graph.find_nodes(op="placeholder")]
             # the module and its graph name each other: with that cycle, weights and caches would
             # outlive the engine until the garbage collector comes by

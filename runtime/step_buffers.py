@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -107,12 +107,15 @@ class StepBuffers:
         self.end_s = 0.0
         self._next_input = self._next_output = 0
 
-    def copy_from(self, inputs: StepInputs, bucket: int) -> None:
-        """Queue the inputs of a step; rows from those of the batch to `bucket` become padding.
+    def copy_from(
+        self, inputs: StepInputs, bucket: int, places: Sequence[int] | None = None
+    ) -> None:
+        """Queue the inputs of a step; rows up to `bucket` without a sequence become padding.
 
         Args:
             inputs: of the host.
             bucket: rows of the graph that will read them.
+            places: row of each sequence; None is their order.
         """
         # whatever interrupts what follows: no step goes on from inputs that are not its own
         self.newest = None
@@ -121,6 +124,7 @@ class StepBuffers:
         if (fence := self._fences[stage]) is not None:
             fence.synchronize()
         batch = len(inputs.rows)
+        rows = slice(batch) if places is None else torch.tensor(places)
         views = self._views(self._inputs[stage])
         values = torch.tensor(inputs.rows, dtype=torch.int64)
         given = {
@@ -132,11 +136,12 @@ class StepBuffers:
             **inputs.extra,
         }
         for name, view in views.items():
-            view[batch:bucket] = _PADDING_OF.get(name, 0)
+            unused = view[:bucket] if places is not None else view[batch:bucket]
+            unused.fill_(_PADDING_OF.get(name, 0))
             if name in given:
                 # of proposals and weights, as many as the plan has
-                rows = view[:batch] if view.dim() == 1 else view[:batch, : given[name].shape[1]]
-                rows.copy_(given[name])
+                part = view if view.dim() == 1 else view[:, : given[name].shape[1]]
+                part[rows] = given[name].to(view.dtype)
         self._device.copy_(self._inputs[stage], non_blocking=True)
         self._fences[stage] = self._graphs.record_event()
 

@@ -19,10 +19,10 @@ import torch
 from specc.errors import EngineError, OutputError
 from specc.files import format_bytes, fsync_path, hash_file, output_error, remove_stale
 from specc.machine import cpu_model, isa_flags
-from specc.manifest import MANIFEST_FILE, FileEntry, Manifest, check_relative
+from specc.manifest import MANIFEST_FILE, ON_GPU, FileEntry, Manifest, check_relative
 from specc.safetensors_io import Progress
 
-BACKENDS = ("cpu", "cuda", "eager")
+BACKENDS = ("cpu", "cuda", "eager", "onnx", "tensorrt")
 
 # signals that end a process without unwinding it, unless somebody turns them into an exception
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -283,7 +283,7 @@ def open_engine(
     _check_runtime(manifest, manifest.backend if backend is None else backend, backends)
     if available_memory is None:
         available_memory = available_memory_bytes()
-    if (backend or manifest.backend) != "cuda" and available_memory is not None:
+    if (backend or manifest.backend) not in ON_GPU and available_memory is not None:
         _check_memory(manifest, available_memory, max_num_seqs)
     for name, entry in manifest.files.items():
         _check_file(path, name, entry)

@@ -82,6 +82,9 @@ class RepeatingDevice:
     def capture(self, run: Callable[[], object]) -> Graph:
         return _Repeat(run)
 
+    def stream_handle(self) -> int:
+        return 0
+
     def record_event(self) -> RepeatingDevice:
         return self
 

@@ -54,7 +54,7 @@ def compile_(
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="float32, bfloat16, or float16 on a GPU.")
+        str, typer.Option("--dtype", help="float32, bfloat16, or float16 (not for --backend cpu).")
     ] = "float32",
     draft_dtype: Annotated[
         list[str] | None,
@@ -91,11 +91,29 @@ def compile_(
         str | None,
         typer.Option(
             "--backend",
-            help="cpu (compiled for this machine), eager, or cuda (experimental); else cpu where"
-            " there is a compiler. aot-inductor, cuda with compiled code, has run on no GPU yet:"
-            " it needs one, and SPECC_EXPERIMENTAL=aot-inductor.",
+            help="cpu (compiled for this machine), eager, onnx (for onnxruntime), tensorrt, or cuda"
+            " (both experimental); else cpu where there is a compiler. aot-inductor, cuda with"
+            " compiled code, has run on no GPU yet: it needs one, and"
+            " SPECC_EXPERIMENTAL=aot-inductor; torch-tensorrt, tensorrt built by torch-tensorrt,"
+            " likewise, and SPECC_EXPERIMENTAL=torch-tensorrt.",
         ),
     ] = None,
+    compute_capability: Annotated[
+        str | None,
+        typer.Option(
+            "--compute-capability",
+            metavar="X.Y",
+            help="Of the GPU that TensorRT engines are for, such as 8.9; else all that TensorRT-RTX"
+            " builds for, or the one that TensorRT finds.",
+        ),
+    ] = None,
+    decomposable_attention: Annotated[
+        bool,
+        typer.Option(
+            "--decomposable-attention",
+            help="Let TensorRT take attention apart where it has no fused kernel, as of float32.",
+        ),
+    ] = False,
     dump_graphs: Annotated[
         Path | None,
         typer.Option("--dump-graphs", help="Directory for the graphs after each phase."),
@@ -118,6 +136,9 @@ def compile_(
       specc compile --target T/ --draft D1/ --draft D2/ --combine merge --tree 2,1,1 -o engine/
       specc compile --target T/ --draft D/ --draft suffix --combine best -o engine/
       specc compile --target T/ --draft lookup:3 -o engine/
+      specc compile --target T/ --draft D/ --backend onnx -o engine/
+      specc compile --target T/ --draft D/ --backend tensorrt --dtype float16 \
+        --compute-capability 8.9 -o engine/
       specc compile --target T/ -o plain-engine/
     """  # noqa: D301
     from specc.cli_compile import run_compile
@@ -139,6 +160,8 @@ def compile_(
             max_logits_mb=max_logits_mb,
             backend=backend,
             probe=probe,
+            compute_capability=compute_capability,
+            decomposable_attention=decomposable_attention,
         ),
         trees=tree or [],
         num_speculative_tokens=num_speculative_tokens,

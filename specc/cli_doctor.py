@@ -96,7 +96,7 @@ def examine() -> dict[str, Any]:
         _compiler(),
         _gpu(),
         _package("triton", "running engines of the backend cuda", "cuda"),
-        *_later_packages(),
+        *_other_runtimes(),
     ]
     return {
         "cpu": {
@@ -207,15 +207,16 @@ def _gpu() -> Check:
     return Check("GPU", "missing", build, needed_for, "use a machine with an NVIDIA GPU and driver")
 
 
-def _later_packages() -> list[Check]:
+def _other_runtimes() -> list[Check]:
     packages = (
-        ("TensorRT", "tensorrt", "tensorrt", "TensorRT engines"),
-        ("TensorRT-RTX", "tensorrt_rtx", "tensorrt-rtx", "TensorRT engines on RTX GPUs"),
-        ("ONNX Runtime", "onnxruntime", "onnxruntime", "ONNX engines"),
+        ("ONNX", "onnx", "'specc[onnx]'", "specc compile --backend onnx or tensorrt"),
+        ("ONNX Script", "onnxscript", "'specc[onnx]'", "specc compile --backend onnx or tensorrt"),
+        ("ONNX Runtime", "onnxruntime", "'specc[onnx]'", "running engines of the backend onnx"),
+        ("TensorRT", "tensorrt", "tensorrt", "--backend tensorrt, on a machine with the GPU"),
+        ("TensorRT-RTX", "tensorrt_rtx", "'specc[tensorrt]'", "--backend tensorrt without a GPU"),
     )
     checks = []
     for name, module, package, needed_for in packages:
-        needed_for += " (not in this version)"
         try:
             found = importlib.import_module(module)
         except ModuleNotFoundError:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specc import cli_render as render
 from specc.artifact import read_manifest, torch_version
+from specc.cli_tensorrt import print_builds, read_builds
 from specc.errors import ConfigError, EngineError
 from specc.files import format_bytes, hash_file
 
@@ -25,7 +26,7 @@ def run_inspect(engine: Path, *, only: str | None, why: bool, verify: bool, as_j
     Args:
         engine: its directory.
         only: name of one pass; nothing else is printed then.
-        why: each declined node, not counts by reason.
+        why: each declined node, not counts by reason; of TensorRT engines, each layer.
         verify: hash all files.
         as_json: one JSON object.
     Raises:
@@ -35,11 +36,13 @@ def run_inspect(engine: Path, *, only: str | None, why: bool, verify: bool, as_j
     manifest = read_manifest(engine)
     report = _read_report(engine, manifest)
     passes = _select(report["passes"], only)
+    builds = read_builds(engine, manifest)
     errors = check_files(engine, manifest, verify)
     if as_json:
         data = {
             "manifest": manifest.to_json(),
             "report": report | {"passes": passes},
+            "builds": builds,
             "verified": verify,
             "errors": [error.found for error in errors],
         }
@@ -50,6 +53,7 @@ def run_inspect(engine: Path, *, only: str | None, why: bool, verify: bool, as_j
             _print_manifest(console, engine, manifest)
         _print_passes(console, passes, why)
         if only is None:
+            print_builds(console, manifest, builds, with_layers=why)
             _print_limits(console, manifest)
             _print_files(console, manifest, verify and not errors)
     if errors:

@@ -17,10 +17,20 @@ from torch import nn
 
 from specc import __version__
 from specc.artifact import BACKENDS, EngineWriter, available_memory_bytes, torch_version
+from specc.compile_rectangular import (
+    dense,
+    lower_rectangular,
+    native_operators,
+    rectangle_of,
+    with_rim,
+)
+from specc.compile_tensorrt import build_engines, check_tensorrt
 from specc.config import CompileConfig
 from specc.errors import ConfigError, SpeccError
 from specc.files import format_bytes
 from specc.manifest import (
+    ON_GPU,
+    RECTANGULAR,
     Manifest,
     MemoryEntry,
     ModelEntry,
@@ -34,7 +44,7 @@ from specc.model_entries import (
     engine_limits,
     plan_model_memory,
 )
-from specc.passes import hf_model, lower_aot_cuda, lower_cpu
+from specc.passes import hf_model, lower_aot_cuda, lower_cpu, lower_torch_tensorrt
 from specc.passes.emit import program_to_json
 from specc.passes.fit_vocabulary import FitVocabulary
 from specc.passes.fuse_step import fuse_step
@@ -55,7 +65,8 @@ from specc.weights import write_weights
 # Hugging Face directory or id, or a module
 ModelLike = str | Path | nn.Module
 DEFAULT_CHAIN = 4
-_BACKEND_OF = {lower_aot_cuda.BACKEND: "cuda"}
+# backends that are another form of one
+_BACKEND_OF = {lower_aot_cuda.BACKEND: "cuda", lower_torch_tensorrt.BACKEND: "tensorrt"}
 _TOKENIZER_FILES = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
@@ -67,6 +78,8 @@ class CompiledModel:
     program: Program
     entry: ModelEntry
     memory: ModelMemory | None = None
+    # over rectangles, where the backend takes those
+    rectangular: Program | None = None
 
     @property
     def name(self) -> str:
@@ -122,13 +135,18 @@ def build(
     draft_models = as_drafts(drafts)
     dtypes = config.dtypes_of(len(draft_models))
     plans = engine_plans(config, len(draft_models))
-    backend, fallback = choose_backend(config.backend)
+    chosen, fallback = choose_backend(config.backend)
+    backend = _BACKEND_OF.get(chosen, chosen)
+    is_rectangular = backend in RECTANGULAR
+    if is_rectangular:
+        config = dense(config)
+    tensorrt = check_tensorrt(config, dtypes) if backend == "tensorrt" else None
     # an engine for cuda, with compiled code beside its programs
-    with_packages, backend = backend == lower_aot_cuda.BACKEND, _BACKEND_OF.get(backend, backend)
-    if "float16" in dtypes and backend != "cuda":
+    with_packages = chosen == lower_aot_cuda.BACKEND
+    if "float16" in dtypes and backend not in ("cuda", *RECTANGULAR):
         raise ConfigError(
             "dtype float16 for a CPU",
-            "float32 or bfloat16, or the backend cuda",
+            "float32 or bfloat16, or the backend cuda, onnx or tensorrt",
             "pass --dtype bfloat16, or --backend cuda to compile for a GPU",
         )
     with EngineWriter(output, force=force) as writer:
@@ -149,8 +167,12 @@ def build(
         plans = [tile_plan(plan, row_bytes, batch, limit_mb) for plan in plans]
         for model, source in zip(models, sources, strict=True):
             model.memory = plan_model_memory(model.program, limits, source.dtype, plans)
+        rectangle = rectangle_of(limits, plans) if is_rectangular else None
+        for model in models:
+            if rectangle is not None and model.memory is not None:
+                model.memory = with_rim(model.memory, rectangle)
         with phases.phase("write programs"):
-            steps = _write_programs(writer, models, plans)
+            steps = _write_programs(writer, models, plans, is_rectangular)
         native = None
         if backend == "cpu":
             with phases.phase("compile programs"):
@@ -163,13 +185,20 @@ def build(
         for model in models:
             with phases.phase(f"write {model.name} weights") as advance:
                 _write_model_weights(writer, model, advance)
+        if rectangle is not None:
+            records += lower_rectangular(writer, models, rectangle, dump_graphs, phases)
+            if backend == "onnx":
+                native = native_operators(writer)
+            if tensorrt is not None:
+                by_torch = chosen == lower_torch_tensorrt.BACKEND
+                warnings += build_engines(writer, models, plans, limits, config, phases, by_torch)
         _write_extras(writer, models, records, phases, tokenizer_file)
         manifest = Manifest(
             specc_version=__version__,
             torch_version=torch_version(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             backend=backend,
-            device="cuda" if backend == "cuda" else "cpu",
+            device="cuda" if backend in ON_GPU else "cpu",
             models=tuple(model.entry for model in models),
             plans=steps,
             default_plan=plans[0].name,
@@ -182,12 +211,14 @@ def build(
                 if model.memory is not None
             },
             native=native,
+            rectangle=rectangle,
+            tensorrt=tensorrt,
         )
         result = None
         available = available_memory_bytes()
         if probe is None or not config.probe or tokenizer_file is None:
             pass
-        elif backend == "cuda" and not torch.cuda.is_available():
+        elif backend in ON_GPU and not torch.cuda.is_available():
             warnings.append("no probe: this machine has no GPU that torch can use")
         elif available is not None and manifest.total_memory > available:
             warnings.append(
@@ -208,17 +239,21 @@ def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
     Raises:
         CompilerError: the backend cpu is asked for, and there is no C++ compiler; or
             aot-inductor, and no GPU.
+        TensorRTError: torch-tensorrt is asked for, and it cannot build here.
     """
     wanted = wanted or os.environ.get("SPECC_BACKEND") or None
     if wanted == lower_aot_cuda.BACKEND:
         lower_aot_cuda.check_machine()
         return wanted, []
+    if wanted == lower_torch_tensorrt.BACKEND:
+        lower_torch_tensorrt.check_machine()
+        return wanted, []
     if wanted is not None and wanted not in BACKENDS:
         raise ConfigError(
             f"backend {wanted}", " or ".join(BACKENDS), "choose one of them, or leave it out"
         )
-    # never by itself, GPU or not, until one has shown it
-    if wanted == "cuda":
+    # never by itself: cuda until a GPU has shown it, and what is for other runtimes
+    if wanted in ("cuda", *RECTANGULAR):
         return wanted, []
     missing = None if wanted == "eager" else lower_cpu.missing_compiler()
     if missing is None:
@@ -328,7 +363,10 @@ def _adds_bos(file: Path, bos: int | None) -> bool:
 
 
 def _write_programs(
-    writer: EngineWriter, models: Sequence[CompiledModel], plans: Sequence[SpecPlan]
+    writer: EngineWriter,
+    models: Sequence[CompiledModel],
+    plans: Sequence[SpecPlan],
+    is_rectangular: bool,
 ) -> tuple[PlanEntry, ...]:
     for model in models:
         writer.write_json(model.entry.program_file, program_to_json(model.program))
@@ -336,7 +374,7 @@ def _write_programs(
     slabs = {model.name: len(model.entry.slabs) for model in models}
     for plan in plans:
         file = f"steps/{plan.name}.json"
-        writer.write_json(file, fuse_step(plan, slabs).to_json())
+        writer.write_json(file, fuse_step(plan, slabs, is_rectangular).to_json())
         entries.append(PlanEntry.of(plan, file))
     return tuple(entries)
 

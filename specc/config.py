@@ -14,6 +14,11 @@ _RANGES = (
     ("max_logits_mb", 1, 1 << 20),
 )
 DEFAULT_MAX_LOGITS_MB = 512
+# torch-tensorrt builds for the GPU that it finds
+_OPTION_BACKENDS = {
+    "--compute-capability": ("tensorrt",),
+    "--decomposable-attention": ("tensorrt", "torch-tensorrt"),
+}
 
 
 @dataclass(frozen=True)
@@ -22,8 +27,8 @@ class CompileConfig:
 
     Args:
         plans: speculation plans of the engine; off is always added. The first is the default.
-        dtype: arithmetic and weight type of the target, `float32` or `bfloat16`, on a GPU also
-            `float16`.
+        dtype: arithmetic and weight type of the target, `float32`, `bfloat16`, or, for other
+            backends than cpu, `float16`.
         draft_dtypes: of the draft models: one each, or one for all; none is the target's.
         max_batch_size: sequences that decode together.
         max_seq_len: tokens of prompt and output together; None takes the target's own maximum,
@@ -32,9 +37,13 @@ class CompileConfig:
         prefill_chunk: tokens of one prefill pass.
         max_logits_mb: MiB of logits that a step may hold at a time, the drafts' included; trees
             that need more are verified in tiles.
-        backend: `cpu`, `eager` or `cuda` (experimental); None is cpu where there is a C++
-            compiler. `aot-inductor` is `cuda` with compiled code, which no GPU has shown yet.
+        backend: `cpu`, `eager`, `cuda` (experimental), `onnx` or `tensorrt`; None is cpu where
+            there is a C++ compiler. `aot-inductor` is `cuda` with compiled code, which no GPU has
+            shown yet; `torch-tensorrt` is `tensorrt` whose engines torch-tensorrt builds, likewise.
         probe: generate a few dozen tokens at the end and report the acceptance.
+        compute_capability: of the GPU that TensorRT engines are for, `8.9`; None is every GPU that
+            the builder supports, or the one that it finds.
+        decomposable_attention: let TensorRT take attention apart where it has no fused kernel.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -51,6 +60,8 @@ class CompileConfig:
     policy: str = "fixed"
     draft_dtypes: tuple[str, ...] = ()
     max_logits_mb: int = DEFAULT_MAX_LOGITS_MB
+    compute_capability: str | None = None
+    decomposable_attention: bool = False
 
     def __post_init__(self) -> None:
         for option, dtype in (
@@ -68,6 +79,16 @@ class CompileConfig:
                 raise ConfigError(f"{option} {value}", f"{low} or more", f"raise {option}")
             if value > high:
                 raise ConfigError(f"{option} {value}", f"{high} or less", f"lower {option}")
+        for option, is_given in (
+            ("--compute-capability", self.compute_capability is not None),
+            ("--decomposable-attention", self.decomposable_attention),
+        ):
+            if is_given and self.backend not in _OPTION_BACKENDS[option]:
+                raise ConfigError(
+                    f"{option} with backend {self.backend or 'cpu'}",
+                    "the backend tensorrt, which it is for",
+                    f"pass --backend tensorrt, or leave out {option}",
+                )
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise ConfigError(
                 f"--max-seq-len {self.max_seq_len}", "2 or more", "raise --max-seq-len"

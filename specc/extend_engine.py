@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from specc.artifact import EngineWriter
-from specc.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest, MemoryEntry, PlanEntry
+from specc.errors import ConfigError
+from specc.manifest import (
+    MANIFEST_FILE,
+    PROFILE_FILE,
+    Manifest,
+    MemoryEntry,
+    PlanEntry,
+    RectangleEntry,
+)
 from specc.passes.fuse_step import fuse_step
 from specc.passes.plan_tiles import logit_rows, pass_rows, tile_plan
 from specc.plans import SpecPlan
@@ -94,12 +102,15 @@ class EngineExtension:
         self._plans = list(plans)
         slabs = {model.name: len(model.slabs) for model in self._manifest.models}
         for plan in plans:
-            self._writer.write_json(_file_of(plan), fuse_step(plan, slabs).to_json())
+            step = fuse_step(plan, slabs, self._manifest.rectangle is not None)
+            self._writer.write_json(_file_of(plan), step.to_json())
         return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:
         limits = self._manifest.limits
         nodes = max(max_nodes, *(plan.num_rows for plan in plans))
+        if (rectangle := self._manifest.rectangle) is not None:
+            _check_rim(rectangle, limits.max_nodes, nodes, plans)
         return dataclasses.replace(
             self._manifest,
             plans=tuple(PlanEntry.of(plan, _file_of(plan)) for plan in plans),
@@ -140,3 +151,17 @@ def _most(count: Callable[[SpecPlan, str], int], plans: Sequence[SpecPlan], mode
 
 def _file_of(plan: SpecPlan) -> str:
     return f"steps/{plan.name}.json"
+
+
+def _check_rim(
+    rectangle: RectangleEntry, max_nodes: int, nodes: int, plans: Sequence[SpecPlan]
+) -> None:
+    """Rectangular programs have caches of a fixed number of rows."""
+    catch_up = max(plan.catch_up if plan.models else 1 for plan in plans)
+    if nodes > max_nodes or catch_up - 1 > rectangle.front:
+        raise ConfigError(
+            f"a tree of {nodes} nodes, whose drafts read back {catch_up} tokens",
+            f"at most {max_nodes} nodes and {rectangle.front + 1} tokens: the caches of this"
+            " engine's ONNX files have a fixed number of rows",
+            "compile the engine again with the largest --tree that it is to run",
+        )

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
-import typing
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from specc.errors import EngineError, SpeccError
+from specc.manifest_decode import decode, invalid
 from specc.plans import SpecPlan
+from specc.rectangle import CacheRows
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MANIFEST_FILE = "manifest.json"
 # written by `specc tune`
 PROFILE_FILE = "profile.json"
+# backends whose programs take rectangles of tokens
+RECTANGULAR = ("onnx", "tensorrt")
+# backends that run on a GPU
+ON_GPU = ("cuda", "tensorrt")
 # what chooses the plan of a step
 POLICIES = ("fixed", "best", "profile")
 
@@ -68,6 +71,21 @@ class ModelEntry:
     def package_file(self) -> str:
         """The compiled program, in engines of a compiled backend."""
         return f"{self.dir}/program.pt2"
+
+    @property
+    def onnx_file(self) -> str:
+        """The rectangular program, in engines of a backend that runs rectangles."""
+        return f"{self.dir}/model.onnx"
+
+    @property
+    def plan_file(self) -> str:
+        """The TensorRT engine, which TensorRT calls a plan."""
+        return f"{self.dir}/model.plan"
+
+    @property
+    def build_file(self) -> str:
+        """What the TensorRT builder said of it."""
+        return f"{self.dir}/build.json"
 
     @property
     def weights_file(self) -> str:
@@ -157,6 +175,29 @@ class NativeEntry:
 
 
 @dataclass(frozen=True)
+class RectangleEntry:
+    """ONNX files of the models: their opset, and the rows of a cache, see `CacheRows`."""
+
+    opset: int
+    front: int
+    slots: int
+    scratch: int
+
+    @property
+    def rows(self) -> CacheRows:
+        return CacheRows(self.front, self.slots, self.scratch)
+
+
+@dataclass(frozen=True)
+class TensorRTEntry:
+    """What built the TensorRT engines, and for which GPU; None is every GPU that it supports."""
+
+    name: str
+    version: str
+    compute_capability: str | None
+
+
+@dataclass(frozen=True)
 class FileEntry:
     """Content of one file of the engine."""
 
@@ -174,7 +215,9 @@ class Manifest:
         models: the target first.
         memory_plan: model name → bytes.
         policy: what chooses the plan of a step, see `CompileConfig`.
-        native: what compiled programs need of the machine; None for the backend eager.
+        native: what compiled code needs of the machine; None where there is none.
+        rectangle: of engines whose programs take rectangles of tokens; else None.
+        tensorrt: of engines for TensorRT; else None.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
@@ -192,6 +235,8 @@ class Manifest:
     memory_plan: dict[str, MemoryEntry]
     policy: str = "fixed"
     native: NativeEntry | None = None
+    rectangle: RectangleEntry | None = None
+    tensorrt: TensorRTEntry | None = None
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -220,7 +265,7 @@ class Manifest:
                 names something that does not exist.
         """
         if not isinstance(data, dict) or type(data.get("schema_version")) is not int:
-            raise _invalid("it has no schema_version", f"schema_version {SCHEMA_VERSION}")
+            raise invalid("it has no schema_version", f"schema_version {SCHEMA_VERSION}")
         version = data["schema_version"]
         if version > SCHEMA_VERSION:
             raise EngineError(
@@ -238,11 +283,11 @@ class Manifest:
             )
         memory = data.get("memory_plan")
         if not isinstance(memory, dict) or "total" not in memory:
-            raise _invalid("memory_plan has no total", "an object with a total")
+            raise invalid("memory_plan has no total", "an object with a total")
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
-        manifest = _decode(cls, data | {"memory_plan": models_memory}, "")
+        manifest = decode(cls, data | {"memory_plan": models_memory}, "")
         if memory["total"] != manifest.total_memory:
-            raise _invalid(
+            raise invalid(
                 f"memory_plan.total is {memory['total']!r}", f"the sum {manifest.total_memory}"
             )
         manifest.validate()
@@ -258,7 +303,7 @@ class Manifest:
             check_relative(model.dir)
             for layer in model.layers:
                 if not 0 <= layer.slab < len(model.slabs):
-                    raise _invalid(
+                    raise invalid(
                         f"{model.name}.{layer.name} has slab {layer.slab}",
                         f"one of {len(model.slabs)} slabs",
                     )
@@ -267,7 +312,7 @@ class Manifest:
                 if (slab.num_kv_heads, slab.head_dim) != geometry or not (
                     0 <= layer.index < slab.num_layers
                 ):
-                    raise _invalid(
+                    raise invalid(
                         f"{model.name}.{layer.name} does not fit slab {layer.slab}",
                         f"{slab.num_layers} layers of {slab.num_kv_heads} heads, "
                         f"head_dim {slab.head_dim}",
@@ -275,24 +320,44 @@ class Manifest:
         if self.native is not None:
             check_relative(self.native.library)
         if not self.models:
-            raise _invalid("models is empty", "the target, then drafts")
-        if (self.backend == "cpu") != (self.native is not None):
-            raise _invalid(
+            raise invalid("models is empty", "the target, then drafts")
+        needs_native, may_have_native = self.backend == "cpu", self.backend in ("cpu", "onnx")
+        if self.native is None if needs_native else self.native is not None and not may_have_native:
+            raise invalid(
                 f"backend {self.backend} with native {self.native}",
-                "a native library for the backend cpu, and none for others",
+                "a native library for the backend cpu, and none for those of a GPU",
             )
+        if (self.backend in RECTANGULAR) != (self.rectangle is not None):
+            raise invalid(
+                f"backend {self.backend} with rectangle {self.rectangle}",
+                f"rows of rectangles for the backends {' and '.join(RECTANGULAR)}",
+            )
+        if (self.backend == "tensorrt") != (self.tensorrt is not None):
+            raise invalid(
+                f"backend {self.backend} with tensorrt {self.tensorrt}",
+                "what built the engines for the backend tensorrt, and nothing for others",
+            )
+        if self.rectangle is not None:
+            _check_non_negative(self.rectangle, "rectangle")
+            needed = self.limits.max_seq_len + self.limits.max_nodes
+            if self.rectangle.slots != needed or self.limits.block_size:
+                raise invalid(
+                    f"rectangle.slots is {self.rectangle.slots}, limits.block_size is"
+                    f" {self.limits.block_size}",
+                    f"{needed} slots, max_seq_len and max_nodes together, and dense caches",
+                )
         names = [plan.name for plan in self.plans]
         if self.default_plan not in names:
-            raise _invalid(f"default_plan is {self.default_plan}", f"one of {', '.join(names)}")
+            raise invalid(f"default_plan is {self.default_plan}", f"one of {', '.join(names)}")
         if len(set(names)) < len(names):
-            raise _invalid(f"plans are {', '.join(names)}", "plans of different names")
+            raise invalid(f"plans are {', '.join(names)}", "plans of different names")
         for plan in self.plans:
             self._check_plan(plan)
         if self.policy not in POLICIES:
-            raise _invalid(f"policy is {self.policy}", f"one of {', '.join(POLICIES)}")
+            raise invalid(f"policy is {self.policy}", f"one of {', '.join(POLICIES)}")
         unplanned = {model.name for model in self.models} ^ set(self.memory_plan)
         if unplanned:
-            raise _invalid(
+            raise invalid(
                 f"memory_plan and models disagree about {', '.join(sorted(unplanned))}",
                 "one entry for each model",
             )
@@ -302,22 +367,22 @@ class Manifest:
         for path, entry in self.files.items():
             check_relative(path)
             if path == MANIFEST_FILE or not re.fullmatch("[0-9a-f]{64}", entry.sha256):
-                raise _invalid(f"files.{path} is {entry}", "the sha256 and size of another file")
+                raise invalid(f"files.{path} is {entry}", "the sha256 and size of another file")
             _check_non_negative(entry, f"files.{path}")
         for path in self.required_files:
             if path not in self.files:
-                raise _invalid(f"{path} is used but not listed in files", "every file, with hash")
+                raise invalid(f"{path} is used but not listed in files", "every file, with hash")
 
     def _check_plan(self, entry: PlanEntry) -> None:
         try:
             plan = entry.plan
         except SpeccError as error:
-            raise _invalid(f"plan {entry.name} is {error.found}", error.needed) from error
+            raise invalid(f"plan {entry.name} is {error.found}", error.needed) from error
         models = [model.name for model in self.models]
         if missing := [model for model in plan.models if model not in models]:
-            raise _invalid(f"plan {entry.name} asks {missing[0]}", f"one of {', '.join(models)}")
+            raise invalid(f"plan {entry.name} asks {missing[0]}", f"one of {', '.join(models)}")
         if plan.num_rows > self.limits.max_nodes:
-            raise _invalid(
+            raise invalid(
                 f"plan {entry.name} takes {plan.num_rows} rows, limits.max_nodes is"
                 f" {self.limits.max_nodes}",
                 "rows for every plan",
@@ -329,7 +394,13 @@ class Manifest:
         files = [f for model in self.models for f in (model.program_file, model.weights_file)]
         files += [plan.file for plan in self.plans]
         if self.native is not None:
-            files += [self.native.library, *(model.package_file for model in self.models)]
+            files.append(self.native.library)
+        if self.backend == "cpu":
+            files += [model.package_file for model in self.models]
+        if self.backend in RECTANGULAR:
+            files += [model.onnx_file for model in self.models]
+        if self.backend == "tensorrt":
+            files += [f for model in self.models for f in (model.plan_file, model.build_file)]
         return (*files, self.tokenizer.file) if self.tokenizer.file else tuple(files)
 
 
@@ -341,61 +412,17 @@ def check_relative(path: str) -> None:
     """
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path:
-        raise _invalid(f"the path {path!r}", "a path inside the engine directory")
+        raise invalid(f"the path {path!r}", "a path inside the engine directory")
 
 
 def _check_non_negative(entry: Any, where: str) -> None:
     for field in dataclasses.fields(entry):
         value = getattr(entry, field.name)
         if isinstance(value, int) and value < 0:
-            raise _invalid(f"{where}.{field.name} is {value}", "0 or more")
-
-
-def _invalid(found: str, needed: str) -> EngineError:
-    return EngineError(
-        f"the manifest is invalid: {found}", needed, "compile or copy the engine again"
-    )
+            raise invalid(f"{where}.{field.name} is {value}", "0 or more")
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """Decode JSON data to an annotated type; `where` is the path of the value for messages."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        inner = next(arg for arg in args if arg is not type(None))
-        return None if value is None else _decode(inner, value, where)
-    if dataclasses.is_dataclass(kind):
-        return _decode_object(kind, value, where)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {key: _decode(args[1], item, f"{where}.{key}") for key, item in value.items()}
-    # bool is an int in Python; a manifest keeps them apart
-    if kind is Any or type(value) is kind:
-        return value
-    names = {tuple: "a list", dict: "an object"}
-    raise _invalid(f"{where} is {value!r}", names.get(origin) or f"a value of type {kind.__name__}")
-
-
-def _decode_object(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise _invalid(f"{where} is {value!r}", "an object")
-    fields = {field.name for field in dataclasses.fields(kind)}
-    for name in sorted(fields ^ value.keys()):
-        state = "is missing" if name in fields else "is unknown"
-        raise _invalid(f"{_join(where, name)} {state}", _listed(fields))
-    hints = typing.get_type_hints(kind)
-    return kind(**{n: _decode(hints[n], item, _join(where, n)) for n, item in value.items()})
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
-
-
-def _listed(fields: Iterable[str]) -> str:
-    return f"the fields {', '.join(sorted(fields))}"

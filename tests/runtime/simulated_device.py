@@ -108,6 +108,9 @@ class SimulatedDevice:
     def make_tape(self) -> Tape:
         return Tape()
 
+    def stream_handle(self) -> int:
+        return 0
+
     def record_event(self) -> SimulatedDevice:
         return self
 

@@ -56,9 +56,9 @@ def rig(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         made = Rig(Engine.load(path, capture=CaptureLimits.lazy()), device)
         submit_next, postprocess = CapturedStep.submit_next, Scheduler.postprocess
 
-        def counted(step: CapturedStep, batch: int) -> Any:
+        def counted(step: CapturedStep, batch: int, *places: Any) -> Any:
             made.num_ahead += 1
-            return submit_next(step, batch)
+            return submit_next(step, batch, *places)
 
         def watched(scheduler: Scheduler, batch: Batch, result: RunResult) -> None:
             sequences = [s for group in batch.groups for s in group.sequences]

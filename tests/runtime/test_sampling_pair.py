@@ -62,8 +62,11 @@ NEAR_TIE = 2e-4
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return make_engine(tmp_path_factory.mktemp("sampled-pair"), "cpu")
+
+
+def make_engine(root: Path, backend: str) -> Engine:
     """The pair's draft, and the same with noise in its weights."""
-    root = tmp_path_factory.mktemp("sampled-pair")
     other = root / "draft"
     other.mkdir()
     for file in (PAIR / "draft").iterdir():
@@ -76,7 +79,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         weights[key] = (weight.float() + 0.05 * noise.nan_to_num()).to(weight.dtype)
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     config = CompileConfig(
-        plans=PLANS, max_batch_size=4, max_seq_len=128, backend="cpu", probe=False
+        plans=PLANS, max_batch_size=4, max_seq_len=128, backend=backend, probe=False
     )
     compiler.build(PAIR / "target", [PAIR / "draft", other], root / "engine", config)
     return Engine.load(root / "engine")

@@ -19,6 +19,7 @@ from specc import artifact
 from specc.artifact import EngineWriter, Manifest, open_engine, torch_version
 from specc.errors import EngineError, OutputError
 from specc.manifest import (
+    SCHEMA_VERSION,
     LayerEntry,
     LimitsEntry,
     MemoryEntry,
@@ -350,7 +351,7 @@ class TestOpen:
         refused(engine, "schema_version")
 
     def test_other_schema(self, engine):
-        edit(engine, schema_version=4, specc_version="9.0", models="something new")
+        edit(engine, schema_version=SCHEMA_VERSION + 1, specc_version="9.0", models="something new")
         error = refused(engine, r"written by a newer specc \(9\.0\)")
         assert "update specc" in error.do
         edit(engine, schema_version=0)
@@ -359,9 +360,10 @@ class TestOpen:
     def test_other_runtime(self, engine):
         edit(engine, torch_version="2.12.1")
         assert "install torch 2.12.1" in refused(engine, r"torch 2\.12\.1").do
-        edit(engine, torch_version=torch_version(), backend="tensorrt")
-        refused(engine, "backend tensorrt")
-        assert open_engine(engine, backends=("eager", "tensorrt")).backend == "tensorrt"
+        edit(engine, torch_version=torch_version(), backend="cuda")
+        refused(engine, "backend cuda", backends=("eager",))
+        edit(engine, backend="tensorrt")
+        refused(engine, "backend tensorrt with rectangle")
         edit(engine, backend="eager", device="npu")
         refused(engine, "device npu")
 

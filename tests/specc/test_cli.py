@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from specc.cli import app
+from specc.manifest import SCHEMA_VERSION
 
 MAIN = [sys.executable, "-P", "-c", "from specc.cli import main; main()"]
 
@@ -394,7 +395,7 @@ def test_missing_file(engine):
 
 
 def test_newer_schema(engine):
-    edit_manifest(engine, schema_version=4)
+    edit_manifest(engine, schema_version=SCHEMA_VERSION + 1)
     assert_refused(invoke("run", engine, "a"), "schema")
     assert_refused(invoke("inspect", engine), "schema")
 
