@@ -170,9 +170,7 @@ def build_engine(
         fallback=None,
         compute_capability="{}.{}".format(*torch.cuda.get_device_capability()),
         dtype=dtype,
-        profiles=(
-            {"names": tuple(item.name for item in profiles), **dataclasses.asdict(profile)},
-        ),
+        profiles=({"names": tuple(item.name for item in profiles), **dataclasses.asdict(profile)},),
         attentions=tuple(
             ParsedAttention(node.name, str(bind_args(node)["mask"].target), False, False)
             for node in attentions
@@ -316,9 +314,7 @@ def _checked_engine(program: Program, data: bytes) -> Any:
 def _layers(engine: Any) -> Sequence[Any]:
     trt = tensorrt.load()
     inspector = engine.create_engine_inspector()
-    return layers_from_inspector(
-        inspector.get_engine_information(trt.LayerInformationFormat.JSON)
-    )
+    return layers_from_inspector(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
 
 
 def _cache_dtype(program: Program) -> str:

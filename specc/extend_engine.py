@@ -111,6 +111,9 @@ class EngineExtension:
         nodes = max(max_nodes, *(plan.num_rows for plan in plans))
         if (rectangle := self._manifest.rectangle) is not None:
             _check_rim(rectangle, limits.max_nodes, nodes, plans)
+            nodes = limits.max_nodes  # the rows are what they are
+        if self._manifest.tensorrt is not None:
+            _check_profiles([entry.plan for entry in self._manifest.plans], plans)
         return dataclasses.replace(
             self._manifest,
             plans=tuple(PlanEntry.of(plan, _file_of(plan)) for plan in plans),
@@ -164,4 +167,14 @@ def _check_rim(
             f"at most {max_nodes} nodes and {rectangle.front + 1} tokens: the caches of this"
             " engine's ONNX files have a fixed number of rows",
             "compile the engine again with the largest --tree that it is to run",
+        )
+
+
+def _check_profiles(built: Sequence[SpecPlan], plans: Sequence[SpecPlan]) -> None:
+    """TensorRT engines run with the shapes alone that they were built for."""
+    if unknown := [plan.name for plan in plans if plan not in built]:
+        raise ConfigError(
+            f"plan {unknown[0]}, for which the TensorRT engines have no profile",
+            f"one of {', '.join(plan.name for plan in built)}",
+            "compile the engine again with this --tree",
         )

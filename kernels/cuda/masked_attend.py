@@ -18,17 +18,17 @@ from torch import Tensor
 HEAD_DIMS = (64, 80, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 # packed rows of a tile: for the few nodes of a tree, and for prompts
-TILE_ROWS = (16, 64)
+TILE_ROWS = (16, 32)
 NUM_WARPS = 4
-# key blocks in flight: two, so that the tiles fit 48 KiB (see `num_keys`)
+# key blocks in flight
 NUM_STAGES = 2
 
 
 def num_keys(head_dim: int) -> int:
     """Keys of a step.
 
-    Tiles have to fit 48 KiB of shared memory: a kernel that wants more must be told to the driver
-    with a call that only the one who launches it can make.
+    Tiles fit 48 KiB of shared memory: more is given only to a kernel whose launcher asks the
+    driver for it first, and whether TensorRT does is not said.
     """
     return {64: 64, 128: 32, 256: 16}[padded(head_dim)]
 

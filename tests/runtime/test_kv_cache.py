@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specc.runtime.kv_cache import BlockAllocator, CacheShape, KVCache
+from specc.rectangle import CacheRows
+from specc.runtime.kv_cache import GROWTH, BlockAllocator, CacheShape, KVCache
 
 
 @given(st.lists(st.integers(0, 6)), st.randoms())
@@ -105,3 +106,41 @@ def test_block_table_is_padded() -> None:
     table = KVCache(shape, {}, torch.float32).block_table([[4], [5, 1, 2]])
     assert table.dtype == torch.int32
     assert table.tolist() == [[4, 0, 0], [5, 1, 2]]
+
+
+def test_a_growing_cache_keeps_what_it_holds() -> None:
+    """Slabs with heads in front of rows begin short, and get longer in steps, up to all rows."""
+    shape = CacheShape(max_seq_len=400, max_nodes=6, block_size=0, max_num_seqs=2)
+    rows = CacheRows.of(400, 6, 2)
+    specs = {"target": [(2, 3, 4)], "draft_0": [(1, 1, 4)]}
+    cache = KVCache(shape, specs, torch.float32, rows=rows, grows=True)
+    environment = cache.environment
+    assert cache.length == GROWTH < rows.total
+    assert environment["target_slab_0"].shape == (2, 2, 2, 3, GROWTH, 4)
+    assert environment["history"].shape == (2, 406)
+    before = {name: slab.normal_().clone() for name, slab in environment.items() if "slab" in name}
+
+    # what is in front of the slots counts
+    assert cache.reserve(GROWTH - rows.front) == GROWTH
+    assert all(environment[name].data_ptr() for name in before)
+    assert cache.reserve(GROWTH - rows.front + 1) == 2 * GROWTH
+    for name, old in before.items():
+        slab = environment[name]
+        assert slab.shape == (*old.shape[:4], 2 * GROWTH, 4)
+        assert torch.equal(slab[..., :GROWTH, :], old)
+        # 0 · NaN is NaN: rows that nobody wrote are masked, and multiplied all the same
+        assert not slab[..., GROWTH:, :].any()
+    assert environment is cache.environment
+    assert environment["target_slab_0"] is cache.slabs["target"][0]
+    assert cache.reserve(406) == cache.length == rows.total
+    assert cache.reserve(3) == rows.total
+
+
+def test_a_cache_that_does_not_grow_has_all_rows() -> None:
+    shape = CacheShape(max_seq_len=400, max_nodes=6, block_size=0, max_num_seqs=2)
+    rows = CacheRows.of(400, 6, 2)
+    cache = KVCache(shape, {"target": [(1, 1, 4)]}, torch.float32, rows=rows)
+    slab = cache.environment["target_slab_0"]
+    assert slab.shape[4] == rows.total
+    assert cache.reserve(406) == rows.total
+    assert cache.environment["target_slab_0"] is slab
