@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,15 @@ _ELEMENT_TYPES = {
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 # slots → rows of a sequence, and the caches of every layer
 Grow = Callable[[int], tuple[int, Sequence[tuple[Tensor, Tensor]]]]
+_MAX_BINDINGS = 64
+
+
+class _Bound(NamedTuple):
+    """A binding, and the memory of its inputs and of the logits."""
+
+    binding: Any
+    inputs: dict[str, Tensor]
+    logits: Tensor
 
 
 class OnnxProgram(RectangularModel):
@@ -66,7 +75,8 @@ class OnnxProgram(RectangularModel):
         self._caches = named_caches(caches)
         wanted = {"tokens", "positions", "write_index", "logit_rows", *map(mask_input, windows)}
         _check_inputs(name, session, wanted | self._caches.keys())
-        self._bindings: dict[tuple[int, int], Any] = {}
+        # (first block, sequences, nodes, rows of logits) → memory
+        self._bindings: dict[tuple[int, int, int, int], _Bound] = {}
         self._grow = grow
         self._length: int | None = None
 
@@ -81,27 +91,37 @@ class OnnxProgram(RectangularModel):
         return length
 
     def run(self, first: int, batch: int, given: Rectangle) -> Tensor:
-        binding = self._binding(first, batch)
-        # alive until the run is over: the session reads their memory
-        kept = {key: value.contiguous() for key, value in named_inputs(given).items()}
-        for key, value in kept.items():
-            _bind(binding.bind_input, key, value)
-        logits = torch.empty(given.logit_rows.shape[0], self.width, dtype=self._made)
-        _bind(binding.bind_output, "logits", logits)
-        self._session.run_with_iobinding(binding)
-        return logits.to(self.dtype)
+        inputs = named_inputs(given)
+        bound = self._bound(first, batch, inputs)
+        for name, value in inputs.items():
+            bound.inputs[name].copy_(value)
+        self._session.run_with_iobinding(bound.binding)
+        # the next pass of this shape overwrites them
+        return bound.logits.to(self.dtype, copy=True)
 
-    def _binding(self, first: int, batch: int) -> Any:
-        """Caches of these blocks, as inputs and outputs."""
-        binding = self._bindings.get((first, batch))
-        if binding is None:
-            binding = self._session.io_binding()
-            for name, cache in self._caches.items():
-                part = cache[first : first + batch]
-                _bind(binding.bind_input, name, part)
-                _bind(binding.bind_output, cache_output(name), part)
-            self._bindings[first, batch] = binding
-        return binding
+    def _bound(self, first: int, batch: int, inputs: dict[str, Tensor]) -> _Bound:
+        """Memory for passes of one shape over these blocks: binding costs more than copying."""
+        key = (first, batch, inputs["tokens"].shape[1], inputs["logit_rows"].shape[0])
+        if (bound := self._bindings.get(key)) is not None:
+            return bound
+        binding = self._session.io_binding()
+        for name, cache in self._caches.items():
+            part = cache[first : first + batch]
+            _bind(binding.bind_input, name, part)
+            _bind(binding.bind_output, cache_output(name), part)
+        buffers = {
+            name: torch.empty_like(value, memory_format=torch.contiguous_format)
+            for name, value in inputs.items()
+        }
+        for name, buffer in buffers.items():
+            _bind(binding.bind_input, name, buffer)
+        logits = torch.empty(key[3], self.width, dtype=self._made)
+        _bind(binding.bind_output, "logits", logits)
+        # prompts have passes of many shapes
+        if len(self._bindings) >= _MAX_BINDINGS:
+            del self._bindings[next(iter(self._bindings))]
+        self._bindings[key] = _Bound(binding, buffers, logits)
+        return self._bindings[key]
 
 
 def load_onnx(
@@ -177,7 +197,7 @@ def any_length(file: Path) -> bytes:
 
 def _needed(dtype: str) -> str:
     if dtype == "bfloat16":
-        return "float32 or float16: its CPU provider has no Attention of bfloat16"
+        return "float32 or float16: its CPU provider does not compute in bfloat16"
     return "an onnxruntime with the operators TensorScatter and Attention of opset 24"
 
 

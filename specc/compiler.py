@@ -220,6 +220,11 @@ def build(
             pass
         elif backend in ON_GPU and not torch.cuda.is_available():
             warnings.append("no probe: this machine has no GPU that torch can use")
+        elif backend == "onnx" and "bfloat16" in dtypes:
+            warnings.append(
+                "no probe: onnxruntime's CPU provider does not compute in bfloat16, so that"
+                " specc run needs --backend eager; the ONNX files are for other readers"
+            )
         elif available is not None and manifest.total_memory > available:
             warnings.append(
                 f"no probe: the engine needs {format_bytes(manifest.total_memory)},"

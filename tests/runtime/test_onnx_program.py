@@ -254,5 +254,5 @@ def test_bfloat16_is_refused_at_load(tmp_path: Path, small: tuple[Lowered, Path]
     write_onnx(pair, tmp_path)
     with pytest.raises(EngineError) as caught:
         BothPrograms(pair, tmp_path, 1)
-    assert "no Attention of bfloat16" in caught.value.needed
+    assert "does not compute in bfloat16" in caught.value.needed
     assert "--backend eager" in caught.value.do
