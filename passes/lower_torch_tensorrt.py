@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from specc import trt as tensorrt
 from specc.errors import TensorRTError
@@ -32,7 +32,7 @@ from specc.passes.check_trt_network import ParsedAttention
 from specc.passes.export_with_weights import export_with_weights, input_sizes
 from specc.passes.lower_aot_cuda import EXPERIMENTAL
 from specc.passes.lower_tensorrt import BuildReport
-from specc.passes.program import Program, bind_args
+from specc.passes.program import Program, bind_args, upstream
 from specc.passes.shape_profile import ShapeProfile, merge_profiles, profile_shapes
 from specc.passes.trt_builder import no_kernel
 from specc.passes.trt_converters import register_converters
@@ -172,7 +172,7 @@ def build_engine(
         dtype=dtype,
         profiles=({"names": tuple(item.name for item in profiles), **dataclasses.asdict(profile)},),
         attentions=tuple(
-            ParsedAttention(node.name, str(bind_args(node)["mask"].target), False, False)
+            ParsedAttention(node.name, _mask_input(program, node), False, False)
             for node in attentions
         ),
         caches=tuple(zip(program.caches, caches, strict=True)),
@@ -315,6 +315,13 @@ def _layers(engine: Any) -> Sequence[Any]:
     trt = tensorrt.load()
     inspector = engine.create_engine_inspector()
     return layers_from_inspector(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+
+
+def _mask_input(program: Program, attention: fx.Node) -> str:
+    """The input that an attention masks with; it may be repeated for a group of heads."""
+    names = {node.target for node in upstream(bind_args(attention)["mask"])}
+    (name,) = names.intersection(program.runtime_inputs)
+    return str(name)
 
 
 def _cache_dtype(program: Program) -> str:

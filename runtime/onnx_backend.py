@@ -24,7 +24,7 @@ def load_onnx_programs(
     cache: KVCache,
     caches_of: Callable[[ModelEntry], LayerCaches],
     operators: Any = torch.ops.specc,
-) -> tuple[dict[str, OnnxProgram], dict[str, StepProgram]]:
+) -> tuple[dict[str, OnnxProgram], dict[str, OnnxStep]]:
     """Models and steps of an engine.
 
     Args:
