@@ -316,3 +316,15 @@ def save_engine_to() -> Callable[..., SavedEngine]:
 @pytest.fixture(scope="session")
 def saved_engine(tmp_path_factory: pytest.TempPathFactory) -> SavedEngine:
     return save_engine(tmp_path_factory.mktemp("engines") / "engine")
+
+
+@pytest.fixture(scope="session")
+def lowered_phi(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """Both programs of a model, with a rim around its cache rows, and its ONNX file."""
+    from specc.rectangle import CacheRows
+    from tests.onnx_models import lowered, write_onnx
+
+    pair = lowered("phi", CacheRows(front=2, slots=96, scratch=46))
+    directory = tmp_path_factory.mktemp("lowered") / "target"
+    write_onnx(pair, directory)
+    return pair, directory

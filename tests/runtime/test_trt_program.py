@@ -16,13 +16,12 @@ from torch import Tensor
 from specc.errors import EngineError
 from specc.passes.shape_profile import ShapeProfile
 from specc.passes.trt_builder import BuildOptions
-from specc.rectangle import CacheRows
 from specc.runtime import rectangle as rectangle_module
 from specc.runtime.rectangular_model import WholeBatch
 from specc.runtime.trt_program import TensorRTProgram
 from specc.tree import TokenTree
 from tests.flat_passes import PADDING, Inputs, causal_pass, first_level, random_tree, tree_pass
-from tests.onnx_models import BothPrograms, Lowered, lowered, write_onnx
+from tests.onnx_models import BothPrograms, Lowered
 from tests.runtime.trt_engines import on_recorder, program_of, recorded_engine
 from tests.runtime.trt_pass import ALIGNMENT
 from tests.runtime.trt_recorder import (
@@ -35,7 +34,6 @@ from tests.runtime.trt_recorder import (
     Recorder,
 )
 
-ROWS = CacheRows(front=2, slots=96, scratch=46)
 BLOCKS, CHUNK = 5, 40
 PROFILES = (
     ShapeProfile("prefill", (1, 1, 5), (1, CHUNK, CHUNK), (1, 1, 5)),
@@ -44,11 +42,19 @@ PROFILES = (
     ShapeProfile("two", (1, 5, 5), (2, 2, 2), (1, 5, 5)),
 )
 TREES = [random_tree(random.Random(3), 8) for _ in range(3)]
+
+
+def prompts(starts: list[int], counts: list[int], blocks: list[int]) -> Inputs:
+    """As the runner asks for them: logits of last tokens."""
+    inputs = causal_pass(starts, counts, blocks)
+    return inputs | {"logit_rows": inputs["q_start"][1:].long() - 1}
+
+
 PASSES: dict[str, Inputs] = {
-    "chunk": causal_pass([13], [CHUNK], [2]),
+    "chunk": prompts([13], [CHUNK], [2]),
     "one-token": causal_pass([9, 70, 15], [1] * 3, [1, 2, 3]),
-    "ragged": causal_pass([7, 33, 1], [11, 1, 14], [1, 2, 3]),
-    "holes": causal_pass([7, 33, 1], [11, 1, 14], [4, 2, 0]),
+    "ragged": prompts([7, 33, 1], [11, 1, 14], [1, 2, 3]),
+    "holes": prompts([7, 33, 1], [11, 1, 14], [4, 2, 0]),
     "trees": tree_pass([30, 7, 0], TREES, [2, 3, 4]),
     "front": first_level([1, 0], 2, [3, 4]),
     "no-part": tree_pass([9, PADDING, 0], TREES, [0, 1, 2]),
@@ -65,26 +71,18 @@ class Rig:
     make: Callable[..., TensorRTProgram]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Lowered, Path]:
-    """Programs of a model with windows, and its ONNX file."""
-    pair, directory = lowered("phi", ROWS), tmp_path_factory.mktemp("program") / "target"
-    write_onnx(pair, directory)
-    return pair, directory
-
-
 @pytest.fixture(params=["tensorrt_rtx", "tensorrt"])
-def any_rig(request: pytest.FixtureRequest, files: tuple[Lowered, Path]) -> Iterator[Rig]:
-    yield from make_rig(files, request.param)
+def any_rig(request: pytest.FixtureRequest, lowered_phi: tuple[Lowered, Path]) -> Iterator[Rig]:
+    yield from make_rig(lowered_phi, request.param)
 
 
 @pytest.fixture
-def rig(files: tuple[Lowered, Path]) -> Iterator[Rig]:
-    yield from make_rig(files)
+def rig(lowered_phi: tuple[Lowered, Path]) -> Iterator[Rig]:
+    yield from make_rig(lowered_phi)
 
 
-def make_rig(files: tuple[Lowered, Path], name: str = "tensorrt_rtx") -> Iterator[Rig]:
-    pair, directory = files
+def make_rig(lowered_phi: tuple[Lowered, Path], name: str = "tensorrt_rtx") -> Iterator[Rig]:
+    pair, directory = lowered_phi
     with on_recorder(name) as recorder:
         both = BothPrograms(pair, None, BLOCKS)
 
@@ -139,7 +137,7 @@ def test_inputs_of_a_view_are_copied_to_where_memory_begins(rig: Rig) -> None:
 
 def test_cache_rows_of_the_first_sequence_are_where_a_pass_begins(rig: Rig) -> None:
     """A pass over neighbours gets the address of the first, for input and output."""
-    rig.both.compare(causal_pass([4, 6], [3, 3], [3, 4]), 1e-5)
+    rig.both.compare(prompts([4, 6], [3, 3], [3, 4]), 1e-5)
     (made,) = rig.recorder.enqueued
     for name, cache in rig.program._caches.items():
         assert made.pieces[name].address == cache[3].data_ptr()
@@ -181,7 +179,7 @@ def test_a_shape_that_tensorrt_refuses_is_an_error(rig: Rig) -> None:
 
 
 def test_a_write_past_the_end_is_refused(rig: Rig) -> None:
-    last = ROWS.slots
+    last = rig.both.rows.slots
     rig.program(**causal_pass([last - 4], [4], [1]))
     rig.recorder.forget()
     before = [part.clone() for pair in rig.both.onnx_caches for part in pair]
@@ -195,7 +193,7 @@ def test_a_write_past_the_end_is_refused(rig: Rig) -> None:
 
 def test_why_writes_past_the_end_are_refused(rig: Rig) -> None:
     """TensorRT drops them, and says that all is well: here behind the rim of a sequence."""
-    total = ROWS.slots + ROWS.scratch
+    total = rig.both.rows.slots + rig.both.rows.scratch
     wanted = rig.both.flat_caches[0][0][1].clone()
     whole(rig.program, causal_pass([total - 3], [8], [0]) | {"logit_rows": torch.arange(8)})
     assert rig.recorder.num_dropped == 5
@@ -309,7 +307,10 @@ def add_name(engine: Any, name: str) -> None:
             lambda e: e._aliases.update(v_cache_1_out="k_cache_1"),
             "v_cache_1_out shares memory with k_cache_1",
         ),
-        (lambda e: e._shapes.update(k_cache_1=(-1, 4, 96, 16)), "k_cache_1 is torch.float32 [4, 96"),
+        (
+            lambda e: e._shapes.update(k_cache_1=(-1, 4, 96, 16)),
+            "k_cache_1 is torch.float32 [4, 96",
+        ),
         (
             lambda e: e._dtypes.update(v_cache_0=e._recorder.DataType.HALF),
             "v_cache_0 is torch.float16 [4, 144",

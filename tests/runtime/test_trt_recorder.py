@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from specc.passes.shape_profile import ShapeProfile
-from specc.rectangle import CacheRows
 from specc.runtime import trt_backend, trt_program
 from specc.tree import TokenTree
 from tests.flat_passes import tree_pass
-from tests.onnx_models import BothPrograms, lowered, write_onnx
+from tests.onnx_models import BothPrograms
 from tests.runtime import trt_recorder
 from tests.runtime.trt_engines import on_recorder, program_of, recorded_engine
 from tests.runtime.trt_recorder import (
@@ -29,7 +28,6 @@ from tests.runtime.trt_recorder import (
     Recorder,
 )
 
-ROWS = CacheRows(front=0, slots=40, scratch=8)
 PROFILES = (ShapeProfile("tree", (1, 2, 2), (3, 3, 3), (3, 6, 6)),)
 CLASSES = ("Runtime", "ICudaEngine", "IExecutionContext", "IRuntimeConfig")
 ENUMS = (
@@ -122,13 +120,6 @@ def test_the_runtime_asks_for_nothing_else(real: Any) -> None:
     assert seen == {*CLASSES, "module"}
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    pair, directory = lowered("phi", ROWS), tmp_path_factory.mktemp("recorder") / "target"
-    write_onnx(pair, directory)
-    return pair, directory
-
-
 class Bound:
     """A context with everything set for a pass of two sequences; `kept` is the inputs' memory."""
 
@@ -148,7 +139,8 @@ class Bound:
                 value = trt_recorder.Pass(
                     recorder, item._engine, item, 0, item._shapes, item._pieces, item._scratch
                 ).tensor(name)  # type: ignore[arg-type]
-                self.kept[name] = value.clone()
+                with torch.inference_mode(False):
+                    self.kept[name] = value.clone()
             return done
 
         with pytest.MonkeyPatch.context() as patch:
@@ -168,9 +160,9 @@ class Bound:
 
 
 @pytest.fixture
-def bound(files: Any) -> Iterator[Bound]:
+def bound(lowered_phi: Any) -> Iterator[Bound]:
     with on_recorder() as recorder:
-        yield Bound(recorder, *files)
+        yield Bound(recorder, *lowered_phi)
 
 
 def test_a_pass_as_it_should_be(bound: Bound) -> None:
@@ -186,7 +178,7 @@ def test_what_tensorrt_refuses(bound: Bound) -> None:
     context, refusals = bound.context, bound.recorder.refusals
     assert not context.set_input_shape("tokens", (3, 3))
     assert not context.set_input_shape("tokens", (2, 4))
-    assert not context.set_input_shape("k_cache_0", (2, 4, 47, 16))
+    assert not context.set_input_shape("k_cache_0", (2, 4, 143, 16))
     assert not context.set_input_shape("other", (2, 3))
     assert not context.set_tensor_address("other", bound.logits.data_ptr())
     assert not context.set_optimization_profile_async(1, STREAM)
@@ -253,7 +245,7 @@ def mask_a_row(bound: Bound) -> None:
 
 
 def see_behind(bound: Bound) -> None:
-    bound.kept["mask"][0, 0, 0, 8] = True
+    bound.kept["mask"][0, 0, 0, 10] = True
     bound.enqueue()
 
 
@@ -312,7 +304,7 @@ def free_what_a_graph_reads(bound: Bound) -> None:
         (use_another_stream, "queued on stream"),
         (mask_a_row, "mask with a row that is masked as a whole"),
         (see_behind, "mask lets a token see rows behind those of the pass"),
-        (forget_nodes, "kv_lengths [5, 7], rows up to [8, 10]"),
+        (forget_nodes, "kv_lengths [7, 9], rows up to [10, 12]"),
         (write_in_front, "rows in front of a cache"),
         (change_shapes_in_a_capture, "the shape of tokens changed inside of a capture"),
         (begin_in_a_capture, "the first enqueue with these shapes inside of a capture"),
@@ -331,8 +323,8 @@ def test_what_tensorrt_would_do_without_a_word(bound: Bound, change: Any, found:
 def test_rows_past_the_end_are_dropped(bound: Bound) -> None:
     """The pass says that all is well; rows up to the end are written, and no other one."""
     (k_cache, _), *_ = bound.both.onnx_caches
-    total = ROWS.total
-    wanted = k_cache[1, :, 7:9].clone()
+    total = bound.both.rows.total
+    wanted = k_cache[1, :, 9:11].clone()
     before = k_cache.clone()
     bound.kept["write_index"][1] = total - 2
     bound.kept["kv_lengths"][1] = total + 1
