@@ -9,6 +9,7 @@ way in the same round; figures are medians.
     past/present  past keys as input, Concat inside of Attention, present keys as output
     unfused       past/present as exporters write it for older opsets: Concat, repeated key heads,
                   MatMul, Softmax, MatMul
+    backend cpu   compiled code of the same models and plans, with --cpu-engine
 
     python examples/measure_onnx_cache.py ENGINE --prompts prompts.jsonl --json out.json
 """
@@ -43,6 +44,7 @@ from specc.runtime.rectangle import Rectangle, named_inputs
 from specc.sampling_params import SamplingParams
 
 IN_PLACE, WHOLE, PAST, UNFUSED = "in place", "whole copies", "past/present", "unfused"
+CPU = "backend cpu"
 FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -197,6 +199,7 @@ def main(
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens")] = 64,
     rounds: Annotated[int, typer.Option("--rounds")] = 5,
+    cpu_engine: Annotated[Path | None, typer.Option("--cpu-engine")] = None,
     output: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Measure an ONNX engine with its caches in place and with copies."""
@@ -214,6 +217,10 @@ def main(
             program: PastPresent(file, program, is_fused)  # type: ignore[arg-type]
             for file, program in zip(files, programs, strict=True)
         }
+    compiled = None
+    if cpu_engine is not None:
+        compiled = Engine.load(cpu_engine, num_threads=1, max_num_seqs=batch)
+        ways[CPU] = {}
     texts = list(read_prompt_lines(prompts))[:num_prompts]
     assert engine.tokenizer is not None
     tokens = [engine.tokenizer.encode(text).ids for text in texts]
@@ -222,14 +229,17 @@ def main(
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     report: dict[str, Any] = {"plans": {}}
     for plan in engine.plans:
-        llm, wanted = LLM(engine, plan=plan), None
+        llms = dict.fromkeys(ways, LLM(engine, plan=plan))
+        if compiled is not None:
+            llms[CPU] = LLM(compiled, plan=plan)
+        wanted = None
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(rounds + 1):
             order = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
             for name in order:
                 with caches_by(ways[name]):
                     begin = time.perf_counter()
-                    outputs = llm.generate(tokens, params)
+                    outputs = llms[name].generate(tokens, params)
                     took = time.perf_counter() - begin
                 found = [o.outputs[0].token_ids for o in outputs]
                 wanted = wanted or found

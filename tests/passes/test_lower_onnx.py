@@ -38,11 +38,11 @@ ELEMENT_TYPES = {
 # constants of a graph: rotary frequencies, scales, shapes
 SMALL_BYTES = 1024
 DEFAULT = ("gemma3-tied", "gpt2")
-CASES = [
+FULL_PRECISION = [
     pytest.param((name, torch.float32), marks=() if name in DEFAULT else pytest.mark.slow)
     for name in (*models.ARCHITECTURES, *models.ROTARY_VARIANTS, "gemma3-tied")
 ]
-CASES += [
+CASES = FULL_PRECISION + [
     pytest.param((name, dtype), marks=() if name == "mixtral" else pytest.mark.slow)
     for name in ("mixtral", "gemma3-tied", "gpt2")
     for dtype in (torch.float16, torch.bfloat16)
@@ -201,10 +201,9 @@ def test_caches_and_attentions(written: Written) -> None:
         assert len([name for name in node.output if name]) == 1
 
 
+@pytest.mark.parametrize("written", FULL_PRECISION, indirect=True)
 def test_a_directory_that_was_moved(written: Written, tmp_path: Path) -> None:
     """The file finds the weights beside it; transformers computes the same."""
-    if written.dtype is not torch.float32:
-        pytest.skip("compared in float32")
     home = written.path.parent
     moved = home.rename(tmp_path / "moved")
     try:

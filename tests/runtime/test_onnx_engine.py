@@ -114,7 +114,8 @@ def test_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS[1:], ids=PLAN_IDS[1:])
-@pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_a_draft_equal_to_the_target_is_always_accepted(
     zoo: Zoo, name: str, plan: SpecPlan
 ) -> None:
@@ -199,6 +200,7 @@ def test_every_kind_of_plan_has_proposals_accepted(two_drafts: Engine) -> None:
     assert all(accepted.values()), accepted
 
 
+@pytest.mark.slow
 def test_wide_trees_in_tiles(zoo: Zoo, tmp_path: Path) -> None:
     wide = (SpecPlan.from_widths((15, 16)), SpecPlan.from_dynamic(DynamicTree(256, 23, 3)))
     config = CompileConfig(
