@@ -58,13 +58,13 @@ class TensorRTProgram(RectangularModel):
             trt.DataType.BOOL: torch.bool,
         }
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
-        self_caches = named_caches(caches)
-        _check_names(name, names, {*map(mask_input, windows)}, self_caches)
+        by_name = named_caches(caches)
+        _check_names(name, names, {*map(mask_input, windows)}, by_name)
         width = int(engine.get_tensor_shape("logits")[1])
         super().__init__(name, windows, rows, width, dtypes[engine.get_tensor_dtype("logits")])
         self._trt = trt
         self._engine = engine
-        self._caches = self_caches
+        self._caches = by_name
         self._graphs = graphs
         self._has_lengths = LENGTHS in names
         self._dtypes = {item: dtypes[engine.get_tensor_dtype(item)] for item in names}
