@@ -10,9 +10,9 @@ from specc.plans import SpecPlan, is_lookup
 
 if TYPE_CHECKING:
     from specc.metrics import SpecStats
+    from specc.runtime.batch import StepGroup
     from specc.runtime.host_drafts import HostDrafts
     from specc.runtime.program import StepResult
-    from specc.runtime.scheduler import StepGroup
     from specc.runtime.sequence import Sequence
 
 # an outcome counts less with every step that follows it; weight of a step's newest seconds

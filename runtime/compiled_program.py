@@ -17,6 +17,7 @@ from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import (
     PROGRAM_SCHEMA_VERSIONS,
     BeforeAccept,
+    Drafted,
     StepInputs,
     StepResult,
     bind_weights,
@@ -176,10 +177,35 @@ class CompiledStep:
             native.step(flat_rows, block_table, [], 0, first, [])
             with torch.inference_mode():
                 self.before_accept(self._values)
+        return self._finish(flat_rows, block_table, first, reads)
+
+    def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
+        """Run what stands in front of the target's pass; see `Drafted`."""
+        self._encoder.bind(slabs)
+        self._encoder.bind_rows(inputs)
+        verify = self._stages.index("verify")
+        flat_rows = [value for row in inputs.rows for value in row]
+        self._native.step(flat_rows, inputs.block_table, [], 0, verify, [])
+
+        def accept(values: Mapping[str, Tensor], reads: Sequence[str]) -> StepResult:
+            for name, value in values.items():
+                self._values[name] = value
+            if self.before_accept is not None:
+                with torch.inference_mode():
+                    self.before_accept(self._values)
+            return self._finish(flat_rows, inputs.block_table, self._accept, reads)
+
+        return Drafted(self._values, accept)
+
+    def _finish(
+        self, flat_rows: list[int], block_table: Tensor, first: int, reads: Sequence[str]
+    ) -> StepResult:
+        """Run the stages that are left, and read the results."""
+        native = self._native
         slots, last = self._encoder.host_slots, len(self._stages)
         kept = [self._encoder.slot_of(name) for name in reads]
         ints, seconds = native.step(flat_rows, block_table, slots, first, last, kept)
-        batch = len(rows)
+        batch = block_table.shape[0]
         width = self._width
         end = batch * (1 + width)
         if batch == 1:

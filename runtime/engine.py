@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from specc.runtime.cuda_backend import (
     load_programs,
 )
 from specc.runtime.device_memory import fit_device
+from specc.runtime.grammar import Grammars
 from specc.runtime.kv_cache import CacheShape, KVCache
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.onnx_backend import load_onnx_programs
@@ -95,10 +97,21 @@ class Engine:
     def plans(self) -> dict[str, SpecPlan]:
         return {name: step.plan for name, step in self.steps.items()}
 
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Compiled grammars of structured outputs."""
+        return Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+
     @property
     def policy(self) -> str:
         """What chooses plans, unless a caller does: `fixed`, `best` or `profile`."""
         return self.manifest.policy if self.manifest else "fixed"
+
+    @property
+    def window(self) -> int:
+        """The smallest window of the target's layers; 0 where none has one."""
+        layers = self.manifest.models[0].layers if self.manifest else []
+        return min((layer.window for layer in layers if layer.window), default=0)
 
     @property
     def max_seq_len(self) -> int:
@@ -118,6 +131,7 @@ class Engine:
         max_num_seqs: int | None = None,
         backend: str | None = None,
         capture: CaptureLimits | None = None,
+        kv_cache_tokens: int | None = None,
     ) -> Engine:
         """Open an engine directory; weights stay in the memory-mapped files.
 
@@ -131,6 +145,8 @@ class Engine:
                 the engine was compiled for.
             backend: `eager` runs the graphs of any engine; None is what it was compiled for.
             capture: what capturing CUDA graphs may cost here; None is the default.
+            kv_cache_tokens: rows of the cache, for all sequences together: where they run out,
+                requests give way to others. None is the worst case of `max_num_seqs` sequences.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime or more
                 memory.
@@ -156,7 +172,9 @@ class Engine:
             graphs = cuda_device()
             limits = fit_device(manifest, graphs, capture or CaptureLimits(), max_num_seqs)
             operators = DeviceOperators(graphs)
-            cache = _make_cache(manifest, max_num_seqs, graphs.device, rows)
+            cache = _make_cache(
+                manifest, max_num_seqs, graphs.device, rows, num_tokens=kv_cache_tokens
+            )
             load = load_programs if backend == "cuda" else load_trt_programs
             loaded = load(path, manifest, cache, _caches(manifest, cache), graphs, limits)
         else:
@@ -166,6 +184,7 @@ class Engine:
                 torch.device("cpu"),
                 rows,
                 grows=rows is not None and can_grow(),
+                num_tokens=kv_cache_tokens,
             )
             operators = torch.ops.specc
             if backend != "eager" and manifest.native is not None:
@@ -239,6 +258,7 @@ def _make_cache(
     device: torch.device,
     rows: CacheRows | None = None,
     grows: bool = False,
+    num_tokens: int | None = None,
 ) -> KVCache:
     limits = manifest.limits
     if max_num_seqs is None:
@@ -251,12 +271,29 @@ def _make_cache(
         )
     max_seq_len = min(limits.max_seq_len, manifest.models[0].max_position)
     shape = CacheShape(max_seq_len, limits.max_nodes, limits.block_size, max_num_seqs)
+    if num_tokens is not None:
+        shape = _shape_of(shape, num_tokens)
     specs = {
         model.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.slabs]
         for model in manifest.models
     }
     dtypes = {model.name: _DTYPES[model.dtype] for model in manifest.models}
     return KVCache(shape, specs, dtypes, device, rows, grows)
+
+
+def _shape_of(shape: CacheShape, num_tokens: int) -> CacheShape:
+    """Raises ConfigError: a cache that has no blocks, or fewer or more than can be of use."""
+    most = shape.num_blocks * shape.rows_per_block
+    if not shape.block_size or not shape.block_size <= num_tokens <= most:
+        raise ConfigError(
+            f"kv_cache_tokens {num_tokens}"
+            + ("" if shape.block_size else ", and a cache of one block a sequence"),
+            f"{shape.block_size} … {most}, what {shape.max_num_seqs} sequences can need"
+            if shape.block_size
+            else "an engine whose cache has blocks: --block-size 16 at compile",
+            "choose a number in this range, or lower max_num_seqs",
+        )
+    return dataclasses.replace(shape, pool_blocks=num_tokens // shape.block_size)
 
 
 def _caches(manifest: Manifest, cache: KVCache) -> dict[str, LayerCaches]:

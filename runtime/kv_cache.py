@@ -6,7 +6,6 @@ Target and drafts share block ids: block 3 of a sequence names block 3 of every 
 from __future__ import annotations
 
 import functools
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specc.rectangle import CacheRows
+from specc.runtime.block_pool import BlockPool
 
 # a cache that grows does so by this many rows: what attends to all of them reads no more in vain
 GROWTH = 128
@@ -28,12 +28,15 @@ class CacheShape:
         max_nodes: nodes of the largest tree; their rows lie behind the committed ones.
         block_size: rows of a block; 0 is dense: one block a sequence.
         max_num_seqs: sequences that run together.
+        pool_blocks: blocks of the cache; None is enough for the worst case of all sequences, so
+            that none ever gives way to another.
     """
 
     max_seq_len: int
     max_nodes: int
     block_size: int
     max_num_seqs: int
+    pool_blocks: int | None = None
 
     @property
     def rows_per_block(self) -> int:
@@ -46,44 +49,14 @@ class CacheShape:
 
     @property
     def num_blocks(self) -> int:
+        if self.pool_blocks is not None:
+            return self.pool_blocks
         return self.max_num_seqs * self.blocks_per_sequence
 
     def blocks_for(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Blocks a request can need at worst, so that it is never preempted."""
+        """Blocks a request can need at worst."""
         num_tokens = min(num_prompt_tokens + max_tokens, self.max_seq_len)
         return -(-(num_tokens + self.max_nodes) // self.rows_per_block)
-
-
-class BlockAllocator:
-    """Free list of block ids 0 … num_blocks - 1; the lowest is given out first.
-
-    So the sequences of a dense cache lie side by side, which rectangular programs can use.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks))
-        self._used: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks; the caller has looked at `num_free`."""
-        if count > len(self._free):
-            raise RuntimeError(f"{count} blocks asked for, {len(self._free)} free")
-        blocks = [heapq.heappop(self._free) for _ in range(count)]
-        self._used.update(blocks)
-        return blocks
-
-    def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back; one that is free already, or not of this pool, is specc's own bug."""
-        for block in blocks:
-            if block not in self._used:
-                raise RuntimeError(f"block {block} freed but not in use")
-            self._used.remove(block)
-            heapq.heappush(self._free, block)
 
 
 class KVCache:
@@ -113,7 +86,7 @@ class KVCache:
         # rows of a sequence that there are by now
         self.length = min(rows.total, GROWTH) if rows and grows else rows.total if rows else 0
         self.device = torch.device(device)
-        self.allocator = BlockAllocator(shape.num_blocks)
+        self.allocator = BlockPool(shape.num_blocks)
         # zeros, not empty: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
         self.slabs: dict[str, list[Tensor]] = {
             model: [

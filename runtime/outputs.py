@@ -18,8 +18,10 @@ class CompletionOutput:
     Args:
         token_ids: emitted tokens; an EOS or stop token that ended the output is included.
         text: their text, without the stop string and without the token that ended the output.
-        finish_reason: `stop` (EOS, stop token, stop string) or `length` (max_tokens, context).
-        stop_reason: the stop token id or stop string; None for EOS and length.
+        finish_reason: `stop` (EOS, stop token, stop string, end of a grammar), `length`
+            (max_tokens, context), `timeout` (its deadline has passed) or `error` (its grammar
+            became too complex to go on).
+        stop_reason: the stop token id or stop string, or the error; None for EOS and length.
         logprobs: of each token, and of the best ones beside it; None where not asked for.
     """
 
@@ -57,7 +59,7 @@ class StreamOutput:
 
     Args:
         index: which of the streamed prompts.
-        token_id: the new token.
+        token_id: the new token; None where the request ended without one (`timeout`).
         text: characters that became certain; may be empty.
         metrics: of the whole request, with the last token only.
         logprobs: of this token, where asked for.
@@ -65,7 +67,7 @@ class StreamOutput:
 
     request_id: str
     index: int
-    token_id: int
+    token_id: int | None
     text: str
     finished: bool = False
     finish_reason: str | None = None

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from specc.metrics import SpecStats
 
 if TYPE_CHECKING:
+    from specc.runtime.batch import Batch, StepGroup
     from specc.runtime.program import StepResult
-    from specc.runtime.scheduler import StepGroup
+    from specc.runtime.runner import RunResult
     from specc.runtime.sequence import Sequence
 
 
@@ -19,7 +20,8 @@ class Policy(Protocol):
         needs_results: the choice depends on what the last step did. False promises that it follows
             from `num_running` alone: a step over the same sequences may then be queued, with the
             same plan, before the results of the last one are known, and `choose` is not asked.
-            A policy without it counts as one that needs results.
+            A policy without it counts as one that needs results. It is read before every
+            iteration, so a policy can keep to its choice for a while.
     """
 
     needs_results: bool
@@ -44,6 +46,15 @@ class EachPolicy(Policy, Protocol):
 
     def observe(self, group: StepGroup, step: StepResult) -> None:
         """Take the outcome of a step, behind its commit."""
+        ...
+
+
+@runtime_checkable
+class WholePolicy(Policy, Protocol):
+    """Learns from whole iterations, prompts and steps of all plans together."""
+
+    def observe_batch(self, batch: Batch, result: RunResult) -> None:
+        """Take the outcome of an iteration, behind its commit and after `EachPolicy.observe`."""
         ...
 
 

@@ -63,6 +63,19 @@ class StepInputs(NamedTuple):
     extra: Mapping[str, Tensor] = MappingProxyType({})
 
 
+class Drafted(NamedTuple):
+    """A step whose tree is there, and whose nodes somebody else passes through the target.
+
+    Args:
+        values: what the stages so far have computed, by name.
+        accept: runs the rest, once; given `logits` [B * N, V] of the nodes (and `tokens` [B, 1]
+            of off), and names of values that the caller wants to see.
+    """
+
+    values: Mapping[str, Tensor] | StepValues
+    accept: Callable[[Mapping[str, Tensor], Sequence[str]], StepResult]
+
+
 class StepValues(Protocol):
     """Named values of a step in progress, for hooks: read them, or put others in their place."""
 
@@ -228,8 +241,13 @@ class StepProgram:
             seconds of each stage, by name.
         """
         environment.update(self._constants)
+        return self._run_stages(environment, [name for name, *_ in self._stages])
+
+    def _run_stages(self, environment: dict[str, Tensor], names: Sequence[str]) -> dict[str, float]:
         stage_s = {}
         for name, inputs, graph in self._stages:
+            if name not in names:
+                continue
             if name == "accept_commit" and self.before_accept is not None:
                 self.before_accept(environment)
             begin = time.perf_counter()
@@ -243,6 +261,19 @@ class StepProgram:
         """Run the step for sequences that are known on the host; see `advance`."""
         return advance(self, inputs, slabs, reads)
 
+    @torch.inference_mode()
+    def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
+        """Run what stands in front of the target's pass; see `Drafted`."""
+        environment = {**environment_of(inputs, slabs), **self._constants}
+        stage_s = self._run_stages(environment, ["draft"])
+
+        def accept(values: Mapping[str, Tensor], reads: Sequence[str]) -> StepResult:
+            environment.update(values)
+            stage_s.update(self._run_stages(environment, ["accept_commit"]))
+            return result_of(self.plan, environment, stage_s, reads)
+
+        return Drafted(environment, torch.inference_mode()(accept))
+
 
 def advance(
     step: Step, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
@@ -255,7 +286,14 @@ def advance(
         slabs: caches and history under their names in the environment.
         reads: names of values that the caller wants to see.
     """
-    environment = {
+    environment = environment_of(inputs, slabs)
+    stage_s = step.run(environment)
+    return result_of(step.plan, environment, stage_s, reads)
+
+
+def environment_of(inputs: StepInputs, slabs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the first stage of a step reads, by name."""
+    return {
         "last_tokens": torch.tensor([row[:-1] for row in inputs.rows]),
         "cache_len": torch.tensor([row[-1] for row in inputs.rows], dtype=torch.int32),
         "block_table": inputs.block_table,
@@ -264,12 +302,20 @@ def advance(
         **inputs.extra,
         **slabs,
     }
-    stage_s = step.run(environment)
+
+
+def result_of(
+    plan: SpecPlan,
+    environment: Mapping[str, Tensor],
+    stage_s: dict[str, float],
+    reads: Sequence[str],
+) -> StepResult:
+    """What the host reads of an environment behind the last stage."""
     return StepResult(
         environment["num_accepted"].tolist(),
         environment["output_tokens"].tolist(),
         environment["next_cache_len"].tolist(),
-        {index: environment[name].tolist() for index, name in draft_lens_of(step.plan).items()},
+        {index: environment[name].tolist() for index, name in draft_lens_of(plan).items()},
         stage_s,
         {name: environment[name] for name in reads},
     )

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specc.runtime.batch import Batch, Span, StepGroup
 from specc.runtime.batch_rows import BatchRows, last_tokens_of, sampling_rows
 from specc.runtime.captured_step import CapturedStep, PendingStep
+from specc.runtime.grammar_masks import TreeMasks, has_grammar, mask_roots
 from specc.runtime.kv_cache import KVCache
 from specc.runtime.logprobs import TokenLogprobs, step_logprobs, token_logprobs, wants_logprobs
-from specc.runtime.program import Model, Step, StepInputs, StepResult, draft_lens_of
-from specc.runtime.scheduler import Batch, Span, StepGroup
+from specc.runtime.program import Drafted, Model, Step, StepInputs, StepResult, draft_lens_of
 from specc.runtime.sequence import Sequence
+from specc.runtime.shared_pass import (
+    FlatTokens,
+    accepted_values,
+    run_together,
+    span_tokens,
+    tree_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class RunResult:
     # of first tokens by request; of each step's tokens, for the steps in which a request asks
     first_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     logprobs: list[list[list[TokenLogprobs] | None] | None] = field(default_factory=list)
+    # of the target's pass that everyone shared; stages and `prefill_s` have their parts of it
+    pass_s: float = 0.0
 
 
 class Runner:
@@ -41,6 +53,8 @@ class Runner:
         cache: that all programs are bound to.
         prefill_chunk: tokens of a causal pass at most.
         operators: namespace of the `specc::` operators that run here.
+        shares_pass: prompts and all groups go through the target together; for programs of flat
+            tokens and steps that run stage by stage.
     """
 
     def __init__(
@@ -51,7 +65,11 @@ class Runner:
         cache: KVCache,
         prefill_chunk: int,
         operators: Any = torch.ops.specc,
+        shares_pass: bool = False,
     ) -> None:
+        self.shares_pass = shares_pass
+        # passes of the target that prompts or several plans had together
+        self.num_shared_passes = 0
         self._target = target
         self._drafts = drafts
         self._steps = steps
@@ -62,6 +80,8 @@ class Runner:
 
     def run(self, batch: Batch) -> RunResult:
         """Prefill, then one step for each group; sequences are read, never changed."""
+        if self._is_shared(batch):
+            return self._run_shared(batch)
         result = RunResult()
         if batch.prefill:
             begin = time.perf_counter()
@@ -83,7 +103,7 @@ class Runner:
         if batch.prefill or len(batch.groups) != 1:
             return None
         (group,) = batch.groups
-        if wants_logprobs(group.sequences):
+        if wants_logprobs(group.sequences) or has_grammar(group.sequences):
             return None
         step = self._steps[group.plan.name]
         if not isinstance(step, CapturedStep) or step.is_split:
@@ -92,17 +112,77 @@ class Runner:
         self._catch_up(group)
         return step.submit(self._inputs(group))._replace(begin_s=begin_s)
 
+    def _is_shared(self, batch: Batch) -> bool:
+        """More than one pass would be needed, and one can do."""
+        steps = [self._steps[group.plan.name] for group in batch.groups]
+        return (
+            self.shares_pass
+            and bool(batch.groups)
+            and len(batch.groups) + bool(batch.prefill) > 1
+            and all(step.plan.tile is None for step in steps)
+        )
+
+    def _run_shared(self, batch: Batch) -> RunResult:
+        """All drafts, one pass of the target for everyone, then acceptance of each group."""
+        self.num_shared_passes += 1
+        steps: list[Any] = [self._steps[group.plan.name] for group in batch.groups]
+        self._begin_prefill(batch.prefill)
+        parts: list[FlatTokens] = []
+        begun: list[tuple[StepInputs, Drafted, float]] = []
+        if batch.prefill:
+            table = self._cache.block_table([s.sequence.blocks for s in batch.prefill])
+            parts.append(span_tokens(batch.prefill, table))
+        for group, step in zip(batch.groups, steps, strict=True):
+            begin_s = time.perf_counter()
+            self._catch_up(group)
+            inputs = self._inputs(group)
+            drafted = step.draft(inputs, self._cache.environment)
+            begun.append((inputs, drafted, time.perf_counter() - begin_s))
+            parts.append(tree_tokens(group.plan, inputs, drafted))
+        begin_s = time.perf_counter()
+        logits = run_together(self._target, parts, self._cache.device)
+        pass_s = time.perf_counter() - begin_s
+        num_tokens = sum(len(part.tokens) for part in parts)
+        prefill_s = pass_s * sum(s.end - s.start for s in batch.prefill) / num_tokens
+        first_tokens: list[int | None] = []
+        first_logprobs: dict[str, list[TokenLogprobs]] = {}
+        if batch.prefill:
+            first_tokens, first_logprobs = self._end_prefill(batch.prefill, logits.pop(0))
+        result = RunResult(first_tokens, prefill_s, first_logprobs=first_logprobs, pass_s=pass_s)
+        groups = zip(batch.groups, steps, begun, logits, strict=True)
+        for group, step, (inputs, drafted, draft_s), rows in groups:
+            begin_s = time.perf_counter()
+            values = accepted_values(group.plan, rows, inputs)
+            found = self._hooked(step, group, functools.partial(drafted.accept, values))
+            verify_s = pass_s * len(rows) / num_tokens
+            accept_s = time.perf_counter() - begin_s
+            stage_s = {"draft": draft_s, "verify": verify_s, "accept_commit": accept_s}
+            found = found._replace(stage_s=stage_s)
+            result.steps.append(found)
+            result.logprobs.append(self._logprobs(group, found))
+        return result
+
     def _prefill(
         self, spans: list[Span]
     ) -> tuple[list[int | None], dict[str, list[TokenLogprobs]]]:
+        self._begin_prefill(spans)
+        logits = self._causal_pass(self._target, spans, [span.is_last for span in spans])
+        return self._end_prefill(spans, logits)
+
+    def _begin_prefill(self, spans: list[Span]) -> None:
+        """All that prompts need but the target's pass."""
         for span in spans:
             sequence = span.sequence
             tokens = sequence.token_ids[span.start : span.end]
             self._cache.record(sequence.blocks, span.start, tokens)
-        logits = self._causal_pass(self._target, spans, [span.is_last for span in spans])
         for i, draft in enumerate(self._drafts):
             if mine := [span for span in spans if i in span.drafts]:
                 self._causal_pass(draft, mine, [False] * len(mine))
+
+    def _end_prefill(
+        self, spans: list[Span], logits: Tensor
+    ) -> tuple[list[int | None], dict[str, list[TokenLogprobs]]]:
+        """First tokens of the prompts that end, from their last rows [R, V]."""
         ended = [span.sequence for span in spans if span.is_last]
         first = self._first_tokens(logits, ended) if ended else []
         firsts = iter(first)
@@ -128,7 +208,7 @@ class Runner:
         rows = (values, words, _int32(lengths))
         table = self._cache.block_table([s.blocks for s in sequences])
         _, _, tokens = self._operators.accept(
-            logits,
+            mask_roots(logits, sequences),
             torch.tensor(roots).to(device),
             torch.full((count, 1), -1, dtype=torch.int32, device=device),
             *(0, None, None, []),
@@ -142,11 +222,39 @@ class Runner:
         self._catch_up(group)
         catch_up_s = time.perf_counter() - begin
         step = self._steps[group.plan.name]
-        reads = ("logits", "path") if wants_logprobs(group.sequences) else ()
-        result = step.advance(self._inputs(group), self._cache.environment, reads)
+        result = self._advance(step, group)
         stage = "step" if "step" in result.stage_s else "draft"
         if stage in result.stage_s:
             result.stage_s[stage] += catch_up_s
+        return result
+
+    def _advance(self, step: Step, group: StepGroup) -> StepResult:
+        inputs, slabs = self._inputs(group), self._cache.environment
+        return self._hooked(step, group, lambda reads: step.advance(inputs, slabs, reads))
+
+    def _hooked(
+        self, step: Step, group: StepGroup, run: Callable[[Sequence_[str]], StepResult]
+    ) -> StepResult:
+        """Run a step; grammars mask the logits that acceptance looks at.
+
+        Args:
+            step: of the plan.
+            group: whose step it is.
+            run: the step, given the names of values that are wanted.
+        """
+        reads = ("logits", "path") if wants_logprobs(group.sequences) else ()
+        if not has_grammar(group.sequences):
+            return run(reads)
+        before = step.before_accept
+        masks = TreeMasks(group.sequences, group.plan, before, keeps=bool(reads))
+        step.before_accept = masks
+        try:
+            result = run(reads)
+        finally:
+            step.before_accept = before
+        if masks.logits is not None:
+            # log probabilities are the model's own
+            result.values["logits"] = masks.logits
         return result
 
     def _logprobs(

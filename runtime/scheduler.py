@@ -2,80 +2,41 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from specc.errors import RequestError
 from specc.metrics import SpecStats
 from specc.plans import OFF, SpecPlan
+from specc.runtime.batch import Batch, Queued, Span, StepGroup
 from specc.runtime.host_drafts import HostDrafts
 from specc.runtime.kv_cache import KVCache
-from specc.runtime.policy import EachPolicy, Policy
+from specc.runtime.policy import EachPolicy, Policy, WholePolicy
 from specc.runtime.program import draft_lens_of
+from specc.runtime.request_queue import RequestQueue, turn_of
 from specc.runtime.sequence import Sequence
+from specc.runtime.sequence_blocks import SequenceBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import Tensor
-
     from specc.runtime.captured_step import PendingStep
     from specc.runtime.runner import RunResult
 
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens start … end - 1 of a sequence, to be fed causally.
-
-    Args:
-        drafts: drafts that take the same tokens in the same iteration.
-    """
-
-    sequence: Sequence
-    start: int
-    end: int
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def is_last(self) -> bool:
-        """Ends the prompt, so that its last row yields the first output token."""
-        return self.end == self.sequence.num_prompt_tokens
-
-
-@dataclass(frozen=True)
-class StepGroup:
-    """Sequences that run one plan's step together.
-
-    Args:
-        extra: what the host brings to this step besides rows, see `StepInputs`.
-    """
-
-    plan: SpecPlan
-    sequences: list[Sequence]
-    extra: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One iteration: at most one prefill pass, then a step for each plan in use."""
-
-    prefill: list[Span] = field(default_factory=list)
-    groups: list[StepGroup] = field(default_factory=list)
-
-
-class Queued(NamedTuple):
-    """A batch that the device has, and where its results will be."""
-
-    batch: Batch
-    pending: PendingStep
+# tokens that a sequence may grow by before its step has to come from the host again
+_AHEAD = 64
+# share of a prefill pass that prompts get however many tokens are decoded beside them
+_LEAST_PREFILL = 8
 
 
 class Scheduler:
-    """Admits requests in order of arrival, whenever a slot and blocks are free.
+    """Admits requests by their turn, whenever a slot and the blocks of the next one are free.
 
-    A request reserves the blocks of its worst case, so none is ever preempted.
+    Sequences take blocks as they grow. Where none is left for a plain step, whoever's turn is last
+    gives up its own and computes its rows again later; so whoever's turn is first always ends. A
+    request that finds no room is not overtaken by smaller ones.
 
     `queued` holds the batches that were queued and not post-processed, in order: blocks of their
     sequences are not free, and `postprocess` takes the oldest one out.
@@ -87,6 +48,12 @@ class Scheduler:
         prefill_chunk: tokens of a prefill pass at most.
         position_limit: positions 0 … position_limit - 1 exist in every model; no draft token may
             lie behind them.
+        shares_prefixes: rows of a prompt are looked for among those of earlier requests.
+        shares_pass: prompts and steps of all plans go through the target together, and share
+            `prefill_chunk`.
+        window: of the target's layers, the smallest; 0 is no limit. A prompt's part of a shared
+            pass is no longer.
+        clock: seconds, those of the sequences.
     """
 
     def __init__(
@@ -96,16 +63,29 @@ class Scheduler:
         policy: Policy,
         prefill_chunk: int,
         position_limit: int,
+        *,
+        shares_prefixes: bool = True,
+        shares_pass: bool = False,
+        window: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.stats = SpecStats()
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = RequestQueue()
         self.running: list[Sequence] = []
         self.queued: deque[Queued] = deque()
         self.host_drafts = HostDrafts(plans)
-        self._cache = cache
+        # sequences of the last iteration by plan; prompt tokens that were looked for in the cache
+        self.last_plans: Counter[str] = Counter()
+        self.num_looked_up = 0
+        self._blocks = SequenceBlocks(cache, shares_prefixes)
+        self._max_num_seqs = cache.shape.max_num_seqs
         self._plans = plans
         self._prefill_chunk = prefill_chunk
         self._position_limit = position_limit
+        self._shares_pass = shares_pass
+        self._window = window
+        self._clock = clock
+        self._has_deadlines = False
         self.use(policy)
         # who left while a queued step held its blocks; and who was dropped, until `abort`
         self._left: list[Sequence] = []
@@ -113,13 +93,17 @@ class Scheduler:
 
     def use(self, policy: Policy) -> None:
         """Let this policy choose from the next iteration on."""
-        self._policy = policy
+        self.policy = policy
         self._each = policy if isinstance(policy, EachPolicy) else None
-        self._needs_results = getattr(policy, "needs_results", True)
+        self._whole = policy if isinstance(policy, WholePolicy) else None
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Raises RequestError: it needs more blocks than the cache has; from any thread."""
+        self._blocks.check_fits(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
@@ -127,14 +111,9 @@ class Scheduler:
         Raises:
             RequestError: it needs more blocks than the cache has.
         """
-        needed, available = self._blocks_for(sequence), self._cache.allocator.num_blocks
-        if needed > available:
-            raise RequestError(
-                f"request {sequence.request_id} needs {needed} KV cache blocks",
-                f"at most {available}",
-                "lower max_tokens, or shorten the prompt",
-            )
-        self.waiting.append(sequence)
+        self.check_fits(sequence)
+        self.waiting.add(sequence)
+        self._has_deadlines |= sequence.deadline_s is not None
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a request, wherever it is; one that ended is left alone."""
@@ -160,11 +139,14 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Pick the work of the next iteration."""
+        self._end_late()
         self._admit()
         ready = [sequence for sequence in self.running if sequence.is_prefilled]
-        plan = self._plans[self._policy.choose(len(ready), self.stats)]
+        plan = self._plans[self.policy.choose(len(ready), self.stats)]
         groups = self._divide(ready, plan)
-        spans = self._prefill_spans(plan) if len(ready) < len(self.running) else []
+        num_step_tokens = sum(g.plan.num_nodes * len(g.sequences) for g in groups)
+        spans = self._prefill_spans(plan, num_step_tokens)
+        self.last_plans = Counter({g.plan.name: len(g.sequences) for g in groups})
         return Batch(spans, groups)
 
     def _divide(self, ready: list[Sequence], plan: SpecPlan) -> list[StepGroup]:
@@ -172,16 +154,59 @@ class Scheduler:
         plans = [plan] * len(ready)
         if ready and self._each is not None:
             plans = [self._plans[name] for name in self._each.choose_each(ready, self.stats)]
+        wishes = {
+            id(sequence): own if self._speculates(sequence, own) else OFF
+            for sequence, own in zip(ready, plans, strict=True)
+        }
+        granted = self._grant(ready, wishes)
         members: dict[str, list[Sequence]] = {}
-        plain: list[Sequence] = []
-        for sequence, own in zip(ready, plans, strict=True):
-            is_plain = not self._speculates(sequence, own)
-            (plain if is_plain else members.setdefault(own.name, [])).append(sequence)
+        for sequence in ready:
+            if (own := granted.get(id(sequence))) is not None:
+                members.setdefault(own.name, []).append(sequence)
+        plain = members.pop(OFF.name, [])
         groups = []
         for name, sequences in members.items():
             own = self._plans[name]
             groups.append(StepGroup(own, sequences, self.host_drafts.inputs(own, sequences)))
         return [*groups, StepGroup(OFF, plain)] if plain else groups
+
+    def _grant(self, ready: list[Sequence], wishes: Mapping[int, SpecPlan]) -> dict[int, SpecPlan]:
+        """Blocks for everyone's step, by their turns; plainly, or not at all, where they run out.
+
+        Returns:
+            the plan of those who still run, by identity.
+        """
+        granted: dict[int, SpecPlan] = {}
+        blocks = self._blocks
+        for sequence in sorted(ready, key=turn_of):
+            if not sequence.blocks:
+                continue  # given up for somebody in front of it
+            plan = wishes[id(sequence)]
+            if not blocks.grow(sequence, plan):
+                for other in self.running:
+                    blocks.trim(other, granted.get(id(other), OFF))
+                plan = plan if blocks.grow(sequence, plan) else OFF
+            while not blocks.grow(sequence, plan):
+                last = max(reversed(self.running), key=turn_of)
+                self._preempt(last)
+                granted.pop(id(last), None)
+                if last is sequence:
+                    break
+            else:
+                granted[id(sequence)] = plan
+        if not self._needs_results:
+            # the next steps can then be queued without a word of the host
+            for sequence in ready:
+                own = granted.get(id(sequence))
+                ahead = min(_AHEAD, sequence.num_tokens_left)
+                # not at the cost of somebody's next step
+                if own and blocks.missing(sequence, own, ahead) + len(ready) <= blocks.num_free:
+                    blocks.grow(sequence, own, ahead)
+        return granted
+
+    @property
+    def _needs_results(self) -> bool:
+        return getattr(self.policy, "needs_results", True)
 
     def hold(self, batch: Batch, pending: PendingStep) -> None:
         """The batch is queued: until `postprocess`, the blocks of its sequences stay theirs."""
@@ -215,14 +240,12 @@ class Scheduler:
         group = batch.groups[0]
         if self._needs_results or group.extra:
             return False
-        if group.sequences != self.running or self._can_admit():
+        if group.sequences != self.running or self._can_admit() or self._late():
             return False
         most_tokens = group.plan.max_depth + 1
-        shape = self._cache.shape
         for sequence in group.sequences:
             cache_len = sequence.cache_len + most_tokens
-            # the bonus token has a place in the history, behind the rows of its step
-            is_within = cache_len + shape.max_nodes < len(sequence.blocks) * shape.rows_per_block
+            is_within = self._blocks.holds(sequence, group.plan, cache_len)
             is_same = not group.plan.speculates or self._speculates(sequence, group.plan, cache_len)
             if sequence.num_tokens_left == 1 or not is_within or not is_same:
                 return False
@@ -236,9 +259,13 @@ class Scheduler:
             self.queued.popleft()
         self._commit_prefill(batch, result)
         self._commit_steps(batch, result)
+        for sequence in self.running:
+            self._blocks.publish(sequence)
         self._release_finished()
         if self._left:
             self._free_blocks()
+        if self._whole is not None:
+            self._whole.observe_batch(batch, result)
 
     def _commit_prefill(self, batch: Batch, result: RunResult) -> None:
         if batch.prefill:
@@ -280,28 +307,61 @@ class Scheduler:
                 self._each.observe(group, step)
 
     def _admit(self) -> None:
-        while self._can_admit():
-            sequence = self.waiting.popleft()
-            sequence.admit(self._cache.allocator.allocate(self._blocks_for(sequence)))
+        while self.waiting and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting.first
+            is_first_time = not sequence.stats.num_preemptions
+            if not self._blocks.admit(sequence, self.running):
+                return
+            self.waiting.pop()
             self.running.append(sequence)
+            if is_first_time:
+                self.num_looked_up += sequence.num_prompt_tokens
+                self.stats.num_cached_tokens += sequence.cache_len
 
     def _can_admit(self) -> bool:
         """There is a slot for the first who waits, and there are blocks."""
-        if not self.waiting or len(self.running) >= self._cache.shape.max_num_seqs:
+        if not self.waiting or len(self.running) >= self._max_num_seqs:
             return False
-        return self._blocks_for(self.waiting[0]) <= self._cache.allocator.num_free
+        return self._blocks.can_admit(self.waiting.first, self.running)
 
-    def _prefill_spans(self, plan: SpecPlan) -> list[Span]:
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the blocks of a sequence away; it waits for others, to compute its rows again."""
+        self.running.remove(sequence)
+        self._blocks.release(sequence.preempt())
+        self.stats.num_preemptions += 1
+        self.waiting.add_again(sequence)
+
+    def _late(self) -> list[Sequence]:
+        """Requests whose deadline has passed."""
+        if not self._has_deadlines:
+            return []
+        now_s = self._clock()
+        everyone = (*self.running, *self.waiting)
+        return [s for s in everyone if s.deadline_s is not None and s.deadline_s <= now_s]
+
+    def _end_late(self) -> None:
+        for sequence in self._late():
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+                self.stats.num_requests += 1
+            sequence.end("timeout")
+        self._release_finished()
+
+    def _prefill_spans(self, plan: SpecPlan, num_step_tokens: int) -> list[Span]:
         spans = []
         budget = self._prefill_chunk
+        longest = budget
+        if self._shares_pass and num_step_tokens:
+            budget = max(budget - num_step_tokens, budget // _LEAST_PREFILL, 1)
+            longest = min(budget, self._window or budget)
         for sequence in self.running:
             start = sequence.cache_len
             if sequence.is_prefilled or budget == 0:
                 continue
-            end = min(sequence.num_prompt_tokens, start + budget)
+            end = min(sequence.prefill_end, start + min(budget, longest))
             budget -= end - start
             drafts: tuple[int, ...] = ()
-            if self._speculates(sequence, plan, sequence.num_prompt_tokens):
+            if self._speculates(sequence, plan, sequence.prefill_end):
                 # a draft that lags behind catches up later, in front of its first step
                 lens = sequence.draft_lens
                 drafts = tuple(i for i in draft_lens_of(plan) if lens[i] == start)
@@ -315,11 +375,9 @@ class Scheduler:
         params = sequence.params
         suits = params.is_greedy or params.rule_id in plan.rules
         # trees in tiles leave no logits behind
-        is_scored = plan.tile is not None and params.logprobs is not None
-        return plan.speculates and params.speculative and fits and suits and not is_scored
-
-    def _blocks_for(self, sequence: Sequence) -> int:
-        return self._cache.shape.blocks_for(sequence.num_prompt_tokens, sequence.max_tokens)
+        is_scored = params.logprobs is not None or params.structured_outputs is not None
+        is_lost = plan.tile is not None and is_scored
+        return plan.speculates and params.speculative and fits and suits and not is_lost
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -337,7 +395,7 @@ class Scheduler:
         used = {id(s) for batch, _ in self.queued for g in batch.groups for s in g.sequences}
         for sequence in [s for s in self._left if id(s) not in used]:
             self._left.remove(sequence)
-            self._cache.allocator.free(sequence.blocks)
+            self._blocks.release(sequence.blocks)
             sequence.blocks = []
 
 

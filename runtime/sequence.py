@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
+from collections.abc import Sequence as Sequence_
 from typing import TYPE_CHECKING
 
 from specc.metrics import SpecStats
@@ -14,6 +15,7 @@ from specc.runtime.outputs import CompletionOutput, RequestOutput, StreamOutput
 from specc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from specc.runtime.grammar import GrammarState
     from specc.runtime.logprobs import TokenLogprobs
     from specc.runtime.suffix_index import SuffixIndex
 
@@ -25,8 +27,9 @@ class Sequence:
     """A request from arrival to its last token.
 
     `cache_len` and `draft_lens` count committed rows of the target and of each draft; only the
-    scheduler moves them, after a pass. Once prefill is done, the sequence has `cache_len + 1`
-    tokens: the last one, the root of the next tree, has no row.
+    scheduler moves them: after a pass, with blocks that hold rows already, and to 0 when it takes
+    the blocks away. Once prefill is done, the sequence has `cache_len + 1` tokens: the last one,
+    the root of the next tree, has no row.
 
     Args:
         request_id: name of the request.
@@ -39,6 +42,10 @@ class Sequence:
         index: which of the caller's prompts.
         prompt: the caller's text.
         is_streamed: keep an event for every token.
+        priority: lower ones are served first; see `Scheduler`.
+        timeout_s: seconds from arrival after which it ends with what it has.
+        clock: seconds.
+        grammar: that the output follows, at its beginning; moved on with every token.
     """
 
     def __init__(
@@ -54,17 +61,29 @@ class Sequence:
         index: int = 0,
         prompt: str | None = None,
         is_streamed: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
         self.prompt = prompt
         self.params = params
+        self.grammar = grammar
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = min(params.max_tokens, max_seq_len - self.num_prompt_tokens)
         self.cache_len = 0
         self.draft_lens = [0] * num_drafts
         self.blocks: list[int] = []
+        # of `PrefixCache`: keys of its blocks, and how many of them others can find
+        self.block_keys: list[bytes] = []
+        self.num_published = 0
+        self.num_published_of = [0] * num_drafts
+        # tokens that prefill feeds: the prompt, and after a preemption the output so far but for
+        # its last token, whose row a step writes
+        self.prefill_end = self.num_prompt_tokens
         self.logprobs: list[TokenLogprobs] = []
         # of the host's lookups, once a plan asks for one
         self.suffix_index: SuffixIndex | None = None
@@ -81,8 +100,11 @@ class Sequence:
         # whether somebody needs the text of every token as it comes
         self._is_read_by_token = is_streamed or bool(params.stop_strings)
         self._pending: list[int] = []  # tokens without text yet
-        self._arrival = time.perf_counter()
-        self._admitted = self._arrival
+        self._clock = clock
+        self.arrival_s = clock()
+        self.priority = priority
+        self.deadline_s = None if timeout_s is None else self.arrival_s + timeout_s
+        self._admitted: float | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -90,7 +112,11 @@ class Sequence:
 
     @property
     def is_prefilled(self) -> bool:
-        return self.cache_len >= self.num_prompt_tokens
+        return self.cache_len >= self.prefill_end
+
+    @property
+    def has_output(self) -> bool:
+        return len(self.token_ids) > self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -108,14 +134,46 @@ class Sequence:
         self._decode_pending()
         return self._detokenizer.text
 
-    def admit(self, blocks: list[int]) -> None:
+    def admit(
+        self, blocks: list[int], num_cached: int = 0, draft_lens: Sequence_[int] = ()
+    ) -> None:
+        """Own blocks from now on, the first of which may hold rows already.
+
+        Args:
+            blocks: in the order of the rows.
+            num_cached: rows of the target that they hold.
+            draft_lens: rows that they hold of each draft, at most `num_cached`; none for ().
+        """
         self.blocks = blocks
-        self._admitted = time.perf_counter()
+        self.cache_len = num_cached
+        self.draft_lens = list(draft_lens) or [0] * len(self.draft_lens)
+        if self._admitted is None:
+            self._admitted = self._clock()
+            self.stats.num_cached_tokens = num_cached
+
+    def preempt(self) -> list[int]:
+        """Give up all rows, to compute them again later; returns the blocks."""
+        blocks, self.blocks = self.blocks, []
+        self.cache_len = 0
+        self.draft_lens = [0] * len(self.draft_lens)
+        self.prefill_end = len(self.token_ids) - self.has_output
+        self.stats.num_preemptions += 1
+        return blocks
+
+    def end(self, reason: str) -> None:
+        """End where it is, with what it has."""
+        if self._detokenizer is not None:
+            self._decode_pending()
+            self._detokenizer.flush()
+        self.finish_reason = reason
+        if self._is_streamed:
+            self.events.append(self._event(None))
+        self._close()
 
     def append_first(self, token_id: int, logprobs: list[TokenLogprobs] | None = None) -> None:
         """Take the token that the prefill pass yields."""
         self.stats.num_prompt_tokens = self.num_prompt_tokens
-        self.stats.record_first_token(time.perf_counter() - self._arrival)
+        self.stats.record_first_token(self._clock() - self.arrival_s)
         self.append([token_id], logprobs)
 
     def append(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> int:
@@ -162,6 +220,8 @@ class Sequence:
             self.finish_reason, self.stop_reason = "stop", token_id
         # the text of a token that ends the output is left out, as a stop string is
         has_text = self.finish_reason is None or self.params.include_stop_str_in_output
+        if self.grammar is not None and self.grammar.advance(token_id):
+            self._end_with_grammar(self.grammar)
         if len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens:
             self.finish_reason = self.finish_reason or "length"
         if self._detokenizer is None:
@@ -176,13 +236,19 @@ class Sequence:
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
 
+    def _end_with_grammar(self, grammar: GrammarState) -> None:
+        """Nothing may follow, with `ignore_eos` either."""
+        self.finish_reason = self.finish_reason or "stop"
+        if grammar.error is not None:
+            self.finish_reason, self.stop_reason = "error", grammar.error
+
     def _decode_pending(self) -> str | None:
         """Give the tokens that wait to the detokenizer; returns a stop string they complete."""
         assert self._detokenizer is not None
         pending, self._pending = self._pending, []
         return self._detokenizer.push(*pending)
 
-    def _event(self, token_id: int) -> StreamOutput:
+    def _event(self, token_id: int | None) -> StreamOutput:
         text = self._detokenizer.take_delta(self.is_finished) if self._detokenizer else ""
         return StreamOutput(
             self.request_id,
@@ -193,12 +259,13 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             metrics=self.stats if self.is_finished else None,
-            logprobs=self.logprobs[-1] if self.logprobs else None,
+            logprobs=self.logprobs[-1] if self.logprobs and token_id is not None else None,
         )
 
     def _close(self) -> None:
         self.stats.num_requests = 1
-        self.stats.elapsed_s = time.perf_counter() - self._admitted
+        begin_s = self.arrival_s if self._admitted is None else self._admitted
+        self.stats.elapsed_s = self._clock() - begin_s
 
 
 def _values(params: SamplingParams) -> list[float]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specc.runtime.engine import Engine as Engine
     from specc.runtime.llm import LLM as LLM
     from specc.sampling_params import SamplingParams as SamplingParams
+    from specc.structured_params import StructuredOutputsParams as StructuredOutputsParams
     from specc.tree import TokenTree as TokenTree
 
 __version__ = "0.1.0"
@@ -23,11 +24,21 @@ _EXPORTS = {
     "CompileConfig": "specc.config",
     "SamplingParams": "specc.sampling_params",
     "SpeccError": "specc.errors",
+    "StructuredOutputsParams": "specc.structured_params",
     "Engine": "specc.runtime.engine",
     "LLM": "specc.runtime.llm",
     "TokenTree": "specc.tree",
 }
-__all__ = ["LLM", "CompileConfig", "Engine", "SamplingParams", "SpeccError", "TokenTree", "compile"]
+__all__ = [
+    "LLM",
+    "CompileConfig",
+    "Engine",
+    "SamplingParams",
+    "SpeccError",
+    "StructuredOutputsParams",
+    "TokenTree",
+    "compile",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -78,6 +78,14 @@ class RequestError(SpeccError):
     """A request cannot be served: empty, too long, or with invalid parameters."""
 
 
+class OverloadError(SpeccError):
+    """A server has as many requests as it takes, or is about to stop."""
+
+
+class FaultError(SpeccError):
+    """The engine failed while it worked on a request, which was not to blame."""
+
+
 class InputFileError(SpeccError):
     """A file of prompts cannot be read."""
 

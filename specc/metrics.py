@@ -24,7 +24,9 @@ class SpecStats:
 
     Args:
         num_requests: requests that ended.
-        num_prompt_tokens: prompt tokens prefilled.
+        num_prompt_tokens: prompt tokens of requests with a first token.
+        num_cached_tokens: those of them whose rows another request had left in the cache.
+        num_preemptions: times that a request gave up its blocks for others.
         num_output_tokens: tokens emitted, the first (from prefill) included.
         num_steps: decode steps, one for each request that took part.
         num_spec_steps: those of them that drafted.
@@ -46,6 +48,8 @@ class SpecStats:
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
     num_output_tokens: int = 0
     num_steps: int = 0
     num_spec_steps: int = 0

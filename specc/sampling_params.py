@@ -9,6 +9,7 @@ from typing import Any
 
 from specc.errors import RequestError
 from specc.sampling_rows import RULES, Rule
+from specc.structured_params import StructuredOutputsParams
 
 _DO = "correct the SamplingParams"
 _MAX_SEED = (1 << 63) - 1
@@ -52,6 +53,8 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
         speculative: False decodes this request plainly.
+        structured_outputs: what the output must look like: JSON of a schema, a regex, a choice or
+            a grammar, see `docs/structured.md`. None is any text.
     Raises:
         RequestError: a value is outside its range.
     """
@@ -73,6 +76,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     speculative: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -84,6 +88,13 @@ class SamplingParams:
         for name, (low, high, is_closed) in _RANGES.items():
             _check_number(name, getattr(self, name), low, high, is_closed)
         self._check_integers()
+        structured = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs of type {type(structured).__name__}",
+                "StructuredOutputsParams, or None",
+                _DO,
+            )
         if self.rule is not None and self.rule not in RULES:
             raise RequestError(f"rule={self.rule!r}", f"one of {', '.join(RULES)}, or None", _DO)
 

@@ -204,6 +204,9 @@ void StepRunner::run_stages(int64_t first, int64_t last) {
     batch_ = -1;  // should a stage throw, nothing of it is kept
     seconds_.assign(stages_.size(), 0.0);
     program_seconds_.assign(stages_.size(), 0.0);
+    is_whole_ = true;
+  } else if (first != next_stage_) {
+    is_whole_ = false;
   }
   for (int64_t i = first; i < last; ++i) {
     const auto begin = Clock::now();
@@ -215,7 +218,9 @@ void StepRunner::run_stages(int64_t first, int64_t last) {
     seconds_[i] = seconds_since(begin);
     program_seconds_[i] = in_programs_;
   }
-  if (last == static_cast<int64_t>(stages_.size())) batch_ = batch;
+  next_stage_ = last;
+  // a stage that somebody else stood in for has not computed what it keeps for this batch size
+  if (last == static_cast<int64_t>(stages_.size()) && is_whole_) batch_ = batch;
 }
 
 void StepRunner::forget_passed_on(const std::vector<int64_t>& kept) {

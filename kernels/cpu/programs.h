@@ -118,6 +118,8 @@ class StepRunner : public torch::CustomClassHolder {
   double in_programs_ = 0;  // of the current stage
   int64_t batch_ = -1;
   bool is_new_batch_ = true;
+  int64_t next_stage_ = 0;
+  bool is_whole_ = true;  // no stage of the current step was left out
 };
 
 }  // namespace specc

@@ -8,10 +8,10 @@ import pytest
 
 from specc.metrics import SpecStats
 from specc.plans import OFF, SpecPlan
+from specc.runtime.batch import StepGroup
 from specc.runtime.best_policy import BestPolicy
 from specc.runtime.host_drafts import HostDrafts
 from specc.runtime.program import StepResult
-from specc.runtime.scheduler import StepGroup
 from specc.runtime.sequence import Sequence
 from specc.runtime.vote_weights import VoteWeights, leader
 from specc.sampling_params import SamplingParams

@@ -18,13 +18,14 @@ from specc.errors import RequestError
 from specc.metrics import SpecStats
 from specc.plans import SpecPlan
 from specc.runtime import engine as engine_module
+from specc.runtime.batch import Batch
 from specc.runtime.captured_step import CapturedStep
 from specc.runtime.cuda_backend import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.outputs import RequestOutput, StreamOutput
 from specc.runtime.runner import RunResult
-from specc.runtime.scheduler import Batch, Scheduler
+from specc.runtime.scheduler import Scheduler
 from specc.runtime.sequence import Sequence
 from specc.runtime.step_buffers import HostResults, StepBuffers
 from specc.sampling_params import SamplingParams

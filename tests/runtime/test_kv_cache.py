@@ -4,41 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specc.rectangle import CacheRows
-from specc.runtime.kv_cache import GROWTH, BlockAllocator, CacheShape, KVCache
-
-
-@given(st.lists(st.integers(0, 6)), st.randoms())
-def test_allocator_hands_out_every_block_once(sizes: list[int], random) -> None:
-    allocator = BlockAllocator(16)
-    held: list[list[int]] = []
-    for size in sizes:
-        if size > allocator.num_free and held:
-            allocator.free(held.pop(random.randrange(len(held))))
-        if size <= allocator.num_free:
-            held.append(allocator.allocate(size))
-        used = [block for blocks in held for block in blocks]
-        assert len(used) == len(set(used)) == 16 - allocator.num_free
-        assert set(used) <= set(range(16))
-    for blocks in held:
-        allocator.free(blocks)
-    assert allocator.num_free == 16
-
-
-def test_double_free_and_foreign_blocks_are_detected() -> None:
-    allocator = BlockAllocator(4)
-    blocks = allocator.allocate(2)
-    allocator.free(blocks)
-    with pytest.raises(RuntimeError, match="freed but not in use"):
-        allocator.free(blocks)
-    with pytest.raises(RuntimeError, match="block 9"):
-        allocator.free([9])
-    with pytest.raises(RuntimeError, match="5 blocks asked for, 4 free"):
-        allocator.allocate(5)
-    assert allocator.num_free == 4
+from specc.runtime.kv_cache import GROWTH, CacheShape, KVCache
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specc.metrics import SpecStats
+from specc.runtime.batch import Span
 from specc.runtime.engine import Engine
 from specc.runtime.runner import Runner, _split
-from specc.runtime.scheduler import Scheduler, Span
+from specc.runtime.scheduler import Scheduler
 from specc.runtime.sequence import Sequence
 from specc.sampling_params import SamplingParams
 

@@ -11,10 +11,11 @@ import torch
 from specc.errors import RequestError
 from specc.metrics import SpecStats
 from specc.plans import OFF, SpecPlan
-from specc.runtime.kv_cache import BlockAllocator, CacheShape, KVCache
+from specc.runtime.batch import Batch
+from specc.runtime.kv_cache import CacheShape, KVCache
 from specc.runtime.policy import FixedPolicy
 from specc.runtime.runner import RunResult, StepResult
-from specc.runtime.scheduler import Batch, Scheduler
+from specc.runtime.scheduler import Scheduler
 from specc.runtime.sequence import Sequence
 from specc.sampling_params import SamplingParams
 
@@ -25,12 +26,21 @@ PENDING: Any = object()
 
 
 def make_scheduler(
-    *, max_num_seqs: int = 2, chunk: int = 8, plan: SpecPlan = CHAIN, limit: int = MAX_SEQ_LEN
+    *,
+    max_num_seqs: int = 2,
+    chunk: int = 8,
+    plan: SpecPlan = CHAIN,
+    limit: int = MAX_SEQ_LEN,
+    num_blocks: int | None = None,
+    block_size: int = 4,
+    **options: Any,
 ) -> tuple[Scheduler, KVCache]:
-    shape = CacheShape(MAX_SEQ_LEN, max_nodes=3, block_size=4, max_num_seqs=max_num_seqs)
+    shape = CacheShape(MAX_SEQ_LEN, 3, block_size, max_num_seqs, num_blocks)
     cache = KVCache(shape, {}, torch.float32)
     plans = {OFF.name: OFF, CHAIN.name: CHAIN}
-    return Scheduler(cache, plans, FixedPolicy(plan.name), chunk, limit), cache
+    policy = FixedPolicy(plan.name)
+    options = {"shares_prefixes": False} | options
+    return Scheduler(cache, plans, policy, chunk, limit, **options), cache
 
 
 def make_sequence(name: str, num_prompt: int = 4, **params) -> Sequence:
@@ -82,20 +92,18 @@ def test_admission_is_first_come_first_served() -> None:
 
 
 def test_head_of_the_queue_waits_for_blocks_and_is_not_overtaken() -> None:
-    scheduler, cache = make_scheduler(max_num_seqs=3)
-    cache.allocator = BlockAllocator(8)
-    # 4 + 4 tokens and 3 nodes: 3 blocks; 20 + 4 tokens and 3 nodes: 7 blocks
+    scheduler, cache = make_scheduler(max_num_seqs=3, num_blocks=8)
+    # 4 tokens and 2 rows: 2 blocks; 20 tokens and 2 rows: 6 blocks, and one that a may still need
     for name, size in (("a", 4), ("big", 20), ("c", 4)):
         scheduler.add(make_sequence(name, size))
     scheduler.schedule()
     assert [s.request_id for s in scheduler.running] == ["a"]
-    assert cache.allocator.num_free == 5
+    assert cache.allocator.num_free == 6
     assert [s.request_id for s in scheduler.waiting] == ["big", "c"]
 
 
 def test_request_larger_than_the_cache_is_refused() -> None:
-    scheduler, cache = make_scheduler()
-    cache.allocator = BlockAllocator(2)
+    scheduler, _ = make_scheduler(num_blocks=2)
     with pytest.raises(RequestError, match="needs 3 KV cache blocks"):
         scheduler.add(make_sequence("a"))
     assert not scheduler.has_work

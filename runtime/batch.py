@@ -1,0 +1,62 @@
+"""What an iteration runs: spans of tokens to be fed, and steps of groups of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from specc.plans import SpecPlan
+from specc.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specc.runtime.captured_step import PendingStep
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens start … end - 1 of a sequence, to be fed causally.
+
+    Args:
+        drafts: drafts that take the same tokens in the same iteration.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        """Ends the prompt, so that its last row yields the first output token."""
+        return self.end == self.sequence.num_prompt_tokens and not self.sequence.has_output
+
+
+@dataclass(frozen=True)
+class StepGroup:
+    """Sequences that run one plan's step together.
+
+    Args:
+        extra: what the host brings to this step besides rows, see `StepInputs`.
+    """
+
+    plan: SpecPlan
+    sequences: list[Sequence]
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One iteration: spans of prompts, and a step for each plan in use."""
+
+    prefill: list[Span] = field(default_factory=list)
+    groups: list[StepGroup] = field(default_factory=list)
+
+
+class Queued(NamedTuple):
+    """A batch that the device has, and where its results will be."""
+
+    batch: Batch
+    pending: PendingStep

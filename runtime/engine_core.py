@@ -1,0 +1,113 @@
+"""What moves the requests of one engine: scheduler, runner and loop, with the policy in use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specc.errors import RequestError
+from specc.runtime.engine import Engine
+from specc.runtime.in_flight import InFlight
+from specc.runtime.named_policies import make_policy
+from specc.runtime.policy import FixedPolicy, Policy
+from specc.runtime.request_maker import RequestMaker
+from specc.runtime.runner import Runner
+from specc.runtime.scheduler import Scheduler
+
+_ITERATIONS_BETWEEN_CHECKS = 32
+_FLAT_BACKENDS = ("cpu", "eager")
+
+
+class EngineCore:
+    """The moving parts behind `LLM` and `Service`; for one thread, but for `requests`.
+
+    Args:
+        engine: loaded.
+        plan: of every step; None is the engine's default, see `LLM`.
+        policy: picks plans instead; or its name.
+        shares_prefixes: look for the rows of a prompt among those of earlier requests.
+    Raises:
+        RequestError: the engine has no such plan, or not the plans that the policy needs.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: str | None = None,
+        policy: Policy | str | None = None,
+        *,
+        shares_prefixes: bool = True,
+    ) -> None:
+        own_policy = engine.policy if plan is None and policy is None else "fixed"
+        if isinstance(policy, str):
+            own_policy, policy = policy, None
+        plan = engine.default_plan if plan is None else plan
+        if plan not in engine.plans:
+            raise RequestError(
+                f"plan {plan!r}",
+                f"a plan of this engine: {', '.join(engine.plans)}",
+                "choose one of them, or compile the engine with this plan",
+            )
+        self.engine = engine
+        # captured steps are replayed as a whole, rectangular programs have rows of one length
+        shares_pass = engine.backend in _FLAT_BACKENDS and all(
+            hasattr(step, "draft") for step in engine.steps.values()
+        )
+        self.runner = Runner(
+            engine.target,
+            engine.drafts,
+            engine.steps,
+            engine.cache,
+            engine.prefill_chunk,
+            engine.operators,
+            shares_pass,
+        )
+        self.scheduler = Scheduler(
+            engine.cache,
+            engine.plans,
+            policy or FixedPolicy(plan),
+            engine.prefill_chunk,
+            engine.position_limit,
+            shares_prefixes=shares_prefixes,
+            shares_pass=shares_pass,
+            window=engine.window,
+        )
+        if own_policy != "fixed":
+            host = self.scheduler.host_drafts
+            self.scheduler.use(make_policy(own_policy, engine.plans, host, engine.profile))
+        self.in_flight = InFlight(self.scheduler, self.runner)
+        is_fixed = policy is None and own_policy == "fixed"
+        self.requests = RequestMaker(engine, plan if is_fixed else None)
+        self._num_iterations = 0
+
+    @classmethod
+    def load(
+        cls,
+        engine: str | Path | Engine,
+        plan: str | None = None,
+        max_num_seqs: int | None = None,
+        *,
+        policy: Policy | str | None = None,
+        verify: bool | None = None,
+        num_threads: int | None = None,
+        backend: str | None = None,
+        kv_cache_tokens: int | None = None,
+        shares_prefixes: bool = True,
+    ) -> EngineCore:
+        """Load an engine directory, unless it is loaded; arguments as of `LLM`."""
+        if not isinstance(engine, Engine):
+            engine = Engine.load(
+                engine,
+                verify=verify,
+                num_threads=num_threads,
+                max_num_seqs=max_num_seqs,
+                backend=backend,
+                kv_cache_tokens=kv_cache_tokens,
+            )
+        return cls(engine, plan, policy, shares_prefixes=shares_prefixes)
+
+    def advance(self) -> bool:
+        """Bring all requests one iteration further; False where none can run."""
+        self._num_iterations += 1
+        if self._num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
+            self.engine.check_weights()
+        return self.in_flight.advance()

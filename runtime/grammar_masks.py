@@ -1,0 +1,147 @@
+"""Masks of grammars: at every node of a tree, what may follow the path down to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequence_
+
+import torch
+from torch import Tensor
+
+from specc.plans import SpecPlan
+from specc.runtime.grammar import GrammarState
+from specc.runtime.program import BeforeAccept, StepValues
+from specc.runtime.sequence import Sequence
+
+
+class TreeMasks:
+    """Masks the target's logits between verification and acceptance; a hook of one step.
+
+    A tree's drafts need no mask: a token that the grammar does not allow has the logit -inf at its
+    parent, so that no rule accepts it, and nothing below it is ever reached.
+
+    Args:
+        sequences: of the step, at least one with a grammar.
+        plan: of the step, whose logits exist.
+        before: another hook, which goes first.
+        keeps: keep `logits` as they were, for log probabilities.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence_[Sequence],
+        plan: SpecPlan,
+        before: BeforeAccept | None = None,
+        keeps: bool = False,
+    ) -> None:
+        assert plan.tile is None, "trees in tiles leave no logits"
+        self.logits: Tensor | None = None
+        self._grammars = [sequence.grammar for sequence in sequences]
+        self._plan = plan
+        self._before = before
+        self._keeps = keeps
+
+    def __call__(self, values: StepValues) -> None:
+        if self._before is not None:
+            self._before(values)
+        logits = values["logits"]
+        if self._keeps:
+            self.logits = logits.clone()
+        batch = len(self._grammars)
+        tokens: Sequence_[Sequence_[int]]
+        parents: Sequence_[Sequence_[int]]
+        if self._plan.num_nodes == 1:
+            tokens, parents = [[0]] * batch, [[-1]] * batch
+        else:
+            tokens = values["tokens"].tolist()
+            is_static = self._plan.is_static
+            own = self._plan.tree.parents if is_static else ()
+            parents = [own] * batch if is_static else values["parents"].tolist()
+        values["logits"] = mask_trees(logits, self._grammars, tokens, parents)
+
+
+def has_grammar(sequences: Sequence_[Sequence]) -> bool:
+    return any(sequence.grammar is not None for sequence in sequences)
+
+
+def mask_trees(
+    logits: Tensor,
+    grammars: Sequence_[GrammarState | None],
+    tokens: Sequence_[Sequence_[int]],
+    parents: Sequence_[Sequence_[int]],
+) -> Tensor:
+    """The logits of B trees, -inf at what the grammars do not allow.
+
+    Args:
+        logits: [B * N, V].
+        grammars: B of them, each at its tree's root; None leaves the rows as they are.
+        tokens: [B][N] token of each node; node 0 is the root.
+        parents: [B][N], -1 at the root and at dead nodes.
+    Returns:
+        [B * N, V], new; or the same where no row has a mask.
+    """
+    rows: dict[int, bytes] = {}
+    for b, (grammar, row, above) in enumerate(zip(grammars, tokens, parents, strict=True)):
+        if grammar is not None:
+            masks = tree_masks(grammar, row, above)
+            rows.update((b * len(row) + node, mask) for node, mask in masks.items())
+    return mask_rows(logits, rows)
+
+
+def mask_roots(logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
+    """The logits [B, V] of what follows each sequence, -inf at what its grammar does not allow."""
+    masks = {i: s.grammar.mask() for i, s in enumerate(sequences) if s.grammar is not None}
+    return mask_rows(logits, {i: mask for i, mask in masks.items() if mask is not None})
+
+
+def tree_masks(
+    grammar: GrammarState, tokens: Sequence_[int], parents: Sequence_[int]
+) -> dict[int, bytes]:
+    """Node → mask of the grammar behind the path from the root to it.
+
+    Nodes are left out that no walk reaches, because the grammar does not allow their token or
+    theirs above, and those behind the end of the output.
+
+    Args:
+        grammar: at the root; it is there again afterwards.
+        tokens: [N] token of each node; that of the root is not looked at.
+        parents: [N], -1 at the root and at dead nodes.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            children.setdefault(parent, []).append(node)
+    if (root := grammar.mask()) is None:
+        return {}
+    masks = {0: root}
+    # nodes from the root to where the grammar is, and their children that were not looked at yet;
+    # a chain may be deeper than Python calls
+    path = [(0, iter(children.get(0, ())))]
+    while path:
+        node, rest = path[-1]
+        child = next(rest, None)
+        if child is None:
+            path.pop()
+            if path:
+                grammar.pop()
+        elif grammar.goes_on(masks[node], tokens[child]) and grammar.push(tokens[child]):
+            if (mask := grammar.mask()) is None:
+                grammar.pop()
+            else:
+                masks[child] = mask
+                path.append((child, iter(children.get(child, ()))))
+    return masks
+
+
+def mask_rows(logits: Tensor, masks: Mapping[int, bytes]) -> Tensor:
+    """Logits [R, V] with -inf wherever a row's mask has no bit; rows without a mask stay."""
+    if not masks:
+        return logits
+    device, num_rows = logits.device, len(masks)
+    packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8)
+    packed = packed.view(num_rows, -1).to(device)
+    bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    is_allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    rows = torch.tensor(list(masks), device=device)
+    masked = logits[rows].masked_fill(~is_allowed, -torch.inf)
+    return logits.index_copy(0, rows, masked)

@@ -1,0 +1,199 @@
+"""From a prompt and its parameters to a checked `Sequence`; safe to call from any thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Sequence_
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from specc.errors import RequestError
+from specc.runtime.detokenizer import Detokenizer
+from specc.runtime.engine import Engine
+from specc.runtime.sequence import Sequence
+from specc.sampling_params import SamplingParams
+
+# text, token ids, or {"prompt": text}, {"prompt_token_ids": token ids}
+Prompt = str | Sequence_[int] | Mapping[str, Any]
+
+
+class RequestMaker:
+    """Makes the sequences of one engine's requests; what it refuses has touched nothing.
+
+    Args:
+        engine: whose tokenizer and limits hold.
+        fixed_plan: the plan of every step; None where a policy chooses.
+        clock: seconds, of arrivals.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        fixed_plan: str | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._engine = engine
+        self._fixed_plan = fixed_plan
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._special_token_ids = _special_token_ids(engine.tokenizer)
+
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        request_id: str | None = None,
+        is_streamed: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Sequence:
+        """Tokenize and check one request.
+
+        Args:
+            prompt: text, token ids, or a dict with `prompt` or `prompt_token_ids`.
+            params: options.
+            index: which of the caller's prompts, for errors and outputs.
+            request_id: name; None numbers requests.
+            is_streamed: keep an event for every token.
+            priority: lower ones are served first.
+            timeout_s: seconds from now after which the request ends with what it has.
+        Raises:
+            RequestError: the prompt or its parameters are invalid for this engine.
+        """
+        text, token_ids = self._tokenize(index, prompt)
+        self._check(index, token_ids, params)
+        detokenizer = None
+        if self._engine.tokenizer is not None:
+            detokenizer = Detokenizer(
+                self._engine.tokenizer,
+                token_ids,
+                params.stop_strings,
+                params.include_stop_str_in_output,
+                self._special_token_ids if params.skip_special_tokens else frozenset(),
+            )
+        structured = params.structured_outputs
+        grammar = None if structured is None else self._engine.grammars.start(structured)
+        number = str(next(self._numbers))
+        return Sequence(
+            number if request_id is None else request_id,
+            token_ids,
+            params,
+            max_seq_len=self._engine.max_seq_len,
+            eos_token_ids=self._engine.eos_token_ids,
+            num_drafts=len(self._engine.drafts),
+            detokenizer=detokenizer,
+            index=index,
+            prompt=text,
+            is_streamed=is_streamed,
+            priority=priority,
+            timeout_s=timeout_s,
+            clock=self._clock,
+            grammar=grammar,
+        )
+
+    def tokenize(self, text: str, has_special_tokens: bool = False) -> list[int]:
+        """Token ids of a prompt, as `make` would take them.
+
+        Args:
+            text: of the prompt.
+            has_special_tokens: it holds them already, as a rendered chat does: none is added.
+        Raises:
+            RequestError: the engine has no tokenizer, or the text is no UTF-8.
+        """
+        return self._tokenize(0, text, not has_special_tokens)[1]
+
+    def _tokenize(
+        self, index: int, prompt: Prompt, adds_special: bool = True
+    ) -> tuple[str | None, list[int]]:
+        tokenizer = self._engine.tokenizer
+        content: Any = prompt
+        if isinstance(prompt, Mapping):
+            content = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(content, str):
+            if tokenizer is None:
+                raise RequestError(
+                    f"prompt {index} is text",
+                    "token ids: this engine has no tokenizer",
+                    "pass {'prompt_token_ids': [...]}",
+                )
+            try:
+                content.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(
+                    f"prompt {index} holds a lone surrogate ({error.reason})",
+                    "text that can be written as UTF-8",
+                    "decode the text with the encoding that it has",
+                ) from error
+            token_ids = tokenizer.encode(content, add_special_tokens=adds_special).ids
+            bos = self._engine.bos_token_id
+            if adds_special and self._engine.add_bos and bos is not None and token_ids[:1] != [bos]:
+                token_ids = [bos, *token_ids]
+            return content, token_ids
+        try:
+            token_ids = [operator.index(token) for token in content]
+        except TypeError as error:
+            raise RequestError(
+                f"prompt {index} of type {type(content).__name__}",
+                "text, a list of token ids, or a dict with prompt or prompt_token_ids",
+                "pass one of these",
+            ) from error
+        return (prompt.get("prompt") if isinstance(prompt, Mapping) else None), token_ids
+
+    def _check(self, index: int, token_ids: list[int], params: SamplingParams) -> None:
+        max_seq_len, vocab_size = self._engine.max_seq_len, self._engine.vocab_size
+        if not token_ids:
+            raise RequestError(
+                f"prompt {index} has no tokens", "at least one token", "pass a non-empty prompt"
+            )
+        if len(token_ids) >= max_seq_len:
+            raise RequestError(
+                f"prompt {index} has {len(token_ids)} tokens",
+                f"at most {max_seq_len - 1}: the engine's max_seq_len is {max_seq_len}",
+                "shorten the prompt, or compile with a larger --max-seq-len",
+            )
+        wrong = next((t for t in token_ids if not 0 <= t < vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"prompt {index} holds token id {wrong}",
+                f"0 … {vocab_size - 1}",
+                "tokenize with the engine's own tokenizer",
+            )
+        self._check_rule(index, params)
+        if params.stop_strings and self._engine.tokenizer is None:
+            raise RequestError(
+                f"prompt {index} has stop strings",
+                "stop_token_ids: this engine has no tokenizer",
+                "pass stop_token_ids",
+            )
+
+    def _check_rule(self, index: int, params: SamplingParams) -> None:
+        """Raises RequestError: the rule is not lossless for the trees of the only plan in use."""
+        plan = self._engine.plans.get(self._fixed_plan or "")
+        if plan is None or params.is_greedy or not params.speculative or params.rule is None:
+            return
+        if params.rule_id not in plan.rules:
+            names = ", ".join(rule.name.lower() for rule in plan.rules)
+            lost, do = "how often, and in which order, the draft drew a token", ""
+            if params.rule_id in dataclasses.replace(plan, tile=None).rules:
+                lost = f"the logits of all but {plan.tile} nodes by the time of the walk"
+                do = ", or compile with a larger --max-logits-mb"
+            raise RequestError(
+                f"prompt {index} with rule={params.rule!r}; the trees of plan {plan.name} have lost"
+                f" {lost}",
+                f"a rule that is lossless for such trees: {names}",
+                f"pass one of them, leave rule out, or choose another plan{do}",
+            )
+
+
+def _special_token_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    if tokenizer is None:
+        return frozenset()
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)

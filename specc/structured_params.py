@@ -1,0 +1,133 @@
+"""What the output of one request must look like: a JSON schema, a regex, a choice, a grammar."""
+
+from __future__ import annotations
+
+import json as json_
+from dataclasses import dataclass, field
+from typing import Any
+
+from specc.errors import RequestError
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_DO = "correct the StructuredOutputsParams"
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """Form of an output, named as vLLM's users know it: exactly one of the first five.
+
+    Whether the library for grammars understands it is found out when a request is made.
+
+    Args:
+        json: JSON schema: a dict, its text, or a class with `model_json_schema`, as pydantic's.
+        regex: the whole output matches it.
+        choice: strings; the output is one of them.
+        grammar: context-free, as llama.cpp's GBNF or as Lark.
+        json_object: True for any JSON object.
+        disable_any_whitespace: JSON without white space between its parts.
+        whitespace_pattern: regex of what may stand between the parts of JSON; without it, any
+            white space of any length.
+    Raises:
+        RequestError: none or several of the first five, or a value of another type.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    # what was given, and its text; `json_object` is a schema by then
+    kind: str = field(init=False, default="")
+    text: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured outputs with {' and '.join(given) or 'nothing'}",
+                f"exactly one of {', '.join(_KINDS)}",
+                _DO,
+            )
+        (kind,) = given
+        object.__setattr__(self, "kind", "json" if kind == "json_object" else kind)
+        object.__setattr__(self, "text", _TEXT_OF[kind](getattr(self, kind)))
+        self._check_whitespace()
+
+    @property
+    def key(self) -> tuple[str, str, bool, str | None]:
+        """Equal for equal grammars; hashable, as a schema is not."""
+        return self.kind, self.text, self.disable_any_whitespace, self.whitespace_pattern
+
+    def _check_whitespace(self) -> None:
+        pattern = self.whitespace_pattern
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise _wrong("disable_any_whitespace", self.disable_any_whitespace, "True or False")
+        if pattern is not None:
+            _text("whitespace_pattern", pattern)
+        if (pattern is not None or self.disable_any_whitespace) and self.kind != "json":
+            raise RequestError(
+                f"an option of white space beside {self.kind}", "json or json_object", _DO
+            )
+        if pattern is not None and self.disable_any_whitespace:
+            raise RequestError(
+                "disable_any_whitespace beside whitespace_pattern", "one of the two", _DO
+            )
+
+
+def _schema(value: Any) -> str:
+    """The text of a schema; equal schemas need not have equal texts."""
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    is_text = isinstance(value, str)
+    try:
+        schema = json_.loads(value) if is_text else value
+        text = value if is_text else json_.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(
+            f"json of type {type(value).__name__}: {error}", "a JSON schema or its text", _DO
+        ) from error
+    if not isinstance(schema, (dict, bool)):
+        raise _wrong("json", value, "a JSON schema: an object, true or false")
+    return text
+
+
+def _choices(value: Any) -> str:
+    is_list = isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+    if not is_list or not value:
+        raise _wrong("choice", value, "a list of at least one string")
+    for item in value:
+        _text("choice", item)
+    return json_.dumps(list(value))
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise _wrong(name, value, "a string that is not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _wrong(name, value, "text that can be written as UTF-8") from error
+    return value
+
+
+def _any_object(value: Any) -> str:
+    if value is not True:
+        raise _wrong("json_object", value, "True, or None")
+    return '{"type": "object"}'
+
+
+def _wrong(name: str, value: Any, needed: str) -> RequestError:
+    found = repr(value)
+    return RequestError(f"{name}={found if len(found) <= 80 else found[:79] + '…'}", needed, _DO)
+
+
+_TEXT_OF: dict[str, Any] = {
+    "json": _schema,
+    "regex": lambda value: _text("regex", value),
+    "choice": _choices,
+    "grammar": lambda value: _text("grammar", value),
+    "json_object": _any_object,
+}
