@@ -20,6 +20,7 @@ class DepthAcceptance:
     """
 
     def __init__(self, max_depth: int) -> None:
+        self.max_depth = max_depth
         # index d - 1: sequences that accepted depth d - 1 in a step of depth d or more, and depth d
         self._asked = [0.0] * max_depth
         self._accepted = [0.0] * max_depth
@@ -49,6 +50,11 @@ class DepthAcceptance:
     def rate(self, depth: int) -> float:
         """Probability that depth 1, 2, … is accepted where the one before it is; .5 if unknown."""
         return (self._accepted[depth - 1] + 0.5) / (self._asked[depth - 1] + 1)
+
+    def rate_toward(self, depth: int, prior: float, weight: float) -> float:
+        """The same, drawn toward a prior that counts for so many observations, above 0."""
+        accepted, asked = self._accepted[depth - 1], self._asked[depth - 1]
+        return (accepted + weight * prior) / (asked + weight)
 
     def survival(self, length: int) -> list[float]:
         """Probability that depth 0 … length is accepted."""

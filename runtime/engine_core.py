@@ -72,8 +72,15 @@ class EngineCore:
             window=engine.window,
         )
         if own_policy != "fixed":
-            host = self.scheduler.host_drafts
-            self.scheduler.use(make_policy(own_policy, engine.plans, host, engine.profile))
+            chosen = make_policy(
+                own_policy,
+                engine.plans,
+                self.scheduler.host_drafts,
+                engine.profile,
+                shares_pass=shares_pass,
+                max_num_seqs=engine.cache.shape.max_num_seqs,
+            )
+            self.scheduler.use(chosen)
         self.in_flight = InFlight(self.scheduler, self.runner)
         is_fixed = policy is None and own_policy == "fixed"
         self.requests = RequestMaker(engine, plan if is_fixed else None)

@@ -6,27 +6,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from specc.errors import RequestError
+from specc.latency_table import LatencyTable
 from specc.plans import OFF, SpecPlan, is_lookup
 from specc.runtime.adaptive_policy import AdaptivePolicy
 from specc.runtime.best_policy import BestPolicy
+from specc.runtime.goodput_policy import GoodputPolicy
 from specc.runtime.host_drafts import HostDrafts
 from specc.runtime.policy import Policy
 from specc.runtime.profile_policy import ProfilePolicy
 
-NAMES = ("fixed", "adaptive", "best", "profile")
+NAMES = ("fixed", "adaptive", "best", "profile", "goodput")
 
 
 def make_policy(
-    name: str, plans: Mapping[str, SpecPlan], host: HostDrafts, profile: Mapping[str, Any]
+    name: str,
+    plans: Mapping[str, SpecPlan],
+    host: HostDrafts,
+    profile: Mapping[str, Any],
+    *,
+    shares_pass: bool = True,
+    max_num_seqs: int = 256,
 ) -> Policy:
     """The policy of this name; `fixed` needs no more than its plan and is not made here.
 
     Args:
         name: `adaptive` learns how long a chain pays, `best` chooses between a model and a lookup,
-            `profile` follows what `specc tune` found.
+            `profile` follows what `specc tune` found, `goodput` follows the load.
         plans: of the engine.
         host: whose index is asked.
         profile: of the engine; empty where there is none.
+        shares_pass: sequences of all plans are verified in one pass of the target.
+        max_num_seqs: sequences that run together.
     Raises:
         RequestError: no such policy, or an engine without the plans that it needs.
     """
@@ -47,6 +57,15 @@ def make_policy(
         if profile:
             return ProfilePolicy({int(size): plan for size, plan in profile["plans"].items()})
         needed, do = "a profile.json in the engine", "run specc tune"
+    elif name == "goodput":
+        latency = profile.get("latency")
+        return GoodputPolicy(
+            plans,
+            LatencyTable.from_json(latency) if latency else None,
+            profile.get("acceptance"),
+            shares_pass=shares_pass,
+            max_num_seqs=max_num_seqs,
+        )
     else:
         needed, do = f"one of {', '.join(NAMES)}", "choose one of them"
     raise RequestError(f"policy {name!r} for an engine of the plans {', '.join(plans)}", needed, do)

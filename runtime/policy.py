@@ -24,7 +24,8 @@ class Policy(Protocol):
             iteration, so a policy can keep to its choice for a while.
     """
 
-    needs_results: bool
+    @property
+    def needs_results(self) -> bool: ...
 
     def choose(self, num_running: int, stats: SpecStats) -> str:
         """Name of a plan.

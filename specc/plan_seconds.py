@@ -40,7 +40,7 @@ class MeasuredSeconds:
         self._sizes = sorted(points)
         self._seconds = _rising([points[size] for size in self._sizes])
 
-    def __call__(self, size: int) -> float:
+    def __call__(self, size: float) -> float:
         """Seconds of a size of 1 or more."""
         sizes, seconds = self._sizes, self._seconds
         i = bisect_left(sizes, size)

@@ -18,7 +18,9 @@ from specc.artifact import open_engine, torch_version
 from specc.bench_engine import EngineContender, tokenize
 from specc.errors import ConfigError, EngineError
 from specc.extend_engine import EngineExtension, extend_engine
+from specc.latency_table import LatencyTable
 from specc.machine import describe_machine
+from specc.measure_latency import measure_latency
 from specc.plan_choice import PlanChoice, best_plan
 from specc.plan_seconds import MeasuredSeconds, StepSeconds
 from specc.plans import OFF, DynamicTree, SpecPlan, is_lookup
@@ -47,6 +49,7 @@ class TuneOptions:
         max_tokens: output tokens of each prompt.
         temperature: of the requests; their seeds are 0, 1, …
         rounds: of whole runs, interleaved; a round before them is not counted.
+        latency_s: seconds after which no further round of single passes begins.
     """
 
     batch_sizes: tuple[int, ...] = ()
@@ -55,6 +58,7 @@ class TuneOptions:
     max_tokens: int = 64
     temperature: float = 0.0
     rounds: int = 3
+    latency_s: float = 20.0
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,12 @@ class Tuning:
     Args:
         acceptance: draft → table by depth and sibling rank.
         batches: one a batch size.
+        latency: of single passes, which the policy `goodput` reads.
     """
 
     acceptance: dict[str, list[list[float]]]
     batches: list[BatchTuning] = field(default_factory=list)
+    latency: LatencyTable | None = None
 
     @property
     def plans(self) -> list[SpecPlan]:
@@ -119,6 +125,7 @@ class Tuning:
             "temperature": options.temperature,
             "plans": {str(batch.batch_size): batch.chosen.name for batch in self.batches},
             "acceptance": self.acceptance,
+            **({"latency": self.latency.to_json()} if self.latency else {}),
             "batches": [
                 {
                     "batch_size": batch.batch_size,
@@ -167,6 +174,8 @@ def tune(directory: Path, prompts: Sequence[str], options: TuneOptions, phases: 
             with phases.phase(f"acceptance of {draft}"):
                 acceptance[draft] = _acceptance(engine, draft, trajectories, options)
         tuning = Tuning(acceptance)
+        with phases.phase("latency of passes"):
+            tuning.latency = measure_latency(engine, budget_s=options.latency_s)
         lengths = [len(t.token_ids) - options.max_tokens // 2 for t in trajectories]
         for size in sizes:
             with phases.phase(f"latency, batch {size}"):

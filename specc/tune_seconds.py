@@ -50,7 +50,7 @@ def measure_seconds(
             for kind, model, size in sizes:
                 # the first level of a draft reads the token in front of the root, too
                 width = 2 if (kind, size) == ("draft", 1) else size
-                seconds = _time_pass(engine, model, table, context, width)
+                seconds = time_pass(engine, model, table, context, width)
                 if done >= _WARMUP:
                     times[kind, size].append(seconds)
             progress(done + 1, _WARMUP + _ROUNDS)
@@ -65,7 +65,7 @@ def measure_seconds(
 
 
 @torch.inference_mode()
-def _time_pass(
+def time_pass(
     engine: Engine, model: Model, table: torch.Tensor, context: int, width: int
 ) -> float:
     """Seconds of one pass of `width` tokens of each sequence: a chain behind its context."""

@@ -65,9 +65,11 @@ LAYER_OF_FILE = {
     "extend_engine": "compiler",
     "files": "facts",
     "graph_io": "facts",
+    "latency_table": "facts",
     "machine": "facts",
     "manifest": "facts",
     "manifest_decode": "facts",
+    "measure_latency": "bench",
     "metrics": "facts",
     "model_entries": "compiler",
     "picture": "bench",
@@ -80,10 +82,15 @@ LAYER_OF_FILE = {
     "plans": "facts",
     "progress": "facts",
     "rectangle": "facts",
+    "roofline": "facts",
     "safetensors_io": "facts",
     "sampling_params": "facts",
     "sampling_rows": "facts",
     "safetensors_writer": "facts",
+    "simulate": "bench",
+    "simulate_load": "bench",
+    "simulate_runner": "bench",
+    "simulate_sweep": "bench",
     "step_items": "bench",
     "step_picture": "bench",
     "structured_params": "facts",
@@ -108,7 +115,8 @@ ARROWS = {
     "api": {"facts", "compiler", "runtime", "api"},
     "bench": {"facts", "kernels", "runtime", "bench"},
     "tune": {"facts", "compiler", "runtime", "bench"},
-    "cli": {"facts", "kernels", "compiler", "runtime", "api", "bench", "tune", "cli"},
+    "serve": {"facts", "runtime", "serve"},
+    "cli": {"facts", "kernels", "compiler", "runtime", "api", "bench", "tune", "serve", "cli"},
     "facade": set(),
 }
 # layer → packages besides the standard library
@@ -119,11 +127,15 @@ PACKAGES = {
         *("torch", "transformers", "huggingface_hub", "tokenizers", "sympy"),
         *("onnx", "onnx_ir", "onnxscript", "torch_tensorrt"),
     },
-    "runtime": {"torch", "safetensors", "tokenizers", "onnx", "onnxruntime", "llguidance"},
+    "runtime": {
+        *("torch", "safetensors", "tokenizers", "onnx", "onnxruntime", "llguidance"),
+        "numpy",
+    },
     "compiler": {"torch", "tokenizers"},
     "api": {"torch"},
     "bench": {"torch", "transformers", "matplotlib", "networkx"},
     "tune": {"torch"},
+    "serve": {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "jinja2"},
     "cli": {"torch", "typer", "rich"},
     "facade": set(),
 }
@@ -138,7 +150,9 @@ LAUNCHES_FOR = {
 }
 # the command line answers --help before anything heavy loads: in these files everything but the
 # standard library and the listed modules is imported inside functions
-_COMMANDS = tuple(f"cli_command_{name}" for name in ("bench", "compile", "run", "tune"))
+_COMMANDS = tuple(
+    f"cli_command_{name}" for name in ("bench", "compile", "run", "serve", "triton", "tune")
+)
 LAZY = {
     "cli": {"typer", "specc.cli_app", *(f"specc.{name}" for name in _COMMANDS)},
     "cli_app": {"typer", "typer.core", "specc.errors"},

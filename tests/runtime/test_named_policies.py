@@ -6,8 +6,10 @@ import pytest
 
 from specc.errors import RequestError
 from specc.plans import OFF, SpecPlan
+from specc.roofline import roofline
 from specc.runtime.adaptive_policy import AdaptivePolicy
 from specc.runtime.best_policy import BestPolicy
+from specc.runtime.goodput_policy import GoodputPolicy
 from specc.runtime.host_drafts import HostDrafts
 from specc.runtime.named_policies import make_policy
 from specc.runtime.policy import Policy
@@ -26,6 +28,9 @@ def make(name: str, *plans: SpecPlan, **profile: object) -> Policy:
 def test_each_name_makes_its_policy():
     assert isinstance(make("adaptive", *CHAINS, TREE, LOOKUP), AdaptivePolicy)
     assert isinstance(make("best", TREE, LOOKUP), BestPolicy)
+    assert isinstance(make("goodput", *CHAINS, TREE), GoodputPolicy)
+    measured = make("goodput", *CHAINS, latency=roofline().to_json(), acceptance={})
+    assert measured.choose(0, None) in ("chain-2", "chain-4")
     profile = make("profile", *CHAINS, plans={"1": "chain-2", "4": "off"})
     assert isinstance(profile, ProfilePolicy)
     assert [profile.choose(count, None) for count in (1, 4)] == ["chain-2", "off"]
@@ -38,7 +43,7 @@ def test_each_name_makes_its_policy():
         ("best", CHAINS, "a plan of a model and one of a lookup"),
         ("best", (LOOKUP,), "a plan of a model and one of a lookup"),
         ("profile", CHAINS, "a profile.json"),
-        ("goodput", CHAINS, "one of fixed, adaptive, best, profile"),
+        ("fastest", CHAINS, "one of fixed, adaptive, best, profile, goodput"),
     ],
 )
 def test_engines_without_the_plans_of_a_policy(name, plans, needed):

@@ -17,10 +17,12 @@ from specc.compiler import build
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.extend_engine import extend_engine
+from specc.latency_table import LatencyTable
 from specc.plan_acceptance import expected_tokens
 from specc.plans import MERGE, OFF, DynamicTree, SpecPlan
 from specc.progress import Phases
 from specc.runtime.engine import Engine
+from specc.runtime.engine_core import EngineCore
 from specc.runtime.llm import LLM
 from specc.runtime.profile_policy import ProfilePolicy
 from specc.runtime.sequence import Sequence
@@ -183,7 +185,7 @@ def test_an_engine_stays_as_it_was_where_tuning_fails(engine_copy: Path):
 def test_tune_writes_a_family_that_the_engine_follows(engine_copy: Path):
     prompts = ["hello there", "one two three"]
     wanted = LLM(engine_copy, plan="off").generate(prompts, SamplingParams(max_tokens=20))
-    options = TuneOptions(max_nodes=8, max_depth=3, max_tokens=12, rounds=1)
+    options = TuneOptions(max_nodes=8, max_depth=3, max_tokens=12, rounds=1, latency_s=0.1)
     tuning = tune(engine_copy, prompts, options, Phases())
     assert [batch.batch_size for batch in tuning.batches] == [1, 2]
     assert set(tuning.acceptance) == {"draft_0", "draft_1", "suffix"}
@@ -199,6 +201,9 @@ def test_tune_writes_a_family_that_the_engine_follows(engine_copy: Path):
     profile = json.loads((engine_copy / "profile.json").read_text())
     assert manifest.policy == "profile"
     assert profile["plans"] == {str(b.batch_size): b.chosen.name for b in tuning.batches}
+    # what the policy goodput reads
+    assert set(LatencyTable.from_json(profile["latency"]).drafts) == {"draft_0", "draft_1"}
+    assert EngineCore.load(engine_copy, policy="goodput").scheduler.policy.decision.goodput == 0
     llm = LLM(engine_copy)
     found = llm.generate(prompts, SamplingParams(max_tokens=20))
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]

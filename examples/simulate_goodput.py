@@ -1,0 +1,175 @@
+"""Goodput against fixed plans over request rate, simulated on two latency tables.
+
+    python examples/simulate_goodput.py --part rates --json docs/results/goodput_simulated.json
+    python examples/simulate_goodput.py --part adversarial --json FILE
+
+The real scheduler and the real policies serve simulated loads (specc/simulate.py): on the table of
+a CPU, measured with the target widened to 100M parameters, and on a model of an H200 with an 8B
+target and a 1B draft. Then come loads that are to make the policy worse than plain decoding. The
+policy gets no profile of the acceptance: it learns that while it serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from specc.latency_table import LatencyTable
+from specc.plans import OFF, SpecPlan
+from specc.roofline import roofline
+from specc.simulate import Limits
+from specc.simulate_load import Drafting, Lengths, Load, make_load
+from specc.simulate_sweep import SweepRow, sweep
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+SEED = 7
+# what the demo pair shows: depth 1 to 4 of examples/pair/README.md, the first three choices
+PAIR = Drafting({"draft_0": [[0.73, 0.1, 0.04], [0.75, 0.1, 0.04], [0.8, 0.08, 0.03]]})
+USELESS = Drafting({"draft_0": [[0.03, 0.01]]})
+FALLING = Drafting({"draft_0": [[0.85, 0.05]]}, {"draft_0": [[0.05, 0.02]]}, over="load")
+RISING = Drafting({"draft_0": [[0.05, 0.02]]}, {"draft_0": [[0.85, 0.05]]}, over="load")
+WITHIN = Drafting({"draft_0": [[0.9, 0.04]]}, {"draft_0": [[0.1, 0.05]]}, over="output")
+GPU_RATES = (2, 8, 16, 24, 32, 40, 48, 56, 64, 80)
+CPU_RATES = (0.25, 1, 2, 3, 4, 5, 6, 8)
+GPU = Limits(max_num_seqs=256, max_seq_len=4096, prefill_chunk=2048)
+CPU = Limits(max_num_seqs=32, max_seq_len=1024, prefill_chunk=512)
+
+
+def family() -> dict[str, SpecPlan]:
+    """Off, chains, and a tree."""
+    chains = [SpecPlan.from_widths((1,) * length) for length in (1, 2, 4, 6)]
+    plans = [OFF, *chains, SpecPlan.from_widths((3, 1, 1, 1))]
+    return {plan.name: plan for plan in plans}
+
+
+def gpu_load(rate: float, *kinds: tuple[float, Drafting], **options: Any) -> Load:
+    """Requests of about 512 prompt and 160 output tokens, for about 15 seconds."""
+    count = min(max(round(15 * rate), 150), 800)
+    prompts = options.pop("prompts", Lengths(512, 0.6, 16, 2048))
+    outputs = Lengths(160, 0.6, 8, 1024)
+    return make_load(rate, count, kinds or [(1, PAIR)], prompts, outputs, seed=SEED, **options)
+
+
+def cpu_load(rate: float) -> Load:
+    """Requests of about 100 prompt and 64 output tokens, for about 60 seconds."""
+    count = min(max(round(60 * rate), 60), 400)
+    prompts, outputs = Lengths(100, 0.5, 8, 400), Lengths(64, 0.5, 8, 256)
+    return make_load(rate, count, [(1, PAIR)], prompts, outputs, seed=SEED)
+
+
+def rate_sweeps(measured: LatencyTable) -> dict[str, list[SweepRow]]:
+    """Mean latency over rate on both machines."""
+    return {
+        "cpu_100m": sweep(
+            {f"{rate:g}/s": cpu_load(rate) for rate in CPU_RATES},
+            measured,
+            family(),
+            CPU,
+            progress=show,
+        ),
+        "h200_8b": sweep(
+            {f"{rate:g}/s": gpu_load(rate) for rate in GPU_RATES},
+            roofline(),
+            family(),
+            GPU,
+            progress=show,
+        ),
+    }
+
+
+def adversarial() -> dict[str, list[SweepRow]]:
+    """Loads and tables that mislead, on the model of the GPU."""
+    half = ((1, PAIR), (1, USELESS))
+    loads: dict[str, Load] = {}
+    for rate in (2, 24, 56):
+        loads |= {
+            f"useless draft, {rate}/s": gpu_load(rate, (1, USELESS)),
+            f"falling over the load, {rate}/s": gpu_load(rate, (1, FALLING)),
+            f"rising over the load, {rate}/s": gpu_load(rate, (1, RISING)),
+            f"falling within each output, {rate}/s": gpu_load(rate, (1, WITHIN)),
+            f"bursts of 32, {rate}/s": gpu_load(rate, burst=32),
+            f"half of the requests useless, {rate}/s": gpu_load(rate, *half),
+            f"nine in ten useless, {rate}/s": gpu_load(rate, (1, PAIR), (9, USELESS)),
+            f"a third decodes plainly, {rate}/s": gpu_load(rate, plain_share=1 / 3),
+        }
+    truth, plans = roofline(), family()
+    fixed = ("off", "chain-2")
+    found = {"loads": sweep(loads, truth, plans, GPU, fixed=fixed, progress=show)}
+    long = {
+        f"prompts of 16k, {rate}/s": gpu_load(rate, prompts=Lengths(16384, 0.2, 4096, 30000))
+        for rate in (0.5, 1, 2)
+    }
+    wide = Limits(max_num_seqs=64, max_seq_len=32768, prefill_chunk=2048)
+    found["long contexts"] = sweep(long, truth, plans, wide, fixed=fixed, progress=show)
+    some = {
+        f"{name}, {rate}/s": gpu_load(rate, (1, kind))
+        for name, kind in (("good draft", PAIR), ("useless draft", USELESS))
+        for rate in (2, 32, 64)
+    }
+    for name, wrong in {
+        "believes the target twice as slow": truth.scaled(target=2),
+        "believes the target twice as fast": truth.scaled(target=0.5),
+        "believes drafts twice as slow": truth.scaled(drafts=2),
+        "believes drafts twice as fast": truth.scaled(drafts=0.5),
+        "knows no seconds": LatencyTable.neutral(["draft_0"]),
+    }.items():
+        found[name] = sweep(some, truth, plans, GPU, table=wrong, fixed=fixed, progress=show)
+    found["seconds vary by a tenth"] = sweep(
+        some, truth, plans, GPU, fixed=fixed, noise=0.1, progress=show
+    )
+    split = Limits(max_num_seqs=256, max_seq_len=4096, prefill_chunk=2048, shares_pass=False)
+    found["every group has its own pass"] = sweep(
+        some, truth, plans, split, fixed=fixed, progress=show
+    )
+    return found
+
+
+def show(row: SweepRow) -> None:
+    data = row.to_json()
+    shares = data["reports"]["goodput"]["plan_shares"]
+    print(
+        f"{row.name:38} {row.latency('goodput'):8.3f} s"
+        f"  / best {data['goodput_over_best']:.3f} ({row.best})"
+        f"  / off {data['goodput_over_off']:.3f}"
+        f"  worst {data['worst_over_goodput']:.2f} ({row.worst}) ",
+        ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.01),
+        flush=True,
+    )
+
+
+def summary(found: dict[str, list[SweepRow]]) -> dict[str, Any]:
+    rows = [row.to_json() for group in found.values() for row in group]
+    return {
+        "most_over_best": max(row["goodput_over_best"] for row in rows),
+        "most_over_off": max(row["goodput_over_off"] for row in rows),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--table", type=Path, default=RESULTS / "latency_100m.json")
+    parser.add_argument("--part", choices=["rates", "adversarial"], help="only this one")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    measured = LatencyTable.from_json(json.loads(args.table.read_text(encoding="utf-8")))
+    data: dict[str, Any] = {
+        "command": "python examples/simulate_goodput.py " + " ".join(sys.argv[1:]),
+        "seed": SEED,
+        "plans": list(family()),
+        "tables": {"cpu_100m": measured.to_json(), "h200_8b": roofline().to_json()},
+    }
+    for part, run in (("rates", lambda: rate_sweeps(measured)), ("adversarial", adversarial)):
+        if args.part in (None, part):
+            found = run()
+            rows = {name: [row.to_json() for row in group] for name, group in found.items()}
+            data[part] = {"summary": summary(found), **rows}
+            print(part, data[part]["summary"])
+    if args.json:
+        args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
