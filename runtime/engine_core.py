@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specc.errors import RequestError
+from specc.manifest import ON_GPU
 from specc.runtime.engine import Engine
 from specc.runtime.in_flight import InFlight
 from specc.runtime.named_policies import make_policy
@@ -70,6 +71,7 @@ class EngineCore:
             shares_prefixes=shares_prefixes,
             shares_pass=shares_pass,
             window=engine.window,
+            looks_ahead=engine.backend in ON_GPU,
         )
         if own_policy != "fixed":
             chosen = make_policy(

@@ -53,6 +53,7 @@ class Scheduler:
             `prefill_chunk`.
         window: of the target's layers, the smallest; 0 is no limit. A prompt's part of a shared
             pass is no longer.
+        looks_ahead: steps can be queued behind each other, so sequences take blocks for several.
         clock: seconds, those of the sequences.
     """
 
@@ -67,6 +68,7 @@ class Scheduler:
         shares_prefixes: bool = True,
         shares_pass: bool = False,
         window: int = 0,
+        looks_ahead: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.stats = SpecStats()
@@ -84,6 +86,7 @@ class Scheduler:
         self._position_limit = position_limit
         self._shares_pass = shares_pass
         self._window = window
+        self._looks_ahead = looks_ahead
         self._clock = clock
         self._has_deadlines = False
         self.use(policy)
@@ -176,8 +179,12 @@ class Scheduler:
         Returns:
             the plan of those who still run, by identity.
         """
-        granted: dict[int, SpecPlan] = {}
         blocks = self._blocks
+        if not self._looks_ahead and all(
+            blocks.holds(sequence, wishes[id(sequence)], sequence.cache_len) for sequence in ready
+        ):
+            return dict(wishes)
+        granted: dict[int, SpecPlan] = {}
         for sequence in sorted(ready, key=turn_of):
             if not sequence.blocks:
                 continue  # given up for somebody in front of it
@@ -194,7 +201,7 @@ class Scheduler:
                     break
             else:
                 granted[id(sequence)] = plan
-        if not self._needs_results:
+        if self._looks_ahead and not self._needs_results:
             # the next steps can then be queued without a word of the host
             for sequence in ready:
                 own = granted.get(id(sequence))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specc.errors import FaultError, OverloadError, SpeccError
+from specc.errors import FaultError, OverloadError, RequestError, SpeccError
 from specc.metrics import SpecStats
 from specc.runtime.engine_core import EngineCore
 from specc.runtime.request_maker import Prompt
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 # iterations that fail in a row, from which on the engine counts as lost
 MAX_FAILURES = 3
+# seconds for which a failure counts: who is sent no requests because of it would never recover
+_FAILING_S = 10.0
 # seconds between two looks at what runs, for metrics
 _STATE_EVERY_S = 0.02
 _log = logging.getLogger("specc.service")
@@ -148,10 +151,12 @@ class Service:
         self._inbox: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
         self._num_open = 0
+        self._names: set[str] = set()
         self._is_draining = self._is_closed = False
         # of the engine thread
         self._tickets: dict[int, Ticket] = {}
         self._num_failures = self._num_failed = 0  # in a row, and ever
+        self._failed_s = 0.0
         self._error: BaseException | None = None
         self._state = state_of(core, 0.0)
         self._state_s = 0.0
@@ -176,7 +181,7 @@ class Service:
             params: options.
             on_update: called in the engine's thread with each `Update`, the last of which has
                 `is_last`: it must be quick, must not block and must not call this service.
-            request_id: name; None numbers requests.
+            request_id: name, of no other open request; None makes one up.
             priority: lower ones are served first.
             timeout_s: seconds after which the request ends with what it has.
         Raises:
@@ -187,7 +192,7 @@ class Service:
         sequence = self.core.requests.make(
             prompt,
             params,
-            request_id=request_id,
+            request_id=request_id or f"request-{uuid.uuid4().hex[:16]}",
             is_streamed=True,
             priority=priority,
             timeout_s=timeout_s,
@@ -196,6 +201,13 @@ class Service:
         ticket = Ticket(sequence, on_update)
         with self._changed:
             self._refuse_if_full()
+            if ticket.request_id in self._names:
+                raise RequestError(
+                    f"request_id {ticket.request_id!r}, which an open request has",
+                    "a name of its own for each request",
+                    "choose another one, or leave it out",
+                )
+            self._names.add(ticket.request_id)
             self._num_open += 1
             self._inbox.append(ticket)
             self._changed.notify()
@@ -219,7 +231,8 @@ class Service:
                 return Health.DEAD
             if self._is_draining:
                 return Health.DRAINING
-            return Health.FAILING if self._num_failures else Health.OK
+            is_recent = time.perf_counter() - self._failed_s < _FAILING_S
+            return Health.FAILING if self._num_failures and is_recent else Health.OK
 
     @property
     def num_open(self) -> int:
@@ -291,6 +304,7 @@ class Service:
         scheduler = self.core.scheduler
         with self._changed:
             while not (self._is_closed or self._inbox or self._cancelled or scheduler.has_work):
+                scheduler.last_plans.clear()
                 self._publish(time.perf_counter())
                 self._changed.wait()
             if self._is_closed:
@@ -318,6 +332,7 @@ class Service:
         except Exception:
             _log.exception("an iteration of the engine has failed")
             self._num_failures += 1
+            self._failed_s = time.perf_counter()
             self._num_failed += 1
             self._fail_running()
             has_run = True
@@ -380,6 +395,7 @@ class Service:
         if update.is_last:
             with self._changed:
                 self._num_open -= 1
+                self._names.discard(ticket.request_id)
                 self._changed.notify_all()
 
 

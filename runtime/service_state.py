@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Health(enum.Enum):
     """Whether requests can be served.
 
-    OK: yes. FAILING: the last iteration failed, the next one may not. DRAINING: open requests are
-    served, no others. DEAD: no more; the process has to be started again.
+    OK: yes. FAILING: the last iteration failed, a moment ago; the next one may not. DRAINING: open
+    requests are served, no others. DEAD: no more; the process has to be started again.
     """
 
     OK = "ok"

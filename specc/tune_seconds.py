@@ -65,9 +65,7 @@ def measure_seconds(
 
 
 @torch.inference_mode()
-def time_pass(
-    engine: Engine, model: Model, table: torch.Tensor, context: int, width: int
-) -> float:
+def time_pass(engine: Engine, model: Model, table: torch.Tensor, context: int, width: int) -> float:
     """Seconds of one pass of `width` tokens of each sequence: a chain behind its context."""
     batch = table.shape[0]
     device = engine.cache.device

@@ -119,6 +119,17 @@ def test_a_bad_request_is_refused_at_once(
     assert service.num_open == 0
 
 
+def test_names_of_open_requests_are_their_own(service: Service, gate: Gate) -> None:
+    reader = Reader()
+    service.submit(PROMPT, LONG, reader, request_id="mine")
+    with pytest.raises(RequestError, match="'mine', which an open request has"):
+        service.submit(PROMPT, LONG, Reader(), request_id="mine")
+    gate.opened.set()
+    reader.wait()
+    assert service.drain(10)
+    assert service.num_open == 0
+
+
 def test_who_is_cancelled_gives_its_blocks_back(service: Service, gate: Gate) -> None:
     runs, waits = Reader(), Reader()
     ticket = service.submit(PROMPT, LONG, runs)

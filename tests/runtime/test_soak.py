@@ -57,7 +57,7 @@ def soak(path: Path, num_requests: int, seconds: float) -> SoakFigures:
 
 
 def test_soak_for_a_while(engine: Path) -> None:
-    figures = soak(engine, 0, seconds=20)
+    figures = soak(engine, 0, seconds=60)
     assert figures.num_compared > 100
 
 
