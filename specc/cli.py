@@ -12,10 +12,12 @@ from specc.cli_app import Debug, EngineArgument, Json, app, print_version
 from specc.cli_command_bench import bench
 from specc.cli_command_compile import compile_
 from specc.cli_command_run import run
+from specc.cli_command_serve import serve
 from specc.cli_command_tune import tune
 
 app.command("compile")(compile_)
 app.command("run")(run)
+app.command("serve")(serve)
 app.command("bench")(bench)
 app.command("tune")(tune)
 

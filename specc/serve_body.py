@@ -1,0 +1,179 @@
+"""The body of a request: read up to a limit, and parsed strictly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from specc.serve_config import MAX_DEPTH, ServeConfig
+from specc.serve_errors import ApiError, bad_request
+
+# from this size on, parsing is for another thread than the event loop's
+LONG_BODY_BYTES = 64 << 10
+# what is read and dropped of a body that is too large, so that the client gets to read the answer
+_DROPPED_BYTES, _DROP_S = 64 << 20, 2.0
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class ClientGone(Exception):
+    """The client has closed the connection; nobody reads an answer."""
+
+
+async def read_json(request: Request, config: ServeConfig) -> tuple[dict[str, Any], int]:
+    """The JSON object that a request holds, and its size in bytes.
+
+    Raises:
+        ApiError: no JSON object, a body that is too large, or that does not come.
+        ClientGone: there is nobody any more.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise ApiError(
+            415,
+            f"found: a body of type {media_type or 'unknown'}; needed: application/json; do: send"
+            " the header Content-Type: application/json",
+            code="unsupported_media_type",
+        )
+    body = await _read(request, config)
+    if len(body) < LONG_BODY_BYTES:
+        return parse_object(body), len(body)
+    return await asyncio.to_thread(parse_object, body), len(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8, without what only Python takes for JSON.
+
+    Raises:
+        ApiError: it is none.
+    """
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise bad_request(
+            f"a body that is no UTF-8 at byte {error.start}", "UTF-8", "encode it as UTF-8"
+        ) from error
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise bad_request(
+            f"malformed JSON: {error.msg} at line {error.lineno} column {error.colno}",
+            "a JSON object",
+            "correct the body",
+        ) from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise bad_request("a number that is too long", "shorter numbers", "correct it") from error
+    if not isinstance(data, dict):
+        raise bad_request(
+            f"a body that is a JSON {_KIND_OF[type(data)]}", "a JSON object", "correct the body"
+        )
+    _check_depth(data)
+    if _SURROGATE.search(body):
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise bad_request(
+                "a lone surrogate in a string",
+                "text that can be written as UTF-8",
+                "decode the text with the encoding that it has",
+            ) from error
+    return data
+
+
+async def _read(request: Request, config: ServeConfig) -> bytes:
+    limit, parts, size = config.max_body_bytes, [], 0
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        await _drop(request)
+        raise _too_large(limit)
+    while True:
+        message = await _receive(request, config.body_timeout_s)
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            await _drop(request)
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _receive(request: Request, timeout_s: float) -> Any:
+    try:
+        message = await asyncio.wait_for(request.receive(), timeout_s)
+    except TimeoutError as error:
+        raise ApiError(
+            408,
+            f"found: no more of the body for {timeout_s:g} s; needed: all of it; do: send the"
+            " request again",
+            code="request_timeout",
+            headers={"Connection": "close"},
+        ) from error
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    return message
+
+
+async def _drop(request: Request) -> None:
+    """Read on for a while, and keep nothing."""
+    if "100-continue" in request.headers.get("expect", "").lower():
+        return  # the client waits for the answer before it sends anything
+    end_s, left = time.monotonic() + _DROP_S, _DROPPED_BYTES
+    while left > 0 and (seconds := end_s - time.monotonic()) > 0:
+        try:
+            message = await asyncio.wait_for(request.receive(), seconds)
+        except TimeoutError:
+            return
+        left -= len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
+
+
+def _check_depth(data: Any) -> None:
+    """Without recursion, as the data may be deep."""
+    level, depth = [data], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _too_deep()
+        below: list[Any] = []
+        for item in level:
+            children = item.values() if isinstance(item, dict) else item
+            below.extend(child for child in children if isinstance(child, (dict, list)))
+        level = below
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise bad_request(f"{name}, which is no JSON", "finite numbers", "correct the body")
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"found: a body that is too large; needed: at most {limit} bytes; do: send less, or start"
+        " the server with a larger --max-body-bytes",
+        code="request_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def _too_deep() -> ApiError:
+    return bad_request(
+        f"JSON of more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}", "nest it less"
+    )
+
+
+_KIND_OF = {
+    list: "array",
+    str: "string",
+    int: "number",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+}

@@ -1,0 +1,56 @@
+"""Options of the HTTP server, and the limits that it holds requests to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specc.errors import ConfigError
+
+# strings that may end an output, and their characters together: each is looked for at every token
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 1024
+MAX_STOP_TOKEN_IDS = 256
+# outputs of one HTTP request: prompts times n
+MAX_CHOICES = 128
+# levels of lists and objects in a body
+MAX_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """How an engine is served.
+
+    Args:
+        model_names: what clients call the model; the first one is in the responses.
+        api_keys: one of them is needed under /v1; none for an open server.
+        max_body_bytes: of a request.
+        body_timeout_s: seconds between two parts of a body.
+        request_timeout_s: seconds after which a request ends with what it has; None is never.
+        log_every_s: seconds between two lines of figures, while there is work; 0 logs none.
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 8 << 20
+    body_timeout_s: float = 30.0
+    request_timeout_s: float | None = None
+    log_every_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        do = "correct the option"
+        if not self.model_names or not all(self.model_names):
+            raise ConfigError(f"model names {self.model_names!r}", "at least one, none empty", do)
+        # the value itself is a secret
+        if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
+            raise ConfigError(
+                "an API key that is empty or not of printable ASCII characters",
+                "keys that a header can hold",
+                "choose another one",
+            )
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"max_body_bytes={self.max_body_bytes}", "1 or more", do)
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise ConfigError(f"request_timeout={self.request_timeout_s}", "above 0", do)
+        if not self.log_every_s >= 0:
+            raise ConfigError(f"log_every={self.log_every_s}", "0 or more", do)

@@ -1,0 +1,226 @@
+"""The outputs of one HTTP request: handed in together, read together, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from specc.metrics import SpecStats
+from specc.runtime.logprobs import TokenLogprobs
+from specc.runtime.service import Service, Update
+from specc.runtime.service_stream import UpdateStream
+from specc.sampling_params import SamplingParams
+from specc.serve_body import ClientGone
+from specc.serve_errors import api_error_of, bad_request, stopping_error
+
+# tokens of a prompt that are worth a thread
+LONG_PROMPT = 4096
+# finish reasons of the service → those of OpenAI's API
+FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length"}
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One output to make.
+
+    Args:
+        prompt: index of the prompt in the request.
+        token_ids: of the prompt.
+        params: options of this output.
+    """
+
+    prompt: int
+    token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass
+class Output:
+    """What one output has come to."""
+
+    job: Job
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    metrics: SpecStats | None = None
+    # of `token_ids`; streams do not keep them
+    num_tokens: int = 0
+
+
+class Generation:
+    """Outputs that run at the same time.
+
+    Args:
+        service: that makes them.
+        jobs: one for each output.
+        observe: makes what is called with each update of one output.
+        options: of `Service.submit`, the same for all.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        jobs: Sequence[Job],
+        observe: Callable[[], Callable[[Update], object]],
+        **options: Any,
+    ) -> None:
+        self.outputs = [Output(job) for job in jobs]
+        self._service = service
+        self._observe = observe
+        self._options = options
+        self._streams: list[UpdateStream] = []
+        self._readers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Hand all of them in, or none.
+
+        Raises:
+            SpeccError: as `Service.submit`.
+        """
+        try:
+            for output in self.outputs:
+                self._streams.append(await self._submit(output.job))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End what is still open; its cache blocks are free soon."""
+        for stream in self._streams:
+            if not stream.ticket.is_done:
+                stream.cancel()
+        for reader in self._readers:
+            reader.cancel()
+
+    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
+        """(output, what is new about it), until all have ended.
+
+        Raises:
+            ApiError: one of them failed; the others are then of no use.
+        """
+        if len(self._streams) == 1:
+            async for update in self._streams[0]:
+                yield 0, self._take(0, update)
+            return
+        # of one place: a slow reader makes the streams merge, not this grow
+        queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue(1)
+        self._readers = [
+            asyncio.create_task(_read(i, stream, queue)) for i, stream in enumerate(self._streams)
+        ]
+        num_open = len(self._streams)
+        while num_open:
+            index, update = await queue.get()
+            num_open -= update.is_last
+            yield index, self._take(index, update)
+
+    async def collect(self) -> list[Output]:
+        """All outputs, whole.
+
+        Raises:
+            ApiError: one of them failed.
+        """
+        async for index, update in self.updates():
+            output = self.outputs[index]
+            output.text += update.text
+            output.token_ids += update.token_ids
+            output.logprobs += update.logprobs or []
+        return self.outputs
+
+    def _take(self, index: int, update: Update) -> Update:
+        output = self.outputs[index]
+        output.num_tokens += len(update.token_ids)
+        if not update.is_last:
+            return update
+        if update.error is not None:
+            raise api_error_of(update.error)
+        if update.finish_reason == "error":
+            raise bad_request(
+                f"structured outputs that became too complex to go on: {update.stop_reason}",
+                "a form that a grammar can follow",
+                "simplify it",
+            )
+        if update.finish_reason not in FINISH_REASONS:
+            raise stopping_error()
+        output.finish_reason = FINISH_REASONS[update.finish_reason]
+        is_late = update.finish_reason == "timeout"
+        output.stop_reason = "timeout" if is_late else update.stop_reason
+        output.metrics = update.metrics
+        return update
+
+    async def _submit(self, job: Job) -> UpdateStream:
+        # ids alone: text would be kept for nobody
+        submit = functools.partial(
+            UpdateStream,
+            self._service,
+            job.token_ids,
+            job.params,
+            observe=self._observe(),
+            loop=asyncio.get_running_loop(),
+            **self._options,
+        )
+        if len(job.token_ids) < LONG_PROMPT and job.params.structured_outputs is None:
+            return submit()
+        return await in_thread(submit, lambda stream: stream.cancel())
+
+
+async def in_thread(
+    call: Callable[[], Result], undo: Callable[[Result], object] | None = None
+) -> Result:
+    """Run something in another thread; `undo` takes its result where nobody waits any more."""
+    future = asyncio.ensure_future(asyncio.to_thread(call))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+
+        def end(done: asyncio.Future[Result]) -> None:
+            if not done.cancelled() and done.exception() is None and undo is not None:
+                undo(done.result())
+
+        future.add_done_callback(end)
+        raise
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do something for a client, and stop when the client has gone.
+
+    Raises:
+        ClientGone: it has; the work was cancelled and has ended.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        await end_tasks(task, gone)
+
+
+async def disconnected(receive: Callable[[], Any]) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what runs, and wait for it."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _read(index: int, stream: UpdateStream, queue: asyncio.Queue[tuple[int, Update]]) -> None:
+    async with contextlib.aclosing(stream.__aiter__()) as updates:  # type: ignore[type-var]
+        async for update in updates:
+            await queue.put((index, update))

@@ -1,0 +1,89 @@
+"""The OpenAPI description: bodies are parsed by hand, so what they hold is stated by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.responses import PlainTextResponse
+
+from specc.serve_protocol import ChatRequest, CompletionRequest
+
+_PLACE = "#/components/schemas/{model}"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+_ERRORS = {
+    "description": "What is wrong, and what to do.",
+    "content": {"application/json": {"schema": {"$ref": _PLACE.format(model="Error")}}},
+}
+
+
+def request_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """Arguments of a route whose body is parsed by hand.
+
+    Args:
+        kind: what the body holds.
+    """
+    body = {"schema": {"$ref": _PLACE.format(model=kind.__name__)}}
+    content = {"required": True, "content": {"application/json": body}}
+    codes = (400, 401, 404, 408, 413, 415, 500, 503)
+    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
+    responses: dict[int, Any] = {code: _ERRORS for code in codes}
+    responses[200] = {"description": "The answer, or its stream.", "content": answer}
+    return {"openapi_extra": {"requestBody": content}, "responses": responses}
+
+
+def of_model() -> dict[str, Any]:
+    """Arguments of a route that may not know the model."""
+    return {"responses": {401: _ERRORS, 404: _ERRORS}}
+
+
+def of_health() -> dict[str, Any]:
+    """Arguments of a route that may say no."""
+    schema = {"type": "object", "properties": {"status": {"type": "string"}}}
+    content = {"application/json": {"schema": schema}}
+    return {"responses": {503: {"description": "No requests, please.", "content": content}}}
+
+
+def of_text() -> dict[str, Any]:
+    """Arguments of a route that answers in text."""
+    return {"response_class": PlainTextResponse}
+
+
+def describe(app: FastAPI) -> None:
+    """Add the schemas that `request_body` names to the application's description."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            description = generate()
+            schemas = description.setdefault("components", {}).setdefault("schemas", {})
+            schemas["Error"] = _ERROR
+            for path in description["paths"].values():
+                for operation in path.values():
+                    # no route answers with what FastAPI would by itself
+                    operation["responses"].pop("422", None)
+            for kind in (CompletionRequest, ChatRequest):
+                schema = kind.model_json_schema(ref_template=_PLACE)
+                schemas.update(schema.pop("$defs", {}))
+                schemas[kind.__name__] = schema
+            app.openapi_schema = description
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,279 @@
+"""`specc serve` as a process: its port, its signals, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from specc.errors import ConfigError, RequestError, SpeccError
+from specc.machine import check_threads
+from specc.runtime.engine import Engine
+from specc.runtime.service import Service
+from specc.runtime.service_state import Health
+from specc.serve_app import create_app
+from specc.serve_chat import load_template
+from specc.serve_config import ServeConfig
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+# exit codes: the engine has failed for good; 128 + the signal for a second one
+DEAD = 1
+# seconds that clients have to read the ends of their answers
+_FLUSH_S = 5
+# and that the process has behind a second signal
+_END_NOW_S = 2.0
+_LOOK_EVERY_S = 0.05
+_log = logging.getLogger("specc.serve")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How the engine is loaded; the fields are those of `Service`.
+
+    Args:
+        measure: makes a latency table for the policy goodput, where the engine has none; None
+            lets it learn while it serves.
+    """
+
+    plan: str | None = None
+    policy: str | None = None
+    max_num_seqs: int | None = None
+    max_waiting: int = 1024
+    verify: bool | None = None
+    threads: int | None = None
+    backend: str | None = None
+    kv_cache_tokens: int | None = None
+    shares_prefixes: bool = True
+    measure: Callable[[Engine], Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to listen, and how to stop."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_timeout_s: float = 30.0
+    log_level: str = "info"
+    chat_template: Path | None = None
+
+
+def serve(engine: Path, loading: Loading, place: Place, config: ServeConfig) -> int:
+    """Serve an engine until a signal ends it, or the engine fails for good.
+
+    Returns:
+        the exit code of the process: 0 after SIGTERM or SIGINT, `DEAD`, or 128 + a second signal.
+    Raises:
+        SpeccError: the port is taken, or the engine cannot be loaded as wanted.
+    """
+    if place.log_level not in LOG_LEVELS:
+        raise ConfigError(
+            f"log level {place.log_level!r}", f"one of {', '.join(LOG_LEVELS)}", "choose one"
+        )
+    if not place.drain_timeout_s >= 0:
+        raise ConfigError(
+            f"drain timeout {place.drain_timeout_s}", "0 seconds or more", "correct the option"
+        )
+    check_threads(loading.threads)
+    _start_logging(place.log_level)
+    # first of all: loading takes longer than finding out that the port is taken
+    listener = bind(place.host, place.port)
+    try:
+        template = load_template(engine, place.chat_template)
+        service = start_service(engine, loading)
+        try:
+            app = create_app(service, config, template)
+            return asyncio.run(_Process(app, service, listener, place).run())
+        finally:
+            service.close()
+    finally:
+        listener.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that does not listen yet.
+
+    Raises:
+        ConfigError: another process has the address, or it is none of this machine's.
+    """
+    listener = None
+    try:
+        if not 0 <= port < 1 << 16:
+            raise ConfigError(f"port {port}", "0 … 65535", "choose another --port")
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = info[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, UnicodeError) as error:
+        if listener is not None:
+            listener.close()
+        raise _address_error(host, port, error) from error
+    return listener
+
+
+def start_service(engine: Path, loading: Loading) -> Service:
+    """Load an engine; goodput chooses its plans, unless the caller or the engine knows better.
+
+    Raises:
+        SpeccError: the engine, the plan or the policy.
+    """
+    loaded = Engine.load(
+        engine,
+        verify=loading.verify,
+        num_threads=loading.threads,
+        max_num_seqs=loading.max_num_seqs,
+        backend=loading.backend,
+        kv_cache_tokens=loading.kv_cache_tokens,
+    )
+    options: dict[str, Any] = {
+        "max_waiting": loading.max_waiting,
+        "shares_prefixes": loading.shares_prefixes,
+    }
+    speculates = any(plan.speculates for plan in loaded.plans.values())
+    is_free = loading.plan is None and loading.policy is None
+    wants_goodput = loading.policy == "goodput" or (is_free and speculates)
+    if wants_goodput and loading.measure is not None and "latency" not in loaded.profile:
+        loaded.profile = {**loaded.profile, "latency": loading.measure(loaded)}
+    if is_free and speculates:
+        try:
+            return Service(loaded, policy="goodput", **options)
+        except RequestError as error:
+            _log.warning("no goodput policy for this engine: %s", error.found)
+    return Service(loaded, loading.plan, policy=loading.policy, **options)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Process:
+    """The event loop's side: serve, drain, end.
+
+    Args:
+        app: to serve.
+        service: behind it.
+        listener: bound.
+        place: where it is bound to.
+    """
+
+    def __init__(
+        self, app: FastAPI, service: Service, listener: socket.socket, place: Place
+    ) -> None:
+        self._service = service
+        self._listener = listener
+        self._place = place
+        self._signals: list[int] = []
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                log_config=None,
+                access_log=place.log_level == "debug",
+                server_header=False,
+                timeout_graceful_shutdown=_FLUSH_S,
+            )
+        )
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            # other processes can have bound it, too, as long as none of them listens
+            self._listener.listen(2048)
+        except OSError as error:
+            raise _address_error(self._place.host, self._place.port, error) from error
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        _log.info("serving at http://%s:%d", shown, port)
+        serving = asyncio.ensure_future(self._server.serve([self._listener]))
+        watching = asyncio.ensure_future(self._watch())
+        await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            self._server.should_exit = True
+            self._server.force_exit = len(self._signals) > 1
+            second = asyncio.ensure_future(self._second_signal())
+            await asyncio.wait({serving, second}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        if len(self._signals) > 1:
+            return 128 + self._signals[1]
+        return 0 if self._signals and self._service.health is not Health.DEAD else DEAD
+
+    def _on_signal(self, number: int) -> None:
+        self._signals.append(number)
+        if len(self._signals) == 2:
+            # a thread that still tokenizes would keep the process
+            asyncio.get_running_loop().call_later(_END_NOW_S, os._exit, 128 + number)
+
+    async def _watch(self) -> None:
+        """Return when it is time to end: nothing runs any more, or nothing should."""
+        service = self._service
+        while not self._signals:
+            if service.health is Health.DEAD:
+                _log.critical("the engine has failed for good: this process ends")
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
+        seconds = self._place.drain_timeout_s
+        _log.info("draining: %d requests are open, for %g s at most", service.num_open, seconds)
+        end_s = asyncio.get_running_loop().time() + seconds
+        # whoever comes now is refused, and told to go elsewhere
+        service.drain(0)
+        while service.num_open and service.health is not Health.DEAD and len(self._signals) < 2:
+            if asyncio.get_running_loop().time() >= end_s:
+                _log.warning("%d requests did not end in time", service.num_open)
+                break
+            await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.to_thread(service.close, 1.0)
+
+    async def _second_signal(self) -> None:
+        while len(self._signals) < 2:
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _start_logging(level: str) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        level=logging.WARNING,
+    )
+    for name in ("specc", "uvicorn"):
+        logging.getLogger(name).setLevel(level.upper())
+    if level == "info":  # its own lines say less than those of specc
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def _address_error(host: str, port: int, error: Exception) -> SpeccError:
+    where = f"{host} port {port}"
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"{where} is in use by another process",
+            "a port that is free",
+            "choose another --port, or end the other process",
+        )
+    if isinstance(error, OSError) and error.errno == errno.EACCES:
+        return ConfigError(
+            f"{where} is not for this user", "a port of 1024 or more", "choose another --port"
+        )
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(
+        f"{where}: {reason}", "an address of this machine", "choose another --host or --port"
+    )
