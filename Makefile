@@ -45,10 +45,10 @@ build/decode: examples/decode.cpp $(VENV)/.compile
 		$< -o $@ -I$$torch/include -L$$torch/lib \
 		-Wl,-rpath,$$torch/lib,--allow-shlib-undefined -ltorch_cpu -lc10
 
-test: lint
+test: lint build/triton-server/.installed
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-full: lint build/triton-$(OLDEST_TRITON)/.installed
+test-full: lint build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
 	@$(PYTEST) $(PYTEST_ARGS)
 
 gpu-check:
@@ -89,6 +89,13 @@ build/triton-%/.installed: | $(VENV)/.dev
 	@rm -rf $(@D)
 	@$(PIP) --no-deps --target $(@D) triton==$*
 	@touch $@
+
+# a Triton Inference Server (no relative of the above), and a Python for its models that has
+# numpy < 2, and of the packages in .venv only those that specc's runtime needs
+build/triton-server/.installed: $(VENV)/.dev tests/runtime/triton_environment.py
+	@echo "specc: installing a Triton Inference Server (for tests)"
+	@$(BIN)/python tests/runtime/triton_environment.py $(@D)
+	@mkdir -p $(@D) && touch $@
 
 # torch comes first and alone: nothing that depends on it may choose another build
 $(VENV)/.torch: $(VENV)/.python constraints.txt

@@ -13,6 +13,7 @@ from specc.cli_command_bench import bench
 from specc.cli_command_compile import compile_
 from specc.cli_command_run import run
 from specc.cli_command_serve import serve
+from specc.cli_command_triton import triton
 from specc.cli_command_tune import tune
 
 app.command("compile")(compile_)
@@ -20,6 +21,7 @@ app.command("run")(run)
 app.command("serve")(serve)
 app.command("bench")(bench)
 app.command("tune")(tune)
+app.command("triton")(triton)
 
 
 @app.callback()

@@ -1,0 +1,119 @@
+"""`specc triton`: its options and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specc.cli_app import Debug, EngineArgument, Json
+
+
+def triton(
+    engine: EngineArgument,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", help="Model repository; made if absent.", show_default=False
+        ),
+    ],
+    name: Annotated[str, typer.Option("--name", help="Of the model.")] = "specc",
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--layout",
+            help="model: a model.py beside the engine; backend: the backend specc serves all"
+            " models, each a config.pbtxt and an engine.",
+        ),
+    ] = "model",
+    backends: Annotated[
+        Path | None,
+        typer.Option(
+            "--backends", help="With --layout backend: where backends are; else OUTPUT/../backends."
+        ),
+    ] = None,
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the engine; the default.")] = False,
+    link: Annotated[bool, typer.Option("--link", help="Hard links to the engine's files.")] = False,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Only write where the engine is.")
+    ] = False,
+    instances: Annotated[
+        int, typer.Option("--instances", help="Copies of the engine in memory.")
+    ] = 1,
+    kind: Annotated[
+        str, typer.Option("--kind", help="Of instances, as Triton calls it: auto, cpu, gpu, model.")
+    ] = "auto",
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", help='Devices of each instance: "0,1;2,3" is two of two devices.'),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option("--max-num-seqs", help="Requests that run together.", min=1)
+    ] = None,
+    max_waiting: Annotated[
+        int | None,
+        typer.Option("--max-waiting", help="Requests that wait; more are refused.", min=1),
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option("--plan", help="A plan of the engine, for all requests.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="What chooses plans; else as compiled or tuned.")
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", help="eager runs the graphs of any engine; else as compiled."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Threads of torch, of each instance.", min=1)
+    ] = None,
+    on_fault: Annotated[
+        str | None,
+        typer.Option(
+            "--on-fault",
+            help="Once the engine has failed for good: refuse requests, or stop the server.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model of this name, and the backend.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a model for the Triton Inference Server: config.pbtxt, model.py and the engine.
+
+    The server's Python needs specc and torch, and numpy below 2 up to Triton 2.52. Requests bring
+    text and get text, streamed or not; tensors are named as NVIDIA's OpenAI front end sends them.
+
+    \b
+    Examples:
+      specc triton engine/ -o models
+      specc triton engine/ -o models --name code --link --max-num-seqs 32
+      specc triton engine/ -o models --layout backend --backends /opt/tritonserver/backends
+      specc triton engine/ -o models --gpus "0;1"
+      curl -d '{"text_input": "def f(", "max_tokens": 64}' localhost:8000/v2/models/specc/generate
+    """  # noqa: D301
+    from specc.cli_triton import engine_files, parameters_of, run_triton
+    from specc.triton_repository import TritonConfig
+
+    config = TritonConfig(
+        name=name,
+        layout=layout,
+        files=engine_files(copy, link, reference),
+        instances=instances,
+        kind=kind,
+        gpus=gpus,
+        parameters=parameters_of(
+            {
+                "plan": plan,
+                "policy": policy,
+                "backend": backend,
+                "max_num_seqs": max_num_seqs,
+                "max_waiting": max_waiting,
+                "num_threads": threads,
+                "on_fault": on_fault,
+            }
+        ),
+    )
+    run_triton(engine, output, config, backends=backends, force=force, as_json=as_json)
