@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from specc.cli_app import Debug, EngineArgument, Json, app, print_version
-from specc.cli_command_bench import bench
+from specc.cli_command_bench import bench, bench_serve
 from specc.cli_command_compile import compile_
 from specc.cli_command_run import run
 from specc.cli_command_serve import serve
@@ -20,6 +20,7 @@ app.command("compile")(compile_)
 app.command("run")(run)
 app.command("serve")(serve)
 app.command("bench")(bench)
+app.command("bench serve")(bench_serve)
 app.command("tune")(tune)
 app.command("triton")(triton)
 

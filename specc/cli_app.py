@@ -18,7 +18,16 @@ _PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 
 class _Commands(TyperGroup):
-    """Ends every command the same way: three lines for a user's error, one for Ctrl-C."""
+    """Ends every command the same way: three lines for a user's error, one for Ctrl-C.
+
+    A command's name may be two words, where the first one is a command, too.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = " ".join(args[:2])
+        if name in self.commands:
+            args = [name, *args[2:]]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

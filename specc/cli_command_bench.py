@@ -129,3 +129,231 @@ def bench(
     )
     shapes = ShapesOptions(synthetic, context, tuple(tree or ()), num_speculative_tokens, dtype)
     choose_subject(engine, shapes, options)
+
+
+def bench_serve(
+    engine: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Engine directory; with --base-url and --simulate it may be left out.",
+            show_default=False,
+        ),
+    ] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(
+            "--base-url", metavar="URL", help="A server of OpenAI's completions, instead."
+        ),
+    ] = None,
+    simulate: Annotated[
+        Path | None,
+        typer.Option(
+            "--simulate",
+            metavar="TABLE.json",
+            help="Simulate a machine: the real scheduler on a latency table's seconds.",
+        ),
+    ] = None,
+    request_rate: Annotated[
+        str,
+        typer.Option(
+            "--request-rate", metavar="R1,R2,…", help="Requests a second; inf is all at once."
+        ),
+    ] = "inf",
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            "--policies",
+            metavar="P1,P2,…",
+            help="Plans and policies, in turn at each rate; else what specc serve uses.",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Of the sweep, interleaved.")] = 1,
+    num_requests: Annotated[
+        int, typer.Option("--num-requests", help="Of each rate, policy and round.")
+    ] = 100,
+    max_seconds: Annotated[
+        float | None, typer.Option("--max-seconds", help="Leave out requests that come later.")
+    ] = None,
+    burstiness: Annotated[
+        float,
+        typer.Option(
+            "--burstiness", help="1: Poisson; less: in bursts; more: more even; inf: constant."
+        ),
+    ] = 1.0,
+    on_off: Annotated[
+        str | None,
+        typer.Option(
+            "--on-off", metavar="ON,OFF", help="Seconds with requests, then without, repeated."
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help='File of JSON lines, each {"prompt": "…"}; else built-in.'),
+    ] = None,
+    prompt_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-tokens",
+            metavar="LENGTHS",
+            help="128, uniform:64-256 or lognormal:MEAN,SPREAD[,LEAST-MOST]; else as they are.",
+        ),
+    ] = None,
+    output_tokens: Annotated[
+        str,
+        typer.Option(
+            "--output-tokens", metavar="LENGTHS", help="Likewise; EOS does not end outputs."
+        ),
+    ] = "128",
+    seed: Annotated[int, typer.Option("--seed", help="Of arrivals, lengths and sampling.")] = 0,
+    max_concurrency: Annotated[
+        int | None, typer.Option("--max-concurrency", help="Requests that are open at a time.")
+    ] = None,
+    warmup: Annotated[
+        int, typer.Option("--warmup", help="Requests before each run that do not count.")
+    ] = 4,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", help="Seconds after which a request has failed.")
+    ] = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--goodput",
+            metavar="NAME:MS",
+            help='Objectives, such as "ttft:200 tpot:50 e2el:2000": count who keeps all of them.',
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes", help="Reuse prompts' cache rows; prompts repeat, so it flatters."
+        ),
+    ] = False,
+    max_num_seqs: Annotated[
+        int | None, typer.Option("--max-num-seqs", help="Requests that run together.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Threads of torch; else as it is set.")
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", help="eager runs the graphs of any engine; else as compiled."),
+    ] = None,
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare all files with their hashes, or none; else all but the weights.",
+        ),
+    ] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            "--acceptance",
+            metavar="ROWS",
+            help="Of simulations: by depth and sibling rank, as in 0.73,0.1/0.75,0.1.",
+        ),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option("--table", metavar="TABLE.json", help="Latency table that goodput knows."),
+    ] = None,
+    measure_table: Annotated[
+        Path | None,
+        typer.Option(
+            "--measure-table", metavar="OUT.json", help="Measure it first (30 s), and keep it."
+        ),
+    ] = None,
+    compare_simulation: Annotated[
+        bool,
+        typer.Option(
+            "--compare-simulation", help="Simulate the same requests, too, on the latency table."
+        ),
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Of --base-url; else the first it lists.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            help="Of --base-url. Better in the environment: others see arguments.",
+            envvar="OPENAI_API_KEY",
+            show_envvar=True,
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="OUT.jsonl", help="Goodput's decisions, a JSON line for each."
+        ),
+    ] = None,
+    details: Annotated[
+        Path | None,
+        typer.Option("--details", metavar="OUT.jsonl", help="A JSON line for each request."),
+    ] = None,
+    json_output: Annotated[
+        str | None,
+        typer.Option("--json", metavar="OUT", help="Write the report; - is standard output."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="OUT.svg", help="Draw latency over rate.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Serve loads of requests: throughput, goodput, latencies and acceptance.
+
+    Requests come at random times, whether or not earlier ones have ended. Several rates and
+    policies make a sweep: at each rate all policies serve the same requests in turn. The engine
+    runs in this process; --base-url sends the requests to a server, --simulate to a simulation.
+
+    \b
+    Examples:
+      specc bench serve engine/ --request-rate 4 --num-requests 200
+      specc bench serve engine/ --request-rate 1,2,4,8 --policies off,chain-4,goodput
+        --rounds 3 --json out.json --plot out.svg
+      specc bench serve engine/ --request-rate 8 --burstiness 0.3 --goodput "ttft:200 tpot:50"
+      specc bench serve --base-url http://localhost:8000 --request-rate 4 --output-tokens 64
+      specc bench serve engine/ --request-rate 2 --measure-table t.json --trace trace.jsonl
+      specc bench serve --simulate t.json --acceptance 0.73,0.1/0.8 --prompt-tokens 100
+        --request-rate 1,2,4,8 --policies off,chain-2,chain-4,goodput
+    """  # noqa: D301
+    from specc.cli_bench_serve import run_bench_serve
+    from specc.cli_bench_serve_options import LoadOptions
+
+    options = LoadOptions(
+        base_url=base_url,
+        simulate=simulate,
+        request_rate=request_rate,
+        policies=policies,
+        rounds=rounds,
+        num_requests=num_requests,
+        max_seconds=max_seconds,
+        burstiness=burstiness,
+        on_off=on_off,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        seed=seed,
+        max_concurrency=max_concurrency,
+        warmup=warmup,
+        timeout=timeout,
+        goodput=tuple(goodput or ()),
+        temperature=temperature,
+        share_prefixes=share_prefixes,
+        max_num_seqs=max_num_seqs,
+        threads=threads,
+        backend=backend,
+        verify=verify,
+        acceptance=acceptance,
+        table=table,
+        measure_table=measure_table,
+        compare_simulation=compare_simulation,
+        model=model,
+        api_key=api_key,
+        trace=trace,
+        details=details,
+        json=json_output,
+        plot=plot,
+    )
+    run_bench_serve(engine, options)
