@@ -8,6 +8,8 @@ longest plan where it has. Source: arXiv:2406.14066.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,8 +30,13 @@ if TYPE_CHECKING:
     from specc.runtime.runner import RunResult
     from specc.runtime.sequence import Sequence as Request
 
-# iterations that a decision holds for; and over how many what a draft catches up is paid off
-_HOLD, _PAID_OFF = 8, 32
+# iterations that a decision holds for, at least and at most; and over how many what a draft catches
+# up is paid off
+_HOLD, _LONGEST_HOLD, _PAID_OFF = 8, 128, 32
+# seconds of steps that go on alike are looked at every time for so many iterations, then every few
+_OFTEN, _SELDOM = 256, 4
+# share of the time that deciding may take
+_DECIDING = 0.01
 # what another division of the batch has to promise, as a share of the present one's goodput; and
 # where all are off: drafts have missed what happened meanwhile
 _MARGIN, _MARGIN_OF_OFF = 1.01, 1.05
@@ -78,6 +85,7 @@ class GoodputPolicy:
             speculate run one plan.
         token_budget: nodes of a step at most, except where all are off.
         max_num_seqs: sequences that run together.
+        clock: seconds of the host; deciding is as rare as it is slow.
     Raises:
         ConfigError: acceptance that is no table of probabilities.
     """
@@ -91,6 +99,7 @@ class GoodputPolicy:
         shares_pass: bool = True,
         token_budget: int | None = None,
         max_num_seqs: int = 256,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         speculative = [plan for plan in plans.values() if plan.speculates]
         speculative.sort(key=lambda plan: plan.num_nodes)
@@ -104,24 +113,27 @@ class GoodputPolicy:
         self._load = SteadyLoad(self._seconds, max_num_seqs)
         self._num_iterations = self._next_load = 0
         self._budget = token_budget
+        self._clock = clock
         self._places = {plan.name: place for place, plan in enumerate(self._plans)}
         # request → place of its plan, since the last decision; what newer requests run
         self._chosen: dict[str, int] = {}
         self._main = 0
         # what drafts read prompts for
         self._prepared = 0
-        self._num_decided = 0
+        self._num_decided = self._num_decisions = self._held = 0
+        self._last_sequences: list[Request] = []
+        self._last_names: list[str] = []
         self._left = 0
         self._probed: dict[str, int] = {}
         # place of a plan → whether it could be in use, as long as the load counts as the same
         self._served: dict[int, bool] = {}
         self._lagging: set[str] = set()
-        self.decision = Decision({}, 0.0, 0.0, 0.0, self._first_rate())
+        self._settled = self.decision = Decision({}, 0.0, 0.0, 0.0, self._first_rate())
 
     @property
     def needs_results(self) -> bool:
-        """Whether the next iteration is decided anew."""
-        return self._left <= 0
+        """Whether the next iteration is decided anew, or is the last one of a trial."""
+        return self._left <= 0 or bool(self._probed)
 
     def choose(self, num_running: int, stats: SpecStats) -> str:
         """What requests that wait for their first step are prepared for."""
@@ -136,7 +148,19 @@ class GoodputPolicy:
     def choose_each(self, sequences: list[Request], stats: SpecStats) -> list[str]:
         """Plan of each sequence."""
         if self._left <= 0 or abs(len(sequences) - self._num_decided) > self._num_decided / 8:
+            begin_s = self._clock()
             self._decide(sequences)
+            self._num_decisions += 1
+            if self.decision.seconds > 0:
+                slow = (self._clock() - begin_s) / (_DECIDING * self.decision.seconds)
+                # in the beginning there is more to learn than to lose
+                most = min(_LONGEST_HOLD, _HOLD * self._num_decisions)
+                self._left = max(self._left, min(most, math.ceil(slow)))
+            self._held = self._left
+        elif sequences == self._last_sequences and not self._probed:
+            # the same plans once more, and drafts that have caught up
+            self._lagging = set()
+            return self._last_names
         chosen = [self._place_of(sequence) for sequence in sequences]
         plans = [self._plans[place] for place in chosen]
         self._lagging = {
@@ -144,7 +168,9 @@ class GoodputPolicy:
             for sequence, plan in zip(sequences, plans, strict=True)
             if plan.speculates and any(lag(sequence, plan).values())
         }
-        return [plan.name for plan in plans]
+        self._last_names = [plan.name for plan in plans]
+        self._last_sequences = [] if self._probed else list(sequences)
+        return self._last_names
 
     def _place_of(self, sequence: Request) -> int:
         """What was decided; who came since then does as most do, unless drafts would catch up."""
@@ -156,8 +182,8 @@ class GoodputPolicy:
 
     def observe(self, group: StepGroup, step: StepResult) -> None:
         """Take the outcome of a step."""
-        requests = [sequence.request_id for sequence in group.sequences]
         if group.plan.speculates and group.plan.name in self._places:
+            requests = [sequence.request_id for sequence in group.sequences]
             accepted = dict(zip(requests, step.num_accepted, strict=True))
             self._acceptance.observe(group.plan, accepted)
         self._acceptance.forget(s.request_id for s in group.sequences if s.is_finished)
@@ -168,10 +194,15 @@ class GoodputPolicy:
         self._load.observe(batch, result)
         if not batch.groups:
             return
-        if all(group.plan.name in self._places for group in batch.groups):
+        self._seconds.observe_prompts(batch)
+        is_due = self._num_iterations < _OFTEN or self._num_iterations % _SELDOM == 0
+        is_new = batch.prefill or self._probed or self._left == self._held
+        if (is_due or is_new) and all(g.plan.name in self._places for g in batch.groups):
             self._seconds.observe(batch, result, self._lagging)
         self._left -= 1
         self._probes.earn(self.decision.seconds)
+        # a trial is one iteration long; then what was decided besides holds
+        self._probed, self.decision = {}, self._settled
 
     def _decide(self, sequences: list[Request]) -> None:
         requests = {sequence.request_id for sequence in sequences}
@@ -208,8 +239,10 @@ class GoodputPolicy:
         self._main = max(counts, key=lambda place: counts[place])
         probe = self._probes.choose(sequences, in_step, best, cost, self._serves(context))
         if probe is not None:
-            self._probed, self._left = dict(probe.plans), 1
-        self.decision = self._decision(best, probe, sequences)
+            self._probed = dict(probe.plans)
+        self._settled = self.decision = self._decision(best, None, sequences)
+        if probe is not None:
+            self.decision = self._decision(best, probe, sequences)
 
     def _serves(self, context: float) -> Callable[[int, float], bool]:
         """Whether a plan would be in use in the long run, if it gave so many tokens a step."""

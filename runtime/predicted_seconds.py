@@ -129,15 +129,12 @@ class PredictedSeconds:
             result: with seconds.
             lagging: plans whose drafts had to catch up: their seconds say nothing about levels.
         """
-        read = sum(span.end - span.start for span in batch.prefill)
         shapes = [
             StepShape(group.plan, len(group.sequences), _context_of(step))
             for group, step in zip(batch.groups, result.steps, strict=True)
         ]
         parts: list[PassPart] = []
         accept_s = sum(step.stage_s.get("accept_commit", 0.0) for step in result.steps)
-        if self.shares_pass:
-            self._observe_prompts(read)
         for shape, step in zip(shapes, result.steps, strict=True):
             stages = step.stage_s
             drafting, part = self.table.draft_s(shape), verify_part(shape)
@@ -164,7 +161,11 @@ class PredictedSeconds:
             tokens = sum(part.tokens for part in parts)
             self._observe(_TARGET, tokens, self.table.target(parts), result.pass_s + accept_s)
 
-    def _observe_prompts(self, tokens: int) -> None:
+    def observe_prompts(self, batch: Batch) -> None:
+        """Count an iteration that has steps; every one, since shares are what is asked for."""
+        if not self.shares_pass:
+            return
+        tokens = sum(span.end - span.start for span in batch.prefill)
         self._num_passes += 1
         news = max(_NEWS, 1 / self._num_passes)
         share, known = self._prompts

@@ -155,8 +155,10 @@ class SteadyLoad:
             shapes = [StepShape(p, size * s, size * s * context) for p, s, _ in parts if s]
             alone = seconds.iteration(shapes, Prompts(0.0, 0.0))
             mean_s = alone / max(0.05, 1 - busy)
-            share = 1 - math.exp(-demand.rate * mean_s)
-            present = demand.rate * mean_s * demand.prompt / share if share else 0.0
+            # in the long run no more prompts come in than requests leave: what is more waits
+            admitted = min(demand.rate * mean_s, size * tokens / demand.output)
+            share = 1 - math.exp(-admitted)
+            present = admitted * demand.prompt / share if share else 0.0
             step_s = seconds.iteration(shapes, Prompts(share, present))
             return busy + demand.rate * demand.output * step_s / (size * tokens)
 

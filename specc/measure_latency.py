@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
 
 from specc.errors import ConfigError
-from specc.latency_table import LatencyTable, PassPoint, PassSeconds
+from specc.latency_table import LatencyTable, PassPoint, PassSeconds, StepShape
 from specc.machine import describe_machine
+from specc.plans import OFF, SpecPlan
 from specc.runtime.engine import Engine
+from specc.runtime.engine_core import EngineCore
 from specc.runtime.program import Model
+from specc.sampling_params import SamplingParams
 from specc.tune_seconds import time_pass
 
 _WIDTHS = (2, 3, 5, 9, 16, 32, 64, 128, 256, 512)
@@ -86,7 +90,41 @@ def measure_latency(
         "backend": engine.backend,
         "rounds": len(times[cells[0]]),
     }
-    return LatencyTable(passes.pop("target"), passes, about=about)
+    latency = LatencyTable(passes.pop("target"), passes, about=about)
+    iteration_s, step_s = _overheads(engine, latency)
+    return dataclasses.replace(latency, iteration_s=iteration_s, step_s=step_s)
+
+
+def _overheads(engine: Engine, table: LatencyTable) -> tuple[float, float]:
+    """Seconds of an iteration, and of a group that drafts, outside of their passes."""
+    iteration_s = max(0.0, _iteration_s(engine, OFF) - table.iteration([_shape(OFF)]))
+    drafting = [plan for plan in engine.plans.values() if plan.models and plan.tile is None]
+    plan = min(drafting, key=lambda plan: plan.num_nodes, default=None)
+    if plan is None or plan.max_depth + 2 * _SHORT > engine.position_limit:
+        return iteration_s, 0.0
+    step_s = _iteration_s(engine, plan) - table.iteration([_shape(plan)]) - iteration_s
+    return iteration_s, max(0.0, step_s)
+
+
+def _shape(plan: SpecPlan) -> StepShape:
+    return StepShape(plan, 1, 1.5 * _SHORT)
+
+
+def _iteration_s(engine: Engine, plan: SpecPlan) -> float:
+    """Median seconds of one sequence's iterations, the host's part of them included."""
+    core = EngineCore(engine, plan.name, shares_prefixes=False)
+    count = min(_SHORT, (engine.max_seq_len - 2) // 2)
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    times = []
+    for _ in range(_ROUNDS):
+        sequence = core.requests.make([0] * count, params)
+        core.scheduler.add(sequence)
+        core.advance()  # the prompt
+        while not sequence.is_finished:
+            begin = time.perf_counter()
+            core.advance()
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times) if times else 0.0
 
 
 def _sizes(engine: Engine, most_rows: int) -> list[tuple[int, int, int]]:

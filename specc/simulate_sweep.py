@@ -96,6 +96,7 @@ def sweep(
             acceptance,
             shares_pass=limits.shares_pass,
             max_num_seqs=limits.max_num_seqs,
+            clock=lambda: 0.0,  # deciding takes no simulated time
         )
         reports[GOODPUT] = simulate(load, truth, plans, policy, limits, noise=noise).to_json()
         rows.append(SweepRow(name, reports))
