@@ -63,7 +63,7 @@ def example(program, batch, nodes, rows, seed=3):
     return given
 
 
-@pytest.mark.parametrize("name", ["gemma3-tied", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3-tied", marks=pytest.mark.slow), "gpt2"])
 def test_the_exported_program_is_the_program(name):
     pair = lowered(name, ROWS)
     program = pair.rectangular

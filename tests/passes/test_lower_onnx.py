@@ -43,7 +43,7 @@ FULL_PRECISION = [
     for name in (*models.ARCHITECTURES, *models.ROTARY_VARIANTS, "gemma3-tied")
 ]
 CASES = FULL_PRECISION + [
-    pytest.param((name, dtype), marks=() if name == "mixtral" else pytest.mark.slow)
+    pytest.param((name, dtype), marks=pytest.mark.slow)
     for name in ("mixtral", "gemma3-tied", "gpt2")
     for dtype in (torch.float16, torch.bfloat16)
 ]

@@ -330,6 +330,7 @@ def test_an_engine_of_other_names_or_with_a_copied_cache_is_refused(loads, tmp_p
         lower.build_engine(wide.rectangular, wide.weights, plan, PROFILES)
 
 
+@pytest.mark.slow
 def test_an_engine_of_the_backend_tensorrt_comes_out(loads, tiny_models, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = CompileConfig(

@@ -48,6 +48,7 @@ def rtx(monkeypatch):
     monkeypatch.setenv(trt.ENV, "tensorrt_rtx")
 
 
+@pytest.mark.slow
 def test_two_masks_in_one_model(tmp_path):
     check_builds(tmp_path, "gemma3", torch.bfloat16, ["12.0"])
 

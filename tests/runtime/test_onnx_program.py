@@ -64,7 +64,7 @@ PASSES: dict[str, list[Inputs]] = {
 }
 # what differs from one architecture to another; the others run in the slow tier
 NAMES = [
-    pytest.param(name, marks=() if name in ("gemma3", "gpt2", "mixtral") else pytest.mark.slow)
+    pytest.param(name, marks=() if name in ("gemma3", "gpt2") else pytest.mark.slow)
     for name in (*models.ARCHITECTURES, *models.ROTARY_VARIANTS, "gemma3-tied")
 ]
 
