@@ -12,7 +12,11 @@ from specc.runtime.graph_device import GraphDevice
 
 
 def fit_device(
-    manifest: Manifest, graphs: GraphDevice, limits: CaptureLimits, max_num_seqs: int | None = None
+    manifest: Manifest,
+    graphs: GraphDevice,
+    limits: CaptureLimits,
+    max_num_seqs: int | None = None,
+    kv_cache_tokens: int | None = None,
 ) -> CaptureLimits:
     """Compare an engine's memory plan with what is free, before anything is allocated.
 
@@ -21,6 +25,7 @@ def fit_device(
         graphs: the device.
         limits: of capturing.
         max_num_seqs: sequences that caches are made for; None is what the engine allows.
+        kv_cache_tokens: rows of all sequences together; None is the worst case of each.
     Returns:
         the limits, with graphs held to what weights, caches and passes leave free: a step that
         gets no graph while the engine loads runs all the same.
@@ -33,6 +38,9 @@ def fit_device(
     num_seqs = min(max_num_seqs or most, most)
     weights = sum(entry.weights for entry in plan)
     caches = sum(entry.cache for entry in plan) * num_seqs // most
+    if kv_cache_tokens is not None:
+        rows = num_seqs * (manifest.limits.max_seq_len + manifest.limits.max_nodes)
+        caches = caches * min(kv_cache_tokens, rows) // rows
     passes = sum(entry.logits + entry.workspace for entry in plan)
     needed = weights + caches + passes
     if needed > free:

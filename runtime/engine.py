@@ -170,7 +170,9 @@ class Engine:
         rows = manifest.rectangle.rows if manifest.rectangle and backend != "eager" else None
         if backend in ON_GPU:
             graphs = cuda_device()
-            limits = fit_device(manifest, graphs, capture or CaptureLimits(), max_num_seqs)
+            limits = fit_device(
+                manifest, graphs, capture or CaptureLimits(), max_num_seqs, kv_cache_tokens
+            )
             operators = DeviceOperators(graphs)
             cache = _make_cache(
                 manifest, max_num_seqs, graphs.device, rows, num_tokens=kv_cache_tokens

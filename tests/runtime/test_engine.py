@@ -58,6 +58,21 @@ def test_max_num_seqs_sizes_the_caches(saved_engine) -> None:
             Engine.load(saved_engine.path, max_num_seqs=number)
 
 
+def test_kv_cache_tokens_size_the_pool(saved_engine) -> None:
+    worst = Engine.load(saved_engine.path).cache.shape
+    size = worst.block_size
+    engine = Engine.load(saved_engine.path, kv_cache_tokens=4 * size + 1)
+    assert engine.cache.shape.num_blocks == engine.cache.allocator.num_free == 4
+    assert all(s.shape[2] == 4 for slabs in engine.cache.slabs.values() for s in slabs)
+    llm = LLM(engine)
+    found = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True))
+    for prompt, output in zip(PROMPTS, found, strict=True):
+        assert output.outputs[0].token_ids == saved_engine.greedy(prompt, 12)
+    for wrong in (size - 1, worst.num_blocks * size + 1):
+        with pytest.raises(ConfigError, match=f"kv_cache_tokens {wrong}"):
+            Engine.load(saved_engine.path, kv_cache_tokens=wrong)
+
+
 def test_num_threads(saved_engine) -> None:
     before = torch.get_num_threads()
     try:

@@ -150,7 +150,8 @@ def test_filling_up_stays_within_the_learned_positions(programs: Programs, name:
     both.compare(causal_pass([0, last], [64, 3], [0, 1]), TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
 def test_float16(programs: Programs, name: str) -> None:
     both = programs.both(name, torch.float16)
     for kind in ("prefill", "random-tree", "ragged", "front"):

@@ -44,7 +44,10 @@ def test_nodes_see_their_own_path(
     monkeypatch.setattr(engine.steps[plan.name], "run", record)
     prompts = models.prompts()
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    outputs = LLM(engine, plan=plan.name).generate(prompts, params)
+    llm = LLM(engine, plan=plan.name)
+    # whole steps, with all requests in them: prompts go first, in passes of their own
+    llm._runner.shares_pass = llm._scheduler._shares_pass = False
+    outputs = llm.generate(prompts, params)
     texts = [p + o.outputs[0].token_ids for p, o in zip(prompts, outputs, strict=True)]
     target = zoo.reference_model(name)
     draft = zoo.reference_model(name, draft="noisy")

@@ -242,6 +242,7 @@ def test_a_device_that_captures_says_the_same(plan):
         assert engine.steps[plan].is_captured(2)
 
 
+@pytest.mark.slow
 def test_dice_decide_what_an_engine_accepts():
     """All accepted, none accepted, and the second child of the root alone."""
     expected = {(1.0, 0.0): [1.0, 1.0], (0.0, 0.0): [0.0, 0.0], (0.0, 1.0): [1.0, 0.0]}
