@@ -221,6 +221,8 @@ class _Process:
     def _on_signal(self, number: int) -> None:
         self._signals.append(number)
         if len(self._signals) == 2:
+            # what is cut short is meant to be: its tracebacks tell nothing
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             # a thread that still tokenizes would keep the process
             asyncio.get_running_loop().call_later(_END_NOW_S, os._exit, 128 + number)
 

@@ -61,7 +61,7 @@ class Fault:
             self.after -= 1
         elif self.count:
             self.count -= 1
-            raise RuntimeError("secret of /work/engine: device lost")
+            raise RuntimeError("secret of /some/engine: device lost")
         return self.run(batch)
 
 
@@ -121,8 +121,8 @@ def test_an_engine_that_fails_again_and_again_is_dead(caplog) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        ZeroDivisionError("secret of /work/engine"),
-        EngineError("secret of /work/engine was cut", "a file", "copy /work/engine again"),
+        ZeroDivisionError("secret of /some/engine"),
+        EngineError("secret of /some/engine was cut", "a file", "copy /some/engine again"),
     ],
 )
 def test_an_unexpected_error_is_told_without_its_text(server, monkeypatch, caplog, error) -> None:
