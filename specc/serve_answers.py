@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import time
 import uuid
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ class Options:
     echo: tuple[str, ...] | None = None
 
 
-class Answer:
+class Answer(abc.ABC):
     """Of either kind.
 
     Args:
@@ -80,11 +81,13 @@ class Answer:
     def _echo(self, output: Output) -> str:
         return self._options.echo[output.job.prompt] if self._options.echo else ""
 
+    @abc.abstractmethod
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        raise NotImplementedError
+        """One output of a whole answer."""
 
+    @abc.abstractmethod
     def _delta(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
-        raise NotImplementedError
+        """What is new about one output, in a chunk of a stream."""
 
 
 class CompletionAnswer(Answer):
