@@ -18,9 +18,13 @@ from specc.runtime.plan_prior import PlanPrior, is_chain
 
 # observations that shared rates remember, and those that a prior counts for
 _MEMORY, _PRIOR = 300.0, 4.0
-# what a request's own steps keep of their weight with each further one, and what no difference
-# to the others counts for, in tokens accepted and refused
-_KEEP, _ALIKE = 0.97, 1.5
+# what a request's own steps keep of their weight with each further one
+_KEEP = 0.97
+# how much requests differ is learned from so many tokens of one at a time
+_BLOCK = 16
+# that correlation where nothing is known, the blocks that it counts for, at least and at most, and
+# what blocks keep of their weight with each further one
+_CORRELATION, _KNOWN, _LEAST, _MOST, _KEEP_BLOCK = 0.25, 4, 0.01, 0.5, 0.99
 # factors on the odds are told apart by this much in their logarithm
 _STEP = 0.125
 
@@ -31,20 +35,56 @@ class _Own:
     def __init__(self) -> None:
         self.accepted = self.refused = 0.0
         self.expected = self.unexpected = 0.0
+        # tokens of this block, how many more were accepted than expected, and the variance of that
+        self._asked, self._surplus, self._variance = 0, 0.0, 0.0
 
-    def add(self, accepted: int, length: int, rates: Sequence[float]) -> None:
+    def add(self, accepted: int, length: int, rates: Sequence[float], spread: _Spread) -> None:
         asked = min(accepted + 1, length)
         expected = sum(rates[:asked])
         self.accepted = _KEEP * self.accepted + accepted
         self.refused = _KEEP * self.refused + (asked - accepted)
         self.expected = _KEEP * self.expected + expected
         self.unexpected = _KEEP * self.unexpected + (asked - expected)
+        self._asked += asked
+        self._surplus += accepted - expected
+        self._variance += sum(rate * (1 - rate) for rate in rates[:asked])
+        if self._asked >= _BLOCK:
+            spread.add(self._asked, self._surplus, self._variance)
+            self._asked, self._surplus, self._variance = 0, 0.0, 0.0
+
+    def factor(self, alike: float) -> float:
+        """Logarithm of the factor on the odds.
+
+        Args:
+            alike: accepted and refused tokens that no difference to the others counts for.
+        """
+        seen = (self.accepted + alike) / (self.refused + alike)
+        return math.log(seen * (self.unexpected + alike) / (self.expected + alike))
+
+
+class _Spread:
+    """How much requests differ: the correlation of a request's tokens.
+
+    Of n tokens with variance V, had they nothing to do with each other, the surplus has the
+    variance V (1 + (n - 1) correlation) where requests differ as a beta distribution has it.
+    So what differs by chance alone is not taken for a property of a request.
+    """
+
+    def __init__(self) -> None:
+        # p (1 - p) of a middling p
+        self._weight = _KNOWN * 0.2 * _BLOCK * (_BLOCK - 1)
+        self._surplus = _CORRELATION * self._weight
+
+    def add(self, asked: int, surplus: float, variance: float) -> None:
+        """Take a block of one request."""
+        self._surplus = _KEEP_BLOCK * self._surplus + surplus**2 - variance
+        self._weight = _KEEP_BLOCK * self._weight + variance * (asked - 1)
 
     @property
-    def factor(self) -> float:
-        """Logarithm of the factor on the odds."""
-        seen = (self.accepted + _ALIKE) / (self.refused + _ALIKE)
-        return math.log(seen * (self.unexpected + _ALIKE) / (self.expected + _ALIKE))
+    def alike(self) -> float:
+        """Tokens accepted and refused that no difference counts for."""
+        correlation = min(max(self._surplus / max(self._weight, 1e-9), _LEAST), _MOST)
+        return (1 / correlation - 1) / 2
 
 
 _NOTHING: Mapping[tuple[str, ...], _Own] = {}
@@ -72,6 +112,7 @@ class RequestAcceptance:
         }
         # request → drafts → what it showed
         self._own: dict[str, dict[tuple[str, ...], _Own]] = {}
+        self._spread = _Spread()
         self._rates: dict[str, list[float]] = {}
         self._tokens: dict[tuple[str, int], list[float]] = {}
 
@@ -87,7 +128,7 @@ class RequestAcceptance:
         rates, length = self.rates(plan), plan.max_depth
         for request, accepted in outcomes.items():
             own = self._own.setdefault(request, {}).setdefault(plan.drafts, _Own())
-            own.add(accepted, length, rates)
+            own.add(accepted, length, rates, self._spread)
         shared = self._shared(plan)
         news = DepthAcceptance(shared.max_depth)
         news.add(length, [accepted + 1 for accepted in outcomes.values()])
@@ -122,7 +163,7 @@ class RequestAcceptance:
         if not plan.speculates:
             return 1.0
         own = self._own.get(request, _NOTHING).get(plan.drafts)
-        place = round(own.factor / _STEP) if own else 0
+        place = round(own.factor(self._spread.alike) / _STEP) if own else 0
         sums = self._tokens.get((plan.name, place))
         if sums is None:
             shifted = [shift(rate, place * _STEP) for rate in self.rates(plan)]
