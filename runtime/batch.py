@@ -49,10 +49,15 @@ class StepGroup:
 
 @dataclass(frozen=True)
 class Batch:
-    """One iteration: spans of prompts, and a step for each plan in use."""
+    """One iteration: spans of prompts, and a step for each plan in use.
+
+    Args:
+        num_unfinished: requests in the engine, those included that have no part in it.
+    """
 
     prefill: list[Span] = field(default_factory=list)
     groups: list[StepGroup] = field(default_factory=list)
+    num_unfinished: int = 0
 
 
 class Queued(NamedTuple):

@@ -39,7 +39,7 @@ _OFTEN, _SELDOM = 256, 4
 _DECIDING = 0.01
 # what another division of the batch has to promise, as a share of the present one's goodput; and
 # where all are off: drafts have missed what happened meanwhile
-_MARGIN, _MARGIN_OF_OFF = 1.01, 1.05
+_MARGIN, _MARGIN_OF_OFF = 1.01, 1.1
 # iterations after which it is looked at again whether drafts read prompts
 _LOAD_EVERY = 16
 # committed rows of a sequence that is still to come
@@ -72,8 +72,8 @@ class Decision(NamedTuple):
 class GoodputPolicy:
     """Divides every batch so that it yields most expected tokens a second.
 
-    A decision holds for a few iterations, unless the number of decoding sequences changes by more
-    than an eighth; prompts are not counted, as they come and go. Another division has to promise
+    A decision holds for a few iterations, unless more than an eighth of the decoding sequences come
+    or go; prompts are not counted, as they come and go. Another division has to promise
     1 % more. Plans that are not in use, and could pay if their drafts were right, are tried now
     and then, for at most 1 % of the time.
 
@@ -147,7 +147,7 @@ class GoodputPolicy:
 
     def choose_each(self, sequences: list[Request], stats: SpecStats) -> list[str]:
         """Plan of each sequence."""
-        if self._left <= 0 or abs(len(sequences) - self._num_decided) > self._num_decided / 8:
+        if self._left <= 0 or self._are_others(sequences):
             begin_s = self._clock()
             self._decide(sequences)
             self._num_decisions += 1
@@ -172,6 +172,14 @@ class GoodputPolicy:
         self._last_sequences = [] if self._probed else list(sequences)
         return self._last_names
 
+    def _are_others(self, sequences: list[Request]) -> bool:
+        """More than an eighth have come or gone since the last decision."""
+        if sequences == self._last_sequences:
+            return False
+        num_new = sum(sequence.request_id not in self._chosen for sequence in sequences)
+        num_gone = self._num_decided + num_new - len(sequences)
+        return max(num_new, num_gone) > self._num_decided / 8
+
     def _place_of(self, sequence: Request) -> int:
         """What was decided; who came since then does as most do, unless drafts would catch up."""
         request = sequence.request_id
@@ -194,10 +202,11 @@ class GoodputPolicy:
         self._load.observe(batch, result)
         if not batch.groups:
             return
-        self._seconds.observe_prompts(batch)
-        is_due = self._num_iterations < _OFTEN or self._num_iterations % _SELDOM == 0
+        is_known = all(group.plan.name in self._places for group in batch.groups)
+        is_due = is_known and (self._num_iterations < _OFTEN or self._num_iterations % _SELDOM == 0)
+        self._seconds.observe_prompts(batch, result, is_due)
         is_new = batch.prefill or self._probed or self._left == self._held
-        if (is_due or is_new) and all(g.plan.name in self._places for g in batch.groups):
+        if is_due or (is_known and is_new):
             self._seconds.observe(batch, result, self._lagging)
         self._left -= 1
         self._probes.earn(self.decision.seconds)
@@ -215,12 +224,12 @@ class GoodputPolicy:
             return
         options = [self._options_of(sequence) for sequence in sequences]
         context = sum(s.cache_len for s in sequences) / len(sequences)
-        if self._num_iterations >= self._next_load:
+        if self._num_iterations >= self._next_load or self._load.has_changed:
             self._next_load = self._num_iterations + _LOAD_EVERY
             self._prepared = self._prepare(options, context)
             self._served = {}
         in_step = options
-        token_s = [self._seconds.draft_token_s(plan) for plan in self._plans]
+        token_s = [self._seconds.draft_token_s(plan, context) for plan in self._plans]
         options = [
             self._with_lags(sequence, own, token_s)
             for sequence, own in zip(sequences, options, strict=True)
@@ -359,7 +368,7 @@ class _Cost:
                 total += alone
                 if part is not None:
                     parts.append(part)
-        return total + self._seconds.passed(parts)
+        return total + self._seconds.passed(parts, total)
 
     def _group(self, place: int, count: int) -> tuple[float, PassPart | None]:
         found = self._known.get((place, count))

@@ -153,7 +153,8 @@ class Probes:
         for i in able:
             missed.update(lags[i])
         tokens = best.tokens
-        seconds = best.seconds + self._seconds.catch_up_at_once(plan, missed)
+        context = sum(sequences[i].cache_len for i in able) / len(able)
+        seconds = best.seconds + self._seconds.catch_up_at_once(plan, missed, context)
         counts = [best.plans.count(p) for p in range(len(self._plans))]
         seconds -= cost(tuple(counts))
         for i in able:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +22,8 @@ _TARGET = "target"
 _CHUNK = 512
 # weight of the newest iteration in how often prompts come along, and with how many tokens
 _NEWS = 1 / 64
+# share that counts as every iteration
+_ALWAYS = 0.99
 # tokens of passes that have long been busy with every token
 _LONG, _LONGER = 1024, 2048
 
@@ -43,7 +46,7 @@ class PredictedSeconds:
     Prompts in the target's pass take the room that reading its weights would leave for nodes. How
     often they come is averaged over many iterations, so that single ones do not change a choice:
     the seconds of decoding are those of its pass alone, and what it adds to a pass of prompts,
-    each as often as it happens.
+    each as often as it happens. Longer iterations meet prompts more often: they come by the clock.
 
     Where stages are timed apart, target and drafts are corrected each by its own ratio, by tokens
     and by sequences; where a step runs as a whole, every plan is, by sequences.
@@ -56,8 +59,12 @@ class PredictedSeconds:
     def __init__(self, table: LatencyTable, shares_pass: bool) -> None:
         self.table = table
         self.shares_pass = shares_pass
+        # of stages that are timed apart; plan → of its whole steps
         self._ratios: dict[str, SecondsRatio] = {}
+        self._wholes: dict[str, SecondsRatio] = {}
         self._prompts, self._num_passes = Prompts(0.0, 0.0), 0
+        # of those iterations, prompts not counted
+        self._mean_s = 0.0
 
     def iteration(self, shapes: Sequence[StepShape], prompts: Prompts | None = None) -> float:
         """Seconds that these groups take in an iteration, those of prompts not counted.
@@ -69,8 +76,8 @@ class PredictedSeconds:
         seconds = self.table.iteration_s + sum(map(self.alone, shapes))
         parts = [verify_part(shape) for shape in shapes if not self.is_whole(shape.plan)]
         if self.shares_pass:
-            return seconds + self.passed(parts, prompts)
-        return seconds + sum(self.passed([part], prompts) for part in parts)
+            return seconds + self.passed(parts, seconds, prompts)
+        return seconds + sum(self.passed([part]) for part in parts)
 
     def is_whole(self, plan: SpecPlan) -> bool:
         """Steps of this plan are timed as a whole, its pass of the target included."""
@@ -84,40 +91,42 @@ class PredictedSeconds:
             return (drafting + self.table.target((verify_part(shape),))) * whole(shape.rows)
         return drafting * self._ratio(_draft_key(shape.plan), shape.rows)
 
-    def passed(self, parts: Sequence[PassPart], prompts: Prompts | None = None) -> float:
-        """Seconds by which groups make one pass of the target longer; see `iteration`."""
-        prompts = self._prompts if prompts is None else prompts
-        return self._target_s(parts, prompts) if parts else 0.0
+    def passed(
+        self, parts: Sequence[PassPart], besides: float = 0.0, prompts: Prompts | None = None
+    ) -> float:
+        """Seconds by which groups make one pass of the target longer.
 
-    def catch_up(self, plan: SpecPlan, tokens: Mapping[int, int]) -> float:
-        """Seconds in which drafts read what a sequence has missed, as a share of a long pass.
+        Args:
+            parts: of the groups.
+            besides: seconds of the iteration besides this pass.
+            prompts: see `iteration`.
+        """
+        return self._target_s(parts, besides, prompts) if parts else 0.0
+
+    def catch_up_at_once(self, plan: SpecPlan, tokens: Mapping[int, int], context: float) -> float:
+        """Seconds of a pass in which drafts read what sequences have missed.
 
         Args:
             plan: whose first level does not reach back to it.
             tokens: draft → that it has to read.
+            context: rows that each of these tokens attends to.
         """
         return sum(
-            self._read_s(plan, draft, _CHUNK) * count / _CHUNK
-            for draft, count in tokens.items()
-            if count
+            self._read_s(plan, draft, count, context) for draft, count in tokens.items() if count
         )
 
-    def catch_up_at_once(self, plan: SpecPlan, tokens: Mapping[int, int]) -> float:
-        """The same in a pass of its own, for all sequences together."""
-        return sum(self._read_s(plan, draft, count) for draft, count in tokens.items() if count)
+    def draft_token_s(self, plan: SpecPlan, context: float) -> float:
+        """Seconds in which a plan's drafts read a token behind such a context, in a long pass."""
+        drafts = draft_lens_of(plan)
+        return sum(self._read_s(plan, draft, _CHUNK, context) for draft in drafts) / _CHUNK
 
-    def draft_token_s(self, plan: SpecPlan) -> float:
-        """Seconds in which a plan's drafts read a token of a prompt."""
-        return self.catch_up(plan, dict.fromkeys(draft_lens_of(plan), 1))
-
-    def target_token_s(self) -> float:
-        """Seconds by which a token of a prompt makes a pass of the target longer."""
-        more = [self.table.target((PassPart(1, n, 0.0),)) for n in (_LONG, _LONGER)]
+    def target_token_s(self, context: float) -> float:
+        """Seconds by which a token behind such a context makes a pass of the target longer."""
+        more = [self.table.target((PassPart(1, n, context),)) for n in (_LONG, _LONGER)]
         return (more[1] - more[0]) / (_LONGER - _LONG) * self._ratio(_TARGET, _LONG)
 
-    def _read_s(self, plan: SpecPlan, draft: int, tokens: int) -> float:
-        # half of what is read is context of the other half
-        part = PassPart(1, tokens, tokens / 2)
+    def _read_s(self, plan: SpecPlan, draft: int, tokens: int, context: float) -> float:
+        part = PassPart(1, tokens, context)
         seconds = self.table.drafts[f"draft_{draft}"]((part,))
         return seconds * self._ratio(_draft_key(plan), tokens)
 
@@ -129,10 +138,7 @@ class PredictedSeconds:
             result: with seconds.
             lagging: plans whose drafts had to catch up: their seconds say nothing about levels.
         """
-        shapes = [
-            StepShape(group.plan, len(group.sequences), _context_of(step))
-            for group, step in zip(batch.groups, result.steps, strict=True)
-        ]
+        shapes = _shapes(batch, result)
         parts: list[PassPart] = []
         accept_s = sum(step.stage_s.get("accept_commit", 0.0) for step in result.steps)
         for shape, step in zip(shapes, result.steps, strict=True):
@@ -142,9 +148,9 @@ class PredictedSeconds:
             if "step" in stages:
                 if is_behind:
                     continue
-                key = _whole_key(shape.plan)
+                whole = self._wholes.setdefault(shape.plan.name, SecondsRatio())
                 predicted = drafting + self.table.target((part,))
-                self._observe(key, shape.rows, predicted, stages["step"])
+                whole.observe(shape.rows, predicted, stages["step"])
                 continue
             if not is_behind:
                 drafted = stages.get("draft", 0.0)
@@ -161,10 +167,19 @@ class PredictedSeconds:
             tokens = sum(part.tokens for part in parts)
             self._observe(_TARGET, tokens, self.table.target(parts), result.pass_s + accept_s)
 
-    def observe_prompts(self, batch: Batch) -> None:
-        """Count an iteration that has steps; every one, since shares are what is asked for."""
+    def observe_prompts(self, batch: Batch, result: RunResult, is_due: bool) -> None:
+        """Count an iteration that has steps; every one, since shares are what is asked for.
+
+        Args:
+            batch: as it ran.
+            result: behind its commit.
+            is_due: its seconds are to be predicted, too.
+        """
         if not self.shares_pass:
             return
+        if is_due:
+            alone_s = self.iteration(_shapes(batch, result), Prompts(0.0, 0.0))
+            self._mean_s += _NEWS * (alone_s - self._mean_s) if self._mean_s else alone_s
         tokens = sum(span.end - span.start for span in batch.prefill)
         self._num_passes += 1
         news = max(_NEWS, 1 / self._num_passes)
@@ -174,10 +189,23 @@ class PredictedSeconds:
             known = known + _NEWS * (tokens - known) if known else tokens
         self._prompts = Prompts(share, known)
 
-    def _target_s(self, parts: Sequence[PassPart], prompts: Prompts) -> float:
+    def _lately(self, seconds: float) -> Prompts:
+        """Prompts that come along with an iteration that takes so long without them."""
+        share, tokens = self._prompts
+        if not (share and self._mean_s):
+            return self._prompts
+        a_second = -math.log(1 - min(share, _ALWAYS)) / self._mean_s
+        return Prompts(1 - math.exp(-a_second * seconds), tokens)
+
+    def _target_s(
+        self, parts: Sequence[PassPart], besides: float, prompts: Prompts | None
+    ) -> float:
         tokens = sum(part.tokens for part in parts)
         alone = self.table.target(parts) * self._ratio(_TARGET, tokens)
-        if not (self.shares_pass and prompts.share):
+        if not self.shares_pass:
+            return alone
+        prompts = self._lately(besides + alone) if prompts is None else prompts
+        if not prompts.share:
             return alone
         prompt = PassPart(1, prompts.tokens, 0.0)
         added = self.table.target((prompt, *parts)) - self.table.target((prompt,))
@@ -194,10 +222,9 @@ class PredictedSeconds:
 
     def _ratio_of_whole(self, plan: SpecPlan) -> SecondsRatio | None:
         """The ratio of a plan's whole steps; of one that never ran, that of another plan."""
-        own = self._ratios.get(_whole_key(plan))
-        if own is not None:
-            return own
-        return next((r for key, r in self._ratios.items() if key.startswith("whole ")), None)
+        if not self._wholes:
+            return None
+        return self._wholes.get(plan.name) or next(iter(self._wholes.values()))
 
 
 def lag(sequence: Request, plan: SpecPlan) -> dict[int, int]:
@@ -209,6 +236,13 @@ def lag(sequence: Request, plan: SpecPlan) -> dict[int, int]:
     return behind
 
 
+def _shapes(batch: Batch, result: RunResult) -> list[StepShape]:
+    return [
+        StepShape(group.plan, len(group.sequences), _context_of(step))
+        for group, step in zip(batch.groups, result.steps, strict=True)
+    ]
+
+
 def _context_of(step: StepResult) -> int:
     """Committed rows of all sequences before the step."""
     return sum(step.next_cache_len) - sum(step.num_accepted) - len(step.num_accepted)
@@ -216,7 +250,3 @@ def _context_of(step: StepResult) -> int:
 
 def _draft_key(plan: SpecPlan) -> str:
     return "draft " + "+".join(plan.drafts)
-
-
-def _whole_key(plan: SpecPlan) -> str:
-    return f"whole {plan.name}"

@@ -150,7 +150,7 @@ class Scheduler:
         num_step_tokens = sum(g.plan.num_nodes * len(g.sequences) for g in groups)
         spans = self._prefill_spans(plan, num_step_tokens)
         self.last_plans = Counter({g.plan.name: len(g.sequences) for g in groups})
-        return Batch(spans, groups)
+        return Batch(spans, groups, len(self.running) + len(self.waiting))
 
     def _divide(self, ready: list[Sequence], plan: SpecPlan) -> list[StepGroup]:
         """Who runs which plan; whoever cannot speculate decodes plainly, in the last group."""

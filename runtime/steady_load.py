@@ -10,41 +10,33 @@ lengths. Under each plan the batch grows until it is served as fast as it comes;
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from specc.latency_table import StepShape
-from specc.plans import SpecPlan
+from specc.plans import OFF, SpecPlan
 from specc.runtime.predicted_seconds import PredictedSeconds, Prompts
+from specc.runtime.request_demand import Demand, RequestDemand
 
 if TYPE_CHECKING:
     from specc.runtime.batch import Batch
     from specc.runtime.runner import RunResult
 
-# requests that tell how often others come, and how long prompts are
-_ARRIVALS = 256
-_SILENCE = 8.0
-# requests a second where none come: sizes then tell how long one alone takes
-_LEAST = 1e-3
-# output tokens of an unknown load, and for how many ended requests that guess counts
-_OUTPUT, _GUESSES = 128.0, 2.0
-# weight of the newest request in the length of outputs
-_NEWS = 1 / 64
 # of the requests that run, those that speculate
 _SHARES = (1.0, 0.5, 0.25)
+# standard deviations by which more are there than would by chance
+_CHANCE = 1.0
+# change of the number of requests that is worth another look: as a share, and in all
+_CHANGE, _CHANGED = 0.25, 4
+# times as many tokens that some requests have to get to speculate alone
+_ABOVE = 1.05
 
-
-class Demand(NamedTuple):
-    """Requests a second, and tokens of their prompts and outputs."""
-
-    rate: float
-    prompt: float
-    output: float
+# plan, share of the sequences that run it, and their tokens a step
+Parts = Sequence[tuple[SpecPlan, float, float]]
 
 
 class SteadyLoad:
-    """Watches requests come and go.
+    """Compares plans by the batch that a lasting load would make.
 
     Args:
         seconds: of steps.
@@ -54,45 +46,19 @@ class SteadyLoad:
     def __init__(self, seconds: PredictedSeconds, most: int) -> None:
         self._seconds = seconds
         self._most = most
-        # seconds of iterations since the last prompt
-        self._idle_s = 0.0
-        # arrival and prompt tokens of the latest requests
-        self._arrivals: deque[tuple[float, int]] = deque(maxlen=_ARRIVALS)
-        self._emitted, self._ended = 0.0, 0.0
+        self._demand = RequestDemand(most)
+        # requests that were there when plans were compared
+        self._num_compared = 0
 
     def observe(self, batch: Batch, result: RunResult) -> None:
         """Take an iteration, behind its commit."""
-        seconds = result.prefill_s + sum(sum(step.stage_s.values()) for step in result.steps)
-        num_rows = sum(len(group.sequences) for group in batch.groups)
-        # where all places are taken, that no prompt comes says nothing
-        is_idle = not batch.prefill and num_rows < self._most
-        self._idle_s = self._idle_s + seconds if is_idle else 0.0
-        for span in batch.prefill:
-            sequence = span.sequence
-            # the first time that a prompt ends
-            if span.end == sequence.num_prompt_tokens:
-                self._arrivals.append((sequence.arrival_s, sequence.num_prompt_tokens))
-        for group, step in zip(batch.groups, result.steps, strict=True):
-            self._emitted += sum(step.num_accepted) + len(step.num_accepted)
-            for sequence in group.sequences:
-                if sequence.is_finished:
-                    self._emitted -= _NEWS * self._emitted
-                    self._ended += 1 - _NEWS * self._ended
+        self._demand.observe(batch, result)
 
     @property
-    def demand(self) -> Demand:
-        """What comes; outputs of requests that still run count as far as they have come."""
-        output = (self._emitted + _GUESSES * _OUTPUT) / (self._ended + _GUESSES)
-        if len(self._arrivals) < 2:
-            return Demand(_LEAST, 0.0, output)
-        # by when they came, not by when there was room for them
-        times = [arrival for arrival, _ in self._arrivals]
-        rate = (len(times) - 1) / max(max(times) - min(times) + self._idle_s, 1e-9)
-        # a silence in which so many should have come
-        if rate * self._idle_s > _SILENCE:
-            rate = _SILENCE / self._idle_s
-        prompt = sum(tokens for _, tokens in self._arrivals) / len(self._arrivals)
-        return Demand(max(rate, _LEAST), prompt, output)
+    def has_changed(self) -> bool:
+        """Many more or fewer requests are there than when plans were compared."""
+        change = abs(self._demand.num_unfinished - self._num_compared)
+        return change > max(_CHANGE * self._num_compared, _CHANGED)
 
     def drafting(
         self,
@@ -109,20 +75,24 @@ class SteadyLoad:
             context: committed rows of a sequence.
             margin: how many times larger the batch has to be under off.
         """
-        demand = self.demand
-        least, best = self.size(demand, [(plans[0], 1.0, 1.0)], context) / margin, 0
+        self._num_compared = self._demand.num_unfinished
+        ways: list[tuple[int, Parts]] = [(0, [(plans[0], 1.0, 1.0)])]
         for place in range(1, len(plans)):
             rows = sorted(tokens[place], reverse=True)
+            if not rows:
+                continue
+            mean = sum(rows) / len(rows)
             for share in _SHARES:
                 count = math.ceil(share * len(rows))
-                if not count or (share < 1 and count == len(rows)):
+                own = sum(rows[:count]) / count
+                if share < 1 and (count == len(rows) or own < _ABOVE * mean):
                     continue
                 part = count / max(1, len(tokens[0]))
-                parts = [(plans[place], part, sum(rows[:count]) / count), (plans[0], 1 - part, 1.0)]
-                size = self.size(demand, parts, context)
-                if size < least:
-                    least, best = size, place
-        return best
+                ways.append((place, [(plans[place], part, own), (plans[0], 1 - part, 1.0)]))
+        demand = self._raised(self._now(), [parts for _, parts in ways], context)
+        sizes = [self.size(demand, parts, context) for _, parts in ways]
+        sizes[0] /= margin
+        return ways[sizes.index(min(sizes))][0]
 
     def could_draft(
         self, plans: Sequence[SpecPlan], place: int, tokens: float, context: float
@@ -132,9 +102,7 @@ class SteadyLoad:
         rows[0], rows[place] = [1.0], [tokens]
         return self.drafting(plans, rows, context, 1.0) == place
 
-    def size(
-        self, demand: Demand, parts: Sequence[tuple[SpecPlan, float, float]], context: float
-    ) -> float:
+    def size(self, demand: Demand, parts: Parts, context: float) -> float:
         """Sequences that run together in the long run.
 
         Beyond `most`, how many times longer the machine would need than it has, times `most`.
@@ -144,14 +112,54 @@ class SteadyLoad:
             parts: plan, share of the sequences that run it, and their tokens a step.
             context: committed rows of a sequence.
         """
+        needed = self._needed(demand, parts, context)
+        # below 1 sequence, what one needs of its time
+        if (load := needed(1.0)) <= 1:
+            return load
+        if (load := needed(self._most)) > 1:
+            return self._most * load
+        return _root(needed, 1.0, float(self._most))
+
+    def _now(self) -> Demand:
+        alone = [StepShape(OFF, 1.0, 0.0)]
+        return self._demand.now(self._seconds.iteration(alone, Prompts(0.0, 0.0)))
+
+    def _raised(self, demand: Demand, ways: Sequence[Parts], context: float) -> Demand:
+        """The demand at which as many run as there are now, if that is more than chance explains.
+
+        That is the highest rate at which any of these ways would hold so many. So a queue counts
+        before its requests are seen to have come often.
+        """
+        count = self._demand.num_unfinished
+        size = min(count, self._most) - _CHANCE * math.sqrt(count)
+        if size <= 1 or not demand.prompt:
+            return demand
+        rates = [self._rate_of(size, demand, parts, context) for parts in ways]
+        return demand._replace(rate=max(rates))
+
+    def _rate_of(self, size: float, demand: Demand, parts: Parts, context: float) -> float:
+        """Requests a second of which so many run together, if that is more than the demand."""
+
+        def left(rate: float) -> float:
+            return 2 - self._needed(demand._replace(rate=rate), parts, context)(size)
+
+        low = high = demand.rate
+        while left(high) > 1:
+            low, high = high, 2 * high
+        return _root(left, low, high)
+
+    def _needed(self, demand: Demand, parts: Parts, context: float) -> Callable[[float], float]:
+        """Share of the time that is needed where so many sequences run, falling; see `size`."""
         seconds = self._seconds
-        reading = seconds.target_token_s()
-        reading += sum(seconds.draft_token_s(p) for p, share, _ in parts if p.speculates and share)
+        # a token of a prompt attends to half of it on average
+        reading = seconds.target_token_s(demand.prompt / 2)
+        for plan, share, _ in parts:
+            if plan.speculates and share:
+                reading += seconds.draft_token_s(plan, demand.prompt / 2)
         busy = demand.rate * demand.prompt * reading
         tokens = sum(share * expected for _, share, expected in parts)
 
         def needed(size: float) -> float:
-            """Share of the time that is needed where so many sequences run."""
             shapes = [StepShape(p, size * s, size * s * context) for p, s, _ in parts if s]
             alone = seconds.iteration(shapes, Prompts(0.0, 0.0))
             mean_s = alone / max(0.05, 1 - busy)
@@ -162,16 +170,12 @@ class SteadyLoad:
             step_s = seconds.iteration(shapes, Prompts(share, present))
             return busy + demand.rate * demand.output * step_s / (size * tokens)
 
-        if (load := needed(self._most)) > 1:
-            return self._most * load
-        return _root(needed, 1.0, float(self._most))
+        return needed
 
 
-def _root(needed: Callable[[float], float], low: float, high: float) -> float:
-    """Where a falling function passes 1; below 1 sequence, what one needs of its time."""
-    if (load := needed(low)) <= 1:
-        return low * load
+def _root(falling: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function that falls from above 1 to below passes 1, to 2 %."""
     while high > 1.02 * low:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if needed(middle) > 1 else (low, middle)
+        low, high = (middle, high) if falling(middle) > 1 else (low, middle)
     return math.sqrt(low * high)

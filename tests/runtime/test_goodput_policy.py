@@ -5,22 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from types import SimpleNamespace
+from collections.abc import Mapping
 
 import pytest
 
 from specc.latency_table import LatencyTable, PassSeconds, StepShape
 from specc.metrics import SpecStats
-from specc.plan_acceptance import expected_tokens
 from specc.plans import OFF, DynamicTree, SpecPlan
 from specc.roofline import roofline
-from specc.runtime.batch import Batch, StepGroup
+from specc.runtime.batch import Batch, Span, StepGroup
 from specc.runtime.goodput_allocation import Option, allocate
 from specc.runtime.goodput_policy import GoodputPolicy
-from specc.runtime.plan_prior import PlanPrior
 from specc.runtime.policy import EachPolicy, WholePolicy
 from specc.runtime.program import StepResult
-from specc.runtime.request_acceptance import RequestAcceptance, shift
 from specc.runtime.runner import RunResult
 from specc.runtime.seconds_ratio import SecondsRatio
 from specc.runtime.sequence import Sequence
@@ -30,6 +27,11 @@ CHAINS = {length: SpecPlan.from_widths((1,) * length) for length in (1, 2, 4, 8)
 TREE = SpecPlan.from_widths((3, 1))
 PLANS = {plan.name: plan for plan in (OFF, *CHAINS.values(), TREE)}
 STATS = SpecStats()
+
+
+def new_policy(plans: Mapping[str, SpecPlan], *args: object, **options: object) -> GoodputPolicy:
+    """How long a decision holds must not depend on the machine: deciding takes no time."""
+    return GoodputPolicy(plans, *args, clock=lambda: 0.0, **options)  # type: ignore[arg-type]
 
 
 class Engine:
@@ -155,49 +157,6 @@ def test_without_mixing_all_that_can_run_one_plan():
     assert found.plans == (1, 1, 0)
 
 
-def test_expected_tokens_are_those_of_dice():
-    """Learned from steps of one chain, asked of the others, and cut where a request ends."""
-    chooser, rates = random.Random(3), [0.9, 0.6, 0.8, 0.3, 0.5, 0.5, 0.5, 0.5]
-    model = RequestAcceptance(CHAINS.values(), PlanPrior({}))
-
-    def run(depth: int) -> int:
-        return next((d for d in range(depth) if chooser.random() >= rates[d]), depth)
-
-    for _ in range(1500):
-        model.observe(CHAINS[8], {str(i): run(8) for i in range(8)})
-    for length, most in [(1, 9), (2, 9), (4, 9), (4, 3), (8, 2)]:
-        drawn = [min(run(length) + 1, most) for _ in range(20_000)]
-        mean = sum(drawn) / len(drawn)
-        assert model.tokens(CHAINS[length], "new", most) == pytest.approx(mean, rel=0.06)
-
-
-def test_a_request_differs_from_the_others_for_all_lengths():
-    chooser = random.Random(5)
-    model = RequestAcceptance(CHAINS.values(), PlanPrior({}))
-    for _ in range(60):
-        good = {str(i): 2 if chooser.random() < 0.9 else 0 for i in range(7)}
-        model.observe(CHAINS[2], good | {"bad": 0})
-    assert model.tokens(CHAINS[4], "bad", 9) < 1.3 < 2.5 < model.tokens(CHAINS[4], "0", 9)
-    model.forget(["bad"])
-    assert model.tokens(CHAINS[4], "bad", 9) == model.tokens(CHAINS[4], "unknown", 9)
-
-
-def test_shift_multiplies_odds():
-    assert shift(0.5, math.log(3)) == pytest.approx(0.75)
-    assert (shift(0.0, 5.0), shift(1.0, -5.0)) == (0.0, 1.0)
-
-
-def test_a_trees_prior_is_that_of_the_profile_s_rows():
-    rows = [[0.6, 0.2, 0.1], [0.5, 0.25, 0.05]]
-    prior = PlanPrior({"draft_0": rows})
-    rates = prior.rates(TREE, {"draft_0": [0.6, 0.5]})
-    assert 1 + rates[0] + rates[0] * rates[1] == pytest.approx(expected_tokens(TREE.tree, rows))
-    dynamic = SpecPlan.from_dynamic(DynamicTree(6, 2, 3))
-    found = prior.rates(dynamic, {"draft_0": [0.6, 0.5, 0.5]})
-    assert len(found) == 3
-    assert found[0] == pytest.approx(0.8)
-
-
 def test_ratio_is_a_median_by_size():
     ratio = SecondsRatio()
     for measured in [2.0] * 20 + [100.0] * 5:
@@ -212,7 +171,7 @@ def test_ratio_is_a_median_by_size():
 
 
 def test_is_a_policy_of_each_and_of_whole_iterations():
-    policy = GoodputPolicy(PLANS, roofline())
+    policy = new_policy(PLANS, roofline())
     assert isinstance(policy, EachPolicy)
     assert isinstance(policy, WholePolicy)
     assert policy.choose_each([], STATS) == []
@@ -222,7 +181,7 @@ def test_is_a_policy_of_each_and_of_whole_iterations():
 def test_follows_the_load(count):
     """A good draft: long chains for one request, none for as many as a pass has room for."""
     table = roofline()
-    engine = Engine(GoodputPolicy(PLANS, table), table)
+    engine = Engine(new_policy(PLANS, table), table)
     for _ in range(150 if count == 1 else 24):
         engine.step(requests_of(engine, count), [0.8] * count)
     last = [name for names in engine.plans[-12:] for name in names]
@@ -241,7 +200,7 @@ def requests_of(engine: Engine, count: int) -> list[Sequence]:
 
 def test_a_useless_draft_is_given_up_and_costs_no_more_than_its_probes():
     table = roofline()
-    engine = Engine(GoodputPolicy(PLANS, table), table)
+    engine = Engine(new_policy(PLANS, table), table)
     sequences = requests(8)
     for _ in range(600):
         engine.step(sequences, [0.02] * 8)
@@ -255,9 +214,25 @@ def test_a_useless_draft_is_given_up_and_costs_no_more_than_its_probes():
     assert engine.policy.decision.plans
 
 
+def test_a_shorter_chain_than_those_in_use_is_not_tried():
+    """What it would show, they show, too."""
+    table = roofline()
+    engine = Engine(new_policy(PLANS, table), table)
+    sequences = requests(4)
+    tried = []
+    for _ in range(2000):
+        names = engine.step(sequences, [0.6] * 4)
+        used = {PLANS[name].max_depth for name in engine.policy._settled.plans if "chain" in name}
+        new = {PLANS[name].max_depth for name in names if "chain" in name} - used
+        if new and used:
+            tried.append(min(new) > max(used))
+    assert tried
+    assert all(tried)
+
+
 def test_comes_back_when_a_draft_gets_better():
     table = roofline()
-    engine = Engine(GoodputPolicy(PLANS, table), table)
+    engine = Engine(new_policy(PLANS, table), table)
     sequences = requests(4)
     for _ in range(200):
         engine.step(sequences, [0.02] * 4)
@@ -270,7 +245,7 @@ def test_comes_back_when_a_draft_gets_better():
 
 def test_good_requests_speculate_beside_useless_ones():
     table = roofline()
-    engine = Engine(GoodputPolicy(PLANS, table), table)
+    engine = Engine(new_policy(PLANS, table), table)
     sequences = requests(64)
     rates = [0.9] * 32 + [0.02] * 32
     for _ in range(80):
@@ -283,7 +258,7 @@ def test_good_requests_speculate_beside_useless_ones():
 
 def test_plain_requests_are_load_and_no_more():
     table = roofline()
-    engine = Engine(GoodputPolicy(PLANS, table), table)
+    engine = Engine(new_policy(PLANS, table), table)
     sequences = requests(1) + requests(3, speculative=False)
     for _ in range(40):
         names = engine.step(sequences, [0.9] * 4)
@@ -293,7 +268,7 @@ def test_plain_requests_are_load_and_no_more():
 
 def test_a_rule_that_a_plan_is_not_lossless_for_keeps_the_request_off_it():
     dynamic = SpecPlan.from_dynamic(DynamicTree(6, 2, 3))
-    policy = GoodputPolicy({plan.name: plan for plan in (OFF, dynamic)}, roofline())
+    policy = new_policy({plan.name: plan for plan in (OFF, dynamic)}, roofline())
     sequences = requests(1, temperature=1.0, rule="mss") + requests(1, temperature=1.0)
     names = policy.choose_each(sequences, STATS)
     assert names == ["off", dynamic.name]
@@ -301,7 +276,7 @@ def test_a_rule_that_a_plan_is_not_lossless_for_keeps_the_request_off_it():
 
 def test_keeps_its_decision_for_some_steps_and_for_small_changes():
     table = roofline()
-    policy = GoodputPolicy(PLANS, table)
+    policy = new_policy(PLANS, table)
     engine = Engine(policy, table)
     sequences = requests(64)
     assert policy.needs_results
@@ -317,7 +292,7 @@ def test_keeps_its_decision_for_some_steps_and_for_small_changes():
 
 def test_a_decision_says_what_was_expected():
     table = roofline()
-    policy = GoodputPolicy(PLANS, table, {"draft_0": [[0.8]]})
+    policy = new_policy(PLANS, table, {"draft_0": [[0.8]]})
     policy.choose_each(requests(2), STATS)
     decision = policy.decision
     (name,) = decision.plans
@@ -333,7 +308,7 @@ def test_a_decision_says_what_was_expected():
 
 def test_a_budget_bounds_the_nodes_of_a_step():
     table = roofline()
-    policy = GoodputPolicy(PLANS, table, {"draft_0": [[0.9]]}, token_budget=20)
+    policy = new_policy(PLANS, table, {"draft_0": [[0.9]]}, token_budget=20)
     names = policy.choose_each(requests(8), STATS)
     assert sum(PLANS[name].num_nodes for name in names) <= 20
     assert set(names) != {"off"}
@@ -341,7 +316,7 @@ def test_a_budget_bounds_the_nodes_of_a_step():
 
 def test_groups_with_passes_of_their_own_run_one_plan():
     table = roofline()
-    policy = GoodputPolicy(PLANS, table, shares_pass=False)
+    policy = new_policy(PLANS, table, shares_pass=False)
     engine = Engine(policy, table)
     sequences = requests(16)
     for _ in range(30):
@@ -352,7 +327,7 @@ def test_groups_with_passes_of_their_own_run_one_plan():
 def test_what_a_draft_has_missed_counts_against_it():
     """Two alike requests, but one draft would have to read 100,000 tokens first."""
     table = roofline()
-    policy = GoodputPolicy(PLANS, table, {"draft_0": [[0.8]]})
+    policy = new_policy(PLANS, table, {"draft_0": [[0.8]]})
     sequences = requests(2)
     sequences[1].cache_len, sequences[1].draft_lens = 100_000, [0]
     policy.choose(0, STATS)
@@ -361,10 +336,58 @@ def test_what_a_draft_has_missed_counts_against_it():
     assert names[1] == "off"
 
 
+def test_a_division_that_promises_next_to_nothing_more_is_not_taken():
+    """Chains of 1 and 2 are worth the same to a thousandth where a level costs a fifth."""
+    target = PassSeconds({1: 1.0, 1000: 1.0}, {1: 0.0}, "target")
+    draft = PassSeconds({1: 0.1995, 1000: 0.1995}, {1: 0.0}, "draft_0")
+    plans = {plan.name: plan for plan in (OFF, CHAINS[1], CHAINS[2])}
+    for in_use, chosen in ((None, CHAINS[2]), (1, CHAINS[1]), (0, CHAINS[2])):
+        policy = new_policy(plans, LatencyTable(target, {"draft_0": draft}), {"draft_0": [[0.5]]})
+        sequences = requests(2)
+        if in_use is not None:
+            policy._chosen = dict.fromkeys((s.request_id for s in sequences), in_use)
+        assert policy.choose_each(sequences, STATS) == [chosen.name] * 2
+
+
+def test_a_queue_is_seen_before_the_next_turn_of_looking():
+    policy = new_policy(PLANS, roofline(), {"draft_0": [[0.8]]})
+    engine = Engine(policy, roofline())
+    sequences = requests(4)
+    engine.step(sequences, [0.8] * 4)
+    assert policy.choose(4, STATS) != "off"
+    for i in range(3):
+        late = Sequence(str(i), [0] * 500, SamplingParams(), max_seq_len=600, clock=lambda i=i: i)
+        batch = Batch([Span(late, 0, 500)], num_unfinished=250)
+        policy.observe_batch(batch, RunResult())
+    policy.choose_each(sequences[:3], STATS)
+    assert policy.choose(3, STATS) == "off"
+
+
+def test_a_new_request_does_not_inherit_the_end_of_the_last_one():
+    """One token is left: off is best. Whoever comes next has many."""
+    policy = new_policy(PLANS, roofline(), {"draft_0": [[0.8]]})
+    first = Sequence("first", [0] * 8, SamplingParams(max_tokens=1), max_seq_len=99, num_drafts=1)
+    first.cache_len, first.draft_lens = 8, [8]
+    assert policy.choose_each([first], STATS) == ["off"]
+    assert policy.choose_each(requests(1), STATS) != ["off"]
+
+
+def test_a_draft_that_lags_stays_off_where_drafts_read_no_prompts():
+    """It would catch up for one request, while prompts show that this does not pay."""
+    policy = new_policy(PLANS, roofline(), {"draft_0": [[0.8]]})
+    sequences = requests(2)
+    sequences[1].draft_lens = [200]
+    policy._next_load, policy._prepared = 1000, 0
+    assert [name == "off" for name in policy.choose_each(sequences, STATS)] == [False, True]
+    policy = new_policy(PLANS, roofline(), {"draft_0": [[0.8]]})
+    policy._next_load, policy._prepared = 1000, 1
+    assert "off" not in policy.choose_each(sequences, STATS)
+
+
 @pytest.mark.parametrize("wrong", [0.25, 4.0])
 def test_learns_seconds_that_the_table_has_wrong(wrong):
     truth = roofline()
-    policy = GoodputPolicy(PLANS, truth.scaled(drafts=wrong), {"draft_0": [[0.8]]})
+    policy = new_policy(PLANS, truth.scaled(drafts=wrong), {"draft_0": [[0.8]]})
     engine = Engine(policy, truth)
     sequences = requests(4)
     for _ in range(200):
@@ -377,7 +400,7 @@ def test_learns_seconds_that_the_table_has_wrong(wrong):
 
 def test_finished_and_aborted_requests_are_forgotten():
     table = roofline()
-    policy = GoodputPolicy(PLANS, table)
+    policy = new_policy(PLANS, table)
     engine = Engine(policy, table)
     for number in range(300):
         sequences = requests(2)
@@ -389,10 +412,9 @@ def test_finished_and_aborted_requests_are_forgotten():
 
 def test_a_neutral_table_needs_no_profile():
     plans = {plan.name: plan for plan in (OFF, CHAINS[2])}
-    policy = GoodputPolicy(plans)
+    policy = new_policy(plans)
     assert set(policy.choose_each(requests(2), STATS)) <= set(plans)
-    only = GoodputPolicy({"off": OFF}, LatencyTable(PassSeconds({1: 1.0}, {1: 0.0}, "target")))
+    only = new_policy({"off": OFF}, LatencyTable(PassSeconds({1: 1.0}, {1: 0.0}, "target")))
     assert only.choose_each(requests(2), STATS) == ["off", "off"]
     assert only.choose(0, STATS) == "off"
-    observed = SimpleNamespace(prefill=[], groups=[])
-    only.observe_batch(observed, RunResult())  # type: ignore[arg-type]
+    only.observe_batch(Batch(), RunResult())

@@ -96,7 +96,7 @@ def test_head_of_the_queue_waits_for_blocks_and_is_not_overtaken() -> None:
     # 4 tokens and 2 rows: 2 blocks; 20 tokens and 2 rows: 6 blocks, and one that a may still need
     for name, size in (("a", 4), ("big", 20), ("c", 4)):
         scheduler.add(make_sequence(name, size))
-    scheduler.schedule()
+    assert scheduler.schedule().num_unfinished == 3
     assert [s.request_id for s in scheduler.running] == ["a"]
     assert cache.allocator.num_free == 6
     assert [s.request_id for s in scheduler.waiting] == ["big", "c"]
