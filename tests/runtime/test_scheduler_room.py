@@ -291,6 +291,36 @@ def test_turns_follow_priority_and_nobody_waits_for_ever() -> None:
     assert turn_of(back) == -8.0
 
 
+def test_who_gives_way_is_in_front_of_equal_turns_again() -> None:
+    clock, queue = Clock(), RequestQueue()
+    first, second, third = (sequence(name, [1], clock) for name in "abc")
+    queue.add(second)
+    queue.add(third)
+    queue.add_again(first)
+    assert names(queue) == ["a", "b", "c"]
+    scheduler, _ = make_scheduler(plan=OFF, max_num_seqs=1)
+    scheduler.add(first)
+    scheduler.add(second)
+    advance(scheduler)
+    scheduler._preempt(first)
+    assert names(scheduler.waiting) == ["a", "b"]
+
+
+def test_rows_that_are_computed_again_yield_no_first_token() -> None:
+    """A chunk that happens to end where the prompt does, of a sequence that has output."""
+    scheduler, _ = make_scheduler(plan=OFF, chunk=6)
+    one = sequence("a", [1] * 6, max_tokens=8)
+    scheduler.add(one)
+    for _ in range(4):
+        advance(scheduler)
+    assert len(one.output_token_ids) == 4
+    scheduler._preempt(one)
+    batch = advance(scheduler)
+    assert spans(batch) == [("a", 0, 6)]
+    assert not batch.prefill[0].is_last
+    assert len(one.output_token_ids) == 4
+
+
 def test_deadlines_end_requests_that_wait_and_that_run() -> None:
     clock = Clock()
     scheduler, _ = make_scheduler(chunk=100, max_num_seqs=1, clock=clock)

@@ -166,15 +166,19 @@ def test_more_than_it_takes_is_refused(service: Service, gate: Gate) -> None:
 
 
 def test_a_failure_costs_those_that_ran(service: Service, gate: Gate, greedy) -> None:
-    gate.num_failures = 1
-    hit, waits = Reader(), Reader()
+    # while the second fails, the third waits in the scheduler
+    service.core.scheduler._max_num_seqs = 1
+    gate.num_failures = 2
+    hit, second, waits = Reader(), Reader(), Reader()
     service.submit(PROMPT, LONG, hit)
     assert gate.reached.wait(10)
+    service.submit(PROMPT, LONG, second)
     service.submit(PROMPT, SamplingParams(max_tokens=5), waits)
     gate.opened.set()
-    error = hit.wait().error
-    assert isinstance(error, FaultError)
-    assert "secret" not in str(error)
+    for reader in (hit, second):
+        error = reader.wait().error
+        assert isinstance(error, FaultError)
+        assert "secret" not in str(error)
     assert waits.wait().finish_reason == "length"
     assert waits.tokens == greedy(PROMPT, 5)
     assert service.health is Health.OK

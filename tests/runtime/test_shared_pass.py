@@ -63,10 +63,15 @@ def run(engine: Engine, is_shared: bool) -> tuple[RunResult, Any]:
         blocks = list(range(i * per, (i + 1) * per))
         sequence = make_sequence(str(i), tokens, num_rows, blocks)
         core.engine.cache.record(blocks, 0, tokens[:num_rows])
+        if i == 3:
+            # its draft has to catch up
+            sequence.draft_lens = [3]
         if num_rows:
-            spans = [Span(sequence, 0, num_rows)]
-            for model in (core.engine.target, core.engine.drafts[0]):
-                core.runner._causal_pass(model, spans, [False])
+            for model, end in (
+                (core.engine.target, num_rows),
+                (core.engine.drafts[0], sequence.draft_lens[0]),
+            ):
+                core.runner._causal_pass(model, [Span(sequence, 0, end)], [False])
         sequences.append(sequence)
     ends, middle, *ready = sequences
     groups = [StepGroup(plan, [s]) for plan, s in zip(PLANS[1:], ready, strict=False)]
