@@ -1,22 +1,36 @@
-"""A service: requests from any thread, updates, cancellation, failures, and its end."""
+"""A service: requests from any thread, updates, cancellation, failures, its end, and a soak.
+
+The soak is here because files are what `make test` divides among workers, the largest first: alone
+in a file, it would run last, beside an idle worker.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specc.api import compile_with
+from specc.config import CompileConfig
 from specc.errors import FaultError, OverloadError, RequestError
+from specc.plans import SpecPlan
 from specc.runtime.engine import Engine
 from specc.runtime.engine_core import EngineCore
 from specc.runtime.service import MAX_FAILURES, Service, Update
 from specc.runtime.service_state import Health
 from specc.runtime.service_stream import UpdateStream
 from specc.sampling_params import SamplingParams
+from tests.interleavings import Moody, NearTies, Solo
+from tests.soak import SoakFigures, assert_sound, run_soak
 
+ROOT = Path(__file__).resolve().parents[2]
+PLANS = (SpecPlan.from_widths((1, 1, 1)), SpecPlan.from_widths((1,)), SpecPlan.from_widths((2, 2)))
 PROMPT = [5, 1, 4, 3]
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
@@ -308,3 +322,53 @@ def test_a_stream_that_is_closed_cancels(service: Service, gate: Gate) -> None:
     pool = service.engine.cache.allocator
     assert pool.num_free == pool.num_blocks
     assert service.core.scheduler.stats.num_requests == 0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("soak") / "engine"
+    config = CompileConfig(
+        plans=PLANS, max_seq_len=128, max_batch_size=8, backend="cpu", block_size=4
+    )
+    models = ROOT / "examples" / "pair"
+    compile_with(str(models / "target"), str(models / "draft"), path, config)
+    return path
+
+
+def soak(path: Path, num_requests: int, seconds: float) -> SoakFigures:
+    served, other = Engine.load(path, kv_cache_tokens=144), Engine.load(path)
+    assert served.tokenizer is not None
+    texts = ("def read(path):\n    with open(", "import os\n", "class Node:\n    def __init__(self")
+    prompts = [served.tokenizer.encode(text * n).ids[:70] for n, text in enumerate(texts, 1)]
+    prompts += [prompts[0] + prompts[1], prompts[0] + prompts[2]]
+    core = EngineCore(served, policy=Moody(list(served.plans), random.Random(2)))
+    with Service(core=core, max_waiting=64) as service:
+        figures = run_soak(
+            service,
+            Solo(other),
+            NearTies(other),
+            prompts,
+            num_requests=num_requests,
+            seconds=seconds,
+        )
+        assert_sound(service, figures)
+    assert figures.num_ties <= figures.num_compared // 100
+    assert figures.num_preemptions > 0
+    assert figures.num_cached_tokens > 0
+    assert figures.num_faults > 0
+    return figures
+
+
+def test_soak_for_a_while(pair: Path) -> None:
+    figures = soak(pair, 0, seconds=60)
+    assert figures.num_compared > 100
+
+
+@pytest.mark.slow
+def test_soak(pair: Path) -> None:
+    """20,000 requests and ten minutes at least; memory stays as it is."""
+    figures = soak(pair, 20_000, seconds=600)
+    path = ROOT / "build" / "soak.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(figures.to_json(), indent=1) + "\n", encoding="utf-8")
+    assert 0.95 < figures.growth < 1.05
