@@ -141,7 +141,8 @@ class _Bench:
 
             assert engine is not None, "checked"
             with self._phases.phase("measure passes") as advance:
-                self._table = measure_latency(engine, advance)
+                table = measure_latency(engine, advance)
+            self._table = self._with_overheads(table)
             text = json.dumps(self._table.to_json(), indent=1) + "\n"
             try:
                 options.measure_table.write_text(text, encoding="utf-8")
@@ -149,6 +150,17 @@ class _Bench:
                 raise output_error(options.measure_table, error) from error
         if self._table is not None and engine is not None:
             engine.profile = {**engine.profile, "latency": self._table.to_json()}
+
+    def _with_overheads(self, table: LatencyTable) -> LatencyTable:
+        """The host's part as the requests of this load see it."""
+        from specc.load_overheads import with_overheads
+        from specc.load_subject import EngineSubject
+
+        subject, sweep = self._subject(), self._sweep()
+        assert isinstance(subject, EngineSubject), "a table is measured of an engine"
+        requests = sweep.requests(sweep.arrivals[0].rate, 0)
+        with self._phases.phase("measure the host's part") as advance:
+            return with_overheads(table, subject, requests, advance)
 
     def _drift(self) -> float:
         """How much longer passes take now than in the table that the simulation stands on."""

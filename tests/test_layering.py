@@ -80,6 +80,7 @@ LAYER_OF_FILE = {
     "load_http": "bench",
     "load_http_client": "bench",
     "load_lengths": "bench",
+    "load_overheads": "bench",
     "load_plot": "bench",
     "load_report": "bench",
     "load_request": "bench",
