@@ -10,14 +10,17 @@ runs in a process of its own: Inductor's state is global, and two models compile
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +50,40 @@ def compile_package(program: Mapping[str, Any], package: Path) -> None:
         CompilerError: Inductor or the C++ compiler fails.
     """
     compiler = native.find_compiler()
-    cached = native.default_cache_dir() / "programs" / f"{_content_key(program, compiler)}.pt2"
-    if cached.is_file():
-        shutil.copyfile(cached, package)
-        return
+    key = _content_key(program, compiler)
+    cached = native.default_cache_dir() / "programs" / f"{key}.pt2"
+    if not cached.is_file():
+        with turn(key):
+            if not cached.is_file():
+                _compile(program, compiler, cached)
+    shutil.copyfile(cached, package)
+
+
+@contextmanager
+def turn(name: str) -> Iterator[None]:
+    """Wait for every other process of this user that compiles what has this name.
+
+    Inductor keeps the files of equal programs under equal names in the temporary directory: of two
+    processes that compile the same one, one may package what the other has just begun to write.
+
+    Raises:
+        CompilerError: nothing can be written there.
+    """
+    path = Path(tempfile.gettempdir()) / f"specc-{os.getuid()}-{name}.lock"
+    try:
+        file = path.open("w")
+    except OSError as error:
+        raise CompilerError(
+            f"writing {path} failed: {error.strerror}",
+            "a temporary directory that this user may write to",
+            "set TMPDIR to another directory",
+        ) from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(program: Mapping[str, Any], compiler: str, cached: Path) -> None:
     with native.cache_scratch(cached.parent) as scratch:
         source, made = scratch / "program.json", scratch / "program.pt2"
         source.write_text(json.dumps(program), encoding="utf-8")
@@ -67,7 +100,6 @@ def compile_package(program: Mapping[str, Any], package: Path) -> None:
                 "report this with the lines above, or compile with --backend eager",
             )
         os.replace(made, cached)
-    shutil.copyfile(cached, package)
 
 
 def lower(program: Mapping[str, Any], package: Path, num_tokens: int | None = None) -> None:
