@@ -71,7 +71,7 @@ def turn(name: str) -> Iterator[None]:
     """
     path = Path(tempfile.gettempdir()) / f"specc-{os.getuid()}-{name}.lock"
     try:
-        file = path.open("w")
+        file = path.open("a")
     except OSError as error:
         raise CompilerError(
             f"writing {path} failed: {error.strerror}",

@@ -17,6 +17,8 @@ _ARRIVALS = 512
 # a silence says something where so many should have come, and where it is so many times longer than
 # the longest before
 _SILENCE, _LONGER = 8.0, 1.5
+# seconds in which all of them come at least
+_SHORTEST_S = 1e-6
 # requests a second where none come: sizes then tell how long one alone takes
 _LEAST = 1e-3
 # standard errors by which requests may come more often than they seem to
@@ -91,7 +93,7 @@ class RequestDemand:
         times = sorted(arrival for arrival, _ in self._arrivals)
         gaps = [after - before for before, after in itertools.pairwise(times)]
         # those that come within the time of one request say little about how often others do
-        rate = len(gaps) / max(sum(gaps) + self._idle_s, output * token_s)
+        rate = len(gaps) / max(sum(gaps) + self._idle_s, output * token_s, _SHORTEST_S)
         limit_s = max(_SILENCE / rate, _LONGER * max(gaps))
         rate *= min(1.0, limit_s / self._idle_s) if self._idle_s else 1.0
         rate *= 1 + _CAUTION * _error(gaps)

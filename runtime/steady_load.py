@@ -28,6 +28,8 @@ _SHARES = (1.0, 0.5, 0.25)
 _CHANCE = 1.0
 # change of the number of requests that is worth another look: as a share, and in all
 _CHANGE, _CHANGED = 0.25, 4
+# times as many requests a second that a queue may stand for, at most
+_MOST_RAISED = 1024.0
 # times as many tokens that some requests have to get to speculate alone
 _ABOVE = 1.05
 
@@ -144,7 +146,8 @@ class SteadyLoad:
             return 2 - self._needed(demand._replace(rate=rate), parts, context)(size)
 
         low = high = demand.rate
-        while left(high) > 1:
+        # of a table without seconds, no rate is enough
+        while left(high) > 1 and high < _MOST_RAISED * demand.rate:
             low, high = high, 2 * high
         return _root(left, low, high)
 

@@ -161,6 +161,15 @@ def test_the_rate_of_a_queue_is_what_would_keep_it():
     assert load.size(raised, off, 500.0) == pytest.approx(121 - math.sqrt(121), rel=0.05)
 
 
+def test_a_table_without_seconds_ends_the_search():
+    """No rate of requests is what the queue stands for."""
+    none = PassSeconds({1: 0.0}, {1: 0.0}, "target")
+    load = SteadyLoad(PredictedSeconds(LatencyTable(none, {"draft_0": none}), True), 256)
+    load._demand = demand_of([3.0] * 32)
+    load._demand.observe(prompts_of(request("late", 3.0), num_unfinished=250), RunResult())
+    assert load.drafting(PLANS, [[1.0] * 8, [1.8] * 8], 500.0, 1.0) == 0
+
+
 def test_a_queue_tells_the_rate_of_the_way_that_serves_most():
     """A few requests run: with a good draft more could come than without."""
     demand = demand_of(poisson(100, 2.0))
