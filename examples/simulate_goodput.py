@@ -1,6 +1,6 @@
 """Goodput against fixed plans over request rate, simulated on two latency tables.
 
-    python examples/simulate_goodput.py --part rates --json docs/results/goodput_simulated.json
+    python examples/simulate_goodput.py --part rates --json FILE --plot docs/results
     python examples/simulate_goodput.py --part adversarial --json FILE
     python examples/simulate_goodput.py --seed 11,12,13,14 --json FILE
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.latency_table import LatencyTable
+from specc.load_plot import write_load_plot
 from specc.plans import OFF, SpecPlan
 from specc.roofline import roofline
 from specc.simulate import Limits
@@ -36,6 +37,8 @@ USELESS = Drafting({"draft_0": [[0.03, 0.01]]})
 FALLING = Drafting({"draft_0": [[0.85, 0.05]]}, {"draft_0": [[0.05, 0.02]]}, over="load")
 RISING = Drafting({"draft_0": [[0.05, 0.02]]}, {"draft_0": [[0.85, 0.05]]}, over="load")
 WITHIN = Drafting({"draft_0": [[0.9, 0.04]]}, {"draft_0": [[0.1, 0.05]]}, over="output")
+# mean prompt and output tokens, for the pictures
+LENGTHS = {"cpu_100m": ("100", "64"), "h200_8b": ("512", "160")}
 GPU_RATES = (2, 8, 16, 24, 32, 40, 48, 56, 64, 80)
 CPU_RATES = (0.25, 1, 2, 3, 4, 5, 6, 8)
 GPU = Limits(max_num_seqs=256, max_seq_len=4096, prefill_chunk=2048)
@@ -156,12 +159,31 @@ def summary(found: dict[str, list[SweepRow]]) -> dict[str, Any]:
     return data
 
 
+def plot(rows: list[SweepRow], lengths: tuple[str, str], path: Path) -> None:
+    """Mean latency over requests a second, as `specc bench serve --plot` draws it."""
+    cells = []
+    for row in rows:
+        for who in row.reports:
+            mean_ms = 1000 * row.latency(who)
+            spread = dict.fromkeys(("median", "min", "max"), mean_ms)
+            rate = float(row.name.removesuffix("/s"))
+            cells.append({"request_rate": rate, "policy": who, "mean_e2el_ms": spread})
+    counts = [row.reports[row.best]["num_requests"] for row in rows]
+    settings = {
+        "num_requests": f"{min(counts)} to {max(counts)}",
+        "prompt_tokens": lengths[0],
+        "output_tokens": lengths[1],
+    }
+    write_load_plot({"cells": cells, "is_virtual": True, "settings": settings}, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--table", type=Path, default=RESULTS / "latency_100m.json")
     parser.add_argument("--part", choices=["rates", "adversarial"], help="only this one")
     parser.add_argument("--seed", default="7", help="one, or several with commas between")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="folder for pictures of the rates of one seed")
     args = parser.parse_args()
     measured = LatencyTable.from_json(json.loads(args.table.read_text(encoding="utf-8")))
     seeds = [int(seed) for seed in args.seed.split(",")]
@@ -183,6 +205,9 @@ def main() -> None:
             data[part][f"seed {seed}"] = own = {"summary": summary(found)}
             if len(seeds) == 1:
                 own |= {name: [row.to_json() for row in group] for name, group in found.items()}
+            if args.plot and part == "rates" and len(seeds) == 1:
+                for name, rows in found.items():
+                    plot(rows, LENGTHS[name], args.plot / f"goodput_{name}.svg")
             print(part, "seed", seed, own["summary"], flush=True)
     if args.json:
         args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
