@@ -20,7 +20,7 @@ class CompletionOutput:
         text: their text, without the stop string and without the token that ended the output.
         finish_reason: `stop` (EOS, stop token, stop string, end of a grammar), `length`
             (max_tokens, context), `timeout` (its deadline has passed) or `error` (its grammar
-            became too complex to go on).
+            became too complex to go on, or its controls leave no token that can follow).
         stop_reason: the stop token id or stop string, or the error; None for EOS and length.
         logprobs: of each token, and of the best ones beside it; None where not asked for.
     """

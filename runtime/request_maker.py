@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 import time
@@ -13,11 +14,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from specc.errors import RequestError
+from specc.logit_controls import check_vocabulary
 from specc.runtime.detokenizer import Detokenizer
 from specc.runtime.engine import Engine
+from specc.runtime.logit_controls import LogitControls, bad_word_tokens
 from specc.runtime.sequence import Sequence
 from specc.sampling_params import SamplingParams
 
+_NUM_CACHED = 64
 # text, token ids, or {"prompt": text}, {"prompt_token_ids": token ids}
 Prompt = str | Sequence_[int] | Mapping[str, Any]
 
@@ -42,6 +46,10 @@ class RequestMaker:
         self._clock = clock
         self._numbers = itertools.count()
         self._special_token_ids = _special_token_ids(engine.tokenizer)
+        # clients send the same words again and again
+        self._bad_word_tokens = functools.lru_cache(_NUM_CACHED)(
+            lambda words: bad_word_tokens(words, engine.tokenizer, engine.vocab_size)
+        )
 
     def make(
         self,
@@ -77,7 +85,9 @@ class RequestMaker:
                 params.stop_strings,
                 params.include_stop_str_in_output,
                 self._special_token_ids if params.skip_special_tokens else frozenset(),
+                params.min_tokens,
             )
+        controls = self._controls(params)
         structured = params.structured_outputs
         grammar = None if structured is None else self._engine.grammars.start(structured)
         number = str(next(self._numbers))
@@ -96,6 +106,7 @@ class RequestMaker:
             timeout_s=timeout_s,
             clock=self._clock,
             grammar=grammar,
+            controls=controls,
         )
 
     def tokenize(self, text: str, has_special_tokens: bool = False) -> list[int]:
@@ -165,6 +176,7 @@ class RequestMaker:
                 f"0 … {vocab_size - 1}",
                 "tokenize with the engine's own tokenizer",
             )
+        check_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
         self._check_rule(index, params)
         if params.stop_strings and self._engine.tokenizer is None:
             raise RequestError(
@@ -172,6 +184,14 @@ class RequestMaker:
                 "stop_token_ids: this engine has no tokenizer",
                 "pass stop_token_ids",
             )
+
+    def _controls(self, params: SamplingParams) -> LogitControls | None:
+        if not params.has_controls:
+            return None
+        words = self._bad_word_tokens(tuple(params.bad_words or ()))
+        # with `ignore_eos`, too: as in vLLM
+        ends = {*self._engine.eos_token_ids, *params.stop_token_ids}
+        return LogitControls(params, words, self._engine.vocab_size, ends)
 
     def _check_rule(self, index: int, params: SamplingParams) -> None:
         """Raises RequestError: the rule is not lossless for the trees of the only plan in use."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from specc.runtime.batch import Batch, Span, StepGroup
 from specc.runtime.batch_rows import BatchRows, last_tokens_of, sampling_rows
 from specc.runtime.captured_step import CapturedStep, PendingStep
-from specc.runtime.grammar_masks import TreeMasks, has_grammar, mask_roots
+from specc.runtime.grammar_masks import TreeMasks, has_masks, mask_roots
 from specc.runtime.kv_cache import KVCache
 from specc.runtime.logprobs import TokenLogprobs, step_logprobs, token_logprobs, wants_logprobs
 from specc.runtime.program import Drafted, Model, Step, StepInputs, StepResult, draft_lens_of
@@ -103,7 +103,7 @@ class Runner:
         if batch.prefill or len(batch.groups) != 1:
             return None
         (group,) = batch.groups
-        if wants_logprobs(group.sequences) or has_grammar(group.sequences):
+        if wants_logprobs(group.sequences) or has_masks(group.sequences):
             return None
         step = self._steps[group.plan.name]
         if not isinstance(step, CapturedStep) or step.is_split:
@@ -235,7 +235,7 @@ class Runner:
     def _hooked(
         self, step: Step, group: StepGroup, run: Callable[[Sequence_[str]], StepResult]
     ) -> StepResult:
-        """Run a step; grammars mask the logits that acceptance looks at.
+        """Run a step; grammars and controls change the logits that acceptance looks at.
 
         Args:
             step: of the plan.
@@ -243,7 +243,7 @@ class Runner:
             run: the step, given the names of values that are wanted.
         """
         reads = ("logits", "path") if wants_logprobs(group.sequences) else ()
-        if not has_grammar(group.sequences):
+        if not has_masks(group.sequences):
             return run(reads)
         before = step.before_accept
         masks = TreeMasks(group.sequences, group.plan, before, keeps=bool(reads))

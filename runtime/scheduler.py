@@ -286,7 +286,8 @@ class Scheduler:
                 sequence.draft_lens[draft] = span.end
             if token is not None:
                 sequence.append_first(token, result.first_logprobs.get(sequence.request_id))
-                self.stats.record_first_token(sequence.stats.first_token_s)
+                if sequence.has_output:
+                    self.stats.record_first_token(sequence.stats.first_token_s)
                 self.stats.num_prompt_tokens += sequence.num_prompt_tokens
 
     def _commit_steps(self, batch: Batch, result: RunResult) -> None:
@@ -382,7 +383,11 @@ class Scheduler:
         params = sequence.params
         suits = params.is_greedy or params.rule_id in plan.rules
         # trees in tiles leave no logits behind
-        is_scored = params.logprobs is not None or params.structured_outputs is not None
+        is_scored = (
+            params.logprobs is not None
+            or params.structured_outputs is not None
+            or params.has_controls
+        )
         is_lost = plan.tile is not None and is_scored
         return plan.speculates and params.speculative and fits and suits and not is_lost
 

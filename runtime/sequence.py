@@ -16,6 +16,7 @@ from specc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specc.runtime.grammar import GrammarState
+    from specc.runtime.logit_controls import LogitControls
     from specc.runtime.logprobs import TokenLogprobs
     from specc.runtime.suffix_index import SuffixIndex
 
@@ -46,6 +47,7 @@ class Sequence:
         timeout_s: seconds from arrival after which it ends with what it has.
         clock: seconds.
         grammar: that the output follows, at its beginning; moved on with every token.
+        controls: of what the output may hold.
     """
 
     def __init__(
@@ -65,12 +67,14 @@ class Sequence:
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         grammar: GrammarState | None = None,
+        controls: LogitControls | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
         self.prompt = prompt
         self.params = params
         self.grammar = grammar
+        self.controls = controls
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = min(params.max_tokens, max_seq_len - self.num_prompt_tokens)
@@ -123,6 +127,19 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def output_tail(self, count: int) -> list[int]:
+        """The last tokens of the output; fewer where it has not so many."""
+        return self.token_ids[max(self.num_prompt_tokens, len(self.token_ids) - count) :]
+
+    @property
+    def has_active_controls(self) -> bool:
+        """Whether controls change anything from here on; once False, it stays so."""
+        return self.controls is not None and self.controls.is_active(self.num_output_tokens)
+
+    @property
     def num_tokens_left(self) -> int:
         """Tokens up to the length limit."""
         return self.num_prompt_tokens + self.max_tokens - len(self.token_ids)
@@ -173,7 +190,8 @@ class Sequence:
     def append_first(self, token_id: int, logprobs: list[TokenLogprobs] | None = None) -> None:
         """Take the token that the prefill pass yields."""
         self.stats.num_prompt_tokens = self.num_prompt_tokens
-        self.stats.record_first_token(self._clock() - self.arrival_s)
+        if not self._is_refused(token_id):
+            self.stats.record_first_token(self._clock() - self.arrival_s)
         self.append([token_id], logprobs)
 
     def append(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> int:
@@ -183,9 +201,13 @@ class Sequence:
             token_ids: one or more.
             logprobs: of each, where the request asks for them.
         Returns:
-            tokens taken, at least 1; the others lie behind the end.
+            tokens taken; the others lie behind the end. None where the controls refuse the first.
         """
         for count, token_id in enumerate(token_ids, start=1):
+            if self._is_refused(token_id):
+                self.stop_reason = self._refusal()
+                self.end("error")
+                return count - 1
             self.token_ids.append(token_id)
             if logprobs is not None:
                 self.logprobs.append(logprobs[count - 1])
@@ -235,6 +257,22 @@ class Sequence:
             stop = self._detokenizer.flush()
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
+
+    def _is_refused(self, token_id: int) -> bool:
+        """The controls, with the grammar, do not allow a token: they had left none."""
+        if self.controls is None or not self.has_active_controls:
+            return False
+        if self.grammar is not None and not self.grammar.is_over:
+            mask = self.grammar.mask()
+            if mask is not None and not mask[token_id >> 3] >> (token_id & 7) & 1:
+                return True
+        tail = self.output_tail(self.controls.num_tokens_read)
+        return not self.controls.allows(tail, self.num_output_tokens, token_id)
+
+    def _refusal(self) -> str:
+        assert self.controls is not None, "they refused a token"
+        names = [*self.controls.names, *(["structured_outputs"] if self.grammar else [])]
+        return f"{' and '.join(names)} leave no token that can follow"
 
     def _end_with_grammar(self, grammar: GrammarState) -> None:
         """Nothing may follow, with `ignore_eos` either."""

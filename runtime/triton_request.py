@@ -33,7 +33,7 @@ _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "seed", "rule", "logprobs", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "speculative", "stop_token_ids"),
-    "stop_words",
+    *("min_tokens", "allowed_token_ids", "bad_words", "stop_words"),
 )
 # type of a guide → how StructuredOutputsParams calls it
 _GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
@@ -101,7 +101,10 @@ def read_request(
     prompt = _prompt(given)
     options = {_FIELDS.get(name, name): given[name] for name in _SAMPLING if name in given}
     options["stop"] = [text for text in options.get("stop", ()) if text]
-    params = SamplingParams(**options, structured_outputs=_structured(given))
+    options["bad_words"] = [text for text in options.get("bad_words", ()) if text] or None
+    params = SamplingParams(
+        **options, logit_bias=_bias(given), structured_outputs=_structured(given)
+    )
     echoed = ""
     if not given.get("exclude_input_in_output", True):
         if not isinstance(prompt, str):
@@ -131,6 +134,18 @@ def _prompt(given: Mapping[str, Any]) -> str | list[int]:
             _DO,
         )
     return given[found[0]]
+
+
+def _bias(given: Mapping[str, Any]) -> dict[int, float] | None:
+    ids, values = (given.get(f"logit_bias_{end}", []) for end in ("ids", "values"))
+    if len(ids) != len(values) or len(set(ids)) < len(ids):
+        raise RequestError(
+            f"logit_bias_ids of {len(ids)} values, {len(set(ids))} of them different, and"
+            f" logit_bias_values of {len(values)}",
+            "as many of both, and each token id once",
+            _DO,
+        )
+    return dict(zip(ids, values, strict=True)) or None
 
 
 def _structured(given: Mapping[str, Any]) -> StructuredOutputsParams | None:

@@ -77,6 +77,27 @@ def run(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")
     ] = False,
+    min_tokens: Annotated[
+        int, typer.Option("--min-tokens", help="Output tokens before anything may end it.")
+    ] = 0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logit-bias",
+            metavar="ID=BIAS",
+            help="Add a number from -100 to 100 to the logit of a token id; repeatable.",
+        ),
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option("--bad-word", help="Text that the output must not hold; repeatable."),
+    ] = None,
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--allowed-token-id", help="Draw from the token ids given so alone; repeatable."
+        ),
+    ] = None,
     verify: Annotated[
         bool | None,
         typer.Option(
@@ -111,6 +132,7 @@ def run(
       specc run engine/ --prompts prompts.jsonl --json > outputs.json
     """  # noqa: D301
     from specc.cli_run import Loading, Request, run_request
+    from specc.logit_controls import parse_bias
 
     request = Request(
         prompt=prompt,
@@ -130,6 +152,10 @@ def run(
             "seed": seed,
             "rule": rule,
             "logprobs": logprobs,
+            "min_tokens": min_tokens,
+            "logit_bias": parse_bias(logit_bias) if logit_bias else None,
+            "bad_words": bad_words or None,
+            "allowed_token_ids": allowed_token_ids or None,
         },
     )
     loading = Loading(plan=plan, policy=policy, verify=verify, threads=threads, backend=backend)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from specc.errors import RequestError
+from specc.logit_controls import check_controls, check_ids, checked_bias
 from specc.sampling_rows import RULES, Rule
 from specc.structured_params import StructuredOutputsParams
 
@@ -29,7 +31,9 @@ MAX_LOGPROBS = 20
 class SamplingParams:
     """Options of one request, named as vLLM's users know them.
 
-    Penalties come first, then temperature, min_p, top_k and top_p, in this order, as in vLLM.
+    What `structured_outputs`, `allowed_token_ids`, `bad_words` and `min_tokens` forbid, and
+    `logit_bias`, come first, then penalties, temperature, min_p, top_k and top_p, as in vLLM. An
+    output that they leave no token to go on with ends with the reason `error`.
 
     Args:
         max_tokens: output tokens at most.
@@ -48,13 +52,21 @@ class SamplingParams:
         logprobs: log probabilities of each output token and of this many best ones, at most 20;
             they are the model's own, before penalties and temperature. None gives none.
         stop: strings that end the output; the text is cut before the first of them.
-        stop_token_ids: further token ids that end the output, next to the model's EOS ids.
+        stop_token_ids: further token ids that end the output, next to the model's EOS ids; each
+            one of the engine's vocabulary.
         ignore_eos: go on after EOS.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
         speculative: False decodes this request plainly.
         structured_outputs: what the output must look like: JSON of a schema, a regex, a choice or
             a grammar, see `docs/structured.md`. None is any text.
+        min_tokens: output tokens at least: before, neither EOS nor one of `stop_token_ids` can be
+            drawn, with `ignore_eos` either, and no stop string ends the output.
+        logit_bias: token id → number from -100 to 100 that is added to its logit.
+        allowed_token_ids: the output holds these tokens alone, EOS included. None allows all.
+        bad_words: the output holds none of them. Each is tokenized as it is and after a space; the
+            last token of either cannot be drawn where the output ends with those before it. At most
+            1,024 words of 16,384 characters together.
     Raises:
         RequestError: a value is outside its range.
     """
@@ -77,6 +89,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     speculative: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: tuple[str, ...] | list[str] | None = None
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -97,6 +113,8 @@ class SamplingParams:
             )
         if self.rule is not None and self.rule not in RULES:
             raise RequestError(f"rule={self.rule!r}", f"one of {', '.join(RULES)}, or None", _DO)
+        check_controls(self.min_tokens, self.max_tokens, self.allowed_token_ids, self.bad_words)
+        object.__setattr__(self, "logit_bias", checked_bias(self.logit_bias))
 
     @property
     def is_greedy(self) -> bool:
@@ -105,6 +123,15 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def has_controls(self) -> bool:
+        """Logits are changed, or tokens forbidden, before penalties; see `docs/drafts.md`.
+
+        A structure of the output is none of these.
+        """
+        is_limited = self.allowed_token_ids is not None
+        return bool(self.min_tokens or self.logit_bias or self.bad_words) or is_limited
 
     @property
     def rule_id(self) -> Rule:
@@ -116,9 +143,7 @@ class SamplingParams:
             raise RequestError(f"stop={self.stop!r}", "a string or a list of strings", _DO)
         if "" in stop:
             raise RequestError("an empty stop string", "non-empty stop strings", "remove it")
-        ids = self.stop_token_ids
-        if not isinstance(ids, (list, tuple)) or not all(type(token) is int for token in ids):
-            raise RequestError(f"stop_token_ids={ids!r}", "a list of integers", _DO)
+        check_ids("stop_token_ids", self.stop_token_ids)
         return tuple(stop)
 
     def _check_integers(self) -> None:

@@ -145,9 +145,9 @@ class Generation:
             raise api_error_of(update.error)
         if update.finish_reason == "error":
             raise bad_request(
-                f"structured outputs that became too complex to go on: {update.stop_reason}",
-                "a form that a grammar can follow",
-                "simplify it",
+                f"an output that cannot go on: {update.stop_reason}",
+                "options that leave a token to follow, and a form that a grammar can follow",
+                "allow more, or simplify the form",
             )
         if update.finish_reason not in FINISH_REASONS:
             raise stopping_error()
@@ -168,7 +168,9 @@ class Generation:
             loop=asyncio.get_running_loop(),
             **self._options,
         )
-        if len(job.token_ids) < LONG_PROMPT and job.params.structured_outputs is None:
+        params = job.params
+        is_slow = params.structured_outputs is not None or bool(params.bad_words)
+        if len(job.token_ids) < LONG_PROMPT and not is_slow:
             return submit()
         return await in_thread(submit, lambda stream: stream.cancel())
 

@@ -16,6 +16,7 @@ _SAME = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "rule", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "speculative"),
+    *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
 )
 # as OpenAI's, not as `SamplingParams`', whose default is greedy
 _TEMPERATURE = 1.0

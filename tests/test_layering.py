@@ -91,6 +91,7 @@ LAYER_OF_FILE = {
     "load_subject": "bench",
     "load_sweep": "bench",
     "load_trace": "bench",
+    "logit_controls": "facts",
     "machine": "facts",
     "manifest": "facts",
     "manifest_decode": "facts",

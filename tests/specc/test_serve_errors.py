@@ -52,7 +52,7 @@ BAD = {
     "frequency_penalty": (2.5, -3),
     "repetition_penalty": (0, -1, 1e300),
     "stop": ("", [""], [1], 5, {"a": 1}, ["x"] * 17, "y" * 1025, ["z" * 400] * 3),
-    "stop_token_ids": (["a"], 5, [1.5], [1] * 257),
+    "stop_token_ids": ([-1], [61], [1 << 70], ["a"], 5, [1.5], [1] * 257),
     "ignore_eos": (1, "yes"),
     "rule": ("best", 3),
     "priority": (1 << 31, 1.5, "high"),
@@ -61,9 +61,11 @@ BAD = {
     "response_format": ({"type": "xml"}, {"type": "json_schema"}, {}, "json", {"type": 5}),
     "structured_outputs": ({}, {"regex": "a", "choice": ["b"]}, {"regex": 5}, {"other": 1}, 5),
     "guided_choice": ([], [1], "a"),
-    "logit_bias": ({"1": 5},),
+    "logit_bias": ({"1": 101}, {"x": 1}, {"61": 1}, {"-1": 1}, {"1": "a"}, [1]),
+    "allowed_token_ids": ([], [-1], [61], ["a"], [1.5], 5),
+    "bad_words": ([" "], [""], [1], "a", ["a" * 16385], ["a"] * 1025, ["é"]),
     "tools": ([{"type": "function"}],),
-    "min_tokens": (5,),
+    "min_tokens": (-1, 17, 1.5, "a"),
     "model": (5, ["tiny"]),
 }
 
