@@ -286,6 +286,26 @@ def test_run_takes_prompts_from_everywhere(tiny_engine, tmp_path):
     assert outputs[3][1]["prompt"] == prompts[1]
 
 
+def test_run_takes_controls(tiny_engine):
+    letters = [ord(letter) - ord("!") for letter in "abcd"]
+    allowed = [word for token in (*letters, 256) for word in ("--allowed-token-id", token)]
+    options = ("--bad-word", "ab", "--bad-word", "c", "--logit-bias", f"{letters[3]}=-100")
+    result = invoke(
+        *("run", tiny_engine, "hello", *allowed, *options),
+        *("--min-tokens", 8, "--max-tokens", 8, "--json"),
+    )
+    assert result.exit_code == 0, result.stderr
+    (output,) = json.loads(result.stdout)["outputs"]
+    assert output["finish_reason"] == "length"
+    # nothing else is left: a alone, or b before it
+    assert set(output["text"]) <= set("ab")
+    assert "ab" not in output["text"]
+    assert len(output["text"]) == 8
+    wrong = invoke("run", tiny_engine, "hello", "--logit-bias", "5")
+    assert wrong.exit_code != 0
+    assert "--logit-bias '5'" in wrong.stderr
+
+
 def test_run_prints_a_batch(tiny_engine, tmp_path):
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
