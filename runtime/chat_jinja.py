@@ -13,35 +13,61 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-
-class Malformed(Exception):
-    """Jinja does not take the template."""
+_MAX_REASON = 1000
 
 
 class Refusal(jinja2.TemplateError):
     """A template has called `raise_exception`."""
 
 
-def compile_template(source: str) -> jinja2.Template:
-    """The template of a source.
+class ChatRenderer:
+    """The function of a child process: renders one template, which it compiles once.
 
-    Raises:
-        Malformed: it is none.
+    Args:
+        setup: `source`, Jinja; `max_characters`, of a text.
     """
-    try:
-        return _environment().from_string(source)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise Malformed(str(error)) from error
 
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self._source: str = setup["source"]
+        self._max_characters: int = setup["max_characters"]
+        # with the first job: compiling computes constants, and has to be bounded as rendering is
+        self._template: jinja2.Template | None = None
 
-def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """The text of a template.
+    def __call__(self, variables: Mapping[str, Any] | None) -> dict[str, str]:
+        """One of these, with what there is to say about it.
 
-    Raises:
-        Refusal: of the template's own.
-        Exception: anything, as templates can fail in any way.
-    """
-    return template.render(variables)
+        `text`, rendered; `malformed`, the template; `refusal`, of the template's own; `costs`, what
+        it takes too much of; `failure`.
+
+        Args:
+            variables: of the template; None only compiles it.
+        """
+        try:
+            if self._template is None:
+                self._template = _environment().from_string(self._source)
+        except MemoryError:
+            return {"costs": "memory"}
+        except (jinja2.TemplateError, RecursionError) as error:
+            return {"malformed": str(error)}
+        except Exception as error:  # of Python's compiler, about what Jinja has made
+            return {"malformed": type(error).__name__}
+        return {"text": ""} if variables is None else self._render(self._template, variables)
+
+    def _render(self, template: jinja2.Template, variables: Mapping[str, Any]) -> dict[str, str]:
+        parts, left = [], self._max_characters
+        try:
+            for part in template.generate(variables):
+                left -= len(part)
+                if left < 0:
+                    return {"costs": f"room: more than {self._max_characters} characters"}
+                parts.append(part)
+        except Refusal as error:
+            return {"refusal": str(error)[:_MAX_REASON]}
+        except MemoryError:
+            return {"costs": "memory"}
+        except Exception as error:  # templates can fail in any way
+            return {"failure": type(error).__name__}
+        return {"text": "".join(parts)}
 
 
 class _Generation(Extension):

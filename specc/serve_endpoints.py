@@ -55,6 +55,8 @@ class Endpoints:
 
     def close(self) -> None:
         """Begin nothing more for requests that are open."""
+        if self._template is not None:
+            self._template.close()
         self._threads.close()
 
     async def complete(self, request: Request) -> Response:
@@ -89,7 +91,7 @@ class Endpoints:
         params = chat_params(wanted, self._engine.max_seq_len)
         self._check_count(wanted.n or 1)
         read = functools.partial(self._read_chat, wanted)
-        token_ids = [await unless_gone(request, self._threads.run(size, read))]
+        token_ids = [await unless_gone(request, self._threads.run(size, read, is_chat=True))]
         options = Options(params.logprobs, bool(wanted.return_spec_metrics))
         answer = ChatAnswer(self._config.model_names[0], self._tokens, options)
         return await self._answer(request, wanted, token_ids, params, answer)

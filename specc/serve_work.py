@@ -46,20 +46,24 @@ class PromptThreads:
     def __init__(self) -> None:
         self._long = _Lane("long", 2, 256)
         self._large = _Lane("large", 1, 16)
+        # these wait for the processes that render them
+        self._chats = _Lane("chat", 4, 256)
 
-    async def run(self, size: int, work: Callable[[], Result]) -> Result:
+    async def run(self, size: int, work: Callable[[], Result], is_chat: bool = False) -> Result:
         """The result of some work; it is dropped, or not even begun, when the caller is cancelled.
 
         Args:
             size: bytes of the body that it is about.
             work: to do.
+            is_chat: it waits for another process, whatever its size.
         Raises:
             OverloadError: too much of it waits.
             Exception: as the work raises.
         """
-        if size < LONG_BODY_BYTES:
+        if size < LONG_BODY_BYTES and not is_chat:
             return work()
-        lane = self._long if size < LARGE_BODY_BYTES else self._large
+        lane = self._chats if is_chat else self._long
+        lane = lane if size < LARGE_BODY_BYTES else self._large
         if lane.num_open >= lane.max_open:
             raise OverloadError(
                 f"{lane.num_open} {lane.name} prompts wait for their turn already",
@@ -87,5 +91,5 @@ class PromptThreads:
 
     def close(self) -> None:
         """Begin nothing more; what runs goes on."""
-        for lane in (self._long, self._large):
+        for lane in (self._long, self._large, self._chats):
             lane.threads.shutdown(wait=False, cancel_futures=True)

@@ -151,7 +151,6 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 
 
 def test_without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "specc.runtime.chat_jinja", None)
-    monkeypatch.delattr("specc.runtime.chat_jinja", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match="jinja2, which chat templates are written in"):
         ChatTemplate("a", {})

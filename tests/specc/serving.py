@@ -90,14 +90,15 @@ def wait_for(is_so: Callable[[], bool], otherwise: str, seconds: float = 10.0) -
 
 @contextlib.contextmanager
 def serve(
-    engine: Engine | None = None, template: str | None = TEMPLATE, **options: Any
+    engine: Engine | None = None, template: str | ChatTemplate | None = TEMPLATE, **options: Any
 ) -> Iterator[Server]:
     """Start a server in a thread; `options` of `ServeConfig`, and `max_waiting`, `plan`."""
     engine = engine or build_engine(eos=(EOS,))
     plan, max_waiting = options.pop("plan", "chain-4"), options.pop("max_waiting", 64)
     config = ServeConfig(**{"model_names": (MODEL, "other"), "log_every_s": 0.0} | options)
     with Service(engine, plan, max_waiting=max_waiting) as service:
-        chat = None if template is None else ChatTemplate(template, {"eos_token": "<eos>"})
+        is_source = isinstance(template, str)
+        chat = ChatTemplate(template, {"eos_token": "<eos>"}) if is_source else template
         app = create_app(service, config, chat)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))

@@ -15,6 +15,8 @@ import pytest
 
 from specc import serve_body
 from specc.errors import OverloadError
+from specc.runtime.bounded_child import ChildLimits
+from specc.runtime.chat_template import ChatTemplate
 from specc.serve_body import check_counts
 from specc.serve_config import MAX_CONTAINERS, MAX_FIELDS, MAX_VALUES
 from specc.serve_errors import ApiError
@@ -166,6 +168,24 @@ def test_six_large_prompts_freeze_nobody(server) -> None:
                 assert_error(answer, 400, "tokens or more")
 
     assert longest_pause(server, attack) < 1.0
+
+
+def test_an_endless_template_costs_its_chats_only() -> None:
+    """The event loop goes on, and so do prompts that are no chats, small and long ones."""
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    limits = ChildLimits(cpu_seconds=0.6, memory_bytes=128 << 20)
+    with serve(template=ChatTemplate(loops, {}, limits)) as running:
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        with ThreadPoolExecutor(2) as threads:
+            asked = [threads.submit(running.post, "/v1/chat/completions", chat) for _ in range(2)]
+            time.sleep(0.2)
+            begin_s = time.perf_counter()
+            assert running.get("/health", timeout=60).status_code == 200
+            assert running.complete(prompt="ab", **GREEDY)["choices"]
+            assert_error(running.post("/v1/completions", {"prompt": "a" * 300_000}), 400, "tokens")
+            assert time.perf_counter() - begin_s < 1.5
+            for one in asked:
+                assert_error(one.result(), 400, "takes too much to render", param="messages")
 
 
 class Work:
