@@ -121,6 +121,7 @@ LAYER_OF_FILE = {
     "serve_errors": "serve",
     "serve_generate": "serve",
     "serve_grammar": "serve",
+    "serve_latencies": "serve",
     "serve_logprobs": "serve",
     "serve_metrics": "serve",
     "serve_openapi": "serve",
