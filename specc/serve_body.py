@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from starlette.requests import Request
 
 from specc.serve_config import MAX_DEPTH, ServeConfig
-from specc.serve_errors import ApiError, bad_request
+from specc.serve_errors import ApiError, bad_request, shorten
 
 # from this size on, parsing is for another thread than the event loop's
 LONG_BODY_BYTES = 64 << 10
@@ -70,8 +70,8 @@ async def read_json(request: Request, config: ServeConfig) -> tuple[dict[str, An
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise ApiError(
             415,
-            f"found: a body of type {media_type or 'unknown'}; needed: application/json; do: send"
-            " the header Content-Type: application/json",
+            f"found: a body of type {shorten(media_type) or 'unknown'}; needed: application/json;"
+            " do: send the header Content-Type: application/json",
             code="unsupported_media_type",
         )
     async with _counted(request.app.state.bodies) as count:

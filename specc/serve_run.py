@@ -243,8 +243,13 @@ class _Process:
     async def _watch(self) -> None:
         """Return when it is time to end: nothing runs any more, or nothing should."""
         service = self._service
+        was = Health.OK
         while not self._signals:
-            if service.health is Health.DEAD:
+            health = service.health
+            if health is Health.STALLED and was is not health:
+                _log.error("an iteration of the engine does not end: /health says stalled")
+            was = health
+            if health is Health.DEAD:
                 _log.critical("the engine has failed for good: this process ends")
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
