@@ -308,7 +308,7 @@ def test_the_soft_limit_is_raised() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("has_hard_limit", [False, True])
+@pytest.mark.parametrize("has_hard_limit", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_1100_idle_connections(has_hard_limit: bool, tmp_path: Path) -> None:
     """A whole process at `ulimit -n 1024`, whether it may raise that or not."""
     engine = save_engine(tmp_path / "engine").path
