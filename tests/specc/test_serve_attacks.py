@@ -19,8 +19,7 @@ PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("attacks") / "engine"
-    config = CompileConfig(target=PAIR / "target", draft=PAIR / "draft", backend="eager")
-    compile_with(config, path)
+    compile_with(PAIR / "target", [PAIR / "draft"], path, CompileConfig(backend="eager"))
     return path
 
 
