@@ -19,6 +19,10 @@ from specc.serve_errors import ApiError, bad_request, shorten
 LONG_BODY_BYTES = 64 << 10
 # what is read and dropped of a body that is too large, so that the client gets to read the answer
 _DROPPED_BYTES, _DROP_S = 64 << 20, 2.0
+# values of a body, lists, objects and fields of it, and quotes: the parser holds up all threads
+_MAX_VALUES, _MAX_MEMBERS, _MAX_QUOTES = 1_000_000, 200_000, 1_000_000
+# up to its end, or up to that of the body: so no byte is looked at twice
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -37,6 +41,8 @@ class BodyBudget:
 
     def __init__(self, config: ServeConfig) -> None:
         self._num_free = _NUM_LARGEST * config.max_body_bytes
+        # one after the other, with others' work between
+        self.parsing = asyncio.Lock()
 
     def take(self, num_bytes: int) -> None:
         """Raises ApiError: there is not so much left."""
@@ -78,7 +84,8 @@ async def read_json(request: Request, config: ServeConfig) -> tuple[dict[str, An
         body = await _read(request, config, count)
         if len(body) < LONG_BODY_BYTES:
             return parse_object(body), len(body)
-        return await asyncio.to_thread(parse_object, body), len(body)
+        async with request.app.state.bodies.parsing:
+            return await asyncio.to_thread(parse_object, body), len(body)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -93,6 +100,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise bad_request(
             f"a body that is no UTF-8 at byte {error.start}", "UTF-8", "encode it as UTF-8"
         ) from error
+    _check_counts(body)
     try:
         data = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -191,6 +199,22 @@ async def _drop(request: Request) -> None:
         left -= len(message.get("body", b""))
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             return
+
+
+def _check_counts(body: bytes) -> None:
+    """Before it is parsed: eight million bytes of brackets take seconds."""
+    for is_exact in (False, True):
+        num_members = sum(map(body.count, (b"[", b"{", b":")))
+        if num_members <= _MAX_MEMBERS and body.count(b",") < _MAX_VALUES:
+            return
+        if is_exact or body.count(b'"') > _MAX_QUOTES:
+            raise bad_request(
+                "a body of very many values",
+                f"at most {_MAX_VALUES} values, {_MAX_MEMBERS} of them lists, objects and fields",
+                "send less at a time",
+            )
+        # what is in strings does not count
+        body = _STRING.sub(b"", body)
 
 
 def _check_depth(data: Any) -> None:
