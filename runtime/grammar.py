@@ -8,6 +8,7 @@ from collections.abc import Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specc.errors import RequestError
+from specc.extras import install_command
 from specc.structured_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def _library() -> Any:
         raise RequestError(
             "a request for structured outputs, and no llguidance",
             "the package llguidance, which knows the grammars",
-            "pip install specc[structured]",
+            install_command("structured"),
         ) from error
     return llguidance
 

@@ -70,6 +70,7 @@ LAYER_OF_FILE = {
     "config": "facts",
     "errors": "facts",
     "extend_engine": "compiler",
+    "extras": "facts",
     "files": "facts",
     "graph_io": "facts",
     "latency_table": "facts",
