@@ -9,6 +9,7 @@ import torch
 from rich.table import Table
 
 from specc import cli_render as render
+from specc.cli_print_table import print_table
 from specc.cli_progress import make_listener
 from specc.cli_run import read_prompt_lines
 from specc.errors import ConfigError
@@ -47,7 +48,8 @@ def run_tune(
         rows = ", ".join(" ".join(f"{value:.2f}" for value in row[:4]) for row in table[:4])
         console.print(f"acceptance of {draft} by depth and rank: {rows}", soft_wrap=True)
     for batch in tuning.batches:
-        console.print(_table(batch))
+        console.print(render.heading(f"\nbatch size {batch.batch_size}"))
+        print_table(console, _table(batch))
         console.print(_reason(batch), soft_wrap=True)
 
 
@@ -70,9 +72,9 @@ def check_options(options: TuneOptions, num_prompts: int | None) -> None:
 
 
 def _table(batch: BatchTuning) -> Table:
-    table = Table(title=render.heading(f"\nbatch size {batch.batch_size}"), title_justify="left")
-    for name in ("plan", "tokens a step", "predicted", "measured", "spread"):
-        table.add_column(name, justify="left" if name == "plan" else "right")
+    columns = ("tokens a step", "predicted", "measured", "spread")
+    table = render.make_table(("plan", *columns), columns)
+    table.columns[0].no_wrap = True
     ranked = sorted(batch.candidates, key=lambda item: -item.measured)
     for item in ranked:
         mark = " *" if item.plan == batch.chosen else ""

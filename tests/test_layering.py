@@ -56,6 +56,7 @@ LAYER_OF_FILE = {
     "cli_compile": "cli",
     "cli_doctor": "cli",
     "cli_inspect": "cli",
+    "cli_print_table": "cli",
     "cli_progress": "cli",
     "cli_render": "cli",
     "cli_run": "cli",
