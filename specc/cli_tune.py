@@ -11,7 +11,7 @@ from rich.table import Table
 from specc import cli_render as render
 from specc.cli_print_table import print_table
 from specc.cli_progress import make_listener
-from specc.cli_run import read_prompt_lines
+from specc.cli_prompts import plain_prompts
 from specc.errors import ConfigError
 from specc.machine import check_threads
 from specc.plans import OFF
@@ -37,7 +37,7 @@ def run_tune(
     check_threads(threads)
     if threads is not None:
         torch.set_num_threads(threads)
-    texts = list(read_prompt_lines(prompts))[:num_prompts]
+    texts = plain_prompts(prompts)[:num_prompts]
     with make_listener() as listen:
         tuning = tune(engine, texts, options, Phases(listen))
     if as_json:
@@ -51,6 +51,11 @@ def run_tune(
         console.print(render.heading(f"\nbatch size {batch.batch_size}"))
         print_table(console, _table(batch))
         console.print(_reason(batch), soft_wrap=True)
+    if tuning.others:
+        names = ", ".join(plan.name for plan in tuning.others)
+        text = "removed from" if options.prunes else "chosen for no batch size, and still in"
+        do = "" if options.prunes else " (--prune removes them)"
+        console.print(f"\n{text} the engine: {names}{do}", soft_wrap=True)
 
 
 def check_options(options: TuneOptions, num_prompts: int | None) -> None:

@@ -58,6 +58,7 @@ LAYER_OF_FILE = {
     "cli_inspect": "cli",
     "cli_print_table": "cli",
     "cli_progress": "cli",
+    "cli_prompts": "cli",
     "cli_render": "cli",
     "cli_run": "cli",
     "cli_serve": "cli",
