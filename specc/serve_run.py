@@ -20,11 +20,11 @@ from fastapi import FastAPI
 
 from specc.errors import ConfigError, RequestError, SpeccError
 from specc.machine import check_threads
+from specc.runtime.chat_template import load_template
 from specc.runtime.engine import Engine
 from specc.runtime.service import Service
 from specc.runtime.service_state import Health
 from specc.serve_app import create_app
-from specc.serve_chat import load_template
 from specc.serve_config import ServeConfig
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")

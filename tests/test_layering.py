@@ -175,14 +175,14 @@ PACKAGES = {
     },
     "runtime": {
         *("torch", "safetensors", "tokenizers", "onnx", "onnxruntime", "llguidance"),
-        "numpy",
+        *("numpy", "jinja2"),
     },
     "compiler": {"torch", "tokenizers"},
     "api": {"torch"},
     "bench": {"torch", "transformers", "matplotlib", "networkx"},
     "tune": {"torch"},
     "serve": {
-        *("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "jinja2"),
+        *("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"),
         "tokenizers",
     },
     "cli": {"torch", "typer", "rich"},
