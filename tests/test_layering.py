@@ -39,7 +39,9 @@ LAYER_OF_FILE = {
     "choose_plans": "facts",
     "cli": "cli",
     "cli_app": "cli",
+    "cli_chat": "cli",
     "cli_command_bench": "cli",
+    "cli_command_chat": "cli",
     "cli_command_compile": "cli",
     "cli_command_run": "cli",
     "cli_command_serve": "cli",
@@ -200,7 +202,7 @@ LAUNCHES_FOR = {
 # the command line answers --help before anything heavy loads: in these files everything but the
 # standard library and the listed modules is imported inside functions
 _COMMANDS = tuple(
-    f"cli_command_{name}" for name in ("bench", "compile", "run", "serve", "triton", "tune")
+    f"cli_command_{name}" for name in ("bench", "chat", "compile", "run", "serve", "triton", "tune")
 )
 LAZY = {
     "cli": {"typer", "specc.cli_app", *(f"specc.{name}" for name in _COMMANDS)},
