@@ -145,7 +145,8 @@ class BoundedChild:
         payload = header + json.dumps(data).encode()
         try:
             reply = self._exchange(payload, seconds, self._limits.answer_bytes)
-        except ChildError:
+        except BaseException:
+            # its answer, if it comes, must not be that of the next job
             self.close()
             raise
         if "answer" in reply:
@@ -183,7 +184,6 @@ class BoundedChild:
             raise _start_error(f"its Python is {reply['version']}")
 
     def _exchange(self, payload: bytes, seconds: float, max_bytes: int | None) -> dict[str, Any]:
-        late = ChildTimeout(f"it took more than {seconds:g} s")
         end_s = time.monotonic() + seconds
         # a socket's timeout is for one read or write; this is for all of them
         watch = threading.Timer(seconds, self.kill)
@@ -201,8 +201,10 @@ class BoundedChild:
         if answer is not None:
             return json.loads(answer)
         code = self._wait()
-        if time.monotonic() >= end_s or -code in (signal.SIGPROF, signal.SIGALRM):
-            raise late
+        if -code == signal.SIGPROF:
+            raise ChildTimeout(f"it took more than {seconds / WALL_TO_CPU:g} s of the processor")
+        if time.monotonic() >= end_s or -code == signal.SIGALRM:
+            raise ChildTimeout(f"it took more than {seconds:g} s")
         raise ChildDied(_SIGNALS.get(-code, f"its process ended with {code}"))  # type: ignore[call-overload]
 
     def _wait(self) -> int:

@@ -26,11 +26,11 @@ class Cancellation:
         self.is_cancelled = False
 
     def cancel(self) -> None:
+        # all of it under the lock: whoever has left `calling` is not called any more
         with self._lock:
             self.is_cancelled = True
-            calls, self._calls = self._calls, []
-        for call in calls:
-            call()
+            for call in self._calls:
+                call()
 
     @contextlib.contextmanager
     def calling(self, call: Callable[[], object]) -> Iterator[None]:
@@ -95,6 +95,7 @@ class BoundedPool:
         is_large: bool = False,
         cpu_seconds: float | None = None,
         cancellation: Cancellation | None = None,
+        then: Callable[[Any], Any] | None = None,
     ) -> Any:
         """The answer to one job; waits for it, in any thread.
 
@@ -103,6 +104,8 @@ class BoundedPool:
             is_large: it takes long, as far as its size tells.
             cpu_seconds: see `BoundedChild.call`.
             cancellation: ends the wait, and the job.
+            then: called here with the answer, while the job keeps its place among the few that
+                run; what it returns is returned. Not cancelled.
         Raises:
             SpeccError: as the function raised it.
             ChildError: there is no answer.
@@ -114,19 +117,8 @@ class BoundedPool:
             self._forget()
         cancellation = cancellation or Cancellation()
         with self._turn(is_large, cancellation):
-            child = self._take()
-            try:
-                with cancellation.calling(child.kill):
-                    return child.call(data, cpu_seconds)
-            except ChildError as error:
-                if cancellation.is_cancelled or self._is_closed:
-                    raise JobCancelled from error
-                if not isinstance(error, JobFailed):
-                    # whoever cost the child its life waits for the next one, and nobody else
-                    child = self._next_after(child)
-                raise
-            finally:
-                self._give_back(child)
+            answer = self._answer(data, cpu_seconds, cancellation)
+            return answer if then is None else then(answer)
 
     def close(self) -> None:
         """End all children; jobs that wait or run are cancelled."""
@@ -140,6 +132,21 @@ class BoundedPool:
         """Of the children that live."""
         with self._changed:
             return [child.pid for child in self._children if child.is_alive]
+
+    def _answer(self, data: Any, cpu_seconds: float | None, cancellation: Cancellation) -> Any:
+        child = self._take()
+        try:
+            with cancellation.calling(child.kill):
+                return child.call(data, cpu_seconds)
+        except ChildError as error:
+            if cancellation.is_cancelled or self._is_closed:
+                raise JobCancelled from error
+            if not isinstance(error, JobFailed):
+                # whoever cost the child its life waits for the next one, and nobody else
+                child = self._next_after(child)
+            raise
+        finally:
+            self._give_back(child)
 
     def _forget(self) -> None:
         self._pid = os.getpid()

@@ -125,6 +125,7 @@ LAYER_OF_FILE = {
     "serve_endpoints": "serve",
     "serve_errors": "serve",
     "serve_generate": "serve",
+    "serve_grammar": "serve",
     "serve_logprobs": "serve",
     "serve_metrics": "serve",
     "serve_openapi": "serve",

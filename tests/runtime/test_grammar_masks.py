@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specc.errors import RequestError
 from specc.plans import OFF, SpecPlan
-from specc.runtime.grammar import Grammars, GrammarState
+from specc.runtime.grammar import GrammarState
 from specc.runtime.grammar_masks import TreeMasks, mask_rows, mask_trees, tree_masks
+from specc.runtime.grammars import Grammars
 from specc.sampling_rows import Rule
 from specc.structured_params import StructuredOutputsParams
 from tests.drafts import PLANS
