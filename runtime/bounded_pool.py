@@ -109,9 +109,10 @@ class BoundedPool:
         Raises:
             SpeccError: as the function raised it.
             ChildError: there is no answer.
-            OverloadError: too many jobs wait, or this one has waited for too long.
+            OverloadError: too many jobs wait, this one has waited for too long, or the pool was
+                closed.
             FaultError: no child starts.
-            JobCancelled: by `cancellation`, or because the pool was closed.
+            JobCancelled: by `cancellation`.
         """
         if self._pid != os.getpid():  # a fork: the children are the parent's
             self._forget()
@@ -121,7 +122,7 @@ class BoundedPool:
             return answer if then is None else then(answer)
 
     def close(self) -> None:
-        """End all children; jobs that wait or run are cancelled."""
+        """End all children, and with them the jobs that wait or run."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -139,8 +140,10 @@ class BoundedPool:
             with cancellation.calling(child.kill):
                 return child.call(data, cpu_seconds)
         except ChildError as error:
-            if cancellation.is_cancelled or self._is_closed:
+            if cancellation.is_cancelled:
                 raise JobCancelled from error
+            if self._is_closed:
+                raise _closed() from error
             if not isinstance(error, JobFailed):
                 # whoever cost the child its life waits for the next one, and nobody else
                 child = self._next_after(child)
@@ -186,8 +189,10 @@ class BoundedPool:
             finally:
                 self._waiting.remove(turn)
                 self._changed.notify_all()
-            if is_over():
+            if cancellation.is_cancelled:
                 raise JobCancelled
+            if self._is_closed:
+                raise _closed()
             if not is_in_time:
                 raise _overloaded(f"it has waited for {self._max_wait_s:g} s")
             self._running.append(turn)
@@ -252,3 +257,9 @@ def _close_all(pid: int, children: list[BoundedChild]) -> None:
 
 def _overloaded(found: str) -> OverloadError:
     return OverloadError(f"a job that has no place: {found}", "fewer at a time", "try again later")
+
+
+def _closed() -> OverloadError:
+    return OverloadError(
+        "a job of a process that is about to stop", "one that goes on", "send it to another one"
+    )

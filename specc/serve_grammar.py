@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from specc.errors import OverloadError
-from specc.runtime.bounded_pool import Cancellation, JobCancelled
+from specc.runtime.bounded_pool import Cancellation
 from specc.runtime.grammar import GrammarState
 from specc.runtime.grammars import Grammars
 from specc.structured_params import StructuredOutputsParams
@@ -41,12 +41,6 @@ async def start_grammar(
             f"a grammar that was not compiled within the {timeout_s:g} s of its request",
             "a server with less to do, or a smaller grammar",
             "try again later",
-        ) from error
-    except JobCancelled as error:
-        raise OverloadError(
-            "the server is about to stop",
-            "a server that takes requests",
-            "send the request to another server",
         ) from error
     finally:
         # of no effect where it has ended

@@ -213,7 +213,7 @@ def test_closing_ends_what_runs_and_what_waits(pool):
     pool.close()
     for thread, ended in jobs:
         thread.join(10)
-        assert [type(error) for error in ended] == [JobCancelled]
+        assert [type(error) for error in ended] == [OverloadError]
     assert all(is_gone(pid) for pid in pids)
 
 
