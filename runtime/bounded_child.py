@@ -88,13 +88,13 @@ class BoundedChild:
         target: `module:name` of what is called once in the child, with `setup`; it returns the
             function that is called with the data of each job. Neither may need torch: a child is
             small, and quick to replace.
-        setup: plain data.
+        setup: plain data, as JSON.
         limits: of each job.
     Raises:
         FaultError: no interpreter, or the target cannot be set up.
     """
 
-    def __init__(self, target: str, setup: Any, limits: ChildLimits) -> None:
+    def __init__(self, target: str, setup: bytes, limits: ChildLimits) -> None:
         self._limits = limits
         own, theirs = socket.socketpair()
         try:
@@ -163,18 +163,17 @@ class BoundedChild:
         self._connection.close()
         self._process.wait()
 
-    def _start(self, target: str, setup: Any) -> None:
+    def _start(self, target: str, setup: bytes) -> None:
         limits = self._limits
         first = {
             "target": target,
-            "data": setup,
             "path": sys.path,
             "packages": _packages(),
             "memory_bytes": limits.memory_bytes,
             "stack_bytes": limits.stack_bytes,
         }
         try:
-            reply = self._exchange(json.dumps(first).encode(), limits.start_seconds, None)
+            reply = self._exchange(json.dumps(first).encode(), limits.start_seconds, None, setup)
         except ChildError as error:
             raise _start_error(str(error)) from error
         if "error" in reply:
@@ -183,14 +182,17 @@ class BoundedChild:
         if reply["version"] != [*sys.version_info[:2]]:
             raise _start_error(f"its Python is {reply['version']}")
 
-    def _exchange(self, payload: bytes, seconds: float, max_bytes: int | None) -> dict[str, Any]:
+    def _exchange(
+        self, payload: bytes, seconds: float, max_bytes: int | None, *more: bytes
+    ) -> dict[str, Any]:
         end_s = time.monotonic() + seconds
         # a socket's timeout is for one read or write; this is for all of them
         watch = threading.Timer(seconds, self.kill)
         watch.daemon = True
         watch.start()
         try:
-            bounded_child_main.write_message(self._connection, payload)
+            for message in (payload, *more):
+                bounded_child_main.write_message(self._connection, message)
             answer = bounded_child_main.read_message(self._connection, max_bytes)
         except ValueError as error:
             raise AnswerTooLarge(f"its answer is {error}; at most {max_bytes}") from error

@@ -72,18 +72,20 @@ def main(connection: socket.socket) -> None:
         os.nice(5)
         Path("/proc/self/oom_score_adj").write_text("800")
     jobs: SimpleQueue[bytes] = SimpleQueue()
-    first = read_message(connection)
-    if first is None:
+    first, data = read_message(connection), read_message(connection)
+    if first is None or data is None:
         return
     setup = json.loads(first)
     threading.stack_size(setup["stack_bytes"])
-    threading.Thread(target=_work, args=(connection, setup, jobs), daemon=True).start()
+    threading.Thread(target=_work, args=(connection, setup, data, jobs), daemon=True).start()
     while (message := read_message(connection)) is not None:
         jobs.put(message)
 
 
-def _work(connection: socket.socket, setup: dict[str, Any], jobs: SimpleQueue[bytes]) -> None:
-    reply = _attempt(lambda: _prepare(setup))
+def _work(
+    connection: socket.socket, setup: dict[str, Any], data: bytes, jobs: SimpleQueue[bytes]
+) -> None:
+    reply = _attempt(lambda: _prepare(setup, json.loads(data)))
     work: Callable[[Any], Any] = reply.pop("answer", None)
     write_message(connection, json.dumps(reply | {"version": sys.version_info[:2]}).encode())
     while True:
@@ -104,12 +106,12 @@ def _payload(work: Callable[[Any], Any], message: bytes) -> bytes:
     return payload if payload is not None else json.dumps(reply).encode()
 
 
-def _prepare(setup: dict[str, Any]) -> Callable[[Any], Any]:
+def _prepare(setup: dict[str, Any], data: Any) -> Callable[[Any], Any]:
     sys.path[:] = setup["path"]
     for name, directory in setup["packages"]:
         _load_package(name, Path(directory))
     module, _, name = setup["target"].partition(":")
-    work = getattr(importlib.import_module(module), name)(setup["data"])
+    work = getattr(importlib.import_module(module), name)(data)
     if setup["memory_bytes"] is not None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + setup["memory_bytes"]

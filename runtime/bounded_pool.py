@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import weakref
@@ -62,7 +63,7 @@ class BoundedPool:
 
     Args:
         target: see `BoundedChild`.
-        setup: makes the plain data of `BoundedChild`, for each child that is started.
+        setup: makes the plain data that children are set up with, when the first one is started.
         limits: of each job.
         num_children: at most; large jobs leave one of them to small ones.
         max_waiting: jobs that wait for a child, at most.
@@ -81,6 +82,7 @@ class BoundedPool:
     ) -> None:
         self._target = target
         self._setup = setup
+        self._setup_json: bytes | None = None
         self._limits = limits
         self._num_children = num_children
         self._max_waiting = max_waiting
@@ -220,7 +222,10 @@ class BoundedPool:
         return self._start()
 
     def _start(self) -> BoundedChild:
-        child = BoundedChild(self._target, self._setup(), self._limits)
+        if self._setup_json is None:
+            # once: a vocabulary takes a while, in which nothing else runs
+            self._setup_json = json.dumps(self._setup()).encode()
+        child = BoundedChild(self._target, self._setup_json, self._limits)
         with self._changed:
             self._children.append(child)
             is_late = self._is_closed

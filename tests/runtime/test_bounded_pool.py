@@ -178,6 +178,16 @@ def test_a_running_job_is_cancelled(pool):
     assert pool.run(["echo", 1]) == 1
 
 
+def test_an_interrupted_job_leaves_no_answer_for_the_next(pool):
+    """Ctrl-C in the thread that waits: the child would still answer."""
+    assert pool.run(["echo", 1]) == 1
+    timer = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(["sleep", 1.0])
+    assert pool.run(["echo", 2]) == 2
+
+
 def test_places_are_bounded_and_one_is_for_small_jobs(pool):
     """Two large jobs: one runs, one waits; small ones go on beside, and the queue has an end."""
     cancellation = Cancellation()
