@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from specc.errors import RequestError
 from specc.runtime.detokenizer import Detokenizer
 from specc.runtime.engine import Engine
+from specc.runtime.grammar import GrammarState
 from specc.runtime.sequence import Sequence
 from specc.sampling_params import SamplingParams
 
@@ -53,6 +54,7 @@ class RequestMaker:
         is_streamed: bool = False,
         priority: int = 0,
         timeout_s: float | None = None,
+        grammar: GrammarState | None = None,
     ) -> Sequence:
         """Tokenize and check one request.
 
@@ -64,8 +66,10 @@ class RequestMaker:
             is_streamed: keep an event for every token.
             priority: lower ones are served first.
             timeout_s: seconds from now after which the request ends with what it has.
+            grammar: of `params`, at its beginning; without one, it is compiled here.
         Raises:
             RequestError: the prompt or its parameters are invalid for this engine.
+            OverloadError: too many grammars are compiled at the moment.
         """
         text, token_ids = self._tokenize(index, prompt)
         self._check(index, token_ids, params)
@@ -79,7 +83,8 @@ class RequestMaker:
                 self._special_token_ids if params.skip_special_tokens else frozenset(),
             )
         structured = params.structured_outputs
-        grammar = None if structured is None else self._engine.grammars.start(structured)
+        if structured is not None and grammar is None:
+            grammar = self._engine.grammars.start(structured)
         number = str(next(self._numbers))
         return Sequence(
             number if request_id is None else request_id,

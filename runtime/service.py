@@ -26,6 +26,7 @@ from specc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specc.runtime.engine import Engine
+    from specc.runtime.grammar import GrammarState
     from specc.runtime.logprobs import TokenLogprobs
     from specc.runtime.policy import Policy
 
@@ -177,6 +178,7 @@ class Service:
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        grammar: GrammarState | None = None,
     ) -> Ticket:
         """Hand a request in; tokenizing and checking happen here, in the caller's thread.
 
@@ -188,6 +190,7 @@ class Service:
             request_id: name, of no other open request; None makes one up.
             priority: lower ones are served first.
             timeout_s: seconds after which the request ends with what it has.
+            grammar: see `RequestMaker.make`.
         Raises:
             RequestError: the request is invalid.
             OverloadError: too many requests wait, or the service is about to stop.
@@ -200,6 +203,7 @@ class Service:
             is_streamed=True,
             priority=priority,
             timeout_s=timeout_s,
+            grammar=grammar,
         )
         self.core.scheduler.check_fits(sequence)
         ticket = Ticket(sequence, on_update)

@@ -20,10 +20,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specc import __version__
 from specc.errors import SpeccError
+from specc.runtime.chat_template import ChatTemplate
 from specc.runtime.service import Service
 from specc.runtime.service_state import Health
 from specc.serve_body import BodyBudget, ClientGone
-from specc.serve_chat import ChatTemplate
 from specc.serve_config import ServeConfig
 from specc.serve_endpoints import Endpoints
 from specc.serve_errors import (

@@ -9,11 +9,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specc.runtime.chat_template import ChatTemplate
 from specc.runtime.service import Service
 from specc.sampling_params import SamplingParams
 from specc.serve_answers import Answer, ChatAnswer, CompletionAnswer, Options
 from specc.serve_body import LONG_BODY_BYTES, read_json
-from specc.serve_chat import ChatTemplate
+from specc.serve_chat import render
 from specc.serve_config import MAX_CHOICES, ServeConfig
 from specc.serve_errors import JSON, bad_request, unknown_model
 from specc.serve_generate import Generation, Job, Output, in_thread, unless_gone
@@ -89,8 +90,8 @@ class Endpoints:
         self._check(wanted)
         params = chat_params(wanted, self._engine.max_seq_len)
         self._check_count(wanted.n or 1)
-        render = functools.partial(self._render, wanted)
-        token_ids = [await self._off_loop(request, size, render)]
+        to_tokens = functools.partial(self._render, wanted)
+        token_ids = [await self._off_loop(request, size, to_tokens)]
         options = Options(params.logprobs, bool(wanted.return_spec_metrics))
         answer = ChatAnswer(self._config.model_names[0], self._tokens, options)
         return await self._answer(request, wanted, token_ids, params, answer)
@@ -165,18 +166,7 @@ class Endpoints:
         ]
 
     def _render(self, wanted: ChatRequest) -> list[int]:
-        if self._template is None:
-            raise bad_request(
-                "a chat, and a model without a chat template",
-                "a chat template",
-                "send the prompt to /v1/completions, or start the server with --chat-template FILE",
-                "messages",
-            )
-        text = self._template.render(
-            wanted.messages,
-            add_generation_prompt=wanted.add_generation_prompt is not False,
-            options=wanted.chat_template_kwargs,
-        )
+        text = render(self._template, wanted)
         return self._service.core.requests.tokenize(text, not wanted.add_special_tokens)
 
     def _text(self, token_ids: list[int]) -> str:

@@ -8,7 +8,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from fastapi import FastAPI
 
 from specc.errors import ConfigError, RequestError
 from specc.machine import check_threads
+from specc.runtime.chat_template import load_template
 from specc.runtime.engine import Engine
 from specc.runtime.service import Service
 from specc.runtime.service_state import Health
 from specc.serve_app import create_app
-from specc.serve_chat import load_template
 from specc.serve_config import ConnectionLimits, ServeConfig
 from specc.serve_connections import Connections
 from specc.serve_hosts import choose_hosts
@@ -35,6 +36,8 @@ DEAD = 1
 _FLUSH_S = 5
 # and that the process has behind a second signal
 _END_NOW_S = 2.0
+# for threads that still work when everything else has ended
+_END_S = 5.0
 _LOOK_EVERY_S = 0.05
 _log = logging.getLogger("specc.serve")
 
@@ -111,7 +114,11 @@ def serve(engine: Path, loading: Loading, place: Place, config: ServeConfig) -> 
             _log.warning("without --api-key: whoever reaches %s uses this server", address)
         try:
             app = create_app(service, config, template)
-            return asyncio.run(_Process(app, service, listener, place).run())
+            process = _Process(app, service, listener, place)
+            with _End() as end:
+                code = asyncio.run(end.after(process.run()))
+                service.close()
+            return code
         finally:
             service.close()
     finally:
@@ -180,6 +187,28 @@ class HttpServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         async with self.connections.watched(self.server_state):
             await super().serve(sockets)
+
+
+class _End:
+    """Ends the process although a thread goes on: its work is of no use to anybody."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    async def after(self, run: Coroutine[Any, Any, int]) -> int:
+        code = await run
+        # from here on, the event loop waits for its threads
+        self._timer = threading.Timer(_END_S, os._exit, (code,))
+        self._timer.daemon = True
+        self._timer.start()
+        return code
+
+    def __enter__(self) -> _End:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class _Process:
@@ -258,6 +287,8 @@ class _Process:
         end_s = asyncio.get_running_loop().time() + seconds
         # whoever comes now is refused, and told to go elsewhere
         service.drain(0)
+        # no request that would begin only now
+        service.engine.grammars.close()
         while service.num_open and service.health is not Health.DEAD and len(self._signals) < 2:
             if asyncio.get_running_loop().time() >= end_s:
                 _log.warning("%d requests did not end in time", service.num_open)

@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import openai
 
+from specc.runtime.chat_template import ChatTemplate
 from specc.runtime.engine import Engine
 from specc.runtime.service import Service
 from specc.sampling_params import SamplingParams
 from specc.serve_app import create_app
-from specc.serve_chat import ChatTemplate
 from specc.serve_config import ConnectionLimits, ServeConfig
 from specc.serve_run import HttpServer
 from tests.runtime.conftest import EOS, TinyModel, build_engine
