@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specc.errors import RequestError
+from specc.extras import install_command
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -147,7 +148,7 @@ def library() -> Any:
         raise RequestError(
             "a request for structured outputs, and no llguidance",
             "the package llguidance, which knows the grammars",
-            "pip install specc[structured]",
+            install_command("structured"),
         ) from error
     return llguidance
 

@@ -96,6 +96,23 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            help="A name that clients may call this server, beside its addresses; repeatable, * is"
+            " any. Without it: the machine's own names where the server listens at a local address"
+            " and needs no key, else any.",
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            "--max-connections",
+            help="Open at a time. Beyond, the one that has sent no request for the longest time is"
+            " closed; where all of them work, new ones get 503.",
+        ),
+    ] = 4096,
     drain_timeout: Annotated[
         float,
         typer.Option("--drain-timeout", help="Seconds that open requests have after SIGTERM."),
@@ -132,11 +149,12 @@ def serve(
       specc serve engine/
       specc serve engine/ --host 0.0.0.0 --port 9000 --served-model-name coder
       SPECC_API_KEY=secret specc serve engine/ --max-waiting 64 --request-timeout 120
+      specc serve engine/ --allowed-host specc.internal --max-connections 256
       curl localhost:8000/v1/completions -H 'Content-Type: application/json'
         -d '{"prompt": "def f(x):", "max_tokens": 32}'
     """  # noqa: D301
     from specc.cli_serve import run_serve
-    from specc.serve_config import ServeConfig
+    from specc.serve_config import ConnectionLimits, ServeConfig
 
     config = ServeConfig(
         model_names=tuple(served_model_name or (engine.resolve().name,)),
@@ -166,6 +184,8 @@ def serve(
             "drain_timeout_s": drain_timeout,
             "log_level": log_level,
             "chat_template": chat_template,
+            "allowed_hosts": tuple(allowed_host or ()),
+            "limits": ConnectionLimits(max_connections=max_connections),
         },
         measures=measure,
     )

@@ -17,6 +17,35 @@ MAX_VALUES, MAX_FIELDS, MAX_CONTAINERS = 1 << 20, 1 << 15, 1 << 14
 
 
 @dataclass(frozen=True)
+class ConnectionLimits:
+    """What connections may take.
+
+    Args:
+        max_connections: at a time.
+        head_timeout_s: seconds for a request's headers, from the connection or their first byte.
+        keep_alive_s: seconds that a connection waits for a further request.
+        rest_timeout_s: seconds for the rest of a body that was answered before it was there.
+        unread_timeout_s: seconds for which a client may read nothing of what is there for it.
+        look_every_s: seconds between two looks for connections that are late.
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    max_connections: int = 4096
+    head_timeout_s: float = 10.0
+    keep_alive_s: float = 75.0
+    rest_timeout_s: float = 10.0
+    unread_timeout_s: float = 60.0
+    look_every_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise ConfigError(
+                f"max_connections={self.max_connections}", "1 or more", "correct the option"
+            )
+
+
+@dataclass(frozen=True)
 class ServeConfig:
     """How an engine is served.
 
@@ -27,9 +56,11 @@ class ServeConfig:
         max_unbounded_bytes: of a prompt, of those that the tokenizer may leave out or put together
             without end, so that their number says nothing about tokens; None follows from the
             engine's max_seq_len.
-        body_timeout_s: seconds between two parts of a body.
+        body_timeout_s: seconds between two parts of a body; all of it has as long, and a second
+            more for each KiB that comes.
         request_timeout_s: seconds after which a request ends with what it has; None is never.
         log_every_s: seconds between two lines of figures, while there is work; 0 logs none.
+        allowed_hosts: names that requests may call this server, beside addresses; None allows any.
     Raises:
         ConfigError: a value is outside its range.
     """
@@ -41,6 +72,7 @@ class ServeConfig:
     body_timeout_s: float = 30.0
     request_timeout_s: float | None = None
     log_every_s: float = 10.0
+    allowed_hosts: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         do = "correct the option"

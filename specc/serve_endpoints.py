@@ -16,7 +16,7 @@ from specc.serve_answers import Answer, ChatAnswer, CompletionAnswer, Options
 from specc.serve_body import read_json
 from specc.serve_chat import render
 from specc.serve_config import MAX_CHOICES, ServeConfig
-from specc.serve_errors import JSON, ApiError, bad_request
+from specc.serve_errors import JSON, ApiError, bad_request, unknown_model
 from specc.serve_generate import Generation, Job, Output, unless_gone
 from specc.serve_logprobs import TokenTexts
 from specc.serve_metrics import ServeMetrics
@@ -139,12 +139,7 @@ class Endpoints:
     def _check(self, wanted: GenerationRequest) -> None:
         names = self._config.model_names
         if wanted.model is not None and wanted.model not in names:
-            raise ApiError(
-                404,
-                f"found: model {wanted.model!r}; needed: {' or '.join(names)}; do: choose it",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(wanted.model, names)
         if wanted.stream_options is not None and not wanted.stream:
             raise bad_request(
                 "stream_options without stream", "stream=true beside it", "pass stream",

@@ -39,7 +39,9 @@ LAYER_OF_FILE = {
     "choose_plans": "facts",
     "cli": "cli",
     "cli_app": "cli",
+    "cli_chat": "cli",
     "cli_command_bench": "cli",
+    "cli_command_chat": "cli",
     "cli_command_compile": "cli",
     "cli_command_run": "cli",
     "cli_command_serve": "cli",
@@ -56,7 +58,9 @@ LAYER_OF_FILE = {
     "cli_compile": "cli",
     "cli_doctor": "cli",
     "cli_inspect": "cli",
+    "cli_print_table": "cli",
     "cli_progress": "cli",
+    "cli_prompts": "cli",
     "cli_render": "cli",
     "cli_run": "cli",
     "cli_serve": "cli",
@@ -70,6 +74,7 @@ LAYER_OF_FILE = {
     "config": "facts",
     "errors": "facts",
     "extend_engine": "compiler",
+    "extras": "facts",
     "files": "facts",
     "graph_io": "facts",
     "latency_table": "facts",
@@ -117,11 +122,16 @@ LAYER_OF_FILE = {
     "serve_body": "serve",
     "serve_chat": "serve",
     "serve_config": "serve",
+    "serve_connections": "serve",
     "serve_endpoints": "serve",
     "serve_errors": "serve",
     "serve_generate": "serve",
     "serve_grammar": "serve",
+    "serve_hosts": "serve",
+    "serve_http": "serve",
     "serve_latencies": "serve",
+    "serve_listener": "serve",
+    "serve_log": "serve",
     "serve_logprobs": "serve",
     "serve_metrics": "serve",
     "serve_openapi": "serve",
@@ -182,7 +192,7 @@ PACKAGES = {
     "bench": {"torch", "transformers", "matplotlib", "networkx"},
     "tune": {"torch"},
     "serve": {
-        *("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"),
+        *("fastapi", "starlette", "pydantic", "uvicorn", "h11", "prometheus_client"),
         *("tokenizers", "numpy"),
     },
     "cli": {"torch", "typer", "rich"},
@@ -200,7 +210,7 @@ LAUNCHES_FOR = {
 # the command line answers --help before anything heavy loads: in these files everything but the
 # standard library and the listed modules is imported inside functions
 _COMMANDS = tuple(
-    f"cli_command_{name}" for name in ("bench", "compile", "run", "serve", "triton", "tune")
+    f"cli_command_{name}" for name in ("bench", "chat", "compile", "run", "serve", "triton", "tune")
 )
 LAZY = {
     "cli": {"typer", "specc.cli_app", *(f"specc.{name}" for name in _COMMANDS)},

@@ -199,7 +199,7 @@ def test_places_are_bounded_and_one_is_for_small_jobs(pool):
     with pytest.raises(OverloadError, match="3 of the same kind wait"):
         pool.run(["echo", 1], is_large=True)
     assert pool.run(["echo", 1]) == 1
-    assert len(pool.pids) == 2
+    wait_for(lambda: len(pool.pids) == 2)
     cancellation.cancel()
     for thread, ended in large:
         thread.join(10)
@@ -263,18 +263,26 @@ def test_children_end_with_their_parent_and_never_keep_it(end):
     wait_for(lambda: is_gone(pid), 5)
 
 
-def test_a_fork_leaves_the_children_to_the_parent(pool):
+def test_a_fork_leaves_the_children_to_the_parent():
     """Two processes that talk to one child would read each other's answers."""
+    pool = BoundedPool(TARGET, lambda: None, SMALL, num_children=1, max_wait_s=2.0)
     before = pool.run(["pid"])
+    # a place that is taken in the parent is free in the fork
+    thread, _ = in_thread(lambda: pool.run(["sleep", 60.0]))
+    wait_for(lambda: pool._running)
     read_end, write_end = os.pipe()
     fork = os.fork()
     if not fork:
+        code = 1
         try:
             os.write(write_end, str(pool.run(["pid"])).encode())
+            code = 0
         finally:
-            os._exit(0)
+            os._exit(code)
     assert os.waitpid(fork, 0)[1] == 0
     assert int(os.read(read_end, 100)) != before
     os.close(read_end)
     os.close(write_end)
-    assert pool.run(["pid"]) == before
+    assert pool.pids == [before]
+    pool.close()
+    thread.join(10)
