@@ -26,6 +26,7 @@ from specc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specc.runtime.engine import Engine
+    from specc.runtime.grammar import GrammarState
     from specc.runtime.logprobs import TokenLogprobs
     from specc.runtime.policy import Policy
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 MAX_FAILURES = 3
 # seconds for which a failure counts: who is sent no requests because of it would never recover
 _FAILING_S = 10.0
+# seconds from which on an iteration counts as stuck; the slowest ones take a few
+STALLED_S = 120.0
 # seconds between two looks at what runs, for metrics
 _STATE_EVERY_S = 0.02
 _log = logging.getLogger("specc.service")
@@ -145,6 +148,7 @@ class Service:
             )
         self.core = core
         self.engine = core.engine
+        core.requests.prepare()
         self._max_waiting = max_waiting
         # guards what follows; the engine thread holds it only between iterations
         self._changed = threading.Condition()
@@ -157,6 +161,8 @@ class Service:
         self._tickets: dict[int, Ticket] = {}
         self._num_failures = self._num_failed = 0  # in a row, and ever
         self._failed_s = 0.0
+        # when the iteration that runs has begun
+        self._iteration_s: float | None = None
         self._error: BaseException | None = None
         self._state = state_of(core, 0.0)
         self._state_s = 0.0
@@ -173,6 +179,7 @@ class Service:
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        grammar: GrammarState | None = None,
     ) -> Ticket:
         """Hand a request in; tokenizing and checking happen here, in the caller's thread.
 
@@ -184,6 +191,7 @@ class Service:
             request_id: name, of no other open request; None makes one up.
             priority: lower ones are served first.
             timeout_s: seconds after which the request ends with what it has.
+            grammar: see `RequestMaker.make`.
         Raises:
             RequestError: the request is invalid.
             OverloadError: too many requests wait, or the service is about to stop.
@@ -196,6 +204,7 @@ class Service:
             is_streamed=True,
             priority=priority,
             timeout_s=timeout_s,
+            grammar=grammar,
         )
         self.core.scheduler.check_fits(sequence)
         ticket = Ticket(sequence, on_update)
@@ -231,6 +240,9 @@ class Service:
                 return Health.DEAD
             if self._is_draining:
                 return Health.DRAINING
+            begin_s = self._iteration_s
+            if begin_s is not None and time.perf_counter() - begin_s > STALLED_S:
+                return Health.STALLED
             is_recent = time.perf_counter() - self._failed_s < _FAILING_S
             return Health.FAILING if self._num_failures and is_recent else Health.OK
 
@@ -262,7 +274,8 @@ class Service:
 
     @property
     def _is_dead(self) -> bool:
-        return self._num_failures >= MAX_FAILURES or self._error is not None
+        has_ended = not self._is_closed and not self._thread.is_alive()
+        return self._num_failures >= MAX_FAILURES or self._error is not None or has_ended
 
     def _refuse_if_full(self) -> None:
         if self._is_dead:
@@ -325,7 +338,7 @@ class Service:
         if not scheduler.has_work:
             self.core.in_flight.settle()
             return
-        begin_s = time.perf_counter()
+        begin_s = self._iteration_s = time.perf_counter()
         try:
             has_run = self.core.advance()
             self._num_failures = 0
@@ -336,6 +349,8 @@ class Service:
             self._num_failed += 1
             self._fail_running()
             has_run = True
+        finally:
+            self._iteration_s = None
         now_s = time.perf_counter()
         scheduler.stats.elapsed_s += now_s - begin_s
         self._send_news()

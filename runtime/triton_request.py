@@ -45,6 +45,9 @@ _FLAGS = {
     "return_perf_metrics": PERF_METRICS,
 }
 _DO = "correct the request"
+# words that may end an output, their characters together, and ids: looked for at every token, in
+# the engine's thread
+MAX_STOP_WORDS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 16, 1024, 256
 _TYPES: dict[str, tuple[type, ...]] = {
     "STRING": (str,),
     "BOOL": (bool,),
@@ -99,8 +102,11 @@ def read_request(
             raise RequestError(f"{name} as an input and as a parameter", "one of the two", _DO)
         given[name] = _from_json(name, value)
     prompt = _prompt(given)
+    num_ids = len(given.get("stop_token_ids", ()))
+    if num_ids > MAX_STOP_TOKEN_IDS:
+        raise RequestError(f"{num_ids} stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}", _DO)
     options = {_FIELDS.get(name, name): given[name] for name in _SAMPLING if name in given}
-    options["stop"] = [text for text in options.get("stop", ()) if text]
+    options["stop"] = _stop(options.get("stop", ()))
     options["bad_words"] = [text for text in options.get("bad_words", ()) if text] or None
     params = SamplingParams(
         **options, logit_bias=_bias(given), structured_outputs=_structured(given)
@@ -123,6 +129,18 @@ def read_request(
         priority=given.get("priority", 0),
         timeout_s=_timeout(given.get("timeout")),
     )
+
+
+def _stop(words: Collection[str]) -> list[str]:
+    stop = [word for word in words if word]
+    length = sum(map(len, stop))
+    if len(stop) > MAX_STOP_WORDS or length > MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"{len(stop)} stop_words of {length} characters together",
+            f"at most {MAX_STOP_WORDS}, of {MAX_STOP_CHARACTERS}",
+            _DO,
+        )
+    return stop
 
 
 def _prompt(given: Mapping[str, Any]) -> str | list[int]:

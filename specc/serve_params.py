@@ -86,16 +86,16 @@ def _params(request: GenerationRequest, max_tokens: int, logprobs: int | None) -
 
 def _stop(stop: Any) -> list[str]:
     strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if isinstance(strings, list) and len(strings) > MAX_STOP_STRINGS:
+        raise bad_request(
+            f"{len(strings)} stop strings", f"at most {MAX_STOP_STRINGS}", "pass fewer", "stop"
+        )
     if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
         raise bad_request(
             "stop of another form", "a string or a list of strings", "correct it", "stop"
         )
     if "" in strings:
         raise bad_request("an empty stop string", "non-empty ones", "remove it", "stop")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise bad_request(
-            f"{len(strings)} stop strings", f"at most {MAX_STOP_STRINGS}", "pass fewer", "stop"
-        )
     length = sum(map(len, strings))
     if length > MAX_STOP_CHARACTERS:
         raise bad_request(

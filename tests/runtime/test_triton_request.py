@@ -7,9 +7,15 @@ import json
 import numpy as np
 import pytest
 
+from specc import serve_config
 from specc.errors import ConfigError, RequestError
 from specc.runtime.triton_options import TritonOptions
-from specc.runtime.triton_request import read_request
+from specc.runtime.triton_request import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOP_WORDS,
+    read_request,
+)
 from specc.sampling_params import SamplingParams
 from specc.triton_tensors import INPUTS, OUTPUTS
 
@@ -24,6 +30,12 @@ def read(parameters="", requested=ALL, shape=(1, -1), **values):
         many = [v.encode() if isinstance(v, str) else v for v in np.atleast_1d(value).tolist()]
         tensors[name] = np.array(many, dtype=DTYPES[KINDS.get(name, "STRING")]).reshape(shape)
     return read_request(tensors, parameters, requested)
+
+
+def test_stops_are_limited_as_over_http():
+    http = serve_config.MAX_STOP_STRINGS, serve_config.MAX_STOP_CHARACTERS
+    assert http == (MAX_STOP_WORDS, MAX_STOP_CHARACTERS)
+    assert serve_config.MAX_STOP_TOKEN_IDS == MAX_STOP_TOKEN_IDS
 
 
 def test_text_alone():
@@ -96,6 +108,9 @@ def test_outputs_follow_flags_or_what_the_client_names():
         ({"text_input": []}, r"text_input of shape \[1, 0\]"),
         ({"text_input": b"\xff"}, "text_input holds bytes"),
         ({"text_input": "a", "stop_words": [b"\xff"]}, "stop_words holds bytes"),
+        ({"text_input": "a", "stop_words": ["ab"] * 17}, "17 stop_words of 34"),
+        ({"text_input": "a", "stop_words": ["a" * 1025]}, "1 stop_words of 1025"),
+        ({"text_input": "a", "stop_token_ids": [1] * 257}, "257 stop_token_ids"),
         ({"text_input": "a", "max_tokens": -1}, "max_tokens=-1"),
         ({"text_input": "a", "temperature": float("nan")}, "temperature=nan"),
         ({"text_input": "a", "stop_token_ids": [-1]}, "stop_token_ids="),
