@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.errors import InputFileError, RequestError
+from specc.json_file import JsonError, parse_json
 from specc.machine import check_threads
 from specc.sampling_params import SamplingParams
 
@@ -210,8 +211,8 @@ def read_prompt_lines(path: Path) -> Iterable[str]:
         raise RequestError(f"{path} is empty", "a JSON object on each line", "write a prompt")
     for number, line in lines:
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(line)
+        except JsonError as error:
             raise InputFileError(
                 f"{path}, line {number}: no JSON ({error})",
                 'a line such as {"prompt": "text"}',

@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specc.errors import ConfigError
+from specc.json_file import read_json
 from specc.serve_errors import bad_request
 from specc.serve_protocol import ChatMessage, TextPart
 
@@ -180,12 +181,7 @@ def _text(index: int, part: TextPart) -> str:
 def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
-        config = json.loads(_read(file))
-    except ValueError as error:
-        raise ConfigError(
-            f"{file} is no JSON: {error}", "the tokenizer's configuration", "correct the file"
-        ) from error
+    config = read_json(file, ConfigError, "the tokenizer's configuration", "correct the file")
     return config if isinstance(config, dict) else {}
 
 

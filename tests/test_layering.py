@@ -72,6 +72,7 @@ LAYER_OF_FILE = {
     "extend_engine": "compiler",
     "files": "facts",
     "graph_io": "facts",
+    "json_file": "facts",
     "latency_table": "facts",
     "load_acceptance": "bench",
     "load_arrivals": "bench",
