@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from specc import json_file
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json
 from specc.plans import SpecPlan
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.place import place
+from specc.runtime.step_constants import step_constants
 from specc.weight_layout import from_blocks
 
 STEP_SCHEMA_VERSIONS = (2,)
@@ -215,10 +216,7 @@ class StepProgram:
     ) -> None:
         self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
-        self._constants = {
-            name: torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"]))
-            for name, entry in program.get("constants", {}).items()
-        }
+        self._constants = step_constants(program, self.plan)
         self._stages: list[tuple[str, list[str], nn.Module]] = []
         for stage in program["stages"]:
             graph = graph_from_json(stage["graph"], modules=models)
@@ -323,10 +321,10 @@ def result_of(
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises EngineError: the file is absent or no JSON object."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{path}: {error}", "a readable JSON file", _DO) from error
+    data = json_file.read_json(path, EngineError, "a readable JSON file", _DO)
+    if not isinstance(data, dict):
+        raise EngineError(f"{path} is no JSON object", "a JSON object", _DO)
+    return data
 
 
 def bind_weights(program: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[Tensor]:
