@@ -15,13 +15,12 @@ from specc.graph_io import graph_from_json, target_name
 from specc.runtime.last_use import last_used
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import (
-    PROGRAM_SCHEMA_VERSIONS,
     BeforeAccept,
     Drafted,
     StepInputs,
     StepResult,
     bind_weights,
-    check_schema,
+    check_program,
     draft_lens_of,
     plan_of,
     read_json,
@@ -58,7 +57,7 @@ class CompiledProgram:
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        check_schema(program, "program.json", PROGRAM_SCHEMA_VERSIONS)
+        check_program(program, len(caches))
         self.name: str = program["name"]
         self.weights = weights
         try:
@@ -82,6 +81,7 @@ class CompiledProgram:
                 f"{package} reads {unknown[0]}", f"one of {len(names)} weights of program.json", _DO
             )
         self.native.bind_weights(used, [names[name] for name in used])
+        self.native.expect_flat_inputs()
         self.native.bind_caches(
             [
                 caches[entry["layer"]][entry["part"] == "v"]
