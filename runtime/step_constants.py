@@ -11,8 +11,11 @@ from torch import Tensor
 from specc.errors import EngineError
 from specc.plans import SpecPlan
 from specc.runtime.plan_constants import plan_constants
+from specc.tree import MAX_NODES
 
 _DTYPES = {"int32": torch.int32, "int64": torch.int64}
+# candidates of a plan
+_MOST = 4 * MAX_NODES
 _DO = "compile the engine again"
 
 
@@ -32,14 +35,14 @@ def step_constants(program: Mapping[str, Any], plan: SpecPlan) -> dict[str, Tens
     constants = {}
     for name, entry in entries.items():
         where = f"constant {name} of plan {plan.name}"
+        value = constants[name] = _tensor(where, entry)
         if name not in stated[0]:
-            raise EngineError(where, f"the constants {', '.join(stated[0])}", _DO)
-        constants[name] = _tensor(where, entry)
+            if value.numel() and not (value.min() >= -1 and value.max() <= _MOST):
+                raise EngineError(f"{where} is {_shown(value)}", f"-1 … {_MOST}", _DO)
+            continue
         expected = [known[name] for known in stated]
-        if not any(_is_same(constants[name], value) for value in expected):
-            raise EngineError(
-                f"{where} is {_shown(constants[name])}", f"{_shown(expected[0])}", _DO
-            )
+        if not any(_is_same(value, known) for known in expected):
+            raise EngineError(f"{where} is {_shown(value)}", f"{_shown(expected[0])}", _DO)
     return constants
 
 

@@ -101,7 +101,7 @@ def test_malformed_entries(entry):
         step_constants({"constants": {"parents": entry}}, plan)
 
 
-@pytest.mark.parametrize("constants", [[], 3, None, {"history": {"dtype": "int32", "values": []}}])
+@pytest.mark.parametrize("constants", [[], 3, None, {"x": {"dtype": "int32", "values": [4097]}}])
 def test_other_constants(constants):
     with pytest.raises(EngineError):
         step_constants({"constants": constants}, SpecPlan.from_widths((1,)))
