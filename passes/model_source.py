@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from specc.errors import ConfigError
+from specc.errors import ConfigError, WeightError
 from specc.passes import hf_model
 from specc.passes.checkpoint import CheckpointMap
+from specc.passes.config_numbers import check_layers
 from specc.passes.emit import constant_key
 from specc.passes.program import Program
 from specc.safetensors_io import SafetensorsReader, TensorReader
@@ -66,7 +67,9 @@ class ModelSource:
         config = hf_model.load_config(directory)
         # before minutes of tracing: headers say whether the checkpoint can be read
         reader = SafetensorsReader(directory)
+        check_layers(config, len(list(reader.keys())), str(model))
         module = hf_model.build_on_meta(config, dtype)
+        _check_embedding(module, reader, str(model))
         return cls(name, str(model), dtype, module, directory, config, reader)
 
     @property
@@ -105,6 +108,25 @@ class ModelSource:
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
         return specs
+
+
+def _check_embedding(module: nn.Module, reader: TensorReader, label: str) -> None:
+    """Weights of another width or vocabulary are met here rather than after minutes of tracing.
+
+    Raises:
+        WeightError: the checkpoint's embedding has another shape than the configuration says.
+    """
+    find = getattr(module, "get_input_embeddings", None)
+    weight = getattr(find() if find else None, "weight", None)
+    for key, parameter in module.named_parameters():
+        if parameter is not weight or key not in set(reader.keys()):
+            continue
+        if (found := tuple(reader.shape(key))) != tuple(parameter.shape):
+            raise WeightError(
+                f"{label}: {key} is {list(found)} in {reader.location(key)}",
+                f"{list(parameter.shape)}, as config.json says",
+                "pass the config.json of this checkpoint",
+            )
 
 
 def _own_source(name: str) -> tuple[Source, ...]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specc.errors import ConfigError, RequestError
+from specc.json_file import read_json
 from specc.runtime.bounded_child import ChildError, ChildLimits
 from specc.runtime.bounded_pool import BoundedPool
 
@@ -204,16 +204,7 @@ def _no_messages(found: str) -> RequestError:
 def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
-        config = json.loads(_read(file))
-    except ValueError as error:
-        raise ConfigError(
-            f"{file} is no JSON: {error}", "the tokenizer's configuration", "correct the file"
-        ) from error
-    except RecursionError as error:
-        raise ConfigError(
-            f"{file} is nested too deeply", "the tokenizer's configuration", "correct the file"
-        ) from error
+    config = read_json(file, ConfigError, "the tokenizer's configuration", "correct the file")
     return config if isinstance(config, dict) else {}
 
 

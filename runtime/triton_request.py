@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specc.errors import RequestError
+from specc.json_file import parse_json
 from specc.sampling_params import SamplingParams
 from specc.structured_params import StructuredOutputsParams
 from specc.triton_tensors import (
@@ -241,7 +241,7 @@ def _text(name: str, value: Any) -> str:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        return json.loads(text) if text else {}
+        return parse_json(text) if text else {}
     except ValueError as error:
         raise RequestError(
             f"parameters that Triton hands on as no JSON ({error})",

@@ -18,6 +18,7 @@ import torch
 
 from specc.errors import EngineError, OutputError
 from specc.files import format_bytes, fsync_path, hash_file, output_error, remove_stale
+from specc.json_file import parse_json, read_json
 from specc.machine import cpu_model, isa_flags
 from specc.manifest import MANIFEST_FILE, ON_GPU, FileEntry, Manifest, check_relative
 from specc.safetensors_io import Progress
@@ -154,7 +155,7 @@ class EngineWriter:
             names = sorted(name for name in _walk(self.staging) if name != MANIFEST_FILE)
             manifest = dataclasses.replace(manifest, files={n: self._entry(n) for n in names})
             data = manifest.to_json()
-            Manifest.from_json(json.loads(_to_json(data)))
+            Manifest.from_json(parse_json(_to_json(data), exact=True))
             (self.staging / MANIFEST_FILE).write_bytes(_to_json(data))
         except OSError as error:
             raise output_error(self.output, error) from error
@@ -310,16 +311,8 @@ def read_manifest(path: Path) -> Manifest:
             "an engine directory",
             "make one with specc compile",
         )
-    try:
-        data = json.loads(file.read_bytes())
-    except OSError as error:
-        raise EngineError(
-            f"{file} cannot be read: {error.strerror}", "a readable file", "check its permissions"
-        ) from error
-    except ValueError as error:
-        raise EngineError(
-            f"{file} is no JSON: {error}", "a manifest", "compile or copy the engine again"
-        ) from error
+    do = "check its permissions, or compile or copy the engine again"
+    data = read_json(file, EngineError, "a manifest", do, exact=True)
     try:
         return Manifest.from_json(data)
     except EngineError as error:

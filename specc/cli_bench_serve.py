@@ -14,6 +14,7 @@ from specc.cli_bench_serve_options import LoadOptions
 from specc.cli_progress import make_listener
 from specc.errors import EngineError, InputFileError
 from specc.files import output_error
+from specc.json_file import JsonError, parse_json
 from specc.load_goodput import parse_objectives
 from specc.load_lengths import LengthDistribution
 from specc.progress import Phases
@@ -283,12 +284,12 @@ def read_table(path: Path) -> LatencyTable:
     from specc.latency_table import LatencyTable
 
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_bytes())
     except OSError as error:
         raise InputFileError(
             f"{path} cannot be read ({error.strerror or error})", "a latency table", "correct it"
         ) from error
-    except ValueError as error:
+    except JsonError as error:
         raise EngineError(
             f"{path} holds no JSON ({error})",
             "a latency table",

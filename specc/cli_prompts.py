@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import typer
 
 from specc.errors import InputFileError, RequestError
+from specc.json_file import JsonError, parse_json
 from specc.sampling_params import SamplingParams
 from specc.structured_params import StructuredOutputsParams
 
@@ -129,8 +129,8 @@ def needs_ids(prompts: Sequence[str | list[int]], has_tokenizer: bool) -> None:
 
 def _read_line(place: str, line: str) -> PromptLine:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(line)
+    except JsonError as error:
         raise InputFileError(f"{place}: no JSON ({error})", _FORM, _DO) from error
     given = [key for key in _KEYS if key in value] if isinstance(value, dict) else []
     if len(given) != 1:

@@ -77,6 +77,7 @@ LAYER_OF_FILE = {
     "extras": "facts",
     "files": "facts",
     "graph_io": "facts",
+    "json_file": "facts",
     "latency_table": "facts",
     "load_acceptance": "bench",
     "load_arrivals": "bench",
