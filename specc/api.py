@@ -44,6 +44,7 @@ def compile(
     dump_graphs: str | Path | None = None,
     backend: str | None = None,
     probe: bool = True,
+    allow_nonfinite_weights: bool = False,
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
     """Compile a target and a draft into an engine directory.
@@ -75,6 +76,8 @@ def compile(
         backend: `cpu`, code compiled for this machine; `eager`, torch operator by operator; None is
             cpu where there is a C++ compiler.
         probe: generate a few dozen tokens at the end and report acceptance.
+        allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`;
+            otherwise they are refused.
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.
@@ -95,6 +98,7 @@ def compile(
         prefill_chunk=prefill_chunk,
         backend=backend,
         probe=probe,
+        allow_nonfinite_weights=allow_nonfinite_weights,
     )
     return compile_with(
         target,

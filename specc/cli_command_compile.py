@@ -114,6 +114,14 @@ def compile_(
             help="Let TensorRT take attention apart where it has no fused kernel, as of float32.",
         ),
     ] = False,
+    allow_nonfinite_weights: Annotated[
+        bool,
+        typer.Option(
+            "--allow-nonfinite-weights",
+            help="Compile weights that are NaN or infinite, or too large for --dtype; without it"
+            " they are refused.",
+        ),
+    ] = False,
     dump_graphs: Annotated[
         Path | None,
         typer.Option("--dump-graphs", help="Directory for the graphs after each phase."),
@@ -162,6 +170,7 @@ def compile_(
             probe=probe,
             compute_capability=compute_capability,
             decomposable_attention=decomposable_attention,
+            allow_nonfinite_weights=allow_nonfinite_weights,
         ),
         trees=tree or [],
         num_speculative_tokens=num_speculative_tokens,

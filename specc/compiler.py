@@ -25,6 +25,7 @@ from specc.compile_rectangular import (
     with_rim,
 )
 from specc.compile_tensorrt import build_engines, check_tensorrt
+from specc.compile_weights import write_model_weights
 from specc.config import CompileConfig
 from specc.errors import ConfigError, SpeccError
 from specc.files import format_bytes
@@ -60,7 +61,6 @@ from specc.passes.trace import trace
 from specc.plans import OFF, SpecPlan
 from specc.progress import Phases, ProgressEvent
 from specc.tokens import TokenMap
-from specc.weights import write_weights
 
 # Hugging Face directory or id, or a module
 ModelLike = str | Path | nn.Module
@@ -173,6 +173,10 @@ def build(
                 model.memory = with_rim(model.memory, rectangle)
         with phases.phase("write programs"):
             steps = _write_programs(writer, models, plans, is_rectangular)
+        # before minutes of compiling: what is wrong with a checkpoint is found here
+        for model in models:
+            with phases.phase(f"write {model.name} weights") as advance:
+                warnings += write_model_weights(writer, model, config, advance)
         native = None
         if backend == "cpu":
             with phases.phase("compile programs"):
@@ -182,9 +186,6 @@ def build(
             with phases.phase("compile packages"):
                 lowered_models = [(model.entry, model.program) for model in models]
                 lower_aot_cuda.lower_aot_cuda(lowered_models, plans, limits, writer)
-        for model in models:
-            with phases.phase(f"write {model.name} weights") as advance:
-                _write_model_weights(writer, model, advance)
         if rectangle is not None:
             records += lower_rectangular(writer, models, rectangle, dump_graphs, phases)
             if backend == "onnx":
@@ -394,17 +395,6 @@ def _compile_programs(
     library = lower_cpu.LIBRARY_FILE
     records, isa_flags = lower_cpu.lower_cpu(packages, writer.path(library), dump)
     return records, NativeEntry(library, isa_flags)
-
-
-def _write_model_weights(
-    writer: EngineWriter,
-    model: CompiledModel,
-    advance: Callable[[int, int], None],
-) -> None:
-    file = model.entry.weights_file
-    reader = model.source.reader
-    specs = model.source.weight_specs(model.program)
-    writer.record(file, *write_weights(specs, reader, writer.path(file), progress=advance))
 
 
 def _write_extras(

@@ -44,6 +44,7 @@ class CompileConfig:
         compute_capability: of the GPU that TensorRT engines are for, `8.9`; None is every GPU that
             the builder supports, or the one that it finds.
         decomposable_attention: let TensorRT take attention apart where it has no fused kernel.
+        allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -62,6 +63,7 @@ class CompileConfig:
     max_logits_mb: int = DEFAULT_MAX_LOGITS_MB
     compute_capability: str | None = None
     decomposable_attention: bool = False
+    allow_nonfinite_weights: bool = False
 
     def __post_init__(self) -> None:
         for option, dtype in (

@@ -16,6 +16,7 @@ from specc.passes.program import Program
 from specc.plans import SpecPlan
 
 DEFAULT_MAX_SEQ_LEN = 4096
+_MOST_UNREAD = 3
 
 
 def cache_layout(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEntry, ...]]:
@@ -47,7 +48,15 @@ def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> M
         slabs=slabs,
         source=source.label,
         dtype=str(source.dtype).removeprefix("torch."),
+        location=source.location,
     )
+
+
+def describe_unread(names: Sequence[str]) -> str:
+    """`5 tensors (visual.0.weight, visual.1.weight, visual.2.weight, …)`."""
+    shown = ", ".join(names[:_MOST_UNREAD])
+    more = ", …" if len(names) > _MOST_UNREAD else ""
+    return f"{len(names)} tensor{'s' * (len(names) != 1)} ({shown}{more})"
 
 
 def check_windows(entry: ModelEntry, plans: list[SpecPlan]) -> None:
