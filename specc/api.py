@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.choose_plans import Tree, choose_plans, policy_of, split_drafts
-from specc.compiler import Compilation, ModelLike, build
+from specc.compile_checks import ModelLike
+from specc.compiler import Compilation, build
 from specc.config import CompileConfig
 from specc.progress import ProgressEvent
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,14 @@ from torch import nn
 
 from specc import __version__
 from specc.artifact import BACKENDS, EngineWriter, available_memory_bytes, torch_version
+from specc.compile_checks import (
+    ModelLike,
+    check_dump,
+    check_lengths,
+    choose_dtypes,
+    errors_of,
+    open_models,
+)
 from specc.compile_rectangular import (
     dense,
     lower_rectangular,
@@ -25,9 +32,10 @@ from specc.compile_rectangular import (
     with_rim,
 )
 from specc.compile_tensorrt import build_engines, check_tensorrt
+from specc.compile_tokenizer import EngineTokenizer, check_tokenizers
 from specc.compile_weights import write_model_weights
 from specc.config import CompileConfig
-from specc.errors import ConfigError, SpeccError
+from specc.errors import ConfigError
 from specc.files import format_bytes
 from specc.manifest import (
     ON_GPU,
@@ -37,7 +45,6 @@ from specc.manifest import (
     ModelEntry,
     NativeEntry,
     PlanEntry,
-    TokenizerEntry,
 )
 from specc.model_entries import (
     check_windows,
@@ -45,7 +52,7 @@ from specc.model_entries import (
     engine_limits,
     plan_model_memory,
 )
-from specc.passes import hf_model, lower_aot_cuda, lower_cpu, lower_torch_tensorrt
+from specc.passes import lower_aot_cuda, lower_cpu, lower_torch_tensorrt
 from specc.passes.emit import program_to_json
 from specc.passes.fit_vocabulary import FitVocabulary
 from specc.passes.fuse_step import fuse_step
@@ -60,10 +67,7 @@ from specc.passes.program import Program
 from specc.passes.trace import trace
 from specc.plans import OFF, SpecPlan
 from specc.progress import Phases, ProgressEvent
-from specc.tokens import TokenMap
 
-# Hugging Face directory or id, or a module
-ModelLike = str | Path | nn.Module
 DEFAULT_CHAIN = 4
 # backends that are another form of one
 _BACKEND_OF = {lower_aot_cuda.BACKEND: "cuda", lower_torch_tensorrt.BACKEND: "tensorrt"}
@@ -133,29 +137,30 @@ def build(
     """
     phases = Phases(listen)
     draft_models = as_drafts(drafts)
-    dtypes = config.dtypes_of(len(draft_models))
+    config.dtypes_of(len(draft_models))
     plans = engine_plans(config, len(draft_models))
-    chosen, fallback = choose_backend(config.backend)
+    chosen, warnings = choose_backend(config.backend)
     backend = _BACKEND_OF.get(chosen, chosen)
     is_rectangular = backend in RECTANGULAR
     if is_rectangular:
         config = dense(config)
-    tensorrt = check_tensorrt(config, dtypes) if backend == "tensorrt" else None
     # an engine for cuda, with compiled code beside its programs
     with_packages = chosen == lower_aot_cuda.BACKEND
-    if "float16" in dtypes and backend not in ("cuda", *RECTANGULAR):
-        raise ConfigError(
-            "dtype float16 for a CPU",
-            "float32 or bfloat16, or the backend cuda, onnx or tensorrt",
-            "pass --dtype bfloat16, or --backend cuda to compile for a GPU",
-        )
     with EngineWriter(output, force=force) as writer:
+        check_dump(dump_graphs)
+        with phases.phase("check models"):
+            candidates = open_models(target, draft_models)
+            dtypes, told = choose_dtypes(config, candidates, backend)
+            tensorrt = check_tensorrt(config, dtypes) if backend == "tensorrt" else None
+            check_lengths(config, candidates)
+            tokens = check_tokenizers(candidates, tokenizer)
+            warnings = [*tokens.warnings, *told, *warnings]
         with phases.phase("load models"):
-            sources = [ModelSource.load("target", target, getattr(torch, config.dtype))]
-            for number, draft in enumerate(draft_models):
-                sources.append(_load_draft(number, draft, getattr(torch, dtypes[1 + number])))
-            warnings, token_entry, tokenizer_file = _check_tokenizers(sources, tokenizer)
-            warnings += fallback
+            sources = []
+            for candidate, dtype in zip(candidates, dtypes, strict=True):
+                with errors_of(candidate.name):
+                    kind = getattr(torch, dtype)
+                    sources.append(ModelSource.load(candidate.name, candidate.model, kind))
         limits = engine_limits(sources, plans, config)  # what can be refused before tracing
         lowering = {"cuda": CUDA_PHASES, "cpu": lower_cpu.LAYOUT_PHASES}.get(backend, ())
         models, records = _compile_models(
@@ -193,7 +198,7 @@ def build(
             if tensorrt is not None:
                 by_torch = chosen == lower_torch_tensorrt.BACKEND
                 warnings += build_engines(writer, models, plans, limits, config, phases, by_torch)
-        _write_extras(writer, models, records, phases, tokenizer_file)
+        _write_extras(writer, models, records, phases, tokens)
         manifest = Manifest(
             specc_version=__version__,
             torch_version=torch_version(),
@@ -205,7 +210,7 @@ def build(
             default_plan=plans[0].name,
             policy=config.policy,
             limits=limits,
-            tokenizer=token_entry,
+            tokenizer=tokens.entry,
             memory_plan={
                 model.name: MemoryEntry(**model.memory.to_json())
                 for model in models
@@ -217,7 +222,7 @@ def build(
         )
         result = None
         available = available_memory_bytes()
-        if probe is None or not config.probe or tokenizer_file is None:
+        if probe is None or not config.probe or tokens.file is None:
             pass
         elif backend in ON_GPU and not torch.cuda.is_available():
             warnings.append("no probe: this machine has no GPU that torch can use")
@@ -301,14 +306,6 @@ def engine_plans(config: CompileConfig, num_drafts: int) -> list[SpecPlan]:
     return list(dict.fromkeys([*plans, OFF]))
 
 
-def _load_draft(number: int, draft: ModelLike, dtype: torch.dtype) -> ModelSource:
-    """Load a draft; an error says which one."""
-    try:
-        return ModelSource.load(f"draft_{number}", draft, dtype)
-    except SpeccError as error:
-        raise type(error)(f"draft {number}: {error.found}", error.needed, error.do) from error
-
-
 def _compile_models(
     sources: Sequence[ModelSource],
     plans: list[SpecPlan],
@@ -333,39 +330,6 @@ def _compile_models(
         models.append(CompiledModel(source, program, entry))
         check_windows(entry, plans)
     return models, records
-
-
-def _check_tokenizers(
-    sources: Sequence[ModelSource], tokenizer: str | Path | None
-) -> tuple[list[str], TokenizerEntry, Path | None]:
-    """Compare token maps; returns warnings, the manifest's entry and the tokenizer's file."""
-    target = sources[0]
-    file = Path(tokenizer) if tokenizer else None
-    if file is None and target.directory is not None:
-        file = target.directory
-    if file is not None and file.is_dir():
-        file = file / "tokenizer.json"
-    directory = file.parent if file else None
-    eos = tuple(hf_model.eos_token_ids(directory, target.config))
-    if file is None:
-        return [], TokenizerEntry(None, hashlib.sha256(b"").hexdigest(), eos, None, False), None
-    target_map = TokenMap.from_file(file)
-    warnings = []
-    for source in sources[1:]:
-        if source.directory is not None:
-            warnings += target_map.require_same(
-                TokenMap.from_file(source.directory / "tokenizer.json")
-            )
-    bos = getattr(target.config, "bos_token_id", None)
-    entry = TokenizerEntry(file.name, target_map.sha256(), eos, bos, _adds_bos(file, bos))
-    return warnings, entry, file
-
-
-def _adds_bos(file: Path, bos: int | None) -> bool:
-    from tokenizers import Tokenizer
-
-    ids = Tokenizer.from_file(str(file)).encode("a").ids
-    return bos is not None and ids[:1] == [bos]
 
 
 def _write_programs(
@@ -402,17 +366,17 @@ def _write_extras(
     models: Sequence[CompiledModel],
     records: Sequence[PassRecord],
     phases: Phases,
-    tokenizer: Path | None,
+    tokens: EngineTokenizer,
 ) -> None:
     for model in models:
         if model.source.directory is not None:
             config = model.source.directory / "config.json"
             writer.copy_file(config, f"{model.entry.dir}/config.json")
-    if tokenizer is not None:
-        writer.copy_file(tokenizer, tokenizer.name)
+    if tokens.file is not None:
+        writer.write_bytes(tokens.file.name, tokens.data)
         for name in _TOKENIZER_FILES:
-            if (tokenizer.parent / name).is_file():
-                writer.copy_file(tokenizer.parent / name, name)
+            if (tokens.file.parent / name).is_file():
+                writer.copy_file(tokens.file.parent / name, name)
     report = {
         "passes": [record.to_json() for record in records],
         "phases": {name: round(value, 3) for name, value in phases.seconds.items()},

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from specc.compile_checks import check_seq_len
 from specc.config import CompileConfig
-from specc.errors import ConfigError, TreeError
+from specc.errors import TreeError
 from specc.manifest import LayerEntry, LimitsEntry, ModelEntry, SlabEntry
 from specc.passes.model_source import ModelSource
 from specc.passes.plan_memory import ModelMemory, PassShape, plan_memory
@@ -83,13 +84,7 @@ def engine_limits(
     longest = {source.name: source.max_position for source in sources if source.max_position}
     most = min(longest.values(), default=DEFAULT_MAX_SEQ_LEN)
     max_seq_len = config.max_seq_len or min(most, DEFAULT_MAX_SEQ_LEN)
-    if longest and max_seq_len > most:
-        name = min(longest, key=lambda key: longest[key])
-        raise ConfigError(
-            f"--max-seq-len {max_seq_len}; the {name.replace('_', ' ')} model has {most} positions",
-            f"{most} or less",
-            f"pass --max-seq-len {most}",
-        )
+    check_seq_len(max_seq_len, longest)
     return LimitsEntry(
         max_batch_size=config.max_batch_size,
         max_seq_len=max_seq_len,
