@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from specc.config import AUTO, DTYPES, CompileConfig
-from specc.errors import ConfigError, OutputError, SpeccError, WeightError
+from specc.errors import (
+    ConfigError,
+    ModelNotFoundError,
+    OutputError,
+    SpeccError,
+    WeightError,
+)
 from specc.manifest import RECTANGULAR
 from specc.passes import hf_model
 from specc.safetensors_io import SafetensorsReader, TensorReader
@@ -24,6 +30,16 @@ from specc.weights import MemoryReader
 ModelLike = str | Path | nn.Module
 # backends that compute in float16
 _WITH_FLOAT16 = ("cuda", *RECTANGULAR)
+
+_CHANGE = "change what {name} computes there; README, What is supported, says what can be compiled"
+# beginning of an error's advice → advice for somebody who wrote the module
+_ADVICE_FOR_MODULES = {
+    "choose a model of a supported architecture": _CHANGE,
+    "report the architecture": "change {name}.forward so that torch.export can trace it",
+    "choose a rotary scaling": _CHANGE,
+    "check the model's configuration": "change the numbers of heads in {name}",
+    "a tree pass would change numbers": "choose another rotary scaling in {name}.config",
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,12 @@ class Candidate:
                 config = getattr(model, "config", None)
                 reader: TensorReader = MemoryReader.from_module(model)
                 return cls(name, model, None, config, _stored_dtype(reader))
+            if not str(model).strip():
+                raise ModelNotFoundError(
+                    "an empty path of a model",
+                    "a directory with config.json, model.safetensors and tokenizer.json",
+                    "pass its path; an unset variable of a shell is empty, too",
+                )
             directory = hf_model.resolve_directory(model)
             config = hf_model.load_config(directory)
             with SafetensorsReader(directory) as reader:
@@ -84,6 +106,21 @@ def errors_of(name: str) -> Iterator[None]:
         raise type(error)(
             f"{name.replace('_', ' ')}: {error.found}", error.needed, error.do
         ) from error
+
+
+@contextmanager
+def advice_for(model: ModelLike) -> Iterator[None]:
+    """Advise the author of a module to change it, where errors send others to another model."""
+    try:
+        yield
+    except SpeccError as error:
+        if not isinstance(model, nn.Module):
+            raise
+        name = type(model).__name__
+        for begin, advice in _ADVICE_FOR_MODULES.items():
+            if error.do.startswith(begin):
+                raise type(error)(error.found, error.needed, advice.format(name=name)) from error
+        raise
 
 
 def choose_dtypes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import difflib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from specc import __version__
 from specc.artifact import BACKENDS, EngineWriter, available_memory_bytes, torch_version
 from specc.compile_checks import (
     ModelLike,
+    advice_for,
     check_dump,
     check_lengths,
     choose_dtypes,
@@ -71,6 +73,8 @@ from specc.progress import Phases, ProgressEvent
 DEFAULT_CHAIN = 4
 # backends that are another form of one
 _BACKEND_OF = {lower_aot_cuda.BACKEND: "cuda", lower_torch_tensorrt.BACKEND: "tensorrt"}
+# as people and other programs call them
+_BACKEND_ALIASES = {"gpu": "cuda", "trt": "tensorrt", "onnxruntime": "onnx", "torch": "eager"}
 _TOKENIZER_FILES = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
@@ -158,7 +162,7 @@ def build(
         with phases.phase("load models"):
             sources = []
             for candidate, dtype in zip(candidates, dtypes, strict=True):
-                with errors_of(candidate.name):
+                with errors_of(candidate.name), advice_for(candidate.model):
                     kind = getattr(torch, dtype)
                     sources.append(ModelSource.load(candidate.name, candidate.model, kind))
         limits = engine_limits(sources, plans, config)  # what can be refused before tracing
@@ -184,8 +188,8 @@ def build(
                 warnings += write_model_weights(writer, model, config, advance)
         native = None
         if backend == "cpu":
-            with phases.phase("compile programs"):
-                lowered, native = _compile_programs(writer, models, dump_graphs)
+            with phases.phase("compile programs") as advance:
+                lowered, native = _compile_programs(writer, models, dump_graphs, advance)
             records += lowered
         if with_packages:
             with phases.phase("compile packages"):
@@ -252,6 +256,7 @@ def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
             aot-inductor, and no GPU.
         TensorRTError: torch-tensorrt is asked for, and it cannot build here.
     """
+    given = wanted
     wanted = wanted or os.environ.get("SPECC_BACKEND") or None
     if wanted == lower_aot_cuda.BACKEND:
         lower_aot_cuda.check_machine()
@@ -260,8 +265,13 @@ def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
         lower_torch_tensorrt.check_machine()
         return wanted, []
     if wanted is not None and wanted not in BACKENDS:
+        close = difflib.get_close_matches(wanted, BACKENDS, n=1)
+        meant = _BACKEND_ALIASES.get(wanted, close[0] if close else None)
+        by_option = "--backend " if given else "SPECC_BACKEND="
         raise ConfigError(
-            f"backend {wanted}", " or ".join(BACKENDS), "choose one of them, or leave it out"
+            f"{by_option}{wanted}",
+            " or ".join(BACKENDS),
+            f"say {by_option}{meant}" if meant else "choose one of them, or leave it out",
         )
     # never by itself: cuda until a GPU has shown it, and what is for other runtimes
     if wanted in ("cuda", *RECTANGULAR):
@@ -317,13 +327,15 @@ def _compile_models(
     models, records = [], []
     num_ids = 0
     for source in sources:
-        with phases.phase(f"trace {source.name}"):
+        # a directory's module is not the user's own
+        own = source.label if source.directory is not None else source.module
+        with phases.phase(f"trace {source.name}"), advice_for(own):
             program = trace(source.module, source.name)
             source.position_rows = position_limit(program)
         layout = PHASES
         if source.name != "target":
             layout = (*layout, ("vocabulary", (partial(FitVocabulary, num_ids),)))
-        with phases.phase(f"rewrite {source.name}"):
+        with phases.phase(f"rewrite {source.name}"), advice_for(own):
             records += Pipeline((*layout, *lowering), dump).run(program)
         entry = describe_model(source, program, max_seq_len)
         num_ids = num_ids or entry.vocab_size
@@ -350,14 +362,17 @@ def _write_programs(
 
 
 def _compile_programs(
-    writer: EngineWriter, models: Sequence[CompiledModel], dump: Path | None
+    writer: EngineWriter,
+    models: Sequence[CompiledModel],
+    dump: Path | None,
+    advance: Callable[[int, int], None],
 ) -> tuple[list[PassRecord], NativeEntry]:
     packages = [
         lower_cpu.CpuPackage(model.program, writer.path(model.entry.package_file))
         for model in models
     ]
     library = lower_cpu.LIBRARY_FILE
-    records, isa_flags = lower_cpu.lower_cpu(packages, writer.path(library), dump)
+    records, isa_flags = lower_cpu.lower_cpu(packages, writer.path(library), dump, advance)
     return records, NativeEntry(library, isa_flags)
 
 

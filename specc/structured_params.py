@@ -9,7 +9,7 @@ from typing import Any
 from specc.errors import RequestError
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_DO = "correct the StructuredOutputsParams"
+_DO = "correct this value"
 
 
 @dataclass(frozen=True)

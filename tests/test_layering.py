@@ -55,12 +55,14 @@ LAYER_OF_FILE = {
     "cli_bench_table": "cli",
     "cli_compile": "cli",
     "cli_doctor": "cli",
+    "cli_doctor_extras": "cli",
     "cli_inspect": "cli",
     "cli_progress": "cli",
     "cli_render": "cli",
     "cli_run": "cli",
     "cli_serve": "cli",
     "cli_stats": "cli",
+    "cli_synonyms": "cli",
     "cli_tensorrt": "cli",
     "cli_triton": "cli",
     "cli_tune": "cli",
@@ -151,6 +153,7 @@ LAYER_OF_FILE = {
     "tune_seconds": "bench",
     "weight_layout": "facts",
     "weights": "facts",
+    "writer_lock": "facts",
 }
 # layer → the layers that it may import; imports inside functions count as well
 ARROWS = {

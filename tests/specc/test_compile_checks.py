@@ -104,6 +104,32 @@ def test_the_context_is_longer_than_the_models(models, tmp_path):
     assert "--max-seq-len 100000; the target model has 256 positions" in error.found
 
 
+@pytest.mark.parametrize(
+    ("option", "variable", "found", "do"),
+    [
+        ("gpu", None, "--backend gpu", "say --backend cuda"),
+        ("tensorrt-llm", None, "--backend tensorrt-llm", "say --backend tensorrt"),
+        (None, "eagre", "SPECC_BACKEND=eagre", "say SPECC_BACKEND=eager"),
+    ],
+)
+def test_unknown_backends(models, tmp_path, monkeypatch, option, variable, found, do):
+    if variable:
+        monkeypatch.setenv("SPECC_BACKEND", variable)
+    error = refused(ConfigError, tmp_path / "e", models / "full", None, options(backend=option))
+    assert (error.found, error.do) == (found, do)
+
+
+def test_an_output_that_is_no_engine(models, tmp_path):
+    """Advice that would be refused next is no advice."""
+    error = refused(OutputError, models / "half", models / "full", None, options())
+    assert "is no engine" in error.found
+    assert "pass --force" not in error.do
+
+
+def test_an_empty_path(tmp_path):
+    refused(ModelNotFoundError, tmp_path / "e", "", None, options())
+
+
 def test_a_draft_that_is_absent(models, tmp_path):
     error = refused(ModelNotFoundError, tmp_path / "e", models / "full", tmp_path / "no", options())
     assert error.found.startswith("draft 0: ")
