@@ -208,7 +208,8 @@ _COMMANDS = tuple(
 )
 LAZY = {
     "cli": {"typer", "specc.cli_app", *(f"specc.{name}" for name in _COMMANDS)},
-    "cli_app": {"typer", "typer.core", "specc.errors"},
+    "cli_app": {"typer", "typer.core", "specc.cli_synonyms", "specc.errors"},
+    "cli_synonyms": set(),
     **{name: {"typer", "specc.cli_app"} for name in _COMMANDS},
     "__init__": set(),
 }

@@ -351,7 +351,7 @@ def test_bad_prompt_lines(tiny_engine, tmp_path, line, words):
     [
         pytest.param(("",), ("empty",), id="empty-prompt"),
         pytest.param(("a", "--file", "x"), ("PROMPT and --file",), id="two-sources"),
-        pytest.param(("a", "--max-tokens", 0), ("max_tokens",), id="max-tokens"),
+        pytest.param(("a", "--max-tokens", 0), ("--max-tokens 0",), id="max-tokens"),
         pytest.param(("a", "--plan", "nope"), ("tree-2-1",), id="plan"),
         pytest.param(("a", "--stop", ""), ("stop",), id="stop"),
     ],
