@@ -6,7 +6,7 @@ import concurrent.futures
 import errno
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,10 @@ def missing_compiler() -> CompilerError | None:
 
 
 def lower_cpu(
-    packages: Sequence[CpuPackage], library: Path, dump: Path | None = None
+    packages: Sequence[CpuPackage],
+    library: Path,
+    dump: Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[PassRecord], tuple[str, ...]]:
     """Rewrite programs for the CPU, compile them side by side, and copy the operators' library.
 
@@ -54,6 +57,7 @@ def lower_cpu(
         packages: programs, which change in place.
         library: file that gets the library of the operators.
         dump: directory for the graphs after each phase.
+        progress: called with (programs and libraries made, those in all).
     Returns:
         what each pass did, and the instruction sets that the code may use.
     Raises:
@@ -68,8 +72,9 @@ def lower_cpu(
             pool.submit(_compile, program_to_json(item.program), item.package) for item in packages
         ]
         tasks.append(pool.submit(_copy_library, library))
-        for task in concurrent.futures.as_completed(tasks):
+        for done, task in enumerate(concurrent.futures.as_completed(tasks), start=1):
             task.result()
+            progress(done, len(tasks))
     return records, isa_flags()
 
 

@@ -34,6 +34,8 @@ class ModelSource:
         reader: the tensors of the checkpoint, or of the module.
         warnings: what the user should know.
         position_rows: positions that the traced graph's tables hold, once it is known.
+        unread_tensors: of the checkpoint, which no weight of the program comes from, once
+            `weight_specs` has been called.
     """
 
     name: str
@@ -45,6 +47,7 @@ class ModelSource:
     reader: TensorReader
     warnings: list[str] = field(default_factory=list)
     position_rows: int | None = None
+    unread_tensors: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, name: str, model: str | Path | nn.Module, dtype: torch.dtype) -> ModelSource:
@@ -77,6 +80,12 @@ class ModelSource:
         return type(self.module).__name__
 
     @property
+    def location(self) -> str | None:
+        """Absolute path of the checkpoint; None for a hub id, whose cache moves, and a module."""
+        is_path = self.directory is not None and Path(self.label).is_dir()
+        return str(Path(self.label).resolve()) if is_path else None
+
+    @property
     def model_type(self) -> str:
         return getattr(self.config, "model_type", self.architecture)
 
@@ -94,9 +103,11 @@ class ModelSource:
             WeightError: a parameter has no tensor in the checkpoint.
         """
         sources_of: Callable[[str], tuple[Source, ...]] = _own_source
+        checkpoint = None
         if self.directory is not None:
             module: Any = self.module
-            sources_of = CheckpointMap(module, self.reader).sources
+            checkpoint = CheckpointMap(module, self.reader)
+            sources_of = checkpoint.sources
         specs = []
         for weight in program.weights.values():
             sources = tuple(s for name in weight.parameters for s in sources_of(name))
@@ -107,6 +118,8 @@ class ModelSource:
             )
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
+        if checkpoint is not None:
+            self.unread_tensors = checkpoint.unread()
         return specs
 
 

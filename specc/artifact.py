@@ -22,6 +22,7 @@ from specc.json_file import parse_json, read_json
 from specc.machine import cpu_model, isa_flags
 from specc.manifest import MANIFEST_FILE, ON_GPU, FileEntry, Manifest, check_relative
 from specc.safetensors_io import Progress
+from specc.writer_lock import WriterLock
 
 BACKENDS = ("cpu", "cuda", "eager", "onnx", "tensorrt")
 
@@ -63,6 +64,7 @@ class EngineWriter:
         self._old = parent / f".{name}.old-{os.getpid()}"
         self._recorded: dict[str, FileEntry] = {}
         self._handlers: dict[int, Any] = {}
+        self._lock = WriterLock(self.output, self.staging)
 
     def __enter__(self) -> EngineWriter:
         try:
@@ -82,6 +84,7 @@ class EngineWriter:
             self._catch_signals()
             _active.add(self.staging)
             self.staging.mkdir()
+            self._lock.take()
         except BaseException as error:
             self._discard()
             if isinstance(error, OSError):
@@ -223,17 +226,17 @@ class EngineWriter:
     def _check_output(self) -> None:
         if not self.output.exists():
             return
+        if not (self.output / MANIFEST_FILE).is_file():
+            raise OutputError(
+                f"{self.output} exists and is no engine, which not even --force replaces",
+                "an output path that is free, or an engine",
+                "choose another output directory",
+            )
         if not self.force:
             raise OutputError(
                 f"{self.output} exists",
                 "an output path that is free",
                 "choose another output, or pass --force to replace this engine",
-            )
-        if not (self.output / MANIFEST_FILE).is_file():
-            raise OutputError(
-                f"{self.output} exists and is no engine, so --force does not replace it",
-                "an output path that is free, or an engine",
-                "choose another output directory",
             )
 
     def _catch_signals(self) -> None:
@@ -248,6 +251,7 @@ class EngineWriter:
             if self.staging.exists():
                 shutil.rmtree(self.staging)
         finally:
+            self._lock.release()
             _active.discard(self.staging)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)

@@ -312,9 +312,9 @@ def _load(source: str, dtype: str, option: str) -> Any:
         ) from error
     if not Path(source).is_dir() and not _is_cached(source):
         raise ModelNotFoundError(
-            f"no checkpoint at {source}, from which the engine was compiled",
+            f"no checkpoint at {source}, where the engine was compiled from",
             "the original checkpoint, to run transformers on it",
-            f"pass {option} DIR",
+            f"pass {option} DIR, the place that it is at now",
         )
     _quieten()
     try:

@@ -335,7 +335,7 @@ def _load_baselines(
 
     manifest = engine.manifest
     assert manifest is not None, "an engine that was loaded has a manifest"
-    sources = [model.source for model in manifest.models]
+    sources = [model.checkpoint for model in manifest.models]
     draft = options.draft_checkpoint or (sources[1] if len(sources) > 1 else None)
     checkpoints = Checkpoints(options.target_checkpoint or sources[0], draft, manifest.dtype)
     return load_contenders(checkpoints, batches, options.tokens, depth)

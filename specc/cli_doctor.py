@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specc import cli_render as render
+from specc.cli_doctor_extras import NEEDED_FOR, describe, extras
 from specc.errors import CompilerError
 from specc.extras import install_command, supported_versions
 from specc.files import format_bytes
@@ -98,6 +99,7 @@ def examine() -> dict[str, Any]:
         _gpu(),
         _package("triton", "running engines of the backend cuda", "cuda"),
         *_other_runtimes(),
+        *_extras(),
     ]
     return {
         "cpu": {
@@ -239,6 +241,16 @@ def _other_runtimes() -> list[Check]:
         else:
             checks.append(Check(name, "ok", getattr(found, "__version__", "?"), needed_for))
     return checks
+
+
+def _extras() -> list[Check]:
+    """The extras that `pip install` takes; those of developers are not missed."""
+    return [
+        Check(f"extra {name}", state, detail, NEEDED_FOR.get(name, ""), how)
+        for name, packages in extras().items()
+        for state, detail, how in [describe(name, packages)]
+        if name != "dev"
+    ]
 
 
 def _instruction_sets() -> list[str]:

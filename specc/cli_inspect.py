@@ -108,7 +108,7 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         console.print(f"specc run refuses it: this installation has torch {torch_version()}")
     console.print()
     console.print(render.models_table(manifest))
-    for line in render.source_lines(manifest):
+    for line in (*render.source_lines(manifest), *render.weight_lines(manifest)):
         console.print(line, soft_wrap=True)
     console.print()
     console.print(render.layers_table(manifest.models))

@@ -13,7 +13,8 @@ from specc.logit_controls import check_controls, check_ids, checked_bias
 from specc.sampling_rows import RULES, Rule
 from specc.structured_params import StructuredOutputsParams
 
-_DO = "correct the SamplingParams"
+# whether it came from Python, the command line or HTTP
+_DO = "correct this value"
 _MAX_SEED = (1 << 63) - 1
 # lowest and highest value, and whether the lowest itself is allowed
 _RANGES: dict[str, tuple[float, float, bool]] = {

@@ -10,7 +10,7 @@ from typing import Any
 from specc.errors import RequestError
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_DO = "correct the StructuredOutputsParams"
+_DO = "correct this value"
 # what is refused unseen: characters, and rules or references, each of which may lead to the next
 MAX_CHARS = 2 << 20
 MAX_RULES = 10_000

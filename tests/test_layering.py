@@ -57,6 +57,7 @@ LAYER_OF_FILE = {
     "cli_bench_table": "cli",
     "cli_compile": "cli",
     "cli_doctor": "cli",
+    "cli_doctor_extras": "cli",
     "cli_inspect": "cli",
     "cli_print_table": "cli",
     "cli_progress": "cli",
@@ -65,11 +66,15 @@ LAYER_OF_FILE = {
     "cli_run": "cli",
     "cli_serve": "cli",
     "cli_stats": "cli",
+    "cli_synonyms": "cli",
     "cli_tensorrt": "cli",
     "cli_triton": "cli",
     "cli_tune": "cli",
+    "compile_checks": "compiler",
     "compile_rectangular": "compiler",
     "compile_tensorrt": "compiler",
+    "compile_tokenizer": "compiler",
+    "compile_weights": "compiler",
     "compiler": "compiler",
     "config": "facts",
     "errors": "facts",
@@ -103,6 +108,7 @@ LAYER_OF_FILE = {
     "manifest_decode": "facts",
     "measure_latency": "bench",
     "metrics": "facts",
+    "nonfinite": "facts",
     "model_entries": "compiler",
     "picture": "bench",
     "plan_acceptance": "facts",
@@ -162,6 +168,7 @@ LAYER_OF_FILE = {
     "tune_seconds": "bench",
     "weight_layout": "facts",
     "weights": "facts",
+    "writer_lock": "facts",
 }
 # layer → the layers that it may import; imports inside functions count as well
 ARROWS = {
@@ -216,7 +223,8 @@ _COMMANDS = tuple(
 )
 LAZY = {
     "cli": {"typer", "specc.cli_app", *(f"specc.{name}" for name in _COMMANDS)},
-    "cli_app": {"typer", "typer.core", "specc.errors"},
+    "cli_app": {"typer", "typer.core", "specc.cli_synonyms", "specc.errors"},
+    "cli_synonyms": set(),
     **{name: {"typer", "specc.cli_app"} for name in _COMMANDS},
     "__init__": set(),
 }

@@ -81,16 +81,20 @@ def variant(tiny_models, path: Path, **options: object) -> Path:
 def test_compile_prints_a_summary(compile_into):
     result = compile_into("--tree", "2,1", "--tree", "1,1", "--max-seq-len", 64)
     assert result.exit_code == 0, result.stderr
-    for word in ("tree-2-1, the default", "chain-2", "FuseQKV", "workspace", "probe:", "next:"):
+    for word in ("tree-2-1, the default", "chain-2", "workspace", "probe:", "next: specc run"):
         assert word in result.stdout
+    # passes by name only on demand
+    assert "target: " in result.stdout
+    assert "FuseQKV" not in result.stdout
     assert "trace target … " in result.stderr
     assert all(line.endswith(" s") for line in result.stderr.splitlines() if "…" in line)
 
 
 def test_a_padded_vocabulary_is_accepted(compile_into, tiny_models, tmp_path, save_llama):
     save_llama(tmp_path / "padded", 3, vocab_size=272)
-    result = compile_into("--max-seq-len", 64, draft=tmp_path / "padded")
+    result = compile_into("--max-seq-len", 64, "--verbose", draft=tmp_path / "padded")
     assert result.exit_code == 0, result.stderr
+    assert "FuseQKV               target" in result.stdout
 
 
 def test_target_is_absent(compile_into):
@@ -367,7 +371,7 @@ def test_bad_prompt_lines(tiny_engine, tmp_path, line, words):
     [
         pytest.param(("",), ("empty",), id="empty-prompt"),
         pytest.param(("a", "--file", "x"), ("PROMPT and --file",), id="two-sources"),
-        pytest.param(("a", "--max-tokens", 0), ("max_tokens",), id="max-tokens"),
+        pytest.param(("a", "--max-tokens", 0), ("--max-tokens 0",), id="max-tokens"),
         pytest.param(("a", "--plan", "nope"), ("tree-2-1",), id="plan"),
         pytest.param(("a", "--stop", ""), ("stop",), id="stop"),
     ],
