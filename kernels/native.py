@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from specc.errors import CompilerError, EngineError
+from specc.files import read_checked
 from specc.machine import isa_flags
+from specc.sealed_copy import sealed_copy
 
 LIBRARY_NAME = "libspecc_cpu.so"
 SOURCE_DIR = Path(__file__).parent / "cpu"
@@ -126,20 +128,23 @@ def cache_scratch(directory: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def load(library: Path) -> None:
+def load(library: Path, sha256: str | None = None) -> None:
     """Make the library's operators known as `specc_cpu::`; once a process.
 
+    The file is read once; what is checked is a copy in memory, and so is what is opened.
+
+    Args:
+        library: the file.
+        sha256: of its bytes, where that is known.
     Raises:
-        EngineError: it cannot be loaded, is of another version of specc, or the process has
-            loaded another build.
+        EngineError: it cannot be loaded, was altered, is of another version of specc, or the
+            process has loaded another build.
     """
     global _loaded
-    data = library.read_bytes()
+    data = read_checked(library, sha256)
     digest = hashlib.sha256(data).hexdigest()
     # before it is opened: opening it would run its code and take the operators' names
-    found = _interface_of(data)
-    if found is not None:
-        _check_interface(library, found)
+    _check_interface(library, data)
     if _loaded is not None:
         if _loaded[0] != digest:
             raise EngineError(
@@ -148,17 +153,20 @@ def load(library: Path) -> None:
                 "compile the engines with one version of specc, or use a process for each",
             )
         return
+    descriptor = -1
     try:
+        # the descriptor stays open: the system takes two libraries of one path for one
+        path, descriptor = sealed_copy(data, LIBRARY_NAME)
         # global: the compiled programs find the C functions by name
-        loaded = (digest, ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+        loaded = (digest, ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
         raise EngineError(
             f"{library} cannot be loaded: {error}",
             f"a library for torch {torch.__version__} on this machine",
             "compile the engine again on this machine",
         ) from error
-    if found is None:
-        _check_interface(library, "none")
     from specc.kernels.ops import FAKES
 
     try:
@@ -187,7 +195,8 @@ def _interface_of(data: bytes) -> str | None:
     return match[1].decode() if match else None
 
 
-def _check_interface(library: Path, found: str) -> None:
+def _check_interface(library: Path, data: bytes) -> None:
+    found = _interface_of(data) or "none"
     if found != (needed := interface_hash()):
         raise EngineError(
             f"{library} is of another version of specc (interface {found})",

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from specc.errors import OutputError
+from specc.errors import EngineError, OutputError
 
 HASH_CHUNK_BYTES = 4 << 20
 
@@ -25,6 +25,32 @@ def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> str:
             if progress:
                 progress(num_bytes)
     return digest.hexdigest()
+
+
+def read_checked(path: Path, sha256: str | None) -> bytes:
+    """Read a file of an engine once, and check what was read.
+
+    Args:
+        path: the file.
+        sha256: in hex; None checks nothing.
+    Raises:
+        EngineError: it cannot be read, or has another hash.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise EngineError(
+            f"{path} cannot be read: {error.strerror}",
+            "a readable file",
+            "compile or copy the engine again",
+        ) from error
+    if sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != sha256:
+        raise EngineError(
+            f"{path} has sha256 {found}",
+            f"sha256 {sha256}, as the manifest says",
+            "compile or copy the engine again",
+        )
+    return data
 
 
 def fsync_path(path: Path) -> None:

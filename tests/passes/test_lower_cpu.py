@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 from specc.errors import CompilerError, OutputError, SpeccError
 from specc.kernels import native
 from specc.passes import lower_aot_inductor, lower_cpu
+from tests.file_limits import file_size_limit
 
 PROGRAM = {"name": "target", "graph": "x" * 9000}
 # a compiler that is new enough and writes 9000 bytes where -o says
@@ -40,16 +38,6 @@ def engine(tmp_path: Path) -> Path:
     path = tmp_path / "engine"
     path.mkdir()
     return path
-
-
-@contextlib.contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def compile_program(package: Path) -> None:
