@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer
 
-from specc.artifact import open_engine, unreplaced
+from specc.artifact import open_engine
 from specc.errors import ConfigError, EngineError
 
 # importing this registers the operators that programs call
@@ -37,6 +37,7 @@ from specc.runtime.onnx_backend import load_onnx_programs
 from specc.runtime.onnx_program import can_grow
 from specc.runtime.program import Model, ModelProgram, Step, StepProgram, read_json
 from specc.runtime.trt_backend import load_trt_programs
+from specc.unreplaced import unreplaced
 
 if TYPE_CHECKING:
     from specc.manifest import Manifest, ModelEntry

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,9 @@ import torch
 
 from specc.errors import EngineError
 from specc.files import format_bytes, read_checked
-from specc.owned_directory import owned_directory
+from specc.owned_directory import temporary_directory
 from specc.sealed_copy import sealed_copy
 
-PREFIX = "specc-package-"
 # the first version that loads a package which is a directory
 _DIRECTORIES_SINCE = (2, 13)
 
@@ -46,8 +44,7 @@ def unpacked_package(package: Path, sha256: str | None = None) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         try:
             if _torch_version() >= _DIRECTORIES_SINCE:
-                parent = Path(tempfile.gettempdir())
-                directory = stack.enter_context(owned_directory(parent, PREFIX))
+                directory = stack.enter_context(temporary_directory())
                 archive.extractall(directory)
                 path = str(directory)
             else:

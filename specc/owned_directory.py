@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+TEMPORARY_PREFIX = "specc-temporary-"
 _SUFFIX = ".lock"
 
 
 @contextlib.contextmanager
-def owned_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    """An empty directory that nobody else may enter, removed at the end.
+def owned_directory(parent: Path, prefix: str, mode: int = 0o700) -> Iterator[Path]:
+    """An empty directory, removed at the end, unless it has another name by then.
 
     What killed owners left under the same prefix is removed first.
 
     Args:
         parent: an existing directory.
         prefix: of the name; other programs must not use it.
+        mode: of the directory; as it is, nobody else may enter it.
     Raises:
         OSError: nothing can be written there.
     """
@@ -33,7 +37,7 @@ def owned_directory(parent: Path, prefix: str) -> Iterator[Path]:
     lock, descriptor = _new_lock(parent, prefix)
     directory = lock.with_suffix("")
     try:
-        directory.mkdir(mode=0o700)
+        directory.mkdir(mode=mode)
         yield directory
     finally:
         # the lock goes last: without it, nobody would know that the rest is left over
@@ -43,11 +47,30 @@ def owned_directory(parent: Path, prefix: str) -> Iterator[Path]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """An owned directory in the temporary directory.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    with owned_directory(Path(tempfile.gettempdir()), TEMPORARY_PREFIX) as directory:
+        yield directory
+
+
 def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove the directories of owners that were killed; what cannot be removed stays."""
-    for lock in parent.glob(f"{prefix}*{_SUFFIX}"):
+    for lock in parent.glob(f"{glob.escape(prefix)}*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             _remove_if_abandoned(lock)
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _remove_if_abandoned(lock: Path) -> None:
@@ -59,7 +82,7 @@ def _remove_if_abandoned(lock: Path) -> None:
         if os.fstat(descriptor).st_uid != os.geteuid():
             return
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_at(descriptor, lock):
+        if not is_at(descriptor, lock):
             return  # somebody else was quicker
         if directory.exists():
             if directory.lstat().st_uid != os.geteuid():
@@ -86,13 +109,6 @@ def _new_lock(parent: Path, prefix: str) -> tuple[Path, int]:
             os.close(descriptor)
             raise
         # between the two calls it may have been taken for abandoned
-        if _is_at(descriptor, lock):
+        if is_at(descriptor, lock):
             return lock, descriptor
         os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    except FileNotFoundError:
-        return False

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from specc.child_processes import ChildProcesses
 from specc.errors import CompilerError, OutputError, SpeccError
+from specc.file_cache import FileCache
 from specc.kernels import native
 from specc.passes import lower_aot_inductor, lower_cpu
 from tests.file_limits import file_size_limit
@@ -41,7 +43,7 @@ def engine(tmp_path: Path) -> Path:
 
 
 def compile_program(package: Path) -> None:
-    lower_cpu._compile(PROGRAM, package)
+    lower_cpu._compile(PROGRAM, package, ChildProcesses())
 
 
 def copy_library(library: Path) -> None:
@@ -52,9 +54,7 @@ def fill_cache(cache: Path) -> None:
     """What a compilation leaves in the cache for the two."""
     native.build()
     key = lower_aot_inductor._content_key(PROGRAM, native.find_compiler())
-    package = cache / "programs" / f"{key}.pt2"
-    package.parent.mkdir(parents=True)
-    package.write_text(json.dumps(PROGRAM))
+    FileCache().write(f"programs/{key}.pt2", json.dumps(PROGRAM).encode())
 
 
 BOTH = pytest.mark.parametrize("write", [compile_program, copy_library])
@@ -122,7 +122,7 @@ def test_the_cache_cannot_take_the_library(cache: Path, engine: Path) -> None:
 def test_a_compiler_that_cannot_run_is_neither(
     cache: Path, engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(compiler: str, directory: Path) -> Path:
+    def refuse(compiler: str, *args: Any) -> Path:
         raise PermissionError(13, "Permission denied", compiler)
 
     monkeypatch.setattr(native, "_compile", refuse)
