@@ -16,9 +16,9 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def inductor_directory() -> Iterator[None]:
     """Let what torch does inside of the block use an empty directory of its own.
 
-    To trace a model torch imports parts of Inductor, which look for settings in a directory of the
-    temporary one whose name everybody knows, and make it where it is absent. A directory that the
-    user has named is left alone.
+    To open and to trace a model torch imports parts of Inductor, which look for settings in a
+    directory of the temporary one whose name everybody knows, and make it where it is absent. A
+    directory that the user has named is left alone.
 
     Raises:
         CompilerError: the temporary directory cannot be written.

@@ -13,7 +13,6 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from specc.errors import NotCausalLMError, UnsupportedGraphError
-from specc.passes.inductor_directory import inductor_directory
 from specc.passes.program import RUNTIME_INPUTS, Program, Weight
 
 _WRAPPED = "model"
@@ -161,9 +160,7 @@ def require_logits(exported: ExportedProgram, name: str, batch: str) -> None:
 
 def trace(model: nn.Module, name: str) -> Program:
     """Trace a model into a Program whose weights are placeholders with names of parameters."""
-    with inductor_directory():
-        exported = export_flat(model)
-    return to_program(exported, model, name, RUNTIME_INPUTS)
+    return to_program(export_flat(model), model, name, RUNTIME_INPUTS)
 
 
 def to_program(

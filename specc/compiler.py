@@ -48,6 +48,7 @@ from specc.passes import hf_model, lower_aot_cuda, lower_cpu, lower_torch_tensor
 from specc.passes.emit import program_to_json
 from specc.passes.fit_vocabulary import FitVocabulary
 from specc.passes.fuse_step import fuse_step
+from specc.passes.inductor_directory import inductor_directory
 from specc.passes.lower_cuda import CUDA_PHASES
 from specc.passes.model_source import ModelSource
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
@@ -149,7 +150,7 @@ def build(
             "float32 or bfloat16, or the backend cuda, onnx or tensorrt",
             "pass --dtype bfloat16, or --backend cuda to compile for a GPU",
         )
-    with EngineWriter(output, force=force) as writer:
+    with inductor_directory(), EngineWriter(output, force=force) as writer:
         with phases.phase("load models"):
             sources = [ModelSource.load("target", target, getattr(torch, config.dtype))]
             for number, draft in enumerate(draft_models):
