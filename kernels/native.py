@@ -7,8 +7,8 @@ torch where they run: an engine carries the library that its programs call.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -17,15 +17,17 @@ import re
 import shlex
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from specc.child_processes import ChildProcesses
 from specc.errors import CompilerError, EngineError
+from specc.file_cache import FileCache, default_cache_dir
+from specc.files import is_full, read_checked
 from specc.machine import isa_flags
+from specc.sealed_copy import sealed_copy
 
 LIBRARY_NAME = "libspecc_cpu.so"
 SOURCE_DIR = Path(__file__).parent / "cpu"
@@ -91,55 +93,44 @@ def build(cache_dir: Path | None = None) -> Path:
     Args:
         cache_dir: where libraries are kept; None is `specc/` in the user's cache directory.
     Raises:
-        CompilerError: no C++ compiler, one too old, or one that fails.
+        CompilerError: no C++ compiler, one too old, or one that fails; or no cache.
     """
+    name, _ = _build(cache_dir, ChildProcesses())
+    return FileCache(cache_dir).path(name)
+
+
+def build_library(children: ChildProcesses) -> bytes:
+    """Content of the library for this machine; see `build`."""
+    return _build(None, children)[1]
+
+
+def _build(cache_dir: Path | None, children: ChildProcesses) -> tuple[str, bytes]:
     compiler = find_compiler()
-    key = _content_key(compiler)
-    directory = (cache_dir or default_cache_dir()) / "native" / key
-    library = directory / LIBRARY_NAME
-    if library.is_file():
-        return library
-    # two processes may build at once: each its own files, and the rename decides
-    with cache_scratch(directory) as scratch:
-        made = _compile(compiler, scratch)
-        os.replace(made, library)
-    return library
+    name = f"native/{_content_key(compiler)}/{LIBRARY_NAME}"
+
+    def make(scratch: Path) -> Path:
+        return _compile(compiler, scratch, children)
+
+    return name, FileCache(cache_dir).obtain(name, make)
 
 
-@contextlib.contextmanager
-def cache_scratch(directory: Path) -> Iterator[Path]:
-    """An empty directory inside a directory of the cache, removed at the end.
-
-    Raises:
-        CompilerError: the cache cannot be written.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=directory)
-    except OSError as error:
-        raise CompilerError(
-            f"writing the cache {directory} failed: {error.strerror}",
-            "a cache directory that this user may write to",
-            "set SPECC_CACHE_DIR to another directory",
-        ) from error
-    with scratch as name:
-        yield Path(name)
-
-
-def load(library: Path) -> None:
+def load(library: Path, sha256: str | None = None) -> None:
     """Make the library's operators known as `specc_cpu::`; once a process.
 
+    The file is read once; what is checked is a copy in memory, and so is what is opened.
+
+    Args:
+        library: the file.
+        sha256: of its bytes, where that is known.
     Raises:
-        EngineError: it cannot be loaded, is of another version of specc, or the process has
-            loaded another build.
+        EngineError: it cannot be loaded, was altered, is of another version of specc, or the
+            process has loaded another build.
     """
     global _loaded
-    data = library.read_bytes()
+    data = read_checked(library, sha256)
     digest = hashlib.sha256(data).hexdigest()
     # before it is opened: opening it would run its code and take the operators' names
-    found = _interface_of(data)
-    if found is not None:
-        _check_interface(library, found)
+    _check_interface(library, data)
     if _loaded is not None:
         if _loaded[0] != digest:
             raise EngineError(
@@ -148,17 +139,20 @@ def load(library: Path) -> None:
                 "compile the engines with one version of specc, or use a process for each",
             )
         return
+    descriptor = -1
     try:
+        # the descriptor stays open: the system takes two libraries of one path for one
+        path, descriptor = sealed_copy(data, LIBRARY_NAME)
         # global: the compiled programs find the C functions by name
-        loaded = (digest, ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+        loaded = (digest, ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
         raise EngineError(
             f"{library} cannot be loaded: {error}",
             f"a library for torch {torch.__version__} on this machine",
             "compile the engine again on this machine",
         ) from error
-    if found is None:
-        _check_interface(library, "none")
     from specc.kernels.ops import FAKES
 
     try:
@@ -187,7 +181,8 @@ def _interface_of(data: bytes) -> str | None:
     return match[1].decode() if match else None
 
 
-def _check_interface(library: Path, found: str) -> None:
+def _check_interface(library: Path, data: bytes) -> None:
+    found = _interface_of(data) or "none"
     if found != (needed := interface_hash()):
         raise EngineError(
             f"{library} is of another version of specc (interface {found})",
@@ -231,14 +226,6 @@ def forget_memory(data: Tensor) -> None:
     """End what `watch_memory` began."""
     assert _loaded is not None, "load() first"
     _loaded[1].specc_forget_memory(ctypes.c_void_p(data.data_ptr()))
-
-
-def default_cache_dir() -> Path:
-    """`SPECC_CACHE_DIR`, or `specc/` in the user's cache directory."""
-    if explicit := os.environ.get("SPECC_CACHE_DIR"):
-        return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "specc"
 
 
 def find_compiler() -> str:
@@ -290,14 +277,19 @@ def _as_executable(command: str) -> str | None:
     name = "clang++" if _version(tuple(words))[0] == "clang" else "g++"
     text = f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    script = default_cache_dir() / "compilers" / key / name
-    if not script.is_file():
-        with cache_scratch(script.parent) as scratch:
-            made = scratch / name
+    cache, place = FileCache(), f"compilers/{key}/{name}"
+
+    def make(scratch: Path) -> Path:
+        made = scratch / name
+        try:
             made.write_text(text, encoding="utf-8")
             made.chmod(0o755)
-            os.replace(made, script)
-    return str(script)
+        except OSError as error:
+            raise cache.error(made, error) from error
+        return made
+
+    cache.obtain(place, make)
+    return str(cache.path(place))
 
 
 def compiler_version(path: str) -> tuple[str, tuple[int, ...]]:
@@ -351,23 +343,24 @@ def _content_key(compiler: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(compiler: str, scratch: Path) -> Path:
+def _compile(compiler: str, scratch: Path, children: ChildProcesses) -> Path:
     root = Path(torch.__file__).parent
     include = ["-I", str(root / "include"), "-I", str(SOURCE_DIR)]
     include += ["-I", str(root / "include" / "torch" / "csrc" / "api" / "include")]
     defines = [f"-DSPECC_INTERFACE={interface_hash()}"]
+    run = functools.partial(_run, scratch=scratch, children=children)
 
     def compile_one(source: Path) -> Path:
         made = scratch / f"{source.stem}.o"
         flags = [*_flags_of(source), *include, *defines]
-        _run([compiler, *flags, "-c", str(source), "-o", str(made)])
+        run([compiler, *flags, "-c", str(source), "-o", str(made)])
         return made
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, _sources()))
     library = scratch / LIBRARY_NAME
     link = ["-L", str(root / "lib"), "-ltorch_cpu", "-lc10", *_openmp(root)]
-    _run([compiler, "-shared", *map(str, objects), *link, "-o", str(library)])
+    run([compiler, "-shared", *map(str, objects), *link, "-o", str(library)])
     return library
 
 
@@ -377,9 +370,15 @@ def _openmp(root: Path) -> list[str]:
     return [str(bundled[0])] if bundled else ["-fopenmp"]
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
+def _run(
+    command: list[str], scratch: Path | None = None, children: ChildProcesses | None = None
+) -> None:
+    # what a compiler that is killed leaves goes with the rest of the directory
+    environment = {"TMPDIR": str(scratch)} if scratch is not None else None
+    result = (children or ChildProcesses()).run(command, environment)
     if result.returncode:
+        if scratch is not None and is_full(scratch, result.stderr):
+            raise FileCache().error(scratch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         lines = [line for line in result.stderr.splitlines() if "error" in line]
         raise CompilerError(
             f"{command[0]} failed: {(lines or result.stderr.splitlines() or ['no output'])[0]}",

@@ -14,9 +14,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +23,10 @@ from typing import Any
 import torch
 
 from specc.artifact import EngineWriter
+from specc.child_processes import ChildProcesses, end_with_parent
 from specc.errors import CompilerError
 from specc.extras import install_command
+from specc.file_cache import FileCache
 from specc.manifest import LimitsEntry, ModelEntry
 from specc.passes.emit import program_to_json
 from specc.passes.inline_kernels import CacheSizes, PassSizes, example_inputs, export_inlined
@@ -126,13 +126,15 @@ def compile_package(
     Raises:
         CompilerError: AOTInductor fails.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        source, request = Path(scratch) / "program.json", Path(scratch) / "sizes.json"
+    with FileCache().scratch() as scratch:
+        source, request = scratch / "program.json", scratch / "sizes.json"
         source.write_text(json.dumps(program), encoding="utf-8")
         request.write_text(json.dumps([asdict(sizes), asdict(caches)]), encoding="utf-8")
         # -P: the working directory may hold folders called kernels or passes
         command = [sys.executable, "-P", "-m", __name__, str(source), str(request), str(package)]
-        result = subprocess.run(command, capture_output=True, text=True)
+        # not where others may have put what would be compiled or run; see lower_aot_inductor
+        places = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
+        result = ChildProcesses().run(command, places)
     if result.returncode or not package.is_file():
         lines = (result.stderr.strip() or result.stdout.strip()).splitlines()[-_ERROR_LINES:]
         raise CompilerError(
@@ -192,4 +194,5 @@ def _main(source: str, request: str, package: str) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     _main(*sys.argv[1:])

@@ -10,24 +10,23 @@ runs in a process of its own: Inductor's state is global, and two models compile
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import hashlib
 import json
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specc.child_processes import ChildProcesses, end_with_parent
 from specc.errors import CompilerError
+from specc.file_cache import FileCache
+from specc.files import is_full
 from specc.graph_io import graph_from_json
 from specc.kernels import native, ops
 from specc.machine import isa_flags
@@ -40,66 +39,54 @@ _TOKEN_INPUTS = (0, 1, 3, 5)
 _ERROR_LINES = 12
 
 
-def compile_package(program: Mapping[str, Any], package: Path) -> None:
+def compile_package(program: Mapping[str, Any], children: ChildProcesses | None = None) -> bytes:
     """Compile in another process; the user's cache answers where the same was compiled before.
 
     Args:
         program: content of a `program.json` whose projections are `specc.linear`.
-        package: .pt2 file to write.
+        children: that the process is one of.
+    Returns:
+        content of the `.pt2`.
     Raises:
-        CompilerError: Inductor or the C++ compiler fails.
+        CompilerError: Inductor or the C++ compiler fails, or the cache cannot be written.
     """
     compiler = native.find_compiler()
-    key = _content_key(program, compiler)
-    cached = native.default_cache_dir() / "programs" / f"{key}.pt2"
-    if not cached.is_file():
-        with turn(key):
-            if not cached.is_file():
-                _compile(program, compiler, cached)
-    shutil.copyfile(cached, package)
+
+    def make(scratch: Path) -> Path:
+        return _compile(program, compiler, scratch, children or ChildProcesses())
+
+    return FileCache().obtain(f"programs/{_content_key(program, compiler)}.pt2", make)
 
 
-@contextmanager
-def turn(name: str) -> Iterator[None]:
-    """Wait for every other process of this user that compiles what has this name.
-
-    Inductor keeps the files of equal programs under equal names in the temporary directory: of two
-    processes that compile the same one, one may package what the other has just begun to write.
-
-    Raises:
-        CompilerError: nothing can be written there.
-    """
-    path = Path(tempfile.gettempdir()) / f"specc-{os.getuid()}-{name}.lock"
-    try:
-        file = path.open("a")
-    except OSError as error:
+def _compile(
+    program: Mapping[str, Any], compiler: str, scratch: Path, children: ChildProcesses
+) -> Path:
+    source, made = scratch / "program.json", scratch / "program.pt2"
+    source.write_text(json.dumps(program), encoding="utf-8")
+    # Inductor keeps its files under names that others may know, in the temporary directory; two
+    # processes that compile the same program meet there, and what a killed one left is used again
+    temporary, inductor = scratch / "temporary", scratch / "inductor"
+    for directory in (temporary, inductor):
+        directory.mkdir()
+    environment = {
+        "CXX": compiler,
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(inductor),
+    }
+    # -P: the working directory may hold folders called kernels or passes
+    command = [sys.executable, "-P", "-m", __name__, str(source), str(made)]
+    result = children.run(command, environment)
+    if result.returncode or not made.is_file():
+        if is_full(scratch, result.stderr):
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise FileCache().error(scratch, full)
+        lines = (result.stderr.strip() or result.stdout.strip()).splitlines()[-_ERROR_LINES:]
         raise CompilerError(
-            f"writing {path} failed: {error.strerror}",
-            "a temporary directory that this user may write to",
-            "set TMPDIR to another directory",
-        ) from error
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _compile(program: Mapping[str, Any], compiler: str, cached: Path) -> None:
-    with native.cache_scratch(cached.parent) as scratch:
-        source, made = scratch / "program.json", scratch / "program.pt2"
-        source.write_text(json.dumps(program), encoding="utf-8")
-        # -P: the working directory may hold folders called kernels or passes
-        command = [sys.executable, "-P", "-m", __name__, str(source), str(made)]
-        result = subprocess.run(
-            command, env=os.environ | {"CXX": compiler}, capture_output=True, text=True
+            f"compiling {program['name']} failed: " + "\n        ".join(lines or ["no output"]),
+            "a C++ compiler and a torch that compile this program",
+            "report this with the lines above, or compile with --backend eager",
         )
-        if result.returncode or not made.is_file():
-            lines = (result.stderr.strip() or result.stdout.strip()).splitlines()[-_ERROR_LINES:]
-            raise CompilerError(
-                f"compiling {program['name']} failed: " + "\n        ".join(lines or ["no output"]),
-                "a C++ compiler and a torch that compile this program",
-                "report this with the lines above, or compile with --backend eager",
-            )
-        os.replace(made, cached)
+    return made
 
 
 def lower(program: Mapping[str, Any], package: Path, num_tokens: int | None = None) -> None:
@@ -133,6 +120,8 @@ def _inductor_options() -> dict[str, Any]:
         "aot_inductor.custom_ops_to_c_shims": shims,
         # Inductor copies the values of small constants into the code; there are none here yet
         "always_keep_tensor_constants": True,
+        # each program compiles in a directory of its own, where they would serve once
+        "aot_inductor.precompile_headers": False,
         # dimensions of 1 are below the bounds that torch derives from the example inputs
         "aot_inductor.check_lowerbound": False,
         # the number of threads is the user's choice at run time
@@ -206,7 +195,7 @@ def _content_key(program: Mapping[str, Any], compiler: str) -> str:
     parts += [json.dumps(program, sort_keys=True), Path(__file__).read_text(encoding="utf-8")]
     # Inductor takes the layouts of results from the fakes, and the C functions make them
     sources = [Path(ops.__file__), *(native.SOURCE_DIR / n for n in ("register.cpp", "tensors.h"))]
-    if Path(compiler).is_relative_to(native.default_cache_dir()):
+    if Path(compiler).is_relative_to(FileCache().root):
         sources.append(Path(compiler))  # a script that holds the arguments of CXX
     parts += [path.read_text(encoding="utf-8") for path in sources]
     parts += [str(sorted(native.C_SHIMS.items()))]
@@ -216,5 +205,6 @@ def _content_key(program: Mapping[str, Any], compiler: str) -> str:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     # what a program prints on its way is not for the user
     lower(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2]))

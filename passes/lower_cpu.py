@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
-import errno
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specc.child_processes import ChildProcesses
 from specc.errors import CompilerError, OutputError
+from specc.file_cache import FileCache
 from specc.files import output_error
 from specc.kernels import native
 from specc.machine import isa_flags
@@ -67,14 +67,22 @@ def lower_cpu(
     records: list[PassRecord] = []
     for item in packages:
         records += Pipeline(CPU_PHASES, dump).run(item.program)
+    children = ChildProcesses()
     with concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
         tasks = [
-            pool.submit(_compile, program_to_json(item.program), item.package) for item in packages
+            pool.submit(_compile, program_to_json(item.program), item.package, children)
+            for item in packages
         ]
-        tasks.append(pool.submit(_copy_library, library))
-        for done, task in enumerate(concurrent.futures.as_completed(tasks), start=1):
-            task.result()
-            progress(done, len(tasks))
+        tasks.append(pool.submit(_copy_library, library, children))
+        try:
+            for done, task in enumerate(concurrent.futures.as_completed(tasks), start=1):
+                task.result()
+                progress(done, len(tasks))
+        except BaseException:
+            # also a signal: the pool waits for its threads, and they for their processes
+            pool.shutdown(wait=False, cancel_futures=True)
+            children.end()
+            raise
     return records, isa_flags()
 
 
@@ -89,20 +97,20 @@ def copy_operators(library: Path) -> tuple[str, ...]:
         CompilerError: no C++ compiler, one that fails, or a cache that cannot be written.
         OutputError: the file cannot be written.
     """
-    _copy_library(library)
+    _copy_library(library, ChildProcesses())
     return isa_flags()
 
 
-def _compile(program: Mapping[str, Any], package: Path) -> None:
+def _compile(program: Mapping[str, Any], package: Path, children: ChildProcesses) -> None:
     try:
-        compile_package(program, package)
+        package.write_bytes(compile_package(program, children))
     except OSError as error:
         raise _write_error(package, error) from error
 
 
-def _copy_library(library: Path) -> None:
+def _copy_library(library: Path, children: ChildProcesses) -> None:
     try:
-        shutil.copyfile(native.build(), library)
+        library.write_bytes(native.build_library(children))
     except OSError as error:
         raise _write_error(library, error) from error
 
@@ -111,32 +119,19 @@ def _write_error(output: Path, error: OSError) -> CompilerError | OutputError:
     """Tell an engine that cannot be written from a cache that cannot; `output` is a file of the
     engine, which is copied from the cache once the cache holds it.
     """
-    # of two names, the second is the one that is written
-    named = error.filename2 or error.filename
-    if named is None:
+    if error.filename is None:
         # a write to an open file names nothing; the copy creates its file first
         in_output = output.exists()
     else:
-        in_output = Path(os.fsdecode(named)).is_relative_to(output.parent)
+        in_output = Path(os.fsdecode(error.filename)).is_relative_to(output.parent)
     if in_output:
         return output_error(output, error)
-    cache = native.default_cache_dir()
-    place = cache if named is None else Path(os.fsdecode(named))
-    if not place.is_relative_to(cache):
-        return CompilerError(
-            f"{place}: {error.strerror or error}",
-            "an installation of specc and a C++ compiler that this user may run",
-            "install them again, or compile with --backend eager",
-        )
-    found = f"writing the cache failed: {error.strerror or error}: {place}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return CompilerError(
-            found,
-            "enough free space (and quota) for the cache",
-            "free some space, or set SPECC_CACHE_DIR to a directory on another file system",
-        )
+    cache = FileCache()
+    place = cache.root if error.filename is None else Path(os.fsdecode(error.filename))
+    if place.is_relative_to(cache.root):
+        return cache.error(place, error)
     return CompilerError(
-        found,
-        "a cache directory that this user may write to",
-        "set SPECC_CACHE_DIR to another directory",
+        f"{place}: {error.strerror or error}",
+        "an installation of specc and a C++ compiler that this user may run",
+        "install them again, or compile with --backend eager",
     )

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from specc import trt as tensorrt
 from specc.errors import TensorRTError
-from specc.kernels.native import default_cache_dir
+from specc.file_cache import default_cache_dir
+from specc.files import fsync_path
+from specc.owned_directory import owned_directory
 from specc.passes.cached_attention import DecoderForm
 from specc.passes.check_trt_network import ParsedAttention, check_trt_network
 from specc.passes.shape_profile import ShapeProfile, profile_shapes
@@ -270,10 +272,14 @@ def write_timing_cache(config: Any, path: Path | None) -> None:
     cache = config.get_timing_cache()
     if path is None or cache is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.partial")
-    staged.write_bytes(bytes(cache.serialize()))
-    staged.replace(path)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # another build may be writing it, too
+    with owned_directory(path.parent, f".{path.name}.partial-") as directory:
+        staged = directory / path.name
+        staged.write_bytes(bytes(cache.serialize()))
+        fsync_path(staged)
+        staged.replace(path)
+    fsync_path(path.parent)
 
 
 def make_monitor(trt: ModuleType, progress: Callable[[str, int, int], None]) -> Any:

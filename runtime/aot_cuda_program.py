@@ -7,6 +7,7 @@ program's graph: prefill, and batches that no graph is captured for.
 
 from __future__ import annotations
 
+import io
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from specc.errors import EngineError
+from specc.files import read_checked
 from specc.runtime.program import ModelProgram, bind_weights, check_schema, read_json
 
 INDEX_FILE = "packages.json"
@@ -40,18 +43,18 @@ class Runner(Protocol):
     ) -> None: ...
 
 
-# file, device → the package, with nothing bound
-Load = Callable[[Path, torch.device], Runner]
+# content, device → the package, with nothing bound
+Load = Callable[[bytes, torch.device], Runner]
 Stream = Callable[[torch.device], int]
 
 
-def load_package(file: Path, device: torch.device) -> Runner:
+def load_package(data: bytes, device: torch.device) -> Runner:
     """Load a package for one stream: what it has to keep other threads out cannot be captured."""
     import torch._inductor
 
     index = -1 if device.index is None else device.index
     return torch._inductor.aoti_load_package(
-        str(file), run_single_threaded=True, device_index=index
+        io.BytesIO(data), run_single_threaded=True, device_index=index
     )
 
 
@@ -66,6 +69,7 @@ def load_model(
     weights: Mapping[str, Tensor],
     caches: Sequence[tuple[Tensor, Tensor]],
     device: torch.device,
+    hashes: Mapping[str, str],
 ) -> ModelProgram:
     """A model's program, with its packages where the engine has some for this device and caches.
 
@@ -75,6 +79,7 @@ def load_model(
         weights: key → tensor on the device.
         caches: per layer, the k and v cache [blocks, block_size, HK, D].
         device: that weights and caches lie on.
+        hashes: file of the engine → its sha256 in hex.
     Raises:
         EngineError: a file is absent or cannot be read.
     """
@@ -84,7 +89,10 @@ def load_model(
         return ModelProgram(program, weights, caches, device)
     index = read_json(file)
     check_schema(index, INDEX_FILE, INDEX_SCHEMA_VERSIONS)
-    packages = {_shapes_of(entry["inputs"]): engine / entry["file"] for entry in index["packages"]}
+    packages = {
+        _shapes_of(entry["inputs"]): (engine / entry["file"], _hash_of(entry["file"], hashes, file))
+        for entry in index["packages"]
+    }
     result = CompiledCudaProgram(program, packages, weights, caches, device)
     if (reason := _mismatch(index, result.cache_tensors, device)) is not None:
         warnings.warn(
@@ -104,7 +112,7 @@ class CompiledCudaProgram(ModelProgram):
 
     Args:
         program: content of `program.json`.
-        packages: shapes of a pass → package.
+        packages: shapes of a pass → package and its sha256 in hex.
         weights: key → tensor of each weight and constant input.
         caches: per layer, the k and v cache [blocks, block_size, HK, D].
         device: that weights and caches lie on.
@@ -118,7 +126,7 @@ class CompiledCudaProgram(ModelProgram):
     def __init__(
         self,
         program: Mapping[str, Any],
-        packages: Mapping[Shapes, Path],
+        packages: Mapping[Shapes, tuple[Path, str]],
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
         device: torch.device,
@@ -162,11 +170,23 @@ class CompiledCudaProgram(ModelProgram):
             if self._is_capturing():
                 # loading allocates and may wait, and kernels are loaded by the first run
                 raise RuntimeError("a package that did not run on this stream before its capture")
-            runner = self._load(self._packages[shapes], self._device)
+            # read as late as this, it may be that of an engine which took this one's place
+            runner = self._load(read_checked(*self._packages[shapes]), self._device)
             used = {name: self._constants[name] for name in runner.get_constant_fqns()}
             runner.load_constants(used, check_full_update=True, user_managed=True)
             self._runners[key] = runner
         return runner
+
+
+def _hash_of(name: str, hashes: Mapping[str, str], index: Path) -> str:
+    """Code is run only where the manifest lists it."""
+    if name not in hashes:
+        raise EngineError(
+            f"{index} names {name}, which the manifest does not list",
+            "packages that are files of the engine",
+            "compile the engine again",
+        )
+    return hashes[name]
 
 
 def _mismatch(

@@ -26,6 +26,7 @@ from specc.runtime.program import (
     read_json,
 )
 from specc.runtime.step_constants import step_constants
+from specc.runtime.unpacked_package import unpacked_package
 
 _DO = "compile the engine again"
 # what a step gets anew from the host, in this order; a plan's own inputs follow
@@ -46,8 +47,9 @@ class CompiledProgram:
         package: the compiled `.pt2`.
         weights: key → tensor of each weight and constant input.
         caches: per layer, the k and v cache [blocks, block_size, HK, D].
+        sha256: of the package, where that is known.
     Raises:
-        EngineError: the package cannot be loaded, or an input has no weight.
+        EngineError: the package cannot be loaded or was altered, or an input has no weight.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class CompiledProgram:
         package: Path,
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
+        sha256: str | None = None,
     ) -> None:
         check_program(program, len(caches))
         self.name: str = program["name"]
         self.weights = weights
         try:
-            self.native = torch.classes.specc.CompiledProgram(str(package))
+            with unpacked_package(package, sha256) as path:
+                self.native = torch.classes.specc.CompiledProgram(path)
         except RuntimeError as error:
             raise EngineError(
                 f"{package} cannot be loaded: {str(error).strip().splitlines()[0]}",
@@ -91,7 +95,12 @@ class CompiledProgram:
         )
 
     @classmethod
-    def load(cls, directory: Path, caches: Sequence[tuple[Tensor, Tensor]]) -> CompiledProgram:
+    def load(
+        cls,
+        directory: Path,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        sha256: str | None = None,
+    ) -> CompiledProgram:
         """Bind the weights of an engine's model directory without copying them.
 
         Raises:
@@ -102,6 +111,7 @@ class CompiledProgram:
             directory / "program.pt2",
             MappedWeights(directory / "weights.safetensors"),
             caches,
+            sha256,
         )
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:

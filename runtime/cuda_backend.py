@@ -133,6 +133,7 @@ def load_programs(
             _to_device(path / model.weights_file, graphs.device),
             caches[model.name],
             graphs.device,
+            {name: entry.sha256 for name, entry in manifest.files.items()},
         )
         for model in manifest.models
     }

@@ -37,6 +37,7 @@ from specc.runtime.onnx_backend import load_onnx_programs
 from specc.runtime.onnx_program import can_grow
 from specc.runtime.program import Model, ModelProgram, Step, StepProgram, read_json
 from specc.runtime.trt_backend import load_trt_programs
+from specc.unreplaced import unreplaced
 
 if TYPE_CHECKING:
     from specc.manifest import Manifest, ModelEntry
@@ -153,6 +154,22 @@ class Engine:
             ConfigError: more sequences or fewer threads than possible.
         """
         path = Path(path)
+        with unreplaced(path):
+            return cls._load(
+                path, verify, num_threads, max_num_seqs, backend, capture, kv_cache_tokens
+            )
+
+    @classmethod
+    def _load(
+        cls,
+        path: Path,
+        verify: bool | None,
+        num_threads: int | None,
+        max_num_seqs: int | None,
+        backend: str | None,
+        capture: CaptureLimits | None,
+        kv_cache_tokens: int | None,
+    ) -> Engine:
         manifest = open_engine(
             path, verify, backend=backend, backends=BACKENDS, max_num_seqs=max_num_seqs
         )
@@ -191,7 +208,8 @@ class Engine:
             operators = torch.ops.specc
             if backend != "eager" and manifest.native is not None:
                 # before anything is imported that wraps what the library brings
-                native.load(path / manifest.native.library)
+                library = manifest.native.library
+                native.load(path / library, manifest.files[library].sha256)
                 operators = torch.ops.specc_cpu
             if rows is None:
                 loaded = _load_host_programs(path, manifest, backend, _caches(manifest, cache))
@@ -236,22 +254,26 @@ class Engine:
 def _load_host_programs(
     path: Path, manifest: Manifest, backend: str, caches: Mapping[str, LayerCaches]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    program_class, step_class = _classes(backend)
-    models = {
-        model.name: program_class.load(path / model.dir, caches[model.name])
-        for model in manifest.models
-    }
-    steps = {plan.name: step_class.load(path / plan.file, models) for plan in manifest.plans}
-    return models, steps
-
-
-def _classes(backend: str) -> tuple[Any, Any]:
-    """What loads programs and steps of this backend; the native library is loaded."""
+    """Models and steps; for the backend cpu, the native library is loaded."""
+    models: dict[str, Any]
+    step_class: Any
     if backend == "eager":
-        return ModelProgram, StepProgram
-    from specc.runtime.compiled_program import CompiledProgram, CompiledStep
+        step_class = StepProgram
+        models = {
+            model.name: ModelProgram.load(path / model.dir, caches[model.name])
+            for model in manifest.models
+        }
+    else:
+        from specc.runtime.compiled_program import CompiledProgram, CompiledStep
 
-    return CompiledProgram, CompiledStep
+        step_class = CompiledStep
+        models = {
+            model.name: CompiledProgram.load(
+                path / model.dir, caches[model.name], manifest.files[model.package_file].sha256
+            )
+            for model in manifest.models
+        }
+    return models, {plan.name: step_class.load(path / plan.file, models) for plan in manifest.plans}
 
 
 def _make_cache(

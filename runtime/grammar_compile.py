@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from tokenizers import Tokenizer
 
-DO = "correct the StructuredOutputsParams"
+DO = "correct this value"
 _OWN_END = "<|end of a grammar|>"
 # tokens whose texts are compared, and characters of a text in an error
 _NUM_CHECKED = 256

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _NAMES = ("min_tokens", "allowed_token_ids", "bad_words")
-_DO = "correct the SamplingParams"
+_DO = "correct this value"
 
 
 class LogitControls:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from specc.errors import EngineError
+from specc.files import read_checked
 from specc.manifest import Manifest, ModelEntry, TensorRTEntry
 from specc.runtime.captured_step import CapturedStep
 from specc.runtime.cuda_backend import (
@@ -60,7 +61,14 @@ def load_trt_programs(
         model.name: TensorRTProgram(
             model.name,
             trt,
-            _deserialize(trt, runtime, path, model, manifest.tensorrt),
+            _deserialize(
+                trt,
+                runtime,
+                path,
+                model,
+                manifest.files[model.plan_file].sha256,
+                manifest.tensorrt,
+            ),
             caches[model.name],
             sorted({layer.window for layer in model.layers}),
             cache.rows,
@@ -116,15 +124,10 @@ def check_tensorrt(entry: TensorRTEntry, facts: Any, capability: str | None) -> 
 
 
 def _deserialize(
-    trt: Any, runtime: Any, path: Path, model: ModelEntry, entry: TensorRTEntry
+    trt: Any, runtime: Any, path: Path, model: ModelEntry, sha256: str, entry: TensorRTEntry
 ) -> Any:
     file = path / model.plan_file
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise EngineError(
-            f"{file} cannot be read: {error.strerror}", "a readable file", "copy the engine again"
-        ) from error
+    data = read_checked(file, sha256)
     validity = _validity(trt, runtime, data)
     engine = runtime.deserialize_cuda_engine(data) if validity is None else None
     if engine is None:

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import shutil
-import signal
-import threading
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from specc.errors import EngineError, OutputError
-from specc.files import format_bytes, fsync_path, hash_file, output_error, remove_stale
+from specc.files import (
+    exchange,
+    format_bytes,
+    fsync_path,
+    hash_file,
+    output_error,
+    remove_stale,
+)
 from specc.json_file import parse_json, read_json
 from specc.machine import cpu_model, isa_flags
 from specc.manifest import MANIFEST_FILE, ON_GPU, FileEntry, Manifest, check_relative
+from specc.owned_directory import other_owned, owned_directory
 from specc.safetensors_io import Progress
-from specc.writer_lock import WriterLock
+from specc.signals import unwind_on_signals
 
 BACKENDS = ("cpu", "cuda", "eager", "onnx", "tensorrt")
 
-# signals that end a process without unwinding it, unless somebody turns them into an exception
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+# outputs that this process is writing
 _active: set[Path] = set()
 
 
@@ -47,7 +53,8 @@ class EngineWriter:
 
     Leaving the block without `commit`, by an exception, Ctrl-C, SIGTERM or SIGHUP, removes what
     was built. Only SIGKILL or a power cut leave the hidden staging directory; the next writer of
-    the same output removes it.
+    the same output removes it. An engine that is replaced is in its place until the moment that
+    the new one is, where the file system can swap two directories.
 
     Args:
         output: the engine directory to make.
@@ -59,12 +66,11 @@ class EngineWriter:
     def __init__(self, output: str | Path, force: bool = False) -> None:
         self.output = Path(output).resolve()
         self.force = force
-        parent, name = self.output.parent, self.output.name
-        self.staging = parent / f".{name}.partial-{os.getpid()}"
-        self._old = parent / f".{name}.old-{os.getpid()}"
+        # until it is entered, where nothing is
+        self.staging = self.output.parent / f".{self.output.name}.partial"
+        self._stack = contextlib.ExitStack()
+        self._old = self.output.parent / f".{self.output.name}.old-{os.getpid()}"
         self._recorded: dict[str, FileEntry] = {}
-        self._handlers: dict[int, Any] = {}
-        self._lock = WriterLock(self.output, self.staging)
 
     def __enter__(self) -> EngineWriter:
         try:
@@ -72,21 +78,26 @@ class EngineWriter:
             self._check_output()
         except OSError as error:  # a name that the file system does not take
             raise output_error(self.output, error) from error
-        if self.staging in _active:
+        if self.output in _active:
             raise OutputError(
                 f"{self.output} is being written by this process",
                 "one writer for each output",
                 "wait for it, or choose another output directory",
             )
-        remove_stale(self.output, _active)
+        remove_stale(self.output)
         self._check_output()
         try:
-            self._catch_signals()
-            _active.add(self.staging)
-            self.staging.mkdir()
-            self._lock.take()
+            self._stack.enter_context(unwind_on_signals())
+            _active.add(self.output)
+            self._stack.callback(_active.discard, self.output)
+            prefix = f"{self.staging.name}-"
+            # the engine is for everybody that the user's mask lets in
+            self.staging = self._stack.enter_context(
+                owned_directory(self.output.parent, prefix, mode=0o777)
+            )
+            self._refuse_another(prefix)
         except BaseException as error:
-            self._discard()
+            self._stack.close()
             if isinstance(error, OSError):
                 raise output_error(self.output, error) from error
             raise
@@ -98,7 +109,16 @@ class EngineWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._discard()
+        self._stack.close()
+
+    def _refuse_another(self, prefix: str) -> None:
+        """Raises OutputError: another process writes the same output."""
+        if (other := other_owned(self.output.parent, prefix, self.staging)) is not None:
+            raise OutputError(
+                f"{self.output} is being written by another process (in {other})",
+                "one writer for each output",
+                "wait for it, or choose another output directory",
+            )
 
     def path(self, name: str) -> Path:
         """Where to write a file of the engine; its directory exists."""
@@ -198,6 +218,8 @@ class EngineWriter:
         if not self.output.exists():
             self.staging.rename(self.output)
             return
+        if exchange(self.staging, self.output):
+            return  # what was there goes as everything that is left in the staging directory
         try:
             self.output.rename(self._old)
             self.staging.rename(self.output)
@@ -238,24 +260,6 @@ class EngineWriter:
                 "an output path that is free",
                 "choose another output, or pass --force to replace this engine",
             )
-
-    def _catch_signals(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may set handlers
-        for number in _SIGNALS:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                self._handlers[number] = signal.signal(number, _exit_on_signal)
-
-    def _discard(self) -> None:
-        try:
-            if self.staging.exists():
-                shutil.rmtree(self.staging)
-        finally:
-            self._lock.release()
-            _active.discard(self.staging)
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self._handlers.clear()
 
 
 def open_engine(
@@ -436,7 +440,3 @@ def _walk(directory: Path) -> Iterator[str]:
     for root, _, names in os.walk(directory):
         for name in names:
             yield (Path(root) / name).relative_to(directory).as_posix()
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -58,6 +58,7 @@ from specc.passes import lower_aot_cuda, lower_cpu, lower_torch_tensorrt
 from specc.passes.emit import program_to_json
 from specc.passes.fit_vocabulary import FitVocabulary
 from specc.passes.fuse_step import fuse_step
+from specc.passes.inductor_directory import inductor_directory
 from specc.passes.lower_cuda import CUDA_PHASES
 from specc.passes.model_source import ModelSource
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
@@ -150,7 +151,7 @@ def build(
         config = dense(config)
     # an engine for cuda, with compiled code beside its programs
     with_packages = chosen == lower_aot_cuda.BACKEND
-    with EngineWriter(output, force=force) as writer:
+    with inductor_directory(), EngineWriter(output, force=force) as writer:
         check_dump(dump_graphs)
         with phases.phase("check models"):
             candidates = open_models(target, draft_models)

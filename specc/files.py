@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
-from specc.errors import OutputError
+from specc.errors import EngineError, OutputError
 
 HASH_CHUNK_BYTES = 4 << 20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+# a compilation that fails with less than this left fails for the lack of it
+_LEAST_FREE_BYTES = 4 << 20
 
 
 def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> str:
@@ -25,6 +29,51 @@ def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> str:
             if progress:
                 progress(num_bytes)
     return digest.hexdigest()
+
+
+def read_checked(path: Path, sha256: str | None) -> bytes:
+    """Read a file of an engine once, and check what was read.
+
+    Args:
+        path: the file.
+        sha256: in hex; None checks nothing.
+    Raises:
+        EngineError: it cannot be read, or has another hash.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise EngineError(
+            f"{path} cannot be read: {error.strerror}",
+            "a readable file",
+            "compile or copy the engine again",
+        ) from error
+    if sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != sha256:
+        raise EngineError(
+            f"{path} has sha256 {found}",
+            f"sha256 {sha256}, as the manifest says",
+            "compile or copy the engine again",
+        )
+    return data
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two paths swap what they lead to, in one moment; False where the system cannot.
+
+    Raises:
+        OSError: one of them is absent, or they cannot be renamed.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    paths = (ctypes.c_char_p(os.fsencode(path)) for path in (one, other))
+    here = ctypes.c_int(_AT_FDCWD)
+    if renameat2(here, next(paths), here, next(paths), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
 def fsync_path(path: Path) -> None:
@@ -60,6 +109,13 @@ def output_error(path: Path, error: OSError) -> OutputError:
     )
 
 
+def is_full(directory: Path, output: str) -> bool:
+    """Whether a compiler failed because a file system is full; what it says of that varies."""
+    if os.strerror(errno.ENOSPC) in output or os.strerror(errno.EDQUOT) in output:
+        return True
+    return shutil.disk_usage(directory).free < _LEAST_FREE_BYTES
+
+
 def check_free_space(path: Path, num_bytes: int) -> None:
     """Fail before a long write rather than at its end.
 
@@ -78,19 +134,18 @@ def check_free_space(path: Path, num_bytes: int) -> None:
         )
 
 
-def remove_stale(output: Path, active: Collection[Path]) -> None:
+def remove_stale(output: Path) -> None:
     """Clear what killed writers of `output` left; bring back an engine they were replacing.
 
     Args:
         output: the directory that is about to be written.
-        active: staging directories that this process is writing.
     Raises:
         OutputError: a leftover cannot be removed.
     """
     pattern = re.compile(rf"\.{re.escape(output.name)}\.(partial|old)-(\d+)")
     for path in output.parent.iterdir():
         match = pattern.fullmatch(path.name)
-        if not match or path in active or _is_other_process(int(match[2])):
+        if not match or _is_other_process(int(match[2])):
             continue
         try:
             if match[1] == "old" and not output.exists():

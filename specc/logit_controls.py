@@ -13,7 +13,7 @@ from specc.errors import RequestError
 MAX_BIAS = 100.0
 # each word is tokenized for its request, and looked for at every token
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384
-_DO = "correct the SamplingParams"
+_DO = "correct this value"
 _NO_IDS = "token ids: integers, 0 or more"
 # of keys in JSON, which are strings
 _DIGITS = re.compile(r"0|[1-9][0-9]{0,18}")

@@ -144,7 +144,7 @@ def write_model(engine: Path, repository: Path, config: TritonConfig, force: boo
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _check_replaceable(target, "config.pbtxt", force)
-        remove_stale(target, ())
+        remove_stale(target)
         if config.files == "copy":
             size = sum(entry.bytes for entry in manifest.files.values())
             check_free_space(target, size + (1 << 20))
@@ -176,7 +176,7 @@ def write_backend(backends: Path, force: bool = False) -> Path:
         if target.is_dir() and _files(target) == {"model.py": MODEL_PY.encode()}:
             return target
         _check_replaceable(target, "model.py", force)
-        remove_stale(target, ())
+        remove_stale(target)
         staging = _staging(target)
         try:
             _write(staging / "model.py", MODEL_PY)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specc.kernels import native, ops
+from specc.runtime.unpacked_package import unpacked_package
 from specc.weight_layout import blocks_shape
 
 NUM_OUTPUTS, NUM_INPUTS = 256, 16
@@ -69,7 +70,8 @@ def compile_probe(package: Path) -> None:
 
 def load_probe(package: Path, weight: Tensor | None = None) -> Any:
     """The package with its weight bound; needs the native library loaded."""
-    program = torch.classes.specc.CompiledProgram(str(package))
+    with unpacked_package(package) as path:
+        program = torch.classes.specc.CompiledProgram(path)
     program.bind_weights(["w0"], [torch.zeros(WEIGHT_SHAPE) if weight is None else weight])
     program.bind_caches([])
     return program

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from specc.errors import CompilerError, EngineError
+from specc.files import hash_file
 from specc.kernels import native
+from specc.runtime import unpacked_package
+from tests.file_limits import file_size_limit
 from tests.kernels.probe import WEIGHT_SHAPE, load_probe, probe_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -69,20 +72,92 @@ def test_a_changed_kernel_is_the_same_interface(native_operators, small_library,
         native.load(small_library(name))
 
 
-def test_a_library_that_names_no_version(small_library, tmp_path):
-    """As before there were versions; in a process that has loaded none."""
-    source = tmp_path / "old.cpp"
-    source.write_text("int old() { return 1; }\n")
-    library = tmp_path / "old.so"
-    native._run([native.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)])
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom specc.errors import EngineError\n"
-        "from specc.kernels import native\n"
-        "try:\n    native.load(Path(sys.argv[1]))\nexcept EngineError as error:\n    print(error)\n"
-    )
-    command = [sys.executable, "-P", "-c", code, str(library)]
+@pytest.fixture
+def marking_library(tmp_path) -> Any:
+    """Builds a library that leaves a mark as soon as it is opened."""
+
+    def build(interface: str | None) -> tuple[Path, Path]:
+        source, library, mark = (tmp_path / name for name in ("mark.cpp", "mark.so", "mark"))
+        text = f"""
+            #include <cstdio>
+            __attribute__((constructor)) static void leave() {{ fclose(fopen("{mark}", "w")); }}
+        """
+        if interface is not None:
+            text += f"""
+                extern "C" __attribute__((used)) const char specc_interface[] =
+                    "specc-interface:{interface}";
+            """
+        source.write_text(text)
+        native._run([native.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)])
+        return library, mark
+
+    return build
+
+
+LOAD = """
+import sys
+import textwrap
+from pathlib import Path
+from specc.errors import EngineError
+from specc.kernels import native
+try:
+    native.load(Path(sys.argv[1]), *sys.argv[2:])
+except EngineError as error:
+    print(error)
+"""
+
+
+def load_in_a_process(library: Path, *sha256: str) -> str:
+    """What a process that has loaded no other library says."""
+    command = [sys.executable, "-P", "-c", LOAD, str(library), *sha256]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "is of another version of specc (interface none)" in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("interface", [None, "0123456789abcdef"])
+def test_a_library_that_is_refused_does_not_run(marking_library, interface):
+    """One that names no version, as before there were versions, and one of another version."""
+    library, mark = marking_library(interface)
+    found = load_in_a_process(library)
+    assert f"is of another version of specc (interface {interface or 'none'})" in found
+    assert not mark.exists()
+
+
+def test_an_altered_library_does_not_run(marking_library):
+    library, mark = marking_library(native.interface_hash())
+    assert "as the manifest says" in load_in_a_process(library, "0" * 64)
+    assert not mark.exists()
+    # the mark tells: it is left where nothing refuses the library before it is opened
+    load_in_a_process(library, hash_file(library))
+    assert mark.exists()
+
+
+def test_what_is_opened_is_what_was_checked(marking_library, native_operators, tmp_path):
+    """The file changes between the two: only the copy in memory counts."""
+    library, mark = marking_library(native.interface_hash())
+    changed = tmp_path / "changed.so"
+    shutil.copyfile(native.build(), changed)
+    code = """
+        import sys
+        from pathlib import Path
+        from specc.kernels import native
+        path, other = Path(sys.argv[1]), Path(sys.argv[2])
+        check = native._check_interface
+        def check_then_change(library, data):
+            check(library, data)
+            with open(path, "r+b") as file:  # the same file, in place
+                file.write(other.read_bytes())
+                file.truncate()
+        native._check_interface = check_then_change
+        native.load(path)
+        assert native.kernel_threads() > 0
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code), str(changed), str(library)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert changed.read_bytes() == library.read_bytes()
+    assert not mark.exists()
 
 
 @pytest.fixture
@@ -152,6 +227,7 @@ sys.path.insert(0, sys.argv[1])
 from specc.kernels import native
 from specc.runtime.mapped_weights import MappedWeights
 native.load(native.build())
+from tests.file_limits import file_size_limit
 from tests.kernels.probe import load_probe, probe_inputs
 path = Path(sys.argv[3])
 weights = MappedWeights(path)
@@ -176,19 +252,32 @@ def test_bound_weights_are_watched_while_they_are_bound(probe_package, tmp_path,
     assert ("cut while the engine was using them" in result.stderr) == (how == "used")
 
 
-def test_a_dropped_program_leaves_no_files(probe_package):
-    """Torch unpacks a package for as long as it is loaded; the code stays mapped afterwards."""
-
-    def unpacked() -> set[Path]:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        found = {Path(line.split(maxsplit=5)[5]) for line in lines if "aotinductor_" in line}
-        return {path for path in found if path.exists()}
-
-    before = unpacked()
+def test_a_loaded_program_has_no_files(probe_package, tmp_path, monkeypatch):
+    """What is mapped needs none, and a process that is killed leaves none."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = load_probe(probe_package)
-    program.run(probe_inputs(3))
-    (library,) = unpacked() - before
-    directory = next(path for path in library.parents if path.name.startswith("aotinductor_"))
-    del program
-    gc.collect()
-    assert not directory.exists()
+    assert list(tmp_path.iterdir()) == []
+    assert program.run(probe_inputs(3)).shape[0] == 3
+
+
+def test_a_torch_that_takes_no_directories(probe_package, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(unpacked_package, "_DIRECTORIES_SINCE", (99,))
+    assert load_probe(probe_package).run(probe_inputs(3)).shape[0] == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_package_that_is_none(tmp_path):
+    package = tmp_path / "program.pt2"
+    package.write_bytes(b"")
+    with pytest.raises(EngineError, match="cannot be loaded: File is not a zip file"):
+        load_probe(package)
+
+
+def test_no_room_to_unpack(probe_package, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with file_size_limit(1000), pytest.raises(EngineError) as caught:
+        load_probe(probe_package)
+    assert "into the temporary directory failed" in caught.value.found
+    assert "TMPDIR" in caught.value.do
+    assert list(tmp_path.iterdir()) == []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 
-from specc.errors import CompilerError
+from specc.child_processes import ChildProcesses
 from specc.passes import lower_aot_inductor
-from specc.passes.lower_aot_inductor import BoundProgram, _content_key, turn
+from specc.passes.lower_aot_inductor import BoundProgram, _content_key
 from specc.runtime.program import read_json
 
 
@@ -45,29 +46,33 @@ def test_the_cache_knows_all_that_a_package_is_made_of(program, monkeypatch, tmp
     assert len(keys | {key}) == 3
 
 
-def test_who_compiles_the_same_waits_for_its_turn(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    same, other = threading.Event(), threading.Event()
+@pytest.mark.slow  # compiles twice
+def test_inductor_leaves_nothing(program, monkeypatch, tmp_path) -> None:
+    """Neither in the temporary directory nor beside the package, and it uses nothing from there."""
+    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(cache))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    seen = []
 
-    def enter(name: str, event: threading.Event) -> None:
-        with turn(name):
-            event.set()
+    class Children(ChildProcesses):
+        def run(self, command, environment=None):
+            result = super().run(command, environment)
+            seen.append(sorted(path.name for path in Path(environment["TMPDIR"]).iterdir()))
+            (inductor,) = {Path(environment["TORCHINDUCTOR_CACHE_DIR"])}
+            assert any(inductor.iterdir()), "Inductor works in the directory that it is given"
+            return result
 
-    with turn("a"):
-        threads = [
-            threading.Thread(target=enter, args=args) for args in (("a", same), ("b", other))
-        ]
-        for thread in threads:
-            thread.start()
-        assert other.wait(10), "another name is no obstacle"
-        assert not same.wait(0.2)
-    assert same.wait(10)
-    for thread in threads:
-        thread.join()
-
-
-def test_a_temporary_directory_that_cannot_be_written(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
-    with pytest.raises(CompilerError, match="writing") as caught, turn("a"):
-        pass
-    assert "TMPDIR" in caught.value.do
+    data = lower_aot_inductor.compile_package(program, Children())
+    assert len(seen) == 1
+    assert list(temporary.iterdir()) == []
+    files = [path for path in cache.rglob("*") if path.is_file()]
+    assert sorted(path.suffix for path in files) == [".pt2", ".sha256"]
+    (package,) = (path for path in files if path.suffix == ".pt2")
+    # a damaged one is compiled again
+    package.write_bytes(data[: len(data) // 2])
+    again = lower_aot_inductor.compile_package(program, Children())
+    assert len(seen) == 2
+    assert package.read_bytes() == again
+    assert zipfile.is_zipfile(package)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specc.child_processes import ChildProcesses
 from specc.errors import CompilerError, OutputError, SpeccError
+from specc.file_cache import FileCache
 from specc.kernels import native
 from specc.passes import lower_aot_inductor, lower_cpu
+from tests.file_limits import file_size_limit
 
 PROGRAM = {"name": "target", "graph": "x" * 9000}
 # a compiler that is new enough and writes 9000 bytes where -o says
@@ -42,18 +42,8 @@ def engine(tmp_path: Path) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def compile_program(package: Path) -> None:
-    lower_cpu._compile(PROGRAM, package)
+    lower_cpu._compile(PROGRAM, package, ChildProcesses())
 
 
 def copy_library(library: Path) -> None:
@@ -64,9 +54,7 @@ def fill_cache(cache: Path) -> None:
     """What a compilation leaves in the cache for the two."""
     native.build()
     key = lower_aot_inductor._content_key(PROGRAM, native.find_compiler())
-    package = cache / "programs" / f"{key}.pt2"
-    package.parent.mkdir(parents=True)
-    package.write_text(json.dumps(PROGRAM))
+    FileCache().write(f"programs/{key}.pt2", json.dumps(PROGRAM).encode())
 
 
 BOTH = pytest.mark.parametrize("write", [compile_program, copy_library])
@@ -134,7 +122,7 @@ def test_the_cache_cannot_take_the_library(cache: Path, engine: Path) -> None:
 def test_a_compiler_that_cannot_run_is_neither(
     cache: Path, engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(compiler: str, directory: Path) -> Path:
+    def refuse(compiler: str, *args: Any) -> Path:
         raise PermissionError(13, "Permission denied", compiler)
 
     monkeypatch.setattr(native, "_compile", refuse)

@@ -34,15 +34,14 @@ CPU = torch.device("cpu")
 class Package:
     """A loaded package: the program's graph over the weights that were bound to it, and no others.
 
-    Like torch's, it keeps what is bound, and knows nothing but what it is given.
+    Like torch's, it keeps what is bound, and knows nothing but what it is given: its content is
+    its file in the engine and the program.
     """
 
     made: ClassVar[list[Package]] = []
 
-    def __init__(self, file: Path, device: torch.device) -> None:
-        self.file = file
-        directory = file.parent.parent
-        program = read_json(directory / "program.json")
+    def __init__(self, data: bytes, device: torch.device) -> None:
+        self.file, program = json.loads(data)
         self._entries = [e for e in program["inputs"] if e["kind"] in ("weight", "constant")]
         self._program = program
         self._weights: dict[str, Tensor] = {}
@@ -81,9 +80,14 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> list[Package]:
     return Package.made
 
 
+def write_package(program: Any, sizes: Any, caches: Any, package: Path) -> None:
+    file = package.relative_to(package.parents[2]).as_posix()
+    package.write_text(json.dumps([file, program]))
+
+
 @pytest.fixture(scope="module")
 def aot_engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny pair with packages, which hold nothing here."""
+    """The tiny pair with packages."""
     from specc.compiler import build
 
     path = tmp_path_factory.mktemp("engines") / "aot"
@@ -91,7 +95,7 @@ def aot_engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
         patch.setenv("SPECC_EXPERIMENTAL", "aot-inductor")
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        patch.setattr(lower_aot_cuda, "compile_package", lambda *args: args[-1].write_bytes(b""))
+        patch.setattr(lower_aot_cuda, "compile_package", write_package)
         config = CompileConfig(
             plans=(SpecPlan.from_widths((2, 1)),),
             max_seq_len=48,
@@ -131,7 +135,7 @@ def test_steps_run_packages_alone(aot_engine, tiny_engine, plan, device, package
         llm = LLM(aot_engine, plan=plan)
         assert ran == [], "a captured step ran a graph: the compiler did not foresee its sizes"
         index = [
-            aot_engine / entry["file"]
+            entry["file"]
             for model in read_manifest(aot_engine).models
             for entry in read_json(aot_engine / model.dir / "packages.json")["packages"]
         ]
@@ -139,6 +143,10 @@ def test_steps_run_packages_alone(aot_engine, tiny_engine, plan, device, package
         found = generate(llm)
     assert ran, "prompts run by the graph"
     assert found == generate(LLM(tiny_engine, plan="off"))
+
+
+def hashes_of(path: Path) -> dict[str, str]:
+    return {name: entry.sha256 for name, entry in read_manifest(path).files.items()}
 
 
 def program_of(path: Path, **options: Any) -> tuple[CompiledCudaProgram, list[Tensor]]:
@@ -153,7 +161,10 @@ def program_of(path: Path, **options: Any) -> tuple[CompiledCudaProgram, list[Te
     caches = [(torch.zeros(8, 16, *s), torch.zeros(8, 16, *s)) for s in shapes[::2]]
     index = read_json(path / "target/packages.json")
     packages = {
-        tuple(None if x is None else tuple(x) for x in entry["inputs"]): path / entry["file"]
+        tuple(None if x is None else tuple(x) for x in entry["inputs"]): (
+            path / entry["file"],
+            hashes_of(path)[entry["file"]],
+        )
         for entry in index["packages"]
     }
     made = CompiledCudaProgram(program, packages, weights, caches, CPU, **options)
@@ -248,12 +259,13 @@ def weights_of(path: Path) -> dict[str, Tensor]:
 
 def test_other_caches_are_no_reason_to_compute_nonsense(aot_engine) -> None:
     weights = weights_of(aot_engine)
+    hashes = hashes_of(aot_engine)
     with pytest.warns(PackageWarning, match="max_num_seqs"):
-        found = load_model(aot_engine, "target", weights, caches_of(aot_engine, 4), CPU)
+        found = load_model(aot_engine, "target", weights, caches_of(aot_engine, 4), CPU, hashes)
     assert type(found) is ModelProgram
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = load_model(aot_engine, "target", weights, caches_of(aot_engine, 8), CPU)
+        found = load_model(aot_engine, "target", weights, caches_of(aot_engine, 8), CPU, hashes)
     assert type(found) is CompiledCudaProgram
 
 
@@ -279,7 +291,28 @@ def test_a_malformed_index_is_an_error(aot_engine, tmp_path) -> None:
     index = read_json(directory / "packages.json") | {"schema_version": 2}
     (directory / "packages.json").write_text(json.dumps(index))
     with pytest.raises(EngineError, match="schema 2"):
-        load_model(tmp_path, "target", weights_of(aot_engine), caches_of(aot_engine, 8), CPU)
+        load_model(tmp_path, "target", weights_of(aot_engine), caches_of(aot_engine, 8), CPU, {})
+
+
+def test_code_that_the_manifest_does_not_list_is_not_loaded(aot_engine, packages) -> None:
+    """An index may name any file of the machine."""
+    hashes = hashes_of(aot_engine)
+    file = read_json(aot_engine / "target/packages.json")["packages"][0]["file"]
+    del hashes[file]
+    with pytest.raises(EngineError, match=f"names {file}, which the manifest does not list"):
+        load_model(
+            aot_engine, "target", weights_of(aot_engine), caches_of(aot_engine, 8), CPU, hashes
+        )
+    assert packages == []
+
+
+def test_code_of_an_engine_that_took_its_place_is_not_loaded(aot_engine, packages) -> None:
+    """Packages are read at their first pass, when another engine may have this one's name."""
+    made, _ = program_of(aot_engine)
+    made._packages = {shapes: (file, "0" * 64) for shapes, (file, _) in made._packages.items()}
+    with pytest.raises(EngineError, match="as the manifest says"):
+        made(*one_token())
+    assert packages == []
 
 
 def test_a_package_that_was_not_warm_leaves_the_step_uncaptured(
@@ -314,7 +347,7 @@ def test_the_check_for_a_gpu_compares_both(
     for name in ("SPECC_EXPERIMENTAL", "PYTHONPATH"):  # it sets them
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(lower_aot_cuda, "compile_package", lambda *args: args[-1].write_bytes(b""))
+    monkeypatch.setattr(lower_aot_cuda, "compile_package", write_package)
     pair = (str(tiny_models.target), str(tiny_models.draft))
     found = compare(*pair, (2, 1), PROMPTS[:2], 9)
     assert found["aot_inductor_packages"] == 8

@@ -15,6 +15,7 @@ import torch
 
 from specc import compile_tensorrt, trt
 from specc.errors import ConfigError, EngineError
+from specc.files import hash_file
 from specc.manifest import TensorRTEntry
 from specc.passes.lower_tensorrt import build_engine
 from specc.plans import OFF, SpecPlan
@@ -258,8 +259,10 @@ def test_a_plan_that_was_built_for_real(path: Path, rtx: Any, tmp_path: Path) ->
     if not torch.cuda.is_available():
         installed = trt.facts()
         entry = TensorRTEntry(installed.name, installed.version, "8.9")
+        sha256 = hash_file(directory / model.plan_file)
+        runtime = rtx.Runtime(trt.logger())
         with pytest.raises(EngineError, match="does not load here") as caught:
-            trt_backend._deserialize(rtx, rtx.Runtime(trt.logger()), directory, model, entry)
+            trt_backend._deserialize(rtx, runtime, directory, model, sha256, entry)
         assert "compute capability 8.9" in caught.value.needed
 
 

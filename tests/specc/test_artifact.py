@@ -74,6 +74,11 @@ def make_manifest(**changes):
     return Manifest(**values | changes)
 
 
+def staging_names(writer):
+    """The directory and the lock that says whose it is."""
+    return [writer.staging.name, f"{writer.staging.name}.lock"]
+
+
 def write_engine(output, manifest=None, **options):
     with EngineWriter(output, **options) as writer:
         for name, data in FILES.items():
@@ -169,7 +174,7 @@ class TestWriter:
         def fail():
             with EngineWriter(tmp_path / "engine") as writer:
                 writer.write_bytes("target/program.json", b"{}")
-                assert [path.name for path in tmp_path.iterdir()] == [writer.staging.name]
+                assert sorted(os.listdir(tmp_path)) == sorted(staging_names(writer))
                 raise error
 
         with pytest.raises(error):
@@ -214,8 +219,8 @@ class TestWriter:
                     with EngineWriter(sys.argv[1] + "/engine") as writer:
                         writer.write_bytes("target/weights.safetensors", bytes(1000))
                         time.sleep(60)
-                written = Path(sys.argv[1], f".engine.partial-{pid}", "target/weights.safetensors")
-                while not written.exists():
+                file = ".engine.partial-*/target/weights.safetensors"
+                while not any(Path(sys.argv[1]).glob(file)):
                     time.sleep(0.01)
                 os.kill(pid, number)
                 _, status = os.waitpid(pid, 0)
@@ -252,6 +257,8 @@ class TestOutput:
         with pytest.raises(KeyboardInterrupt):
             fail()
         open_engine(engine)
+        # where two directories cannot be swapped
+        monkeypatch.setattr(artifact, "exchange", lambda *paths: False)
         rename = Path.rename
 
         def interrupted(source, target):
@@ -264,6 +271,31 @@ class TestOutput:
             write_engine(engine, make_manifest(created="later"), force=True)
         assert open_engine(engine).created != "later"
         assert os.listdir(engine.parent) == ["engine"]
+
+    def test_the_old_engine_is_there_until_the_new_one_is(self, engine, monkeypatch):
+        """There is no moment in which a crash would leave the name without an engine."""
+        seen = []
+        real = {name: getattr(artifact.os, name) for name in ("rename", "replace")}
+        for name, call in real.items():
+
+            def watch(*args, call=call, **options):
+                result = call(*args, **options)
+                seen.append((engine / "manifest.json").exists())
+                return result
+
+            monkeypatch.setattr(artifact.os, name, watch)
+        write_engine(engine, make_manifest(created="later"), force=True)
+        assert open_engine(engine).created == "later"
+        assert all(seen)
+        assert os.listdir(engine.parent) == ["engine"]
+
+    def test_an_engine_has_the_mode_of_the_user_s_mask(self, tmp_path):
+        before = os.umask(0o027)
+        try:
+            write_engine(tmp_path / "engine")
+        finally:
+            os.umask(before)
+        assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o750
 
     @pytest.mark.parametrize("kind", ["directory", "file"])
     def test_force_replaces_engines_only(self, kind, tmp_path):
@@ -317,6 +349,32 @@ class TestOutput:
             (tmp_path / name / "file").write_bytes(b"")
         write_engine(tmp_path / "engine")
         assert sorted(os.listdir(tmp_path)) == sorted([*kept, "engine"])
+
+    def test_a_killed_writer_s_staging_is_removed(self, tmp_path):
+        """Known by the lock that it held, since process ids repeat, in containers at once."""
+        script = """
+            import os, signal, sys
+            from specc.artifact import EngineWriter
+
+            with EngineWriter(sys.argv[1]) as writer:
+                writer.write_bytes("file", bytes(1000))
+                print(writer.staging.name, flush=True)
+                sys.stdin.read()
+        """
+        command = [sys.executable, "-P", "-c", textwrap.dedent(script), tmp_path / "[engine]"]
+        processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        killed, living = ((p, p.stdout.readline().strip()) for p in processes)
+        killed[0].kill()
+        killed[0].wait()
+        assert (tmp_path / killed[1] / "file").exists()
+        write_engine(tmp_path / "[engine]")
+        names = sorted(os.listdir(tmp_path))
+        assert names == sorted(["[engine]", living[1], f"{living[1]}.lock"])
+        living[0].communicate("")
+        assert os.listdir(tmp_path) == ["[engine]"]
 
     def test_an_engine_that_a_dead_writer_moved_aside_comes_back(self, engine):
         with subprocess.Popen([sys.executable, "-c", ""]) as process:

@@ -1,0 +1,78 @@
+"""Processes that work for this one, and end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildProcesses:
+    """Runs commands from several threads; `end` kills all that run, and lets no other begin."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._has_ended = False
+
+    def run(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command and wait for it; its output is text.
+
+        Args:
+            command: program and arguments.
+            environment: variables besides those of this process.
+        Raises:
+            OSError: it cannot be run.
+        """
+        with self._lock:
+            if self._has_ended:
+                return subprocess.CompletedProcess(list(command), -signal.SIGKILL, "", "ended")
+            # a session of its own: compilers start processes, which have to end with it
+            process = subprocess.Popen(
+                list(command),
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._running.add(process)
+        try:
+            output, errors = process.communicate()
+        except BaseException:
+            _kill(process)
+            process.wait()
+            raise
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        return subprocess.CompletedProcess(list(command), process.returncode, output, errors)
+
+    def end(self) -> None:
+        """Kill what runs; whoever waits for it returns."""
+        with self._lock:
+            self._has_ended = True
+            for process in self._running:
+                _kill(process)
+
+
+def end_with_parent() -> None:
+    """Let this process be killed when the thread that started it ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
