@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
+_PARENT = "SPECC_PARENT_PROCESS"
 
 
 class ChildProcesses:
@@ -39,7 +40,7 @@ class ChildProcesses:
             # a session of its own: compilers start processes, which have to end with it
             process = subprocess.Popen(
                 list(command),
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **(environment or {}), _PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -68,9 +69,14 @@ class ChildProcesses:
 
 
 def end_with_parent() -> None:
-    """Let this process be killed when the thread that started it ends, however it ends."""
+    """Let this process be killed when the thread that started it ends, however it ends.
+
+    For processes that `ChildProcesses` runs. One whose parent is gone already ends at once.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(_PARENT) not in (None, str(os.getppid())):
+        raise SystemExit(1)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

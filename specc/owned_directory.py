@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import glob
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -63,6 +64,13 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
     for lock in parent.glob(f"{glob.escape(prefix)}*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             _remove_if_abandoned(lock)
+    # a process that outlived its parent may have made the directory again; locks come first and
+    # go last, so that one without a lock has no owner
+    name = re.compile(re.escape(prefix) + r"[0-9a-f]{12}")
+    for directory in parent.glob(f"{glob.escape(prefix)}*"):
+        is_ours = name.fullmatch(directory.name) and directory.lstat().st_uid == os.geteuid()
+        if is_ours and not directory.with_name(f"{directory.name}{_SUFFIX}").exists():
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def other_owned(parent: Path, prefix: str, own: Path) -> Path | None:

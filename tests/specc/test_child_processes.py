@@ -74,3 +74,26 @@ time.sleep(60)
     process.kill()
     process.wait()
     wait_until_gone(pid)
+
+
+def test_a_child_whose_parent_has_gone_before_it_looked(tmp_path: Path) -> None:
+    """It takes seconds to import torch, and the parent may be killed meanwhile."""
+    child = f"""
+import os, time
+open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+while os.getppid() == int(os.environ["SPECC_PARENT_PROCESS"]):
+    time.sleep(0.01)
+from specc.child_processes import end_with_parent
+end_with_parent()
+open({str(tmp_path / "late")!r}, "w").close()
+"""
+    code = (
+        "import sys; from specc.child_processes import ChildProcesses as C; C().run(sys.argv[1:])"
+    )
+    command = [sys.executable, "-P", "-c", code, sys.executable, "-P", "-c", child]
+    process = subprocess.Popen(command)
+    pid = wait_for(tmp_path / "pid")
+    process.kill()
+    process.wait()
+    wait_until_gone(pid)
+    assert not (tmp_path / "late").exists()

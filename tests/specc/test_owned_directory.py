@@ -49,18 +49,20 @@ def test_what_a_killed_owner_left_goes_and_what_a_living_one_has_stays(tmp_path:
     killed, left = hold(tmp_path)
     living, kept = hold(tmp_path)
     (tmp_path / "other-1.lock").touch()
-    (tmp_path / "mine-without-a-lock").mkdir()
+    (tmp_path / "mine-of-somebody").mkdir()
+    (tmp_path / "mine-0123456789ab/made-again").mkdir(parents=True)
     killed.kill()
     killed.wait()
     try:
         assert left.exists(), "SIGKILL lets nobody clean up"
         with owned_directory(tmp_path, "mine-"):
             assert not left.exists()
+            assert not (tmp_path / "mine-0123456789ab").exists(), "it has no lock"
             assert (kept / "file").exists()
             assert not left.with_name(f"{left.name}.lock").exists()
     finally:
         living.communicate("")
-    assert names(tmp_path) == ["mine-without-a-lock", "other-1.lock"]
+    assert names(tmp_path) == ["mine-of-somebody", "other-1.lock"]
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
