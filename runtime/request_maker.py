@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Sequence_
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -15,11 +13,11 @@ from tokenizers import Tokenizer
 from specc.errors import RequestError
 from specc.runtime.detokenizer import Detokenizer
 from specc.runtime.engine import Engine
+from specc.runtime.prompt_forms import Prompt, content_of, token_ids_of
 from specc.runtime.sequence import Sequence
 from specc.sampling_params import SamplingParams
 
-# text, token ids, or {"prompt": text}, {"prompt_token_ids": token ids}
-Prompt = str | Sequence_[int] | Mapping[str, Any]
+__all__ = ["Prompt", "RequestMaker"]
 
 
 class RequestMaker:
@@ -29,6 +27,7 @@ class RequestMaker:
         engine: whose tokenizer and limits hold.
         fixed_plan: the plan of every step; None where a policy chooses.
         clock: seconds, of arrivals.
+        max_seq_len: tokens of prompt and output together; None is the engine's limit.
     """
 
     def __init__(
@@ -36,8 +35,10 @@ class RequestMaker:
         engine: Engine,
         fixed_plan: str | None,
         clock: Callable[[], float] = time.perf_counter,
+        max_seq_len: int | None = None,
     ) -> None:
         self._engine = engine
+        self._max_seq_len = max_seq_len or engine.max_seq_len
         self._fixed_plan = fixed_plan
         self._clock = clock
         self._numbers = itertools.count()
@@ -53,6 +54,8 @@ class RequestMaker:
         is_streamed: bool = False,
         priority: int = 0,
         timeout_s: float | None = None,
+        output: int = 0,
+        leader: Sequence | None = None,
     ) -> Sequence:
         """Tokenize and check one request.
 
@@ -64,6 +67,8 @@ class RequestMaker:
             is_streamed: keep an event for every token.
             priority: lower ones are served first.
             timeout_s: seconds from now after which the request ends with what it has.
+            output: which of the prompt's outputs.
+            leader: a request of the same prompt, whose rows this one shares.
         Raises:
             RequestError: the prompt or its parameters are invalid for this engine.
         """
@@ -85,7 +90,7 @@ class RequestMaker:
             number if request_id is None else request_id,
             token_ids,
             params,
-            max_seq_len=self._engine.max_seq_len,
+            max_seq_len=self._max_seq_len,
             eos_token_ids=self._engine.eos_token_ids,
             num_drafts=len(self._engine.drafts),
             detokenizer=detokenizer,
@@ -96,7 +101,28 @@ class RequestMaker:
             timeout_s=timeout_s,
             clock=self._clock,
             grammar=grammar,
+            output=output,
+            leader=leader,
         )
+
+    def make_outputs(
+        self, prompt: Prompt, params: SamplingParams, **options: Any
+    ) -> list[Sequence]:
+        """The n requests of a prompt, tokenized once; `options` are those of `make`.
+
+        Raises:
+            RequestError: as `make`.
+        """
+        first, *others = params.each()
+        leader = self.make(prompt, first, **options)
+        tokens = {"prompt": leader.prompt, "prompt_token_ids": leader.token_ids}
+        return [
+            leader,
+            *(
+                self.make(tokens, own, output=i, leader=leader, **options)
+                for i, own in enumerate(others, start=1)
+            ),
+        ]
 
     def tokenize(self, text: str, has_special_tokens: bool = False) -> list[int]:
         """Token ids of a prompt, as `make` would take them.
@@ -113,9 +139,7 @@ class RequestMaker:
         self, index: int, prompt: Prompt, adds_special: bool = True
     ) -> tuple[str | None, list[int]]:
         tokenizer = self._engine.tokenizer
-        content: Any = prompt
-        if isinstance(prompt, Mapping):
-            content = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        content = content_of(index, prompt)
         if isinstance(content, str):
             if tokenizer is None:
                 raise RequestError(
@@ -136,18 +160,11 @@ class RequestMaker:
             if adds_special and self._engine.add_bos and bos is not None and token_ids[:1] != [bos]:
                 token_ids = [bos, *token_ids]
             return content, token_ids
-        try:
-            token_ids = [operator.index(token) for token in content]
-        except TypeError as error:
-            raise RequestError(
-                f"prompt {index} of type {type(content).__name__}",
-                "text, a list of token ids, or a dict with prompt or prompt_token_ids",
-                "pass one of these",
-            ) from error
+        token_ids = token_ids_of(index, content)
         return (prompt.get("prompt") if isinstance(prompt, Mapping) else None), token_ids
 
     def _check(self, index: int, token_ids: list[int], params: SamplingParams) -> None:
-        max_seq_len, vocab_size = self._engine.max_seq_len, self._engine.vocab_size
+        max_seq_len, vocab_size = self._max_seq_len, self._engine.vocab_size
         if not token_ids:
             raise RequestError(
                 f"prompt {index} has no tokens", "at least one token", "pass a non-empty prompt"
@@ -166,6 +183,12 @@ class RequestMaker:
                 "tokenize with the engine's own tokenizer",
             )
         self._check_rule(index, params)
+        if params.prompt_logprobs is not None and self._engine.backend == "tensorrt":
+            raise RequestError(
+                f"prompt_logprobs={params.prompt_logprobs} and an engine of the backend tensorrt",
+                "passes with logits of every token: those of TensorRT have a row for each sequence",
+                "leave it out, or load the engine with another backend",
+            )
         if params.stop_strings and self._engine.tokenizer is None:
             raise RequestError(
                 f"prompt {index} has stop strings",

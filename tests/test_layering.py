@@ -145,6 +145,7 @@ LAYER_OF_FILE = {
     "tune": "tune",
     "tune_acceptance": "bench",
     "tune_seconds": "bench",
+    "vllm_names": "facts",
     "weight_layout": "facts",
     "weights": "facts",
 }
@@ -172,7 +173,8 @@ PACKAGES = {
     },
     "runtime": {
         *("torch", "safetensors", "tokenizers", "onnx", "onnxruntime", "llguidance"),
-        *("numpy", "jinja2"),
+        # tqdm only where a caller asks for its bar
+        *("numpy", "jinja2", "tqdm"),
     },
     "compiler": {"torch", "tokenizers"},
     "api": {"torch"},
