@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from specc.errors import RequestError
+from specc.runtime.chat_template import ChatTemplate, load_template
 
 if TYPE_CHECKING:
-    from specc.runtime.chat_template import ChatTemplate
     from specc.runtime.engine_core import EngineCore
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -23,19 +23,36 @@ class EngineTokenizer:
     `tokenizers.Tokenizer` beneath. Texts become the ids that `generate` would make of them.
 
     Args:
-        core: of the engine; it has a tokenizer.
+        core: of the engine.
         template: of chats; None where the engine has none.
+    Raises:
+        RequestError: the engine has no tokenizer.
     """
 
     def __init__(self, core: EngineCore, template: ChatTemplate | None) -> None:
         tokenizer = core.engine.tokenizer
-        assert tokenizer is not None, "an engine with a tokenizer"
+        if tokenizer is None:
+            raise RequestError(
+                "an engine without a tokenizer",
+                "token ids for prompts, and token ids of outputs",
+                "tokenize yourself, or compile a target directory that holds tokenizer.json",
+            )
         self.tokenizer: Tokenizer = tokenizer
         self._requests = core.requests
         self._template = template
         self.bos_token_id = core.engine.bos_token_id
         self.eos_token_ids = sorted(core.engine.eos_token_ids)
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
+
+    @classmethod
+    def of(cls, core: EngineCore) -> EngineTokenizer:
+        """With the chat template of the engine's directory.
+
+        Raises:
+            RequestError: the engine has no tokenizer.
+            ConfigError: its chat template is malformed.
+        """
+        return cls(core, load_template(core.engine.directory))
 
     @property
     def vocab_size(self) -> int:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from specc.errors import ConfigError, RequestError
+from specc.errors import RequestError
 from specc.metrics import SpecStats
 from specc.runtime.call_options import Call, read_call
 from specc.runtime.chat_template import load_template
 from specc.runtime.engine import Engine
 from specc.runtime.engine_core import EngineCore
 from specc.runtime.engine_tokenizer import Conversation, EngineTokenizer, template_of
-from specc.runtime.llm_options import VllmOptions, engine_of
+from specc.runtime.llm_options import Seeds, VllmOptions, engine_of
 from specc.runtime.outputs import RequestOutput, StreamOutput, joined
 from specc.runtime.policy import Policy
 from specc.runtime.prompt_forms import Prompt
@@ -91,8 +89,7 @@ class LLM:
         **vllm: Any,
     ) -> None:
         options = VllmOptions.read(vllm, max_model_len)
-        if seed is not None and (type(seed) is not int or seed < 0):
-            raise ConfigError(f"seed={seed!r}", "an integer, 0 or more, or None", "correct it")
+        self._seeds = Seeds(seed)
         found = engine_of(engine, model)
         if not isinstance(found, Engine):
             found = Engine.load(
@@ -111,7 +108,6 @@ class LLM:
         )
         self._core: EngineCore | None = core
         self._loop = SharedLoop(found.turn, functools.partial(_advance, core))
-        self._seeds = None if seed is None else random.Random(seed)
         self._process = os.getpid()
 
     @property
@@ -130,14 +126,7 @@ class LLM:
         Raises:
             RequestError: the engine has none.
         """
-        core = self._open
-        if core.engine.tokenizer is None:
-            raise RequestError(
-                "an engine without a tokenizer",
-                "token ids for prompts, and token ids of outputs",
-                "tokenize yourself, or compile a target directory that holds tokenizer.json",
-            )
-        return EngineTokenizer(core, load_template(core.engine.directory))
+        return EngineTokenizer.of(self._open)
 
     def generate(
         self,
@@ -341,13 +330,10 @@ class LLM:
     ) -> list[list[Sequence]]:
         groups = []
         for index, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True)):
-            own = params
-            if self._seeds is not None and params.seed is None:
-                own = replace(params, seed=self._seeds.getrandbits(63))
             groups.append(
                 core.requests.make_outputs(
                     prompt,
-                    own,
+                    self._seeds.give(params),
                     index=index,
                     is_streamed=is_streamed,
                     priority=call.priorities[index],

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from specc.errors import ConfigError, EngineError
 from specc.manifest import ON_GPU
 from specc.runtime.engine import Engine
+from specc.sampling_params import SamplingParams
 from specc.vllm_names import Answer, answer_names
 
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
@@ -168,6 +170,26 @@ class VllmOptions:
             raise ConfigError(
                 f"max_logprobs={self.max_logprobs}", "at most 20", "lower it, or leave it out"
             )
+
+
+class Seeds:
+    """Seeds of requests that have none of their own, in the order in which they come.
+
+    Args:
+        seed: that all of them follow from; None leaves it to each request.
+    Raises:
+        ConfigError: it is no seed.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        if seed is not None and (type(seed) is not int or seed < 0):
+            raise ConfigError(f"seed={seed!r}", "an integer, 0 or more, or None", "correct it")
+        self._random = None if seed is None else random.Random(seed)
+
+    def give(self, params: SamplingParams) -> SamplingParams:
+        if self._random is None or params.seed is not None:
+            return params
+        return replace(params, seed=self._random.getrandbits(63))
 
 
 def engine_of(engine: str | Path | Engine | None, model: str | Path | Engine | None) -> Any:

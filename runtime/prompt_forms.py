@@ -88,6 +88,7 @@ def token_ids_of(index: int, content: Any) -> list[int]:
     try:
         if isinstance(values, (str, bytes, Mapping)):
             raise TypeError
+        values = list(values)
         token_ids = [operator.index(value) for value in values]
         if any(isinstance(value, bool) for value in values):
             raise TypeError
