@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -13,11 +14,19 @@ from tokenizers import Tokenizer
 from specc.errors import RequestError
 from specc.runtime.detokenizer import Detokenizer
 from specc.runtime.engine import Engine
+from specc.runtime.prompt_bound import PromptBound
 from specc.runtime.prompt_forms import Prompt, content_of, token_ids_of
 from specc.runtime.sequence import Sequence
 from specc.sampling_params import SamplingParams
 
 __all__ = ["Prompt", "RequestMaker"]
+
+# bytes of a text from which on it is tokenized without holding up other threads; and from which
+# on it is worth a look how many tokens it has at least
+_LONG_TEXT, _LARGE_TEXT = 1 << 10, 1 << 14
+# bytes that may be less than any number of tokens: as many for each position of the engine, and
+# in any case this many
+_UNBOUNDED_PER_POSITION, _MIN_UNBOUNDED = 64, 1 << 20
 
 
 class RequestMaker:
@@ -43,6 +52,19 @@ class RequestMaker:
         self._clock = clock
         self._numbers = itertools.count()
         self._special_token_ids = _special_token_ids(engine.tokenizer)
+        # bytes of a text of which nothing tells how many tokens they are at least; tokenizing
+        # them is the only way to find out
+        self.max_unbounded_bytes = max(_MIN_UNBOUNDED, _UNBOUNDED_PER_POSITION * engine.max_seq_len)
+
+    def prepare(self) -> None:
+        """Do now what would hold up the first large prompt: up to a second."""
+        if self._engine.tokenizer is not None:
+            _ = self._bound
+
+    @functools.cached_property
+    def _bound(self) -> PromptBound:
+        assert self._engine.tokenizer is not None
+        return PromptBound(self._engine.tokenizer)
 
     def make(
         self,
@@ -124,16 +146,22 @@ class RequestMaker:
             ),
         ]
 
-    def tokenize(self, text: str, has_special_tokens: bool = False) -> list[int]:
+    def tokenize(self, text: str, has_special_tokens: bool = False, index: int = 0) -> list[int]:
         """Token ids of a prompt, as `make` would take them.
 
         Args:
             text: of the prompt.
             has_special_tokens: it holds them already, as a rendered chat does: none is added.
+            index: which of the caller's prompts, for errors.
         Raises:
-            RequestError: the engine has no tokenizer, or the text is no UTF-8.
+            RequestError: the engine has no tokenizer, or the text is no UTF-8, or too long.
         """
-        return self._tokenize(0, text, not has_special_tokens)[1]
+        return self._tokenize(index, text, not has_special_tokens)[1]
+
+    def check_length(self, num_tokens: int, index: int = 0) -> None:
+        """Raises RequestError: a prompt of this many tokens does not fit."""
+        if num_tokens >= self._max_seq_len:
+            raise self._too_long(f"prompt {index} has {num_tokens} tokens")
 
     def _tokenize(
         self, index: int, prompt: Prompt, adds_special: bool = True
@@ -147,36 +175,67 @@ class RequestMaker:
                     "token ids: this engine has no tokenizer",
                     "pass {'prompt_token_ids': [...]}",
                 )
-            try:
-                content.encode()
-            except UnicodeEncodeError as error:
-                raise RequestError(
-                    f"prompt {index} holds a lone surrogate ({error.reason})",
-                    "text that can be written as UTF-8",
-                    "decode the text with the encoding that it has",
-                ) from error
-            token_ids = tokenizer.encode(content, add_special_tokens=adds_special).ids
-            bos = self._engine.bos_token_id
-            if adds_special and self._engine.add_bos and bos is not None and token_ids[:1] != [bos]:
-                token_ids = [bos, *token_ids]
-            return content, token_ids
+            return content, self._encode(index, tokenizer, content, adds_special)
+        # an array of one token has no length
+        if isinstance(content, Sized) and getattr(content, "ndim", 1):
+            self.check_length(len(content), index)
         token_ids = token_ids_of(index, content)
         return (prompt.get("prompt") if isinstance(prompt, Mapping) else None), token_ids
 
+    def _encode(self, index: int, tokenizer: Tokenizer, text: str, adds_special: bool) -> list[int]:
+        """Token ids of a text, which is refused before that where it cannot fit."""
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt {index} holds a lone surrogate ({error.reason})",
+                "text that can be written as UTF-8",
+                "decode the text with the encoding that it has",
+            ) from error
+        if len(data) < _LONG_TEXT:
+            encoding = tokenizer.encode(text, add_special_tokens=adds_special)
+        else:
+            if len(data) >= _LARGE_TEXT:
+                self._check_size(index, data)
+            # the same tokens; a batch is tokenized without the lock of the interpreter
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
+            self.check_length(len(encoding), index)
+        token_ids = encoding.ids
+        bos = self._engine.bos_token_id
+        if adds_special and self._engine.add_bos and bos is not None and token_ids[:1] != [bos]:
+            token_ids = [bos, *token_ids]
+        return token_ids
+
+    def _check_size(self, index: int, text: bytes) -> None:
+        """Raises RequestError: whatever its tokens are, they are too many, or may be endless."""
+        least, num_unbounded = self._bound.least_tokens(text, self._max_seq_len)
+        if least >= self._max_seq_len:
+            raise self._too_long(f"prompt {index} has {len(text)} bytes, or {least} tokens or more")
+        if num_unbounded > self.max_unbounded_bytes:
+            raise RequestError(
+                f"prompt {index} has {len(text)} bytes",
+                f"at most {self.max_unbounded_bytes} of those that this engine's tokenizer may"
+                " leave out or put together without end",
+                "shorten the prompt, or pass its token ids",
+            )
+
+    def _too_long(self, found: str) -> RequestError:
+        max_seq_len = self._max_seq_len
+        return RequestError(
+            found,
+            f"at most {max_seq_len - 1} tokens: the engine's max_seq_len is {max_seq_len}",
+            "shorten the prompt, or compile with a larger --max-seq-len",
+        )
+
     def _check(self, index: int, token_ids: list[int], params: SamplingParams) -> None:
-        max_seq_len, vocab_size = self._max_seq_len, self._engine.vocab_size
+        vocab_size = self._engine.vocab_size
         if not token_ids:
             raise RequestError(
                 f"prompt {index} has no tokens", "at least one token", "pass a non-empty prompt"
             )
-        if len(token_ids) >= max_seq_len:
-            raise RequestError(
-                f"prompt {index} has {len(token_ids)} tokens",
-                f"at most {max_seq_len - 1}: the engine's max_seq_len is {max_seq_len}",
-                "shorten the prompt, or compile with a larger --max-seq-len",
-            )
-        wrong = next((t for t in token_ids if not 0 <= t < vocab_size), None)
-        if wrong is not None:
+        self.check_length(len(token_ids), index)
+        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            wrong = next(t for t in token_ids if not 0 <= t < vocab_size)
             raise RequestError(
                 f"prompt {index} holds token id {wrong}",
                 f"0 … {vocab_size - 1}",

@@ -155,6 +155,7 @@ class Service:
             )
         self.core = core
         self.engine = core.engine
+        core.requests.prepare()
         self._max_waiting = max_waiting
         # guards what follows; the engine thread holds it only between iterations
         self._changed = threading.Condition()

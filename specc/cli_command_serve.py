@@ -79,6 +79,15 @@ def serve(
     max_body_bytes: Annotated[
         int, typer.Option("--max-body-bytes", help="Of one request; larger ones get 413.")
     ] = 8 << 20,
+    max_unbounded_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--max-unbounded-bytes",
+            help="Most bytes of a prompt whose number says nothing about its tokens, as the"
+            " tokenizer may leave them out. By default 64 for each position, and at least 1 MiB.",
+            show_default=False,
+        ),
+    ] = None,
     request_timeout: Annotated[
         float | None,
         typer.Option(
@@ -133,6 +142,7 @@ def serve(
         model_names=tuple(served_model_name or (engine.resolve().name,)),
         api_keys=tuple(api_key or ()),
         max_body_bytes=max_body_bytes,
+        max_unbounded_bytes=max_unbounded_bytes,
         request_timeout_s=request_timeout,
         log_every_s=log_every,
     )

@@ -53,7 +53,7 @@ def create_app(
         version=__version__,
         docs_url=None,
         redoc_url=None,
-        lifespan=lambda _: _logging(metrics, config.log_every_s),
+        lifespan=lambda _: _logging(metrics, config.log_every_s, endpoints),
     )
     app.state.metrics = metrics
     _add_status_routes(app, service, metrics)
@@ -167,7 +167,9 @@ def unknown_model(name: str, names: tuple[str, ...]) -> ApiError:
 
 
 @contextlib.asynccontextmanager
-async def _logging(metrics: ServeMetrics, every_s: float) -> AsyncIterator[None]:
+async def _logging(
+    metrics: ServeMetrics, every_s: float, endpoints: Endpoints
+) -> AsyncIterator[None]:
     async def log() -> None:
         while True:
             await asyncio.sleep(every_s)
@@ -178,6 +180,7 @@ async def _logging(metrics: ServeMetrics, every_s: float) -> AsyncIterator[None]
     yield
     if task is not None:
         task.cancel()
+    endpoints.close()
 
 
 class _NeedsKey:

@@ -8,9 +8,10 @@ import re
 import time
 from typing import Any, NoReturn
 
+import numpy as np
 from starlette.requests import Request
 
-from specc.serve_config import MAX_DEPTH, ServeConfig
+from specc.serve_config import MAX_CONTAINERS, MAX_DEPTH, MAX_FIELDS, MAX_VALUES, ServeConfig
 from specc.serve_errors import ApiError, bad_request
 
 # from this size on, parsing is for another thread than the event loop's
@@ -42,7 +43,37 @@ async def read_json(request: Request, config: ServeConfig) -> tuple[dict[str, An
     body = await _read(request, config)
     if len(body) < LONG_BODY_BYTES:
         return parse_object(body), len(body)
-    return await asyncio.to_thread(parse_object, body), len(body)
+    return await asyncio.to_thread(_parse_long, body), len(body)
+
+
+def _parse_long(body: bytes) -> dict[str, Any]:
+    """Without what would hold the interpreter's lock for long, and so everybody up."""
+    check_counts(body)
+    return parse_object(body)
+
+
+def check_counts(body: bytes) -> None:
+    """Count what a body holds, before it is parsed: a parser holds the interpreter's lock.
+
+    Raises:
+        ApiError: more values, fields, or lists and objects than requests need.
+    """
+    # each run of backslashes begins with one that is not escaped
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    data = np.frombuffer(plain, np.uint8)
+    # after an odd number of quotes: in a string
+    is_inside = np.bitwise_xor.accumulate((data == ord('"')).view(np.uint8)).view(bool)
+    outside = data[~is_inside]
+    for characters, limit, what in (
+        (b",", MAX_VALUES, "values"),
+        (b":", MAX_FIELDS, "fields"),
+        (b"[{", MAX_CONTAINERS, "lists and objects"),
+    ):
+        found = sum(int(np.count_nonzero(outside == character)) for character in characters)
+        if found > limit:
+            raise bad_request(
+                f"a body of more than {limit} {what}", f"at most {limit}", "send less in a request"
+            )
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

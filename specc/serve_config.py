@@ -11,8 +11,9 @@ MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_STOP_TOKEN_IDS = 256
 # outputs of one HTTP request: prompts times n
 MAX_CHOICES = 128
-# levels of lists and objects in a body
+# levels of lists and objects in a body, and how many of what takes time to parse it holds
 MAX_DEPTH = 64
+MAX_VALUES, MAX_FIELDS, MAX_CONTAINERS = 1 << 20, 1 << 15, 1 << 14
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class ServeConfig:
         model_names: what clients call the model; the first one is in the responses.
         api_keys: one of them is needed under /v1; none for an open server.
         max_body_bytes: of a request.
+        max_unbounded_bytes: of a prompt, of those that the tokenizer may leave out or put together
+            without end, so that their number says nothing about tokens; None follows from the
+            engine's max_seq_len.
         body_timeout_s: seconds between two parts of a body.
         request_timeout_s: seconds after which a request ends with what it has; None is never.
         log_every_s: seconds between two lines of figures, while there is work; 0 logs none.
@@ -33,6 +37,7 @@ class ServeConfig:
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
+    max_unbounded_bytes: int | None = None
     body_timeout_s: float = 30.0
     request_timeout_s: float | None = None
     log_every_s: float = 10.0
@@ -50,6 +55,8 @@ class ServeConfig:
             )
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes={self.max_body_bytes}", "1 or more", do)
+        if self.max_unbounded_bytes is not None and self.max_unbounded_bytes < 0:
+            raise ConfigError(f"max_unbounded_bytes={self.max_unbounded_bytes}", "0 or more", do)
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ConfigError(f"request_timeout={self.request_timeout_s}", "above 0", do)
         if not self.log_every_s >= 0:

@@ -128,6 +128,7 @@ LAYER_OF_FILE = {
     "serve_protocol": "serve",
     "serve_run": "serve",
     "serve_stream": "serve",
+    "serve_work": "serve",
     "simulate": "bench",
     "simulate_load": "bench",
     "simulate_runner": "bench",
@@ -182,7 +183,7 @@ PACKAGES = {
     "tune": {"torch"},
     "serve": {
         *("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"),
-        "tokenizers",
+        *("tokenizers", "numpy"),
     },
     "cli": {"torch", "typer", "rich"},
     "facade": set(),

@@ -168,7 +168,11 @@ BODIES = {
     "utf-16": ('{"prompt": "ab"}'.encode("utf-16"), "no UTF-8"),
     "surrogate": (b'{"prompt": "\\ud800"}', "lone surrogate"),
     "surrogate name": (b'{"prompt": "ab", "\\udc00x": 1}', "lone surrogate"),
-    "deep": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "levels"),
+    "deep": (b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "levels"),
+    "too deep to parse": (
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "16384 lists and objects",
+    ),
     "deep object": (b'{"a":' * 70 + b"1" + b"}" * 70, "levels"),
     "a million stop strings": (
         b'{"prompt": "ab", "stop": [' + b",".join([b'"x"'] * 250_000) + b"]}",
