@@ -64,7 +64,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "bad_words": ([],),
@@ -143,6 +142,8 @@ class GenerationRequest(Strict):
     ] = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
+    prompt_logprobs: Annotated[int | None, _number(0, MAX_LOGPROBS)] = None
+    return_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
