@@ -282,6 +282,7 @@ class Scheduler:
             sequence = span.sequence
             sequence.stats.record_prefill_pass(result.prefill_s)
             if (scored := result.prompt_logprobs.get(sequence.request_id)) is not None:
+                # whoever was preempted in its prompt has these already
                 sequence.prompt_logprobs[span.start :] = scored
             # in front of the first token: without that token, `_is_torn` then tells
             sequence.cache_len = span.end

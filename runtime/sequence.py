@@ -171,8 +171,6 @@ class Sequence:
         self.cache_len = 0
         self.draft_lens = [0] * len(self.draft_lens)
         self.prefill_end = len(self.token_ids) - self.has_output
-        if not self.has_output:
-            self.prompt_logprobs = []
         self.stats.num_preemptions += 1
         return blocks
 

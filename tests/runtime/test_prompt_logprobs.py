@@ -82,9 +82,11 @@ def test_a_prompt_of_one_token_has_none(make_engine) -> None:
 
 
 def test_a_pass_has_no_more_logits_than_a_step(make_engine, prompts, monkeypatch) -> None:
-    engine = make_engine(max_num_seqs=1, prefill_chunk=64)
+    engine = make_engine(max_num_seqs=2, prefill_chunk=64)
     llm = LLM(engine)
-    most = engine.cache.shape.max_nodes
+    most = 2 * engine.cache.shape.max_nodes
+    some = [prompts[3], prompts[4]]
+    assert most < sum(map(len, some))
     rows: list[int] = []
     forward = TinyModel.forward
 
@@ -93,9 +95,9 @@ def test_a_pass_has_no_more_logits_than_a_step(make_engine, prompts, monkeypatch
         return forward(self, *inputs)
 
     monkeypatch.setattr(TinyModel, "forward", count)
-    llm.generate([prompts[4]], SamplingParams(prompt_logprobs=0, max_tokens=1))
+    llm.generate(some, SamplingParams(prompt_logprobs=0, max_tokens=1))
     assert max(rows) == most
-    assert sum(rows) == len(prompts[4])
+    assert sum(rows) == sum(map(len, some))
 
 
 def test_preempted_in_the_prompt_and_behind_it(make_engine, prompts, greedy, logprobs_of) -> None:

@@ -166,15 +166,18 @@ def test_a_stream_that_is_collected_within_an_iteration(make_engine, prompts, gr
     streams = [stream]
     del stream
 
-    run = llm._runner.run
+    run, running = llm._runner.run, []
 
     def collect(batch: object) -> object:
         streams.clear()
+        running.append(len(llm._scheduler.running))
         return run(batch)
 
     llm._runner.run = collect  # type: ignore[method-assign, assignment]
     (output,) = llm.generate([prompts[1]], SamplingParams(max_tokens=20))
     assert output.outputs[0].token_ids == greedy(prompts[1], 20)
+    assert running[0] == 2
+    assert running[-1] == 1
     assert is_idle(llm)
 
 
@@ -239,6 +242,28 @@ def test_a_lock_is_handed_on_in_order() -> None:
     with lock:
         assert lock.is_mine
     assert not lock.is_mine
+
+
+def test_who_is_served_goes_while_the_leader_goes_on() -> None:
+    count, is_first, has_gone = 0, threading.Event(), threading.Event()
+
+    def advance() -> None:
+        nonlocal count
+        count += 1
+        is_first.set()
+        time.sleep(0.001)
+
+    loop = SharedLoop(FairLock(), advance)
+
+    def wait() -> None:
+        assert is_first.wait(WAIT_S)
+        seen = count
+        loop.run(lambda: count > seen + 3)
+        has_gone.set()
+
+    in_threads(lambda: loop.run(lambda: has_gone.is_set() or count > 20_000), wait)
+    assert has_gone.is_set()
+    assert count <= 20_000
 
 
 def test_the_next_one_leads_where_the_leader_fails() -> None:
