@@ -26,6 +26,7 @@ import torch
 
 from specc.artifact import EngineWriter
 from specc.errors import CompilerError
+from specc.extras import install_command
 from specc.manifest import LimitsEntry, ModelEntry
 from specc.passes.emit import program_to_json
 from specc.passes.inline_kernels import CacheSizes, PassSizes, example_inputs, export_inlined
@@ -64,7 +65,7 @@ def check_machine() -> None:
         raise CompilerError(
             f"backend {BACKEND} and no Triton",
             "triton, which compiles the kernels",
-            "pip install 'specc[cuda]'",
+            install_command("cuda"),
         )
 
 

@@ -30,7 +30,7 @@ from specc.runtime.cuda_backend import (
     load_programs,
 )
 from specc.runtime.device_memory import fit_device
-from specc.runtime.grammar import Grammars
+from specc.runtime.grammars import Grammars
 from specc.runtime.kv_cache import CacheShape, KVCache
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.onnx_backend import load_onnx_programs

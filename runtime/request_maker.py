@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from specc.errors import RequestError
 from specc.runtime.detokenizer import Detokenizer
 from specc.runtime.engine import Engine
+from specc.runtime.grammar import GrammarState
 from specc.runtime.prompt_bound import PromptBound
 from specc.runtime.prompt_forms import Prompt, content_of, token_ids_of
 from specc.runtime.sequence import Sequence
@@ -78,6 +79,7 @@ class RequestMaker:
         timeout_s: float | None = None,
         output: int = 0,
         leader: Sequence | None = None,
+        grammar: GrammarState | None = None,
     ) -> Sequence:
         """Tokenize and check one request.
 
@@ -91,8 +93,10 @@ class RequestMaker:
             timeout_s: seconds from now after which the request ends with what it has.
             output: which of the prompt's outputs.
             leader: a request of the same prompt, whose rows this one shares.
+            grammar: of `params`, at its beginning; without one, it is compiled here.
         Raises:
             RequestError: the prompt or its parameters are invalid for this engine.
+            OverloadError: too many grammars are compiled at the moment.
         """
         text, token_ids = self._tokenize(index, prompt)
         self._check(index, token_ids, params)
@@ -106,7 +110,8 @@ class RequestMaker:
                 self._special_token_ids if params.skip_special_tokens else frozenset(),
             )
         structured = params.structured_outputs
-        grammar = None if structured is None else self._engine.grammars.start(structured)
+        if structured is not None and grammar is None:
+            grammar = self._engine.grammars.start(structured)
         number = str(next(self._numbers))
         return Sequence(
             number if request_id is None else request_id,

@@ -26,6 +26,7 @@ from specc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specc.runtime.engine import Engine
+    from specc.runtime.grammar import GrammarState
     from specc.runtime.logprobs import PromptLogprobs, TokenLogprobs
     from specc.runtime.policy import Policy
 
@@ -185,6 +186,7 @@ class Service:
         priority: int = 0,
         timeout_s: float | None = None,
         leader: Ticket | None = None,
+        grammar: GrammarState | None = None,
     ) -> Ticket:
         """Hand a request in; tokenizing and checking happen here, in the caller's thread.
 
@@ -197,6 +199,7 @@ class Service:
             priority: lower ones are served first.
             timeout_s: seconds after which the request ends with what it has.
             leader: a request of the same prompt, whose rows this one shares.
+            grammar: see `RequestMaker.make`.
         Raises:
             RequestError: the request is invalid, or asks for several outputs: each of those is a
                 request of its own, see `SamplingParams.each`.
@@ -217,6 +220,7 @@ class Service:
             priority=priority,
             timeout_s=timeout_s,
             leader=None if leader is None else leader._sequence,
+            grammar=grammar,
         )
         self.core.scheduler.check_fits(sequence)
         ticket = Ticket(sequence, on_update)

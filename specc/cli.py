@@ -10,6 +10,7 @@ import typer
 
 from specc.cli_app import Debug, EngineArgument, Json, app, print_version
 from specc.cli_command_bench import bench, bench_serve
+from specc.cli_command_chat import chat
 from specc.cli_command_compile import compile_
 from specc.cli_command_run import run
 from specc.cli_command_serve import serve
@@ -18,6 +19,7 @@ from specc.cli_command_tune import tune
 
 app.command("compile")(compile_)
 app.command("run")(run)
+app.command("chat")(chat)
 app.command("serve")(serve)
 app.command("bench")(bench)
 app.command("bench serve")(bench_serve)

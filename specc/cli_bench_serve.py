@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specc.cli_bench import BenchOptions, put_out, read_prompts
 from specc.cli_bench_serve_options import LoadOptions
 from specc.cli_progress import make_listener
-from specc.errors import EngineError, InputFileError, RequestError
+from specc.errors import EngineError, InputFileError
 from specc.files import output_error
 from specc.load_goodput import parse_objectives
 from specc.load_lengths import LengthDistribution
@@ -249,7 +249,8 @@ class _Bench:
         prompt_tokens = None
         if options.prompt_tokens is not None:
             prompt_tokens = LengthDistribution.parse(options.prompt_tokens, "--prompt-tokens")
-        texts = read_prompts(BenchOptions(prompts=options.prompts))
+        given = read_prompts(BenchOptions(prompts=options.prompts), self._engine)
+        texts = [text if isinstance(text, str) else tuple(text) for text in given]
         tokenize = self._tokenize()
         if options.simulate is not None and tokenize is None:
             texts = []
@@ -266,13 +267,10 @@ class _Bench:
     def _tokenize(self) -> Tokenize | None:
         if self._engine is None:
             return None
-        if self._engine.tokenizer is None:
-            raise RequestError(
-                "an engine without a tokenizer", "one that has its tokenizer", "compile it again"
-            )
         from specc.runtime.request_maker import RequestMaker
 
-        return RequestMaker(self._engine, None).tokenize
+        maker = RequestMaker(self._engine, None)
+        return lambda text: maker.tokenize(text) if isinstance(text, str) else [*text]
 
 
 def read_table(path: Path) -> LatencyTable:

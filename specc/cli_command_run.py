@@ -24,7 +24,11 @@ def run(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", help='File of JSON lines, each {"prompt": "…"}; a batch.'),
+        typer.Option(
+            "--prompts",
+            help='File of JSON lines, a batch: each {"prompt": "…"} or {"prompt_token_ids": […]},'
+            " and options of that prompt, such as max_tokens.",
+        ),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", help="Output tokens at most, for each prompt.")
@@ -44,32 +48,56 @@ def run(
         float, typer.Option("--temperature", help="0 is greedy, the most likely token.")
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw from the tokens that hold this share.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            "--top-p", help="Draw from the likeliest tokens that hold this share; else from all."
+        ),
+    ] = None,
     top_k: Annotated[
-        int, typer.Option("--top-k", help="Draw from the k most likely tokens; 0 is all.")
-    ] = 0,
+        int | None,
+        typer.Option("--top-k", help="Draw from the k likeliest tokens; 0, or none, is all."),
+    ] = None,
     min_p: Annotated[
-        float, typer.Option("--min-p", help="Least probability, as a share of the best one's.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            "--min-p",
+            help="Draw from tokens that are at least this share as likely as the likeliest one.",
+        ),
+    ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Of tokens that came before; 1 is none.")
+        float,
+        typer.Option(
+            "--repetition-penalty",
+            help="Divide logits of tokens that came before, in prompt or output; 1 is none.",
+        ),
     ] = 1.0,
     presence_penalty: Annotated[
-        float, typer.Option("--presence-penalty", help="Of tokens in the output; 0 is none.")
+        float,
+        typer.Option(
+            "--presence-penalty", help="Lower logits of tokens that are in the output; 0 is none."
+        ),
     ] = 0.0,
     frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="For every time in the output.")
+        float,
+        typer.Option(
+            "--frequency-penalty",
+            help="Lower logits of tokens by this, as often as they are in the output; 0 is none.",
+        ),
     ] = 0.0,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="The same tokens again, with any draft and plan.")
+        int | None,
+        typer.Option("--seed", help="Draw the same tokens again, with any draft and plan."),
     ] = None,
     rule: Annotated[
         str | None,
         typer.Option("--rule", help="How trees are drawn: coupled, delta, mss, swor; lossless."),
     ] = None,
     logprobs: Annotated[
-        int | None, typer.Option("--logprobs", help="With --json: of the best N tokens.")
+        int | None,
+        typer.Option(
+            "--logprobs",
+            help="Log probabilities of the output's tokens and of the N likeliest; with --json.",
+        ),
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="Text that ends the output; repeatable.")
@@ -121,9 +149,7 @@ def run(
         ignore_eos=ignore_eos,
         sampling={
             "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
+            **_given(top_p=top_p, top_k=top_k, min_p=min_p),
             "repetition_penalty": repetition_penalty,
             "presence_penalty": presence_penalty,
             "frequency_penalty": frequency_penalty,
@@ -134,3 +160,8 @@ def run(
     )
     loading = Loading(plan=plan, policy=policy, verify=verify, threads=threads, backend=backend)
     run_request(engine, request, loading, stats=stats, as_json=as_json)
+
+
+def _given(**options: float | None) -> dict[str, float]:
+    """Those that the command line has; the others are as `SamplingParams` says."""
+    return {name: value for name, value in options.items() if value is not None}

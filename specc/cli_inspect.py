@@ -124,7 +124,7 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         console.print(render.heading(f"\nplan {plan.name}{default}"))
         console.print(render.describe_plan(plan.plan))
         if plan.plan.speculates and plan.plan.dynamic is None:
-            console.print(render.draw_tree(plan.plan.shape))
+            console.print(render.draw_tree(plan.plan.largest_tree))
 
 
 def _print_passes(console: Console, passes: list[dict[str, Any]], why: bool) -> None:

@@ -10,7 +10,7 @@ from specc import cli_render as render
 from specc.artifact import open_engine
 from specc.errors import ConfigError, RequestError
 from specc.manifest import PROFILE_FILE, Manifest, PlanEntry
-from specc.plans import SpecPlan
+from specc.plans import MERGE, SpecPlan
 from specc.tree import TokenTree
 
 
@@ -38,7 +38,10 @@ def draw_pictures(
         acceptance = _acceptance_of(directory, manifest, chosen, shape)
         tree_svg(shape, acceptance, f"plan {chosen.name}", tree)
         source = "measured acceptance" if acceptance else "no acceptance: specc tune measures it"
-        console.print(f"{tree}: plan {chosen.name}, {source}", soft_wrap=True)
+        size = (
+            "; at most so many nodes, fewer where drafts agree" if chosen.combine == MERGE else ""
+        )
+        console.print(f"{tree}: plan {chosen.name}, {source}{size}", soft_wrap=True)
     if step is not None:
         from specc.step_picture import step_svg
 
@@ -62,7 +65,7 @@ def _shape_of(plan: SpecPlan) -> TokenTree:
             "a tree of static shape",
             "choose another plan with --plan, or draw --step",
         )
-    return plan.shape
+    return plan.largest_tree
 
 
 def _acceptance_of(

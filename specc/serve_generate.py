@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from specc.runtime.service_stream import UpdateStream
 from specc.sampling_params import SamplingParams
 from specc.serve_body import ClientGone
 from specc.serve_errors import api_error_of, bad_request, stopping_error
+from specc.serve_grammar import start_grammar
 
 # tokens of a prompt that are worth a thread
 LONG_PROMPT = 4096
@@ -176,6 +178,15 @@ class Generation:
         return update
 
     async def _submit(self, job: Job, leader: Ticket | None) -> UpdateStream:
+        options = dict(self._options)
+        if job.params.structured_outputs is not None:
+            timeout_s = options.get("timeout_s")
+            begin_s = time.monotonic()
+            options["grammar"] = await start_grammar(
+                self._service.engine.grammars, job.params.structured_outputs, timeout_s
+            )
+            if timeout_s is not None:
+                options["timeout_s"] = max(0.0, timeout_s - (time.monotonic() - begin_s))
         # ids alone: text would be kept for nobody
         submit = functools.partial(
             UpdateStream,
@@ -185,9 +196,9 @@ class Generation:
             observe=self._observe(),
             loop=asyncio.get_running_loop(),
             leader=leader,
-            **self._options,
+            **options,
         )
-        if len(job.token_ids) < LONG_PROMPT and job.params.structured_outputs is None:
+        if len(job.token_ids) < LONG_PROMPT:
             return submit()
         return await in_thread(submit, lambda stream: stream.cancel())
 

@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ DEAD = 1
 _FLUSH_S = 5
 # and that the process has behind a second signal
 _END_NOW_S = 2.0
+# for threads that still work when everything else has ended
+_END_S = 5.0
 _LOOK_EVERY_S = 0.05
 _log = logging.getLogger("specc.serve")
 
@@ -95,7 +98,11 @@ def serve(engine: Path, loading: Loading, place: Place, config: ServeConfig) -> 
         service = start_service(engine, loading)
         try:
             app = create_app(service, config, template)
-            return asyncio.run(_Process(app, service, listener, place).run())
+            process = _Process(app, service, listener, place)
+            with _End() as end:
+                code = asyncio.run(end.after(process.run()))
+                service.close()
+            return code
         finally:
             service.close()
     finally:
@@ -161,6 +168,28 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _End:
+    """Ends the process although a thread goes on: its work is of no use to anybody."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    async def after(self, run: Coroutine[Any, Any, int]) -> int:
+        code = await run
+        # from here on, the event loop waits for its threads
+        self._timer = threading.Timer(_END_S, os._exit, (code,))
+        self._timer.daemon = True
+        self._timer.start()
+        return code
+
+    def __enter__(self) -> _End:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class _Process:
@@ -239,6 +268,8 @@ class _Process:
         end_s = asyncio.get_running_loop().time() + seconds
         # whoever comes now is refused, and told to go elsewhere
         service.drain(0)
+        # no request that would begin only now
+        service.engine.grammars.close()
         while service.num_open and service.health is not Health.DEAD and len(self._signals) < 2:
             if asyncio.get_running_loop().time() >= end_s:
                 _log.warning("%d requests did not end in time", service.num_open)

@@ -39,7 +39,9 @@ LAYER_OF_FILE = {
     "choose_plans": "facts",
     "cli": "cli",
     "cli_app": "cli",
+    "cli_chat": "cli",
     "cli_command_bench": "cli",
+    "cli_command_chat": "cli",
     "cli_command_compile": "cli",
     "cli_command_run": "cli",
     "cli_command_serve": "cli",
@@ -56,7 +58,9 @@ LAYER_OF_FILE = {
     "cli_compile": "cli",
     "cli_doctor": "cli",
     "cli_inspect": "cli",
+    "cli_print_table": "cli",
     "cli_progress": "cli",
+    "cli_prompts": "cli",
     "cli_render": "cli",
     "cli_run": "cli",
     "cli_serve": "cli",
@@ -70,6 +74,7 @@ LAYER_OF_FILE = {
     "config": "facts",
     "errors": "facts",
     "extend_engine": "compiler",
+    "extras": "facts",
     "files": "facts",
     "graph_io": "facts",
     "latency_table": "facts",
@@ -120,6 +125,7 @@ LAYER_OF_FILE = {
     "serve_endpoints": "serve",
     "serve_errors": "serve",
     "serve_generate": "serve",
+    "serve_grammar": "serve",
     "serve_logprobs": "serve",
     "serve_metrics": "serve",
     "serve_openapi": "serve",
@@ -200,7 +206,7 @@ LAUNCHES_FOR = {
 # the command line answers --help before anything heavy loads: in these files everything but the
 # standard library and the listed modules is imported inside functions
 _COMMANDS = tuple(
-    f"cli_command_{name}" for name in ("bench", "compile", "run", "serve", "triton", "tune")
+    f"cli_command_{name}" for name in ("bench", "chat", "compile", "run", "serve", "triton", "tune")
 )
 LAZY = {
     "cli": {"typer", "specc.cli_app", *(f"specc.{name}" for name in _COMMANDS)},

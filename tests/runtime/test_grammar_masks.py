@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specc.errors import RequestError
 from specc.plans import OFF, SpecPlan
-from specc.runtime.grammar import Grammars, GrammarState
+from specc.runtime.grammar import GrammarState
 from specc.runtime.grammar_masks import TreeMasks, mask_rows, mask_trees, tree_masks
+from specc.runtime.grammars import Grammars
 from specc.sampling_rows import Rule
 from specc.structured_params import StructuredOutputsParams
 from tests.drafts import PLANS
@@ -401,7 +402,7 @@ def test_an_engine_without_a_tokenizer() -> None:
 
 def test_without_the_library(tokenizer, monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(RequestError, match=r"pip install specc\[structured\]"):
+    with pytest.raises(RequestError, match='pip install "llguidance'):
         start(Grammars(tokenizer, VOCAB, EOS), regex="a")
 
 
