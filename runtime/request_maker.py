@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 import time
 from collections.abc import Callable, Mapping, Sized
-from collections.abc import Sequence as Sequence_
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -20,12 +18,13 @@ from specc.runtime.engine import Engine
 from specc.runtime.grammar import GrammarState
 from specc.runtime.logit_controls import LogitControls, bad_word_tokens
 from specc.runtime.prompt_bound import PromptBound
+from specc.runtime.prompt_forms import Prompt, content_of, token_ids_of
 from specc.runtime.sequence import Sequence
 from specc.sampling_params import SamplingParams
 
+__all__ = ["Prompt", "RequestMaker"]
+
 _NUM_CACHED = 64
-# text, token ids, or {"prompt": text}, {"prompt_token_ids": token ids}
-Prompt = str | Sequence_[int] | Mapping[str, Any]
 
 # bytes of a text from which on it is tokenized without holding up other threads; and from which
 # on it is worth a look how many tokens it has at least
@@ -42,6 +41,7 @@ class RequestMaker:
         engine: whose tokenizer and limits hold.
         fixed_plan: the plan of every step; None where a policy chooses.
         clock: seconds, of arrivals.
+        max_seq_len: tokens of prompt and output together; None is the engine's limit.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class RequestMaker:
         engine: Engine,
         fixed_plan: str | None,
         clock: Callable[[], float] = time.perf_counter,
+        max_seq_len: int | None = None,
     ) -> None:
         self._engine = engine
+        self._max_seq_len = max_seq_len or engine.max_seq_len
         self._fixed_plan = fixed_plan
         self._clock = clock
         self._numbers = itertools.count()
@@ -83,6 +85,8 @@ class RequestMaker:
         is_streamed: bool = False,
         priority: int = 0,
         timeout_s: float | None = None,
+        output: int = 0,
+        leader: Sequence | None = None,
         grammar: GrammarState | None = None,
     ) -> Sequence:
         """Tokenize and check one request.
@@ -95,6 +99,8 @@ class RequestMaker:
             is_streamed: keep an event for every token.
             priority: lower ones are served first.
             timeout_s: seconds from now after which the request ends with what it has.
+            output: which of the prompt's outputs.
+            leader: a request of the same prompt, whose rows this one shares.
             grammar: of `params`, at its beginning; without one, it is compiled here.
         Raises:
             RequestError: the prompt or its parameters are invalid for this engine.
@@ -121,7 +127,7 @@ class RequestMaker:
             number if request_id is None else request_id,
             token_ids,
             params,
-            max_seq_len=self._engine.max_seq_len,
+            max_seq_len=self._max_seq_len,
             eos_token_ids=self._engine.eos_token_ids,
             num_drafts=len(self._engine.drafts),
             detokenizer=detokenizer,
@@ -133,7 +139,28 @@ class RequestMaker:
             clock=self._clock,
             grammar=grammar,
             controls=controls,
+            output=output,
+            leader=leader,
         )
+
+    def make_outputs(
+        self, prompt: Prompt, params: SamplingParams, **options: Any
+    ) -> list[Sequence]:
+        """The n requests of a prompt, tokenized once; `options` are those of `make`.
+
+        Raises:
+            RequestError: as `make`.
+        """
+        first, *others = params.each()
+        leader = self.make(prompt, first, **options)
+        tokens = {"prompt": leader.prompt, "prompt_token_ids": leader.token_ids}
+        return [
+            leader,
+            *(
+                self.make(tokens, own, output=i, leader=leader, **options)
+                for i, own in enumerate(others, start=1)
+            ),
+        ]
 
     def tokenize(self, text: str, has_special_tokens: bool = False, index: int = 0) -> list[int]:
         """Token ids of a prompt, as `make` would take them.
@@ -149,16 +176,14 @@ class RequestMaker:
 
     def check_length(self, num_tokens: int, index: int = 0) -> None:
         """Raises RequestError: a prompt of this many tokens does not fit."""
-        if num_tokens >= self._engine.max_seq_len:
+        if num_tokens >= self._max_seq_len:
             raise self._too_long(f"prompt {index} has {num_tokens} tokens")
 
     def _tokenize(
         self, index: int, prompt: Prompt, adds_special: bool = True
     ) -> tuple[str | None, list[int]]:
         tokenizer = self._engine.tokenizer
-        content: Any = prompt
-        if isinstance(prompt, Mapping):
-            content = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        content = content_of(index, prompt)
         if isinstance(content, str):
             if tokenizer is None:
                 raise RequestError(
@@ -167,16 +192,10 @@ class RequestMaker:
                     "pass {'prompt_token_ids': [...]}",
                 )
             return content, self._encode(index, tokenizer, content, adds_special)
-        if isinstance(content, Sized):
+        # an array of one token has no length
+        if isinstance(content, Sized) and getattr(content, "ndim", True):
             self.check_length(len(content), index)
-        try:
-            token_ids = [operator.index(token) for token in content]
-        except TypeError as error:
-            raise RequestError(
-                f"prompt {index} of type {type(content).__name__}",
-                "text, a list of token ids, or a dict with prompt or prompt_token_ids",
-                "pass one of these",
-            ) from error
+        token_ids = token_ids_of(index, content)
         return (prompt.get("prompt") if isinstance(prompt, Mapping) else None), token_ids
 
     def _encode(self, index: int, tokenizer: Tokenizer, text: str, adds_special: bool) -> list[int]:
@@ -205,8 +224,8 @@ class RequestMaker:
 
     def _check_size(self, index: int, text: bytes) -> None:
         """Raises RequestError: whatever its tokens are, they are too many, or may be endless."""
-        least, num_unbounded = self._bound.least_tokens(text, self._engine.max_seq_len)
-        if least >= self._engine.max_seq_len:
+        least, num_unbounded = self._bound.least_tokens(text, self._max_seq_len)
+        if least >= self._max_seq_len:
             raise self._too_long(f"prompt {index} has {len(text)} bytes, or {least} tokens or more")
         if num_unbounded > self.max_unbounded_bytes:
             raise RequestError(
@@ -217,7 +236,7 @@ class RequestMaker:
             )
 
     def _too_long(self, found: str) -> RequestError:
-        max_seq_len = self._engine.max_seq_len
+        max_seq_len = self._max_seq_len
         return RequestError(
             found,
             f"at most {max_seq_len - 1} tokens: the engine's max_seq_len is {max_seq_len}",
@@ -240,6 +259,12 @@ class RequestMaker:
             )
         check_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
         self._check_rule(index, params)
+        if params.prompt_logprobs is not None and self._engine.backend == "tensorrt":
+            raise RequestError(
+                f"prompt_logprobs={params.prompt_logprobs} and an engine of the backend tensorrt",
+                "passes with logits of every token: those of TensorRT have a row for each sequence",
+                "leave it out, or load the engine with another backend",
+            )
         if params.stop_strings and self._engine.tokenizer is None:
             raise RequestError(
                 f"prompt {index} has stop strings",

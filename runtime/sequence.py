@@ -17,7 +17,7 @@ from specc.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from specc.runtime.grammar import GrammarState
     from specc.runtime.logit_controls import LogitControls
-    from specc.runtime.logprobs import TokenLogprobs
+    from specc.runtime.logprobs import PromptLogprobs, TokenLogprobs
     from specc.runtime.suffix_index import SuffixIndex
 
 # tokens that are decoded at once where nobody reads the text of each
@@ -48,6 +48,8 @@ class Sequence:
         clock: seconds.
         grammar: that the output follows, at its beginning; moved on with every token.
         controls: of what the output may hold.
+        output: which of the prompt's outputs.
+        leader: a request of the same prompt, whose rows this one waits for while they come.
     """
 
     def __init__(
@@ -68,16 +70,21 @@ class Sequence:
         clock: Callable[[], float] = time.perf_counter,
         grammar: GrammarState | None = None,
         controls: LogitControls | None = None,
+        output: int = 0,
+        leader: Sequence | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
+        self.output = output
+        self.leader = leader
         self.prompt = prompt
         self.params = params
         self.grammar = grammar
         self.controls = controls
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_tokens = min(params.max_tokens, max_seq_len - self.num_prompt_tokens)
+        room = max_seq_len - self.num_prompt_tokens
+        self.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self.cache_len = 0
         self.draft_lens = [0] * num_drafts
         self.blocks: list[int] = []
@@ -89,6 +96,8 @@ class Sequence:
         # its last token, whose row a step writes
         self.prefill_end = self.num_prompt_tokens
         self.logprobs: list[TokenLogprobs] = []
+        # of each prompt token but the first, as far as prefill has come
+        self.prompt_logprobs: list[TokenLogprobs] = []
         # of the host's lookups, once a plan asks for one
         self.suffix_index: SuffixIndex | None = None
         self.finish_reason: str | None = None
@@ -121,6 +130,11 @@ class Sequence:
     @property
     def has_output(self) -> bool:
         return len(self.token_ids) > self.num_prompt_tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """The next prefill pass has to say how likely the tokens of the prompt are."""
+        return self.params.prompt_logprobs is not None and not self.has_output
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -222,7 +236,7 @@ class Sequence:
     def to_output(self) -> RequestOutput:
         has_logprobs = self.params.logprobs is not None
         completion = CompletionOutput(
-            0,
+            self.output,
             self.output_token_ids,
             self.text,
             self.finish_reason,
@@ -231,8 +245,20 @@ class Sequence:
         )
         prompt_token_ids = self.token_ids[: self.num_prompt_tokens]
         return RequestOutput(
-            self.request_id, self.prompt, prompt_token_ids, [completion], self.stats
+            self.request_id,
+            self.prompt,
+            prompt_token_ids,
+            [completion],
+            self.stats,
+            prompt_logprobs=self.all_prompt_logprobs,
         )
+
+    @property
+    def all_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of each token of the prompt, None for the first; None where not asked for."""
+        if self.params.prompt_logprobs is None or self.is_scored:
+            return None
+        return [None, *self.prompt_logprobs]
 
     def _update_end(self, token_id: int) -> None:
         """End by token, then by length; a stop string that this token completes goes first."""
@@ -298,6 +324,7 @@ class Sequence:
             stop_reason=self.stop_reason,
             metrics=self.stats if self.is_finished else None,
             logprobs=self.logprobs[-1] if self.logprobs and token_id is not None else None,
+            output=self.output,
         )
 
     def _close(self) -> None:

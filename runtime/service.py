@@ -27,7 +27,7 @@ from specc.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from specc.runtime.engine import Engine
     from specc.runtime.grammar import GrammarState
-    from specc.runtime.logprobs import TokenLogprobs
+    from specc.runtime.logprobs import PromptLogprobs, TokenLogprobs
     from specc.runtime.policy import Policy
 
 # iterations that fail in a row, from which on the engine counts as lost
@@ -96,6 +96,16 @@ class Ticket:
     @property
     def prompt_token_ids(self) -> list[int]:
         return self._sequence.token_ids[: self._sequence.num_prompt_tokens]
+
+    @property
+    def prompt(self) -> str | None:
+        """The caller's text."""
+        return self._sequence.prompt
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of each token of the prompt, None for the first; there with the first update."""
+        return self._sequence.all_prompt_logprobs
 
 
 class Service:
@@ -179,6 +189,7 @@ class Service:
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        leader: Ticket | None = None,
         grammar: GrammarState | None = None,
     ) -> Ticket:
         """Hand a request in; tokenizing and checking happen here, in the caller's thread.
@@ -191,12 +202,20 @@ class Service:
             request_id: name, of no other open request; None makes one up.
             priority: lower ones are served first.
             timeout_s: seconds after which the request ends with what it has.
+            leader: a request of the same prompt, whose rows this one shares.
             grammar: see `RequestMaker.make`.
         Raises:
-            RequestError: the request is invalid.
+            RequestError: the request is invalid, or asks for several outputs: each of those is a
+                request of its own, see `SamplingParams.each`.
             OverloadError: too many requests wait, or the service is about to stop.
             FaultError: the engine has failed for good.
         """
+        if params.n != 1:
+            raise RequestError(
+                f"n={params.n}, handed to a service",
+                "one output a request",
+                "hand in one request for each of SamplingParams.each()",
+            )
         sequence = self.core.requests.make(
             prompt,
             params,
@@ -204,6 +223,7 @@ class Service:
             is_streamed=True,
             priority=priority,
             timeout_s=timeout_s,
+            leader=None if leader is None else leader._sequence,
             grammar=grammar,
         )
         self.core.scheduler.check_fits(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from specc.errors import RequestError
 from specc.logit_controls import check_controls, check_ids, checked_bias
 from specc.sampling_rows import RULES, Rule
 from specc.structured_params import StructuredOutputsParams
+from specc.vllm_names import answers_vllm_names
 
 # whether it came from Python, the command line or HTTP
 _DO = "correct this value"
@@ -26,8 +28,11 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "frequency_penalty": (-2.0, 2.0, True),
 }
 MAX_LOGPROBS = 20
+# outputs of one prompt
+MAX_OUTPUTS = 128
 
 
+@answers_vllm_names
 @dataclass(frozen=True)
 class SamplingParams:
     """Options of one request, named as vLLM's users know them.
@@ -37,7 +42,7 @@ class SamplingParams:
     output that they leave no token to go on with ends with the reason `error`.
 
     Args:
-        max_tokens: output tokens at most.
+        max_tokens: output tokens at most; None goes on to the end of the context.
         temperature: 0 is greedy: the most likely token, whatever the filters say.
         top_p: keep the most likely tokens that hold this share of the probability.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -50,8 +55,12 @@ class SamplingParams:
             With the rules mss and swor, the same tokens need the same plan, too.
         rule: how trees are drawn and verified, `coupled`, `delta`, `mss` or `swor`; each is
             lossless. None is coupled.
+        n: outputs of the prompt, which is computed once. With a seed, output i has seed + i (modulo
+            2^63) and is what a request with that seed gives alone; without one, each draws its own.
         logprobs: log probabilities of each output token and of this many best ones, at most 20;
             they are the model's own, before penalties and temperature. None gives none.
+        prompt_logprobs: the same of each token of the prompt but the first, which nothing comes
+            before. Its rows are then computed, whatever earlier requests have left.
         stop: strings that end the output; the text is cut before the first of them.
         stop_token_ids: further token ids that end the output, next to the model's EOS ids; each
             one of the engine's vocabulary.
@@ -72,7 +81,7 @@ class SamplingParams:
         RequestError: a value is outside its range.
     """
 
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -82,7 +91,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     rule: str | None = None
+    n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] | list[str] | str = ()
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
@@ -97,9 +108,11 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        if type(self.max_tokens) is not int:
-            raise RequestError(f"max_tokens={self.max_tokens!r}", "an integer, 1 or more", _DO)
-        if self.max_tokens < 1:
+        if self.max_tokens is not None and type(self.max_tokens) is not int:
+            raise RequestError(
+                f"max_tokens={self.max_tokens!r}", "an integer, 1 or more, or None", _DO
+            )
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestError(f"max_tokens={self.max_tokens}", "1 or more", "raise max_tokens")
         object.__setattr__(self, "stop_strings", self._checked_stop())
         for name, (low, high, is_closed) in _RANGES.items():
@@ -138,6 +151,21 @@ class SamplingParams:
     def rule_id(self) -> Rule:
         return Rule.COUPLED if self.rule is None else Rule[self.rule.upper()]
 
+    def each(self) -> list[SamplingParams]:
+        """Options of the n outputs, one for each; the first one alone looks at the prompt."""
+        if self.n == 1:
+            return [self]
+        seeds = [
+            None if self.seed is None else (self.seed + i) % (_MAX_SEED + 1) for i in range(self.n)
+        ]
+        first = dataclasses.replace(self, n=1)
+        return [
+            dataclasses.replace(
+                first, seed=seed, prompt_logprobs=self.prompt_logprobs if i == 0 else None
+            )
+            for i, seed in enumerate(seeds)
+        ]
+
     def _checked_stop(self) -> tuple[str, ...]:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
@@ -158,12 +186,14 @@ class SamplingParams:
             raise RequestError(
                 f"seed={self.seed!r}", f"an integer in 0 … {_MAX_SEED}, or None", _DO
             )
-        if self.logprobs is not None and (
-            type(self.logprobs) is not int or not 0 <= self.logprobs <= MAX_LOGPROBS
-        ):
-            raise RequestError(
-                f"logprobs={self.logprobs!r}", f"an integer in 0 … {MAX_LOGPROBS}, or None", _DO
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and (type(count) is not int or not 0 <= count <= MAX_LOGPROBS):
+                raise RequestError(
+                    f"{name}={count!r}", f"an integer in 0 … {MAX_LOGPROBS}, or None", _DO
+                )
+        if type(self.n) is not int or not 1 <= self.n <= MAX_OUTPUTS:
+            raise RequestError(f"n={self.n!r}", f"an integer in 1 … {MAX_OUTPUTS}", _DO)
 
 
 def _check_number(name: str, value: Any, low: float, high: float, is_closed: bool) -> None:

@@ -20,7 +20,7 @@ from specc.serve_errors import JSON, ApiError, bad_request, unknown_model
 from specc.serve_generate import Generation, Job, Output, unless_gone
 from specc.serve_logprobs import TokenTexts
 from specc.serve_metrics import ServeMetrics
-from specc.serve_params import chat_params, completion_params, for_choices
+from specc.serve_params import chat_params, completion_params, for_choices, is_prompt_alone
 from specc.serve_protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from specc.serve_stream import open_stream
 from specc.serve_work import PromptThreads
@@ -73,9 +73,10 @@ class Endpoints:
         params = completion_params(wanted)
         read = functools.partial(self._read_prompts, wanted)
         token_ids, echo = await unless_gone(request, self._threads.run(size, read))
-        options = Options(wanted.logprobs, bool(wanted.return_spec_metrics), echo)
+        options = self._options(wanted, wanted.logprobs, echo)
         answer = CompletionAnswer(self._config.model_names[0], self._tokens, options)
-        return await self._answer(request, wanted, token_ids, params, answer)
+        is_alone = is_prompt_alone(wanted)
+        return await self._answer(request, wanted, token_ids, params, answer, is_alone)
 
     async def chat(self, request: Request) -> Response:
         """Of /v1/chat/completions.
@@ -92,9 +93,22 @@ class Endpoints:
         self._check_count(wanted.n or 1)
         read = functools.partial(self._read_chat, wanted)
         token_ids = [await unless_gone(request, self._threads.run(size, read, is_chat=True))]
-        options = Options(params.logprobs, bool(wanted.return_spec_metrics))
+        options = self._options(wanted, params.logprobs)
         answer = ChatAnswer(self._config.model_names[0], self._tokens, options)
         return await self._answer(request, wanted, token_ids, params, answer)
+
+    def _options(
+        self, wanted: GenerationRequest, logprobs: int | None, echo: tuple[str, ...] | None = None
+    ) -> Options:
+        # without a tokenizer there is nothing but ids to answer with
+        has_no_text = self._engine.tokenizer is None and wanted.return_token_ids is None
+        return Options(
+            logprobs,
+            bool(wanted.return_spec_metrics),
+            echo,
+            bool(wanted.return_token_ids) or has_no_text,
+            wanted.prompt_logprobs,
+        )
 
     async def _answer(
         self,
@@ -103,11 +117,12 @@ class Endpoints:
         token_ids: Sequence[list[int]],
         params: SamplingParams,
         answer: Answer,
+        is_prompt_alone: bool = False,
     ) -> Response:
         jobs = [
             Job(prompt, ids, own)
             for prompt, ids in enumerate(token_ids)
-            for own in for_choices(params, wanted.n or 1)
+            for own in for_choices(params, wanted.n or 1, bool(wanted.stream))
         ]
         generation = Generation(
             self._service,
@@ -131,6 +146,8 @@ class Endpoints:
                 is_handed_on = True
                 return stream
             outputs: list[Output] = await unless_gone(request, generation.collect())
+            for output in outputs if is_prompt_alone else ():
+                output.forget()
             return JSON(answer.whole(outputs), headers={"X-Request-Id": answer.id})
         finally:
             if not is_handed_on:

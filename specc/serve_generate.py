@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from specc.metrics import SpecStats
-from specc.runtime.logprobs import TokenLogprobs
-from specc.runtime.service import Service, Update
+from specc.runtime.logprobs import PromptLogprobs, TokenLogprobs
+from specc.runtime.service import Service, Ticket, Update
 from specc.runtime.service_stream import UpdateStream
 from specc.sampling_params import SamplingParams
 from specc.serve_body import ClientGone
@@ -57,6 +57,13 @@ class Output:
     metrics: SpecStats | None = None
     # of `token_ids`; streams do not keep them
     num_tokens: int = 0
+    # with the first update, where asked for
+    prompt_logprobs: PromptLogprobs | None = None
+
+    def forget(self) -> None:
+        """Keep nothing but the prompt."""
+        self.text, self.token_ids, self.logprobs, self.num_tokens = "", [], [], 0
+        self.finish_reason, self.stop_reason = "length", None
 
 
 class Generation:
@@ -90,8 +97,12 @@ class Generation:
             SpeccError: as `Service.submit`.
         """
         try:
+            leaders: dict[int, UpdateStream] = {}
             for output in self.outputs:
-                self._streams.append(await self._submit(output.job))
+                leader = leaders.get(output.job.prompt)
+                stream = await self._submit(output.job, leader.ticket if leader else None)
+                leaders.setdefault(output.job.prompt, stream)
+                self._streams.append(stream)
         except BaseException:
             self.close()
             raise
@@ -136,11 +147,18 @@ class Generation:
             output.text += update.text
             output.token_ids += update.token_ids
             output.logprobs += update.logprobs or []
+        # the first output of a prompt has looked at it for all
+        by_prompt: dict[int, PromptLogprobs | None] = {}
+        for output in self.outputs:
+            by_prompt.setdefault(output.job.prompt, output.prompt_logprobs)
+            output.prompt_logprobs = by_prompt[output.job.prompt]
         return self.outputs
 
     def _take(self, index: int, update: Update) -> Update:
         output = self.outputs[index]
         output.num_tokens += len(update.token_ids)
+        if output.prompt_logprobs is None:
+            output.prompt_logprobs = self._streams[index].ticket.prompt_logprobs
         if not update.is_last:
             return update
         if update.error is not None:
@@ -159,7 +177,7 @@ class Generation:
         output.metrics = update.metrics
         return update
 
-    async def _submit(self, job: Job) -> UpdateStream:
+    async def _submit(self, job: Job, leader: Ticket | None) -> UpdateStream:
         options = dict(self._options)
         if job.params.structured_outputs is not None:
             timeout_s = options.get("timeout_s")
@@ -177,6 +195,7 @@ class Generation:
             job.params,
             observe=self._observe(),
             loop=asyncio.get_running_loop(),
+            leader=leader,
             **options,
         )
         # bad words are tokenized

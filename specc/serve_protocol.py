@@ -79,7 +79,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "truncate_prompt_tokens": (),
@@ -159,6 +158,8 @@ class GenerationRequest(Strict):
     min_tokens: Annotated[int | None, _number(0)] = None
     allowed_token_ids: Annotated[list[int] | None, Field(min_length=1)] = None
     bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
+    prompt_logprobs: Annotated[int | None, _number(0, MAX_LOGPROBS)] = None
+    return_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None

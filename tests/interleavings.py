@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from specc.metrics import SpecStats
 from specc.plans import OFF
 from specc.runtime.batch import Span
@@ -227,7 +229,8 @@ class NearTies:
         again.blocks = cache.allocator.allocate(count)
         try:
             cache.record(again.blocks, 0, context)
-            logits = runner._causal_pass(runner._target, [Span(again, 0, len(context))], [True])
+            last = torch.tensor([len(context) - 1])
+            logits = runner._causal_pass(runner._target, [Span(again, 0, len(context))], last)
             drawn = []
             for sign in (1, -1):
                 moved = logits.clone()

@@ -172,6 +172,7 @@ LAYER_OF_FILE = {
     "tune_acceptance": "bench",
     "tune_seconds": "bench",
     "unreplaced": "facts",
+    "vllm_names": "facts",
     "weight_layout": "facts",
     "weights": "facts",
 }
@@ -199,7 +200,8 @@ PACKAGES = {
     },
     "runtime": {
         *("torch", "safetensors", "tokenizers", "onnx", "onnxruntime", "llguidance"),
-        *("numpy", "jinja2"),
+        # tqdm only where a caller asks for its bar
+        *("numpy", "jinja2", "tqdm"),
     },
     "compiler": {"torch", "tokenizers"},
     "api": {"torch"},
