@@ -22,6 +22,7 @@ from specc.files import (
     fsync_path,
     hash_file,
     output_error,
+    parents_of,
     remove_stale,
 )
 from specc.json_file import parse_json, read_json
@@ -90,6 +91,7 @@ class EngineWriter:
             self._stack.enter_context(unwind_on_signals())
             _active.add(self.output)
             self._stack.callback(_active.discard, self.output)
+            self._stack.enter_context(parents_of(self.output))
             prefix = f"{self.staging.name}-"
             # the engine is for everybody that the user's mask lets in
             self.staging = self._stack.enter_context(
@@ -231,12 +233,11 @@ class EngineWriter:
         shutil.rmtree(self._old, ignore_errors=True)
 
     def _check_parent(self) -> None:
-        parent = self.output.parent
+        # what is missing of the way there is made; see `parents_of`
+        parent = next(p for p in self.output.parents if p.exists())
         if not parent.is_dir():
             raise OutputError(
-                f"the parent directory {parent} does not exist",
-                "an existing directory to write the engine into",
-                f"create it: mkdir -p {parent}",
+                f"{parent} is no directory", "one to write the engine into", "choose another output"
             )
         if not os.access(parent, os.W_OK | os.X_OK):
             raise OutputError(

@@ -99,6 +99,9 @@ def run(
             help="Log probabilities of the output's tokens and of the N likeliest; with --json.",
         ),
     ] = None,
+    n: Annotated[
+        int, typer.Option("--n", help="Outputs of each prompt; the seed of each is one higher.")
+    ] = 1,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="Text that ends the output; repeatable.")
     ] = None,
@@ -178,6 +181,7 @@ def run(
             "seed": seed,
             "rule": rule,
             "logprobs": logprobs,
+            "n": n,
             "min_tokens": min_tokens,
             "logit_bias": parse_bias(logit_bias) if logit_bias else None,
             "bad_words": bad_words or None,

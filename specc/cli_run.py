@@ -25,7 +25,8 @@ from specc.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from specc.metrics import SpecStats
     from specc.runtime.llm import LLM
-    from specc.runtime.outputs import CompletionOutput, RequestOutput
+    from specc.runtime.logprobs import TokenLogprobs
+    from specc.runtime.outputs import CompletionOutput, RequestOutput, StreamOutput
 
 # options that only a request with a temperature reads; their defaults are None on the command line
 _OF_SAMPLING = {
@@ -126,6 +127,10 @@ def run_request(
         raise RequestError(
             "--logprobs without --json", "--json, which has a place for them", "add --json"
         )
+    if not as_json and any(own.prompt_logprobs is not None for own in params):
+        raise RequestError(
+            "prompt_logprobs without --json", "--json, which has a place for them", "add --json"
+        )
     _note_unused(request.sampling, params)
     from specc.runtime.llm import LLM
 
@@ -136,17 +141,17 @@ def run_request(
         verify=loading.verify,
         num_threads=loading.threads,
         backend=loading.backend,
-        max_num_seqs=1 if len(lines) == 1 else None,
+        max_num_seqs=1 if sum(own.n for own in params) == 1 else None,
     )
     prompts = [line.prompt for line in lines]
     needs_ids(prompts, llm.tokenizer is not None)
-    if as_json or len(prompts) > 1:
+    if as_json or sum(own.n for own in params) > 1:
         outputs = llm.generate(prompts, params, _progress(len(prompts)))
         if as_json:
             _print_json(outputs, llm.get_metrics())
         else:
             _print_outputs(outputs, llm.tokenizer is not None)
-            _note_cut([output.outputs[0].finish_reason for output in outputs])
+            _note_ends([completion for output in outputs for completion in output.outputs])
     else:
         _stream(llm, prompts[0], params[0])
     if stats:
@@ -168,12 +173,16 @@ def _note_unused(sampling: Mapping[str, Any], params: Sequence[SamplingParams]) 
         _note(f"{', '.join(given)} {verb} no effect at temperature 0: nothing is drawn")
 
 
-def _note_cut(reasons: Sequence[str | None]) -> None:
-    """Outputs that end because of the limit, not of their own."""
-    if (count := reasons.count("length")) == 0:
-        return
-    which = "the output ends" if len(reasons) == 1 else f"{count} of {len(reasons)} outputs end"
-    _note(f"{which} at --max-tokens or at the engine's max_seq_len")
+def _note_ends(outputs: Sequence[CompletionOutput | StreamOutput]) -> None:
+    """Outputs that end because of a limit or of an error, not of their own."""
+    reasons = [output.finish_reason for output in outputs]
+    if (count := reasons.count("length")) > 0:
+        which = "the output ends" if len(reasons) == 1 else f"{count} of {len(reasons)} outputs end"
+        _note(f"{which} at --max-tokens or at the engine's max_seq_len")
+    for number, output in enumerate(outputs, start=1):
+        if output.finish_reason == "error":
+            which = "the output" if len(outputs) == 1 else f"output {number}"
+            _note(f"{which} cannot go on: {output.stop_reason}")
 
 
 def _note(text: str) -> None:
@@ -190,47 +199,54 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
         sys.stdout.flush()
         last = text or last
         if event.finished:
-            reason = event.finish_reason
+            end = event
     if not last.endswith("\n"):
         sys.stdout.write("\n")
-    _note_cut([reason])
+    _note_ends([end])
 
 
 def _print_outputs(outputs: Iterable[RequestOutput], has_text: bool) -> None:
     for number, output in enumerate(outputs, start=1):
-        completion = output.outputs[0]
-        print(f"--- {number}: {len(completion.token_ids)} tokens, {completion.finish_reason}")
-        print(completion.text if has_text else " ".join(map(str, completion.token_ids)))
+        for completion in output.outputs:
+            which = f"{number}.{completion.index + 1}" if len(output.outputs) > 1 else str(number)
+            print(f"--- {which}: {len(completion.token_ids)} tokens, {completion.finish_reason}")
+            print(completion.text if has_text else " ".join(map(str, completion.token_ids)))
 
 
 def _print_json(outputs: Iterable[RequestOutput], metrics: SpecStats) -> None:
     items = []
     for output in outputs:
-        completion = output.outputs[0]
-        items.append(
-            {
-                "prompt": output.prompt,
-                "num_prompt_tokens": len(output.prompt_token_ids),
-                "text": completion.text,
-                "token_ids": completion.token_ids,
-                **_logprobs(completion),
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
-                "metrics": output.metrics.as_dict(),
-            }
-        )
+        item = {
+            "prompt": output.prompt,
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            **_completion(output.outputs[0]),
+        }
+        if len(output.outputs) > 1:
+            item["outputs"] = [_completion(completion) for completion in output.outputs]
+        if output.prompt_logprobs is not None:
+            item["prompt_logprobs"] = [_row(entries) for entries in output.prompt_logprobs]
+        items.append({**item, "metrics": output.metrics.as_dict()})
     print(json.dumps({"outputs": items, "metrics": metrics.as_dict()}, ensure_ascii=False))
 
 
-def _logprobs(completion: CompletionOutput) -> dict[str, Any]:
-    """Of each token and of the best ones beside it, where they were asked for."""
-    if completion.logprobs is None:
-        return {}
-    rows = [
-        [{"token_id": token, "logprob": entry.logprob, "rank": entry.rank} for token, entry in row]
-        for row in (entries.items() for entries in completion.logprobs)
+def _completion(completion: CompletionOutput) -> dict[str, Any]:
+    data: dict[str, Any] = {"text": completion.text, "token_ids": completion.token_ids}
+    if completion.logprobs is not None:
+        data["cumulative_logprob"] = completion.cumulative_logprob
+        data["logprobs"] = [_row(entries) for entries in completion.logprobs]
+    data["finish_reason"] = completion.finish_reason
+    data["stop_reason"] = completion.stop_reason
+    return data
+
+
+def _row(entries: TokenLogprobs | None) -> list[dict[str, Any]] | None:
+    """Of a token and of the best ones beside it; nothing came before the first of a prompt."""
+    if entries is None:
+        return None
+    return [
+        {"token_id": token, "logprob": entry.logprob, "rank": entry.rank}
+        for token, entry in entries.items()
     ]
-    return {"cumulative_logprob": completion.cumulative_logprob, "logprobs": rows}
 
 
 def _progress(num_prompts: int) -> Any:

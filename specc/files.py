@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from specc.errors import EngineError, OutputError
@@ -134,6 +135,27 @@ def check_free_space(path: Path, num_bytes: int) -> None:
         )
 
 
+@contextlib.contextmanager
+def parents_of(path: Path) -> Iterator[None]:
+    """Directories above a path, made where they are missing; those of them that stay empty go.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    missing = [parent for parent in path.parents if not parent.exists()]
+    made: list[Path] = []
+    try:
+        for parent in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another process was quicker
+                parent.mkdir()
+                made.append(parent)
+        yield
+    finally:
+        for parent in reversed(made):
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
 def remove_stale(output: Path) -> None:
     """Clear what killed writers of `output` left; bring back an engine they were replacing.
 
@@ -142,6 +164,8 @@ def remove_stale(output: Path) -> None:
     Raises:
         OutputError: a leftover cannot be removed.
     """
+    if not output.parent.is_dir():
+        return
     pattern = re.compile(rf"\.{re.escape(output.name)}\.(partial|old)-(\d+)")
     for path in output.parent.iterdir():
         match = pattern.fullmatch(path.name)

@@ -308,10 +308,25 @@ class TestOutput:
             write_engine(tmp_path / "data", force=True)
         assert (tmp_path / "data" / "thesis.tex").exists() or kind == "file"
 
-    def test_missing_parent(self, tmp_path):
-        with pytest.raises(OutputError, match="parent directory") as error:
-            write_engine(tmp_path / "absent" / "engine")
-        assert "mkdir" in error.value.do
+    def test_missing_parents_are_made(self, tmp_path):
+        write_engine(tmp_path / "a" / "b" / "engine")
+        open_engine(tmp_path / "a" / "b" / "engine")
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(OutputError, match="file is no directory"):
+            write_engine(tmp_path / "file" / "b" / "engine")
+
+    def test_parents_of_no_engine_go(self, tmp_path):
+        (tmp_path / "kept").mkdir()
+
+        def fail():
+            with EngineWriter(tmp_path / "kept" / "a" / "b" / "engine"):
+                assert (tmp_path / "kept" / "a" / "b").is_dir()
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert os.listdir(tmp_path) == ["kept"]
+        assert os.listdir(tmp_path / "kept") == []
 
     def test_unwritable_parent(self, tmp_path, monkeypatch):
         with pytest.raises(OutputError, match="engine failed"):

@@ -143,6 +143,41 @@ def test_loads_of_token_ids(no_tokenizer, tmp_path):
         assert "Successful requests:                    4" in result.stdout
 
 
+def test_several_outputs_of_a_prompt(tiny_engine, tmp_path):
+    options = ("--max-tokens", 4, "--ignore-eos", "--temperature", 3.0, "--seed", 5)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=3.0, seed=5, n=3)
+    (want,) = LLM(tiny_engine).generate("hello", params)
+    wanted = [completion.token_ids for completion in want.outputs]
+    assert len({tuple(ids) for ids in wanted}) == 3
+    result = invoke("run", tiny_engine, "hello", "--n", 3, *options, "--json")
+    (output,) = json.loads(result.stdout)["outputs"]
+    assert [completion["token_ids"] for completion in output["outputs"]] == wanted
+    assert output["token_ids"] == wanted[0]
+    text = invoke("run", tiny_engine, "hello", "--n", 3, *options)
+    assert [f"--- 1.{i}: 4 tokens" in text.stdout for i in (1, 2, 3)] == [True] * 3
+    assert "3 of 3 outputs end" in text.stderr
+
+
+def test_prompt_log_probabilities_of_a_line(tiny_engine, tmp_path):
+    file = write(tmp_path / "p.jsonl", {"prompt_token_ids": IDS, "prompt_logprobs": 1})
+    result = invoke("run", tiny_engine, "--prompts", file, "--max-tokens", 2, "--json")
+    (output,) = json.loads(result.stdout)["outputs"]
+    assert output["prompt_logprobs"][0] is None
+    assert [row[0]["token_id"] for row in output["prompt_logprobs"][1:]] == IDS[1:]
+    assert_refused(invoke("run", tiny_engine, "--prompts", file), "prompt_logprobs", "--json")
+
+
+def test_an_output_that_cannot_go_on_is_announced(tiny_engine):
+    """The first token may come, the second may not."""
+    (token,) = LLM(tiny_engine).tokenizer.encode("h").ids
+    result = invoke(
+        "run", tiny_engine, "hello", "--allowed-token-id", token, "--bad-word", "hh",
+        "--max-tokens", 5, "--ignore-eos",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert "note: the output cannot go on" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
