@@ -1,7 +1,7 @@
 """The process that `bounded_child.py` starts: it runs one function of specc over plain data.
 
 Run by its path, with nothing imported but the standard library; what else the function needs comes
-from the paths of the parent. Messages are JSON behind their length, in both directions of one
+from the paths of the parent. Messages are a length and then JSON, in both directions of one
 socket. The process ends when the socket does, which is when its parent ends, however that happens.
 """
 

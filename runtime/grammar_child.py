@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 TARGET = "specc.runtime.grammar_child:GrammarChild"
-# the library calls itself for each rule behind another one: about 3 KB of stack a rule
+# the library calls itself for each rule that another one names: about 3 KB of stack a rule
 LIMITS = ChildLimits(
     cpu_seconds=2.0, memory_bytes=512 << 20, answer_bytes=32 << 20, stack_bytes=64 << 20
 )

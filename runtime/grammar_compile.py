@@ -129,7 +129,7 @@ def grammar_of(source: Source) -> str:
 def matcher_of(
     source: Source, grammar: str, tokens: LLTokenizer, vocabulary: Vocabulary
 ) -> LLMatcher:
-    """The grammar, ready for its first mask. Needs stack for every rule behind another one.
+    """The grammar, ready for its first mask. Needs stack for every rule that another one names.
 
     Raises:
         RequestError: the library cannot compile it.
@@ -195,7 +195,7 @@ def _check_texts(tokenizer: Tokenizer, tokens: LLTokenizer, ids: list[int]) -> N
     for token_id in [i for i in ids if i not in special][::step]:
         written = tokenizer.decode([token_id], skip_special_tokens=False)
         read = tokens.decode_str([token_id])
-        # decoders may leave out the space in front of a text
+        # decoders may leave out the space before a text
         is_part = "\N{REPLACEMENT CHARACTER}" in written + read
         if not is_part and written.strip(" ") != read.strip(" "):
             raise not_understood(f"token {token_id} is {written!r}, read as {read!r}")

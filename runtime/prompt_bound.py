@@ -50,7 +50,7 @@ class PromptBound:
         self.weights = np.zeros(256)
         for byte, longest in counted.longest().items():
             self.weights[byte] = 1 / longest
-        # letters that a mark behind them can change count nothing
+        # letters that a mark after them can change count nothing
         self._is_next_seen = counted.is_next_seen
 
     def least_tokens(self, text: bytes, enough: int) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class RunResult:
     first_tokens: list[int | None] = field(default_factory=list)
     prefill_s: float = 0.0
     steps: list[StepResult] = field(default_factory=list)
-    # of first tokens, and of the prompt tokens behind those of a span, by request; of each step's
+    # of first tokens, and of the prompt tokens after those of a span, by request; of each step's
     # tokens, for the steps in which a request asks
     first_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)

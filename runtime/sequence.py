@@ -215,7 +215,7 @@ class Sequence:
             token_ids: one or more.
             logprobs: of each, where the request asks for them.
         Returns:
-            tokens taken; the others lie behind the end. None where the controls refuse the first.
+            tokens taken; the others come after the end. None where the controls refuse the first.
         """
         for count, token_id in enumerate(token_ids, start=1):
             if self._is_refused(token_id):

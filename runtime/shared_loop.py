@@ -88,7 +88,7 @@ class SharedLoop:
         """Do something between two iterations.
 
         Within an iteration of this very thread (the collector of garbage may close a stream there)
-        it is done behind the iteration.
+        it is done after the iteration.
         """
         if self._lock.is_mine:
             self._deferred.append(work)

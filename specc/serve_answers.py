@@ -137,7 +137,7 @@ class CompletionAnswer(Answer):
         return choice | self._of_prompt(output, is_first)
 
     def _repeats_scores(self, output: Output) -> bool:
-        """The prompt's own log probabilities stand in front of the output's."""
+        """The prompt's own log probabilities come before the output's."""
         has_scores = self._options.logprobs is not None and output.prompt_logprobs is not None
         return bool(self._options.echo) and has_scores
 

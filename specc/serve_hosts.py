@@ -62,7 +62,7 @@ class KnownHosts:
     """Answers requests for this server only, whatever their path.
 
     Args:
-        app: behind it.
+        app: that gets the other requests.
         names: of this server; addresses are fine besides.
     """
 

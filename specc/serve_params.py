@@ -80,7 +80,7 @@ def chat_params(request: ChatRequest, max_seq_len: int) -> SamplingParams:
 
 
 def for_choices(params: SamplingParams, count: int, is_streamed: bool) -> list[SamplingParams]:
-    """Of each of a prompt's outputs: with a seed, they have this one and those behind it.
+    """Of each of a prompt's outputs: with a seed, they have this one and those after it.
 
     Args:
         params: of the request.

@@ -99,7 +99,7 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
   a.block_table = block_table.as<int32_t>();
   a.blocks_per_sequence = block_table.sizes[1];
   a.scale = static_cast<float>(scale);
-  // no position is behind that
+  // no position is beyond that
   a.window = std::min<int64_t>(window, std::numeric_limits<int32_t>::max());
   a.sink = std::min<int64_t>(sink, std::numeric_limits<int32_t>::max());
   specc::check_bounds(a);

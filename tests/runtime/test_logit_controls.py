@@ -215,7 +215,7 @@ def test_a_node_that_nothing_can_follow_has_finite_logits(temperature: float) ->
         assert own.stop_reason == "allowed_token_ids and bad_words leave no token that can follow"
 
 
-def test_what_is_refused_ends_an_output_behind_what_was_taken() -> None:
+def test_what_is_refused_ends_an_output_after_what_was_taken() -> None:
     request = make_request([0], [1], bad_words=["as in BAD"])
     assert request.append([1, 4, 0]) == 1
     assert (request.output_token_ids, request.finish_reason) == ([1, 1], "error")
@@ -251,7 +251,7 @@ def word_tokenizer() -> Tokenizer:
 
 def test_words_are_tokenized_alone_and_after_a_space() -> None:
     made = word_tokenizer()
-    # "abc" has other tokens after a space, "d" has the same ones behind a space of their own
+    # "abc" has other tokens after a space, "d" has the same ones after a space of its own
     assert bad_word_tokens(["abc"], made, 10) == [(4, 2), (7,)]
     assert bad_word_tokens([" abc"], made, 10) == [(4, 2), (7,)]
     assert bad_word_tokens(["d", "e d"], made, 10) == [(8,), (9, 3, 8)]

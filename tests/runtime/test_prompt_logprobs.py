@@ -100,7 +100,7 @@ def test_a_pass_has_no_more_logits_than_a_step(make_engine, prompts, monkeypatch
     assert sum(rows) == sum(map(len, some))
 
 
-def test_preempted_in_the_prompt_and_behind_it(make_engine, prompts, greedy, logprobs_of) -> None:
+def test_preempted_in_the_prompt_and_after_it(make_engine, prompts, greedy, logprobs_of) -> None:
     """A cache for one of them at a time: whoever gives way reads its prompt again."""
     seen = []
     for num_blocks in range(13, 30, 2):

@@ -111,7 +111,7 @@ def test_lists_of_ids_that_cannot_fit_are_not_read(engine) -> None:
     for prompt in (Ids(POSITIONS), {"prompt_token_ids": Ids(10**7)}):
         with pytest.raises(RequestError, match="tokens"):
             requests.make(prompt, PARAMS)
-    # one token has to fit behind them
+    # one token has to fit after them
     assert requests.make([1] * (POSITIONS - 1), PARAMS).num_prompt_tokens == POSITIONS - 1
 
 

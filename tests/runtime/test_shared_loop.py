@@ -159,7 +159,7 @@ def test_two_llms_of_one_engine_in_two_threads(make_engine, prompts, greedy) -> 
 
 
 def test_a_stream_that_is_collected_within_an_iteration(make_engine, prompts, greedy) -> None:
-    """Its requests leave behind the iteration, not in the middle of it."""
+    """Its requests leave after the iteration, not in the middle of it."""
     llm = LLM(make_engine(), plan="chain-4")
     stream = llm.stream(prompts[4], SamplingParams(max_tokens=20))
     next(stream)

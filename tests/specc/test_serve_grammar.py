@@ -28,7 +28,7 @@ def ask(server: Any, timeout_s: float = 60.0, **body: Any) -> httpx.Response:
         return http.post(f"{server.base}/v1/completions", json=SMALL | body)
 
 
-def behind(call: Callable[[], Any]) -> Future[Any]:
+def beside(call: Callable[[], Any]) -> Future[Any]:
     """Start a call in a thread that keeps nobody."""
     future: Future[Any] = Future()
 
@@ -86,7 +86,7 @@ def test_too_many_at_once_are_refused_and_small_ones_go_on() -> None:
     """Of the two places, one is for what is small: the other takes a large one after another."""
     with serve() as server:
         pool_of(server)._max_waiting = 2
-        large = [behind(lambda i=i: ask(server, guided_grammar=slow(i))) for i in range(3)]
+        large = [beside(lambda i=i: ask(server, guided_grammar=slow(i))) for i in range(3)]
         wait_for(lambda: len(pool_of(server)._waiting) == 2, "they do not wait")
         answer = ask(server, guided_grammar=slow(3))
         assert_error(answer, 503, "try again later")
@@ -115,7 +115,7 @@ def test_a_deadline_holds_while_a_grammar_is_compiled() -> None:
 
 def test_the_process_ends_in_the_middle_of_a_compilation() -> None:
     run = Run(drain_timeout_s=30.0)
-    waiting = [behind(lambda i=i: ask(run, guided_grammar=slow(i))) for i in range(3)]
+    waiting = [beside(lambda i=i: ask(run, guided_grammar=slow(i))) for i in range(3)]
     wait_for(lambda: is_compiling(run), "it is not compiled")
     begin_s = time.monotonic()
     run.signal()

@@ -101,7 +101,7 @@ BAD = {
     "a chunk size of 17 digits": (POST + CHUNKED + b"\r\n" + b"f" * 17 + b"\r\n", 400),
     "a chunk size with a sign": (POST + CHUNKED + b"\r\n+5\r\nabcde\r\n", 400),
     "a chunk size in 0x": (POST + CHUNKED + b"\r\n0x5\r\nabcde\r\n", 400),
-    "a blank behind a chunk size": (POST + CHUNKED + b"\r\n5 \r\nabcde\r\n", 400),
+    "a blank after a chunk size": (POST + CHUNKED + b"\r\n5 \r\nabcde\r\n", 400),
     "a chunk line with a line feed": (POST + CHUNKED + b"\r\n5;a\nb\r\nabcde\r\n", 400),
     "a chunk line with a return": (POST + CHUNKED + b"\r\n5;a\rb\r\nabcde\r\n", 400),
     "a long chunk extension": (POST + CHUNKED + b"\r\n5;" + b"a" * 9000 + b"\r\n", 400),
@@ -175,7 +175,7 @@ def test_requests_in_one_piece_are_answered_in_their_order(server) -> None:
     assert [kind[1:7] for kind in kinds[:3]] == [b"object", b"status", b"object"]
 
 
-def test_a_request_behind_a_malformed_one_is_not_served(server) -> None:
+def test_a_request_after_a_malformed_one_is_not_served(server) -> None:
     """The attack itself: a second request in what one of two readers takes for a body."""
     hidden = b"0\r\n\r\n" + GOOD["length"]
     data = POST + b"Content-Length: %d\r\n" % len(hidden) + CHUNKED + b"\r\n" + hidden
@@ -190,7 +190,7 @@ def test_other_methods(server) -> None:
     assert statuses(send(server, GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n")) == [200]
 
 
-def test_malformed_chunks_behind_an_early_answer(server, caplog) -> None:
+def test_malformed_chunks_after_an_early_answer(server, caplog) -> None:
     """The answer is out, so there is nothing to say; nor is it a fault of the server."""
     data = POST.replace(b"application/json", b"text/plain") + CHUNKED + b"\r\n5\r\nabcde\r\n"
     address = server.base.removeprefix("http://").split(":")
