@@ -19,7 +19,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc
 
-.PHONY: help decode demo gpu-check test test-full lint clean distclean
+.PHONY: help decode demo gpu-check test test-full sanitize lint clean distclean
 # the oldest that pyproject.toml allows; tests/kernels/cuda/test_budgets.py compiles with it, too
 OLDEST_TRITON := 3.6.0
 # where there is a GPU: an interpreter with torch and Triton, nothing installed by make
@@ -30,6 +30,7 @@ help:
 	@echo "make test       formatting, lint, types, and all tests but the slow ones"
 	@echo "make test-full  the slow tests too"
 	@echo "make decode     build/decode: examples/decode.cpp, an engine without Python"
+	@echo "make sanitize   the C++ operators under GCC's sanitizers: their tests, and hostile calls"
 	@echo "make gpu-check  on a machine with a GPU: kernels, replays, output; JSON into docs/results"
 	@echo "make lint       formatting, lint and types only"
 	@echo "make clean      remove build outputs and caches; make distclean: and .venv"
@@ -50,6 +51,11 @@ test: lint build/triton-server/.installed
 
 test-full: lint build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
 	@$(PYTEST) $(PYTEST_ARGS)
+
+# several minutes, the first of them for a build of its own in build/sanitize
+sanitize: $(VENV)/.dev
+	@$(RUN) $(BIN)/python tests/kernels/sanitize.py -m "not slow" -n $(WORKERS) --dist loadfile \
+		$(PYTEST_ARGS)
 
 gpu-check:
 	@$(GPU_PYTHON) -P tests/gpu/check.py

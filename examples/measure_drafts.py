@@ -25,7 +25,7 @@ import typer
 
 from specc.bench import Measurement
 from specc.bench_engine import EngineContender, tokenize
-from specc.cli_run import read_prompt_lines
+from specc.cli_prompts import plain_prompts
 from specc.machine import describe_machine
 from specc.manifest import PROFILE_FILE
 from specc.plans import OFF
@@ -171,7 +171,7 @@ def main(
 ) -> None:
     """Measure, print a table, and write the report."""
     loaded = Engine.load(engine)
-    texts = list(read_prompt_lines(prompts))[:num_prompts]
+    texts = plain_prompts(prompts)[:num_prompts]
     token_ids = tokenize(loaded, texts, tokens)
     cases = cases_of(loaded, temperature, rule, policy)
     if plan:

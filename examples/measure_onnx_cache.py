@@ -34,7 +34,7 @@ import typer
 from onnx import helper, numpy_helper
 from torch import Tensor
 
-from specc.cli_run import read_prompt_lines
+from specc.cli_prompts import plain_prompts
 from specc.machine import describe_machine
 from specc.rectangle import mask_input
 from specc.runtime.engine import Engine
@@ -221,7 +221,7 @@ def main(
     if cpu_engine is not None:
         compiled = Engine.load(cpu_engine, num_threads=1, max_num_seqs=batch)
         ways[CPU] = {}
-    texts = list(read_prompt_lines(prompts))[:num_prompts]
+    texts = plain_prompts(prompts)[:num_prompts]
     assert engine.tokenizer is not None
     tokens = [engine.tokenizer.encode(text).ids for text in texts]
     if prompt_tokens is not None:

@@ -29,7 +29,7 @@ import llguidance
 import torch
 import typer
 
-from specc.cli_run import read_prompt_lines
+from specc.cli_prompts import plain_prompts
 from specc.machine import describe_machine
 from specc.plans import OFF
 from specc.runtime.engine import Engine
@@ -141,7 +141,7 @@ def read_prompts(files: list[Path], count: int) -> list[str]:
     Raises:
         SystemExit: there are fewer.
     """
-    lines = [line for file in files for line in read_prompt_lines(file)]
+    lines = [line for file in files for line in plain_prompts(file)]
     texts = [line[: int(len(line) * cut)] + "\n\nrecord = " for cut in CUTS for line in lines]
     found = list(dict.fromkeys(texts))[:count]
     if len(found) < count:

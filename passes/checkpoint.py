@@ -10,6 +10,7 @@ Source: `convert_and_load_state_dict_in_model` in transformers/core_model_loadin
 from __future__ import annotations
 
 import math
+import re
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,10 @@ _ROW_OPERATIONS = frozenset(
         "SplitModulelist",
     }
 )
+
+# tensors that older versions of transformers saved, and newer ones compute
+_OBSOLETE = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.masked_bias$")
+_MASK = re.compile(r"\.(attn|attention)\.bias$")
 
 
 @dataclass
@@ -81,6 +86,7 @@ class CheckpointMap:
         self._converted: dict[str, tuple[Source, ...]] = {}
         self._tied = _tied_names(model)
         self._compared: set[tuple[str, str]] = set()
+        self._used: set[str] = set()
         self._collect()
 
     def sources(self, parameter: str) -> tuple[Source, ...]:
@@ -90,6 +96,29 @@ class CheckpointMap:
             WeightError: the checkpoint does not hold it, holds it in another shape, or needs a
                 conversion that is no concatenation of rows.
         """
+        sources = self._sources(parameter)
+        self._used |= {source.name for source in sources}
+        return sources
+
+    def unread(self) -> tuple[str, ...]:
+        """Tensors that no call of `sources` asked for, in the order of the checkpoint.
+
+        Left out are those that nobody misses: copies of tied parameters, which were compared with
+        what is read, and what transformers itself ignores in checkpoints of this architecture.
+        """
+        ignored = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        known = re.compile("|".join(f"(?:{pattern})" for pattern in (*_OBSOLETE, *sorted(ignored))))
+        return tuple(
+            name
+            for name in self._reader.keys()  # noqa: SIM118 - a reader is no mapping
+            if name not in self._used and not known.search(name) and not self._is_mask(name)
+        )
+
+    def _is_mask(self, name: str) -> bool:
+        """Whether this is a causal mask [1, 1, positions, positions] and not a bias."""
+        return bool(_MASK.search(name)) and len(self._reader.shape(name)) == 4
+
+    def _sources(self, parameter: str) -> tuple[Source, ...]:
         name = self._resolve(parameter)
         if name in self._renamed:
             source = self._renamed[name]
@@ -136,6 +165,7 @@ class CheckpointMap:
                 'set "tie_word_embeddings": false in config.json',
             )
         self._compared.add(pair)
+        self._used |= {name for name in names if name}
 
     def _collect(self) -> None:
         """Assign every tensor of the checkpoint to a parameter, as the loader of transformers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from specc.errors import ModelNotFoundError, NotCausalLMError, UnsupportedRotaryError
+from specc.errors import (
+    ModelNotFoundError,
+    NotCausalLMError,
+    SpeccError,
+    UnsupportedRotaryError,
+)
+from specc.json_file import read_json
+from specc.passes.config_numbers import check_heads, check_numbers
 
 # frequencies that depend on the longest position of a pass
 _LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope", "su")
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+_MOST_TEXT = 300  # of somebody else's error
 
 
 def resolve_directory(source: str | Path) -> Path:
@@ -63,27 +70,29 @@ def load_config(path: Path) -> Any:
     """The model's configuration, checked.
 
     Raises:
-        NotCausalLMError: not a causal language model, or unknown to transformers.
+        NotCausalLMError: not a causal language model, unknown to transformers, or with numbers
+            that no model has.
         UnsupportedRotaryError: rotary frequencies that depend on length.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     needed = "the configuration of a causal language model (…ForCausalLM)"
+    do = "check config.json, or update transformers"
+    raw = read_json(path / "config.json", NotCausalLMError, needed, do)
+    if not isinstance(raw, dict):
+        raise NotCausalLMError(f"{path}: config.json: not an object", needed, do)
+    # as written: transformers renames some types and cannot read others
+    check_rotary(raw, str(path))
+    check_numbers(raw, str(path))
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise NotCausalLMError(f"{path}: config.json: architectures is {names!r}", needed, do)
     try:
-        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError("not an object")
-        # as written: transformers renames some types and cannot read others
-        check_rotary(raw, str(path))
         with quiet_transformers():
             config = AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise NotCausalLMError(
-            f"{path}: config.json: {reason}", needed, "check config.json, or update transformers"
-        ) from error
-    names = raw.get("architectures") or []
+    except Exception as error:  # whatever the class of this model makes of what it says
+        raise NotCausalLMError(f"{path}: config.json: {_reason(error)}", needed, do) from error
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     is_causal = known is not None and (not names or names[0].endswith(_CAUSAL_SUFFIXES))
     if not is_causal:
@@ -93,6 +102,7 @@ def load_config(path: Path) -> Any:
             "pass a decoder-only language model",
         )
     check_rotary(config, str(path))
+    check_heads(config, str(path))
     return config
 
 
@@ -119,7 +129,24 @@ def check_rotary(config: Any, name: str) -> None:
 
 
 def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The model without weights, with scaled_dot_product_attention where it has that."""
+    """The model without weights, with scaled_dot_product_attention where it has that.
+
+    Raises:
+        NotCausalLMError: the configuration makes no model.
+    """
+    try:
+        return _build_on_meta(config, dtype)
+    except SpeccError:
+        raise
+    except Exception as error:  # whatever torch makes of sizes that do not fit
+        raise NotCausalLMError(
+            f"{getattr(config, '_name_or_path', '')}: config.json: {_reason(error)}",
+            "a configuration that transformers makes a model of",
+            "correct config.json, or download the model again",
+        ) from error
+
+
+def _build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     # some versions of transformers drop the softcap under sdpa without a word
@@ -148,14 +175,31 @@ def max_position(config: Any) -> int | None:
 
 
 def eos_token_ids(path: Path | None, config: Any) -> list[int]:
-    """EOS ids of generation_config.json, else of the configuration."""
+    """EOS ids of generation_config.json, else of the configuration.
+
+    Raises:
+        NotCausalLMError: generation_config.json is no JSON object, or the ids are none.
+    """
     values: Any = getattr(config, "eos_token_id", None)
+    source = "config.json"
     if path is not None and (path / "generation_config.json").is_file():
-        generation = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
-        values = generation.get("eos_token_id", values)
+        file = path / "generation_config.json"
+        needed, do = "an object with the settings of generation", "correct the file, or remove it"
+        generation = read_json(file, NotCausalLMError, needed, do)
+        if not isinstance(generation, dict):
+            raise NotCausalLMError(f"{file} is no object", needed, do)
+        if "eos_token_id" in generation:
+            values, source = generation["eos_token_id"], file.name
     if values is None:
         return []
-    return list(values) if isinstance(values, list | tuple) else [values]
+    ids = list(values) if isinstance(values, list | tuple) else [values]
+    if wrong := [value for value in ids if type(value) is not int or not 0 <= value < 1 << 31]:
+        raise NotCausalLMError(
+            f"{path or 'the model'}: {source}: eos_token_id holds {wrong[0]!r:.40}",
+            "token ids, from 0 on",
+            f"correct {source}",
+        )
+    return ids
 
 
 @contextlib.contextmanager
@@ -169,6 +213,12 @@ def quiet_transformers() -> Iterator[None]:
         yield
     finally:
         hf_logging.set_verbosity(before)
+
+
+def _reason(error: Exception) -> str:
+    """What an error of transformers or torch says, on one line; its first words say where."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:_MOST_TEXT]}" if text else repr(error)
 
 
 def _rotary_types(value: Any) -> Iterator[str]:

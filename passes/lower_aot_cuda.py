@@ -25,6 +25,7 @@ import torch
 from specc.artifact import EngineWriter
 from specc.child_processes import ChildProcesses, end_with_parent
 from specc.errors import CompilerError
+from specc.extras import install_command
 from specc.file_cache import FileCache
 from specc.manifest import LimitsEntry, ModelEntry
 from specc.passes.emit import program_to_json
@@ -64,7 +65,7 @@ def check_machine() -> None:
         raise CompilerError(
             f"backend {BACKEND} and no Triton",
             "triton, which compiles the kernels",
-            "pip install 'specc[cuda]'",
+            install_command("cuda"),
         )
 
 

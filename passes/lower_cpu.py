@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,10 @@ def missing_compiler() -> CompilerError | None:
 
 
 def lower_cpu(
-    packages: Sequence[CpuPackage], library: Path, dump: Path | None = None
+    packages: Sequence[CpuPackage],
+    library: Path,
+    dump: Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[PassRecord], tuple[str, ...]]:
     """Rewrite programs for the CPU, compile them side by side, and copy the operators' library.
 
@@ -54,6 +57,7 @@ def lower_cpu(
         packages: programs, which change in place.
         library: file that gets the library of the operators.
         dump: directory for the graphs after each phase.
+        progress: called with (programs and libraries made, those in all).
     Returns:
         what each pass did, and the instruction sets that the code may use.
     Raises:
@@ -71,8 +75,9 @@ def lower_cpu(
         ]
         tasks.append(pool.submit(_copy_library, library, children))
         try:
-            for task in concurrent.futures.as_completed(tasks):
+            for done, task in enumerate(concurrent.futures.as_completed(tasks), start=1):
                 task.result()
+                progress(done, len(tasks))
         except BaseException:
             # also a signal: the pool waits for its threads, and they for their processes
             pool.shutdown(wait=False, cancel_futures=True)

@@ -22,6 +22,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specc.errors import ConfigError, UnsupportedGraphError
+from specc.extras import install_command
 from specc.kernels import ops
 from specc.passes.onnx_operators import OPSET, translations
 from specc.passes.program import RECTANGULAR_INPUTS, Program
@@ -79,13 +80,13 @@ def require_onnx() -> None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"no package {error.name}", "onnx and onnxscript", "pip install 'specc[onnx]'"
+            f"no package {error.name}", "onnx and onnxscript", install_command("onnx")
         ) from error
     if onnx.defs.onnx_opset_version() < OPSET:
         raise ConfigError(
             f"onnx {onnx.__version__}, which knows opset {onnx.defs.onnx_opset_version()}",
             f"opset {OPSET}, which has TensorScatter",
-            "pip install -U 'specc[onnx]'",
+            install_command("onnx"),
         )
 
 

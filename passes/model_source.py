@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from specc.errors import ConfigError
+from specc.errors import ConfigError, WeightError
 from specc.passes import hf_model
 from specc.passes.checkpoint import CheckpointMap
+from specc.passes.config_numbers import check_layers
 from specc.passes.emit import constant_key
 from specc.passes.program import Program
 from specc.safetensors_io import SafetensorsReader, TensorReader
@@ -33,6 +34,8 @@ class ModelSource:
         reader: the tensors of the checkpoint, or of the module.
         warnings: what the user should know.
         position_rows: positions that the traced graph's tables hold, once it is known.
+        unread_tensors: of the checkpoint, which no weight of the program comes from, once
+            `weight_specs` has been called.
     """
 
     name: str
@@ -44,6 +47,7 @@ class ModelSource:
     reader: TensorReader
     warnings: list[str] = field(default_factory=list)
     position_rows: int | None = None
+    unread_tensors: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, name: str, model: str | Path | nn.Module, dtype: torch.dtype) -> ModelSource:
@@ -66,12 +70,20 @@ class ModelSource:
         config = hf_model.load_config(directory)
         # before minutes of tracing: headers say whether the checkpoint can be read
         reader = SafetensorsReader(directory)
+        check_layers(config, len(list(reader.keys())), str(model))
         module = hf_model.build_on_meta(config, dtype)
+        _check_embedding(module, reader, str(model))
         return cls(name, str(model), dtype, module, directory, config, reader)
 
     @property
     def architecture(self) -> str:
         return type(self.module).__name__
+
+    @property
+    def location(self) -> str | None:
+        """Absolute path of the checkpoint; None for a hub id, whose cache moves, and a module."""
+        is_path = self.directory is not None and Path(self.label).is_dir()
+        return str(Path(self.label).resolve()) if is_path else None
 
     @property
     def model_type(self) -> str:
@@ -91,9 +103,11 @@ class ModelSource:
             WeightError: a parameter has no tensor in the checkpoint.
         """
         sources_of: Callable[[str], tuple[Source, ...]] = _own_source
+        checkpoint = None
         if self.directory is not None:
             module: Any = self.module
-            sources_of = CheckpointMap(module, self.reader).sources
+            checkpoint = CheckpointMap(module, self.reader)
+            sources_of = checkpoint.sources
         specs = []
         for weight in program.weights.values():
             sources = tuple(s for name in weight.parameters for s in sources_of(name))
@@ -104,7 +118,28 @@ class ModelSource:
             )
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
+        if checkpoint is not None:
+            self.unread_tensors = checkpoint.unread()
         return specs
+
+
+def _check_embedding(module: nn.Module, reader: TensorReader, label: str) -> None:
+    """Weights of another width or vocabulary are met here rather than after minutes of tracing.
+
+    Raises:
+        WeightError: the checkpoint's embedding has another shape than the configuration says.
+    """
+    find = getattr(module, "get_input_embeddings", None)
+    weight = getattr(find() if find else None, "weight", None)
+    for key, parameter in module.named_parameters():
+        if parameter is not weight or key not in set(reader.keys()):
+            continue
+        if (found := tuple(reader.shape(key))) != tuple(parameter.shape):
+            raise WeightError(
+                f"{label}: {key} is {list(found)} in {reader.location(key)}",
+                f"{list(parameter.shape)}, as config.json says",
+                "pass the config.json of this checkpoint",
+            )
 
 
 def _own_source(name: str) -> tuple[Source, ...]:

@@ -33,6 +33,19 @@ class Span:
         """Ends the prompt, so that its last row yields the first output token."""
         return self.end == self.sequence.num_prompt_tokens and not self.sequence.has_output
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens from the first one on whose logits say how likely the next prompt token was."""
+        if not self.sequence.is_scored:
+            return 0
+        return min(self.end, self.sequence.num_prompt_tokens - 1) - self.start
+
+    @property
+    def logit_places(self) -> list[int]:
+        """Tokens of the span that get logits: those that are scored, and the last of a prompt."""
+        last = [self.end - self.start - 1] if self.is_last else []
+        return [*range(self.num_scored), *last]
+
 
 @dataclass(frozen=True)
 class StepGroup:

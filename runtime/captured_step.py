@@ -27,6 +27,7 @@ from specc.runtime.program import (
 )
 from specc.runtime.step_bounds import check_step_bounds
 from specc.runtime.step_buffers import HostResults, StepBuffers
+from specc.runtime.step_constants import step_constants
 
 
 class CaptureWarning(UserWarning):
@@ -99,10 +100,8 @@ class CapturedStep:
         self._graphs = graphs
         self._slabs = slabs
         self._constants = {
-            name: torch.tensor(
-                entry["values"], dtype=getattr(torch, entry["dtype"]), device=graphs.device
-            )
-            for name, entry in program.get("constants", {}).items()
+            name: value.to(graphs.device)
+            for name, value in step_constants(program, self.plan).items()
         }
         self._stages = {
             stage["name"]: place(graph_from_json(stage["graph"], modules=models), graphs.device)

@@ -15,17 +15,17 @@ from specc.graph_io import graph_from_json, target_name
 from specc.runtime.last_use import last_used
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import (
-    PROGRAM_SCHEMA_VERSIONS,
     BeforeAccept,
     Drafted,
     StepInputs,
     StepResult,
     bind_weights,
-    check_schema,
+    check_program,
     draft_lens_of,
     plan_of,
     read_json,
 )
+from specc.runtime.step_constants import step_constants
 from specc.runtime.unpacked_package import unpacked_package
 
 _DO = "compile the engine again"
@@ -60,7 +60,7 @@ class CompiledProgram:
         caches: Sequence[tuple[Tensor, Tensor]],
         sha256: str | None = None,
     ) -> None:
-        check_schema(program, "program.json", PROGRAM_SCHEMA_VERSIONS)
+        check_program(program, len(caches))
         self.name: str = program["name"]
         self.weights = weights
         try:
@@ -85,6 +85,7 @@ class CompiledProgram:
                 f"{package} reads {unknown[0]}", f"one of {len(names)} weights of program.json", _DO
             )
         self.native.bind_weights(used, [names[name] for name in used])
+        self.native.expect_flat_inputs()
         self.native.bind_caches(
             [
                 caches[entry["layer"]][entry["part"] == "v"]
@@ -142,7 +143,8 @@ class CompiledStep:
         }
         draft_lens = draft_lens_of(self.plan)
         self._drafts = list(draft_lens)
-        self._encoder = _Encoder(stages, program["constants"], models, list(draft_lens.values()))
+        constants = step_constants(program, self.plan)
+        self._encoder = _Encoder(stages, constants, models, list(draft_lens.values()))
         self._stages = list(stages)
         self._accept = self._stages.index("accept_commit")
         self._native = self._encoder.runner
@@ -267,7 +269,7 @@ class _Encoder:
 
     Args:
         stages: name → graph; placeholders are names of the common environment.
-        constants: name → {dtype, values}.
+        constants: name → tensor.
         models: name → program.
         draft_lens: values that the host reads besides `_HOST_RESULTS`.
     """
@@ -275,7 +277,7 @@ class _Encoder:
     def __init__(
         self,
         stages: Mapping[str, fx.GraphModule],
-        constants: Mapping[str, Any],
+        constants: Mapping[str, Tensor],
         models: Mapping[str, CompiledProgram],
         draft_lens: Sequence[str],
     ) -> None:
@@ -291,8 +293,7 @@ class _Encoder:
         self._slots = {name: i for i, name in enumerate([*names, *constants])}
         num_values = len(self._slots) + sum(len(graph.graph.nodes) for graph in stages.values())
         self.runner = torch.classes.specc.StepRunner(num_values)
-        for name, entry in constants.items():
-            value = torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"]))
+        for name, value in constants.items():
             self.runner.set_constant(self._slots[name], value)
         self._next = len(self._slots)
         static = set(constants)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import ConfigError, EngineError
+from specc.extras import install_command
 from specc.manifest import Manifest
 from specc.plans import SUFFIX, VOTE, SpecPlan
 from specc.runtime.aot_cuda_program import load_model
@@ -188,7 +189,7 @@ def cuda_device() -> GraphDevice:
         from specc.kernels.cuda.register import register
     except ImportError as error:
         raise EngineError(
-            f"no Triton: {error}", "triton, which runs the kernels", "pip install 'specc[cuda]'"
+            f"no Triton: {error}", "triton, which runs the kernels", install_command("cuda")
         ) from error
     from specc.runtime.cuda_graphs import CudaGraphs
 

@@ -25,6 +25,7 @@ class Detokenizer:
         stop_strings: the text is cut before the first of them.
         include_stop: keep the stop string in the text.
         skipped_token_ids: tokens that the text leaves out: special tokens, unless they are wanted.
+        min_tokens: first tokens whose text completes no stop string.
     """
 
     def __init__(
@@ -34,8 +35,12 @@ class Detokenizer:
         stop_strings: Sequence[str] = (),
         include_stop: bool = False,
         skipped_token_ids: Set[int] = frozenset(),
+        min_tokens: int = 0,
     ) -> None:
         self.text = ""
+        # tokens that are to come before a stop string may be complete; below 0 after the first
+        # that may complete one
+        self._num_early = min_tokens
         self._tokenizer = tokenizer
         self._stop_strings = tuple(stop_strings)
         self._include_stop = include_stop
@@ -56,6 +61,7 @@ class Detokenizer:
         Returns:
             the first stop string that they complete; the text is cut and final then.
         """
+        self._num_early -= len(token_ids)
         shown = [token_id for token_id in token_ids if not self._is_skipped(token_id)]
         if not shown:
             return None
@@ -64,6 +70,7 @@ class Detokenizer:
         if len(shown) > 1 and _REPLACEMENT in decoded:
             # decoders judge a run of bytes as a whole: what is incomplete is shown token by token
             del self._window[-len(shown) :]
+            self._num_early += len(shown)
             return next((stop for token in shown if (stop := self.push(token))), None)
         if decoded[self._incomplete : self._done].strip(_REPLACEMENT):
             # the output has completed it, so it belongs to the output
@@ -98,6 +105,8 @@ class Detokenizer:
     def _append(self, new_text: str) -> str | None:
         num_old = len(self.text)
         self.text += new_text
+        if self._num_early >= 0:
+            return None
         found: tuple[int, str] | None = None
         for stop in self._stop_strings:
             index = self.text.find(stop, max(0, num_old - len(stop) + 1))

@@ -30,12 +30,13 @@ from specc.runtime.cuda_backend import (
     load_programs,
 )
 from specc.runtime.device_memory import fit_device
-from specc.runtime.grammar import Grammars
+from specc.runtime.grammars import Grammars
 from specc.runtime.kv_cache import CacheShape, KVCache
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.onnx_backend import load_onnx_programs
 from specc.runtime.onnx_program import can_grow
 from specc.runtime.program import Model, ModelProgram, Step, StepProgram, read_json
+from specc.runtime.shared_loop import FairLock
 from specc.runtime.trt_backend import load_trt_programs
 from specc.unreplaced import unreplaced
 
@@ -74,6 +75,8 @@ class Engine:
         operators: namespace of the `specc::` operators that this backend runs.
         mapped_weights: files that the programs read, to be checked while they run.
         profile: what `specc tune` measured here; empty where it has not.
+        directory: that it was loaded from; None for an engine made by hand.
+        turn: held for each iteration of the `LLM`s over this engine, in whatever threads.
     """
 
     target: Model
@@ -93,6 +96,8 @@ class Engine:
     operators: Any = torch.ops.specc
     mapped_weights: tuple[MappedWeights, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
+    directory: Path | None = None
+    turn: FairLock = field(default_factory=FairLock, repr=False, compare=False)
 
     @property
     def plans(self) -> dict[str, SpecPlan]:
@@ -248,6 +253,7 @@ class Engine:
                 if isinstance(model.weights, MappedWeights)
             ),
             profile=_load_profile(path, manifest, steps),
+            directory=path,
         )
 
 

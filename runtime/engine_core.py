@@ -19,13 +19,14 @@ _FLAT_BACKENDS = ("cpu", "eager")
 
 
 class EngineCore:
-    """The moving parts behind `LLM` and `Service`; for one thread, but for `requests`.
+    """The moving parts behind `LLM` and `Service`; for one thread at a time, but for `requests`.
 
     Args:
         engine: loaded.
         plan: of every step; None is the engine's default, see `LLM`.
         policy: picks plans instead; or its name.
         shares_prefixes: look for the rows of a prompt among those of earlier requests.
+        max_seq_len: tokens of prompt and output together; None is the engine's limit.
     Raises:
         RequestError: the engine has no such plan, or not the plans that the policy needs.
     """
@@ -37,6 +38,7 @@ class EngineCore:
         policy: Policy | str | None = None,
         *,
         shares_prefixes: bool = True,
+        max_seq_len: int | None = None,
     ) -> None:
         own_policy = engine.policy if plan is None and policy is None else "fixed"
         if isinstance(policy, str):
@@ -85,8 +87,10 @@ class EngineCore:
             self.scheduler.use(chosen)
         self.in_flight = InFlight(self.scheduler, self.runner)
         is_fixed = policy is None and own_policy == "fixed"
-        self.requests = RequestMaker(engine, plan if is_fixed else None)
-        self._num_iterations = 0
+        self.requests = RequestMaker(engine, plan if is_fixed else None, max_seq_len=max_seq_len)
+        self.num_iterations = 0
+        # no request may go on
+        self.is_closed = False
 
     @classmethod
     def load(
@@ -101,6 +105,7 @@ class EngineCore:
         backend: str | None = None,
         kv_cache_tokens: int | None = None,
         shares_prefixes: bool = True,
+        max_seq_len: int | None = None,
     ) -> EngineCore:
         """Load an engine directory, unless it is loaded; arguments as of `LLM`."""
         if not isinstance(engine, Engine):
@@ -112,11 +117,11 @@ class EngineCore:
                 backend=backend,
                 kv_cache_tokens=kv_cache_tokens,
             )
-        return cls(engine, plan, policy, shares_prefixes=shares_prefixes)
+        return cls(engine, plan, policy, shares_prefixes=shares_prefixes, max_seq_len=max_seq_len)
 
     def advance(self) -> bool:
         """Bring all requests one iteration further; False where none can run."""
-        self._num_iterations += 1
-        if self._num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
+        self.num_iterations += 1
+        if self.num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
             self.engine.check_weights()
         return self.in_flight.advance()

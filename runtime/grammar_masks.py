@@ -1,4 +1,4 @@
-"""Masks of grammars: at every node of a tree, what may follow the path down to it."""
+"""At each node of a tree, what may follow the path down to it: masks of grammars, and controls."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from specc.plans import SpecPlan
 from specc.runtime.grammar import GrammarState
 from specc.runtime.program import BeforeAccept, StepValues
 from specc.runtime.sequence import Sequence
+from specc.runtime.tree_controls import control_trees, reads_trees
 
 
 class TreeMasks:
-    """Masks the target's logits between verification and acceptance; a hook of one step.
+    """Changes the target's logits between verification and acceptance; a hook of one step.
 
     A tree's drafts need no mask: a token that the grammar does not allow has the logit -inf at its
     parent, so that no rule accepts it, and nothing below it is ever reached.
 
     Args:
-        sequences: of the step, at least one with a grammar.
+        sequences: of the step, at least one with a grammar or with controls.
         plan: of the step, whose logits exist.
         before: another hook, which goes first.
         keeps: keep `logits` as they were, for log probabilities.
@@ -36,7 +37,7 @@ class TreeMasks:
     ) -> None:
         assert plan.tile is None, "trees in tiles leave no logits"
         self.logits: Tensor | None = None
-        self._grammars = [sequence.grammar for sequence in sequences]
+        self._sequences = sequences
         self._plan = plan
         self._before = before
         self._keeps = keeps
@@ -47,21 +48,28 @@ class TreeMasks:
         logits = values["logits"]
         if self._keeps:
             self.logits = logits.clone()
-        batch = len(self._grammars)
-        tokens: Sequence_[Sequence_[int]]
-        parents: Sequence_[Sequence_[int]]
-        if self._plan.num_nodes == 1:
-            tokens, parents = [[0]] * batch, [[-1]] * batch
-        else:
-            tokens = values["tokens"].tolist()
-            is_static = self._plan.is_static
-            own = self._plan.tree.parents if is_static else ()
-            parents = [own] * batch if is_static else values["parents"].tolist()
-        values["logits"] = mask_trees(logits, self._grammars, tokens, parents)
+        tokens, parents = self._trees(values)
+        grammars = [sequence.grammar for sequence in self._sequences]
+        masked = mask_trees(logits, grammars, tokens, parents)
+        values["logits"] = control_trees(masked, self._sequences, tokens, parents)
+
+    def _trees(
+        self, values: StepValues
+    ) -> tuple[Sequence_[Sequence_[int]], Sequence_[Sequence_[int]]]:
+        """[B][N] tokens and parents; any where nobody looks at them, so that no host waits."""
+        batch, size = len(self._sequences), self._plan.num_nodes
+        is_read = reads_trees(self._sequences) or any(s.grammar for s in self._sequences)
+        if size == 1 or not is_read:
+            return [[0] * size] * batch, [[-1] * size] * batch
+        is_static = self._plan.is_static
+        own = self._plan.tree.parents if is_static else ()
+        parents = [own] * batch if is_static else values["parents"].tolist()
+        return values["tokens"].tolist(), parents
 
 
-def has_grammar(sequences: Sequence_[Sequence]) -> bool:
-    return any(sequence.grammar is not None for sequence in sequences)
+def has_masks(sequences: Sequence_[Sequence]) -> bool:
+    """Whether the logits of what follows any of them are changed."""
+    return any(s.grammar is not None or s.has_active_controls for s in sequences)
 
 
 def mask_trees(
@@ -89,9 +97,10 @@ def mask_trees(
 
 
 def mask_roots(logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
-    """The logits [B, V] of what follows each sequence, -inf at what its grammar does not allow."""
+    """The logits [B, V] of what follows each sequence, as its grammar and controls change them."""
     masks = {i: s.grammar.mask() for i, s in enumerate(sequences) if s.grammar is not None}
-    return mask_rows(logits, {i: mask for i, mask in masks.items() if mask is not None})
+    masked = mask_rows(logits, {i: mask for i, mask in masks.items() if mask is not None})
+    return control_trees(masked, sequences, [[0]] * len(sequences), [[-1]] * len(sequences))
 
 
 def tree_masks(

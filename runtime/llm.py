@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from specc.errors import RequestError
 from specc.metrics import SpecStats
+from specc.runtime.call_options import Call, read_call
+from specc.runtime.chat_template import load_template
 from specc.runtime.engine import Engine
 from specc.runtime.engine_core import EngineCore
-from specc.runtime.outputs import RequestOutput, StreamOutput
+from specc.runtime.engine_tokenizer import Conversation, EngineTokenizer, template_of
+from specc.runtime.llm_options import Seeds, VllmOptions, engine_of
+from specc.runtime.outputs import RequestOutput, StreamOutput, joined
 from specc.runtime.policy import Policy
-from specc.runtime.request_maker import Prompt
-from specc.runtime.sequence import Sequence
+from specc.runtime.prompt_forms import Prompt
+from specc.runtime.shared_loop import SharedLoop
 from specc.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specc.runtime.in_flight import InFlight
+    from specc.runtime.runner import Runner
+    from specc.runtime.scheduler import Scheduler
+    from specc.runtime.sequence import Sequence
+
+Params = SamplingParams | Sequence_[SamplingParams]
+# called with the number of finished prompts, of all prompts, and of output tokens so far
+Progress = Callable[[int, int, int], object]
 
 
 class LLM:
-    """A loaded engine that serves requests; for one thread.
+    """A loaded engine that serves requests, of any number of threads.
+
+    Threads share iterations: whichever of them waits for output moves the requests of all of them
+    on. `with LLM(…) as llm:` closes it at the end.
 
     Args:
         engine: engine directory, or an `Engine` that was loaded before.
@@ -40,14 +58,21 @@ class LLM:
         backend: `eager` runs the graphs of any engine; None is what it was compiled for.
         kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case.
         shares_prefixes: rows of a prompt are looked for among those of earlier requests.
+        model: `engine`, as vLLM calls it.
+        seed: of requests that have none of their own: their seeds then follow from this one, in
+            the order in which they come.
+        max_model_len: tokens of prompt and output together; None is the engine's max_seq_len.
+        enable_prefix_caching: `shares_prefixes`, as vLLM calls it.
+        vllm: further options of vLLM's: taken where the engine is what they ask for.
     Raises:
         EngineError: the engine cannot be loaded.
         RequestError: the engine has no such plan.
+        ConfigError: an option that specc has not got, or that asks for another engine.
     """
 
     def __init__(
         self,
-        engine: str | Path | Engine,
+        engine: str | Path | Engine | None = None,
         plan: str | None = None,
         max_num_seqs: int | None = None,
         *,
@@ -57,154 +82,316 @@ class LLM:
         backend: str | None = None,
         kv_cache_tokens: int | None = None,
         shares_prefixes: bool = True,
+        model: str | Path | Engine | None = None,
+        seed: int | None = None,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        **vllm: Any,
     ) -> None:
-        self._core = EngineCore.load(
-            engine,
-            plan,
-            max_num_seqs,
-            policy=policy,
-            verify=verify,
-            num_threads=num_threads,
-            backend=backend,
-            kv_cache_tokens=kv_cache_tokens,
-            shares_prefixes=shares_prefixes,
+        options = VllmOptions.read(vllm, max_model_len)
+        self._seeds = Seeds(seed)
+        found = engine_of(engine, model)
+        if not isinstance(found, Engine):
+            found = Engine.load(
+                found,
+                verify=verify,
+                num_threads=num_threads,
+                max_num_seqs=max_num_seqs,
+                backend=backend,
+                kv_cache_tokens=kv_cache_tokens,
+            )
+        options.check(found)
+        if enable_prefix_caching is not None:
+            shares_prefixes = enable_prefix_caching
+        core = EngineCore(
+            found, plan, policy, shares_prefixes=shares_prefixes, max_seq_len=max_model_len
         )
-        self.engine = self._core.engine
-        self._scheduler = self._core.scheduler
-        self._runner = self._core.runner
-        self._in_flight = self._core.in_flight
+        self._core: EngineCore | None = core
+        self._loop = SharedLoop(found.turn, functools.partial(_advance, core))
+        self._process = os.getpid()
+
+    @property
+    def engine(self) -> Engine:
+        """Raises RequestError: it is closed."""
+        return self._open.engine
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None where the engine has none."""
         return self.engine.tokenizer
 
+    def get_tokenizer(self) -> EngineTokenizer:
+        """The model's tokenizer, with the methods that transformers' have.
+
+        Raises:
+            RequestError: the engine has none.
+        """
+        return EngineTokenizer.of(self._open)
+
     def generate(
         self,
-        prompts: Prompt | Sequence_[Prompt],
-        params: SamplingParams | Sequence_[SamplingParams] | None = None,
-        progress: Callable[[int, int, int], object] | None = None,
+        prompts: Prompt | Sequence_[Prompt] | None = None,
+        sampling_params: Params | None = None,
+        progress: Progress | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Complete all prompts, batched continuously.
 
         Args:
-            prompts: one prompt or a list; each a text, token ids, or a dict with `prompt` or
-                `prompt_token_ids`.
-            params: for all prompts, or one for each.
-            progress: called after every iteration with the number of finished requests, of all
-                requests, and of output tokens so far.
+            prompts: one prompt or a list; each a text, token ids (a list, an array or a tensor),
+                or a dict with `prompt` or `prompt_token_ids`. A matrix holds a prompt a row.
+            sampling_params: for all prompts, or one for each.
+            progress: called after every iteration with the number of finished prompts, of all
+                prompts, and of output tokens so far.
+            options: `params`, the same as `sampling_params`; `prompt_token_ids`, instead of
+                `prompts`; `priority`, one for all or one for each, lower is served first;
+                `use_tqdm`, True or what makes a bar as tqdm does.
         Returns:
-            one output a prompt, in order.
+            one output a prompt, in order, with n outputs of its own each.
         Raises:
             RequestError: a prompt or its parameters are invalid; no work has started then.
         """
-        sequences = self._make_sequences(prompts, params, is_streamed=False)
-        for _ in self._serve(sequences):
-            if progress is not None:
-                finished = sum(s.is_finished for s in sequences)
-                num_tokens = sum(s.stats.num_output_tokens for s in sequences)
-                progress(finished, len(sequences), num_tokens)
-        return [sequence.to_output() for sequence in sequences]
+        core = self._open
+        call = read_call(prompts, sampling_params, options)
+        groups = self._make_sequences(core, call, is_streamed=False)
+        with call.bar(len(groups)) as show:
+            reports = [report for report in (progress, show) if report is not None]
+            for _ in self._serve(core, groups, by_iteration=bool(reports)):
+                finished = sum(all(s.is_finished for s in group) for group in groups)
+                num_tokens = sum(s.stats.num_output_tokens for group in groups for s in group)
+                for report in reports:
+                    report(finished, len(groups), num_tokens)
+        return [joined([sequence.to_output() for sequence in group]) for group in groups]
 
     def stream(
         self,
-        prompts: Prompt | Sequence_[Prompt],
-        params: SamplingParams | Sequence_[SamplingParams] | None = None,
+        prompts: Prompt | Sequence_[Prompt] | None = None,
+        sampling_params: Params | None = None,
+        **options: Any,
     ) -> Iterator[StreamOutput]:
         """Complete all prompts and yield every token as it comes, `index` naming its prompt.
 
         Requests enter the engine with the first `next`; closing the iterator drops them. Several
-        streams and `generate` may overlap: each moves all requests forward.
+        streams and `generate` may overlap, in one thread or in many: each moves all requests
+        forward. One stream is for one thread at a time.
 
         Raises:
             RequestError: as `generate`, at the call.
         """
-        sequences = self._make_sequences(prompts, params, is_streamed=True)
-        return self._stream(sequences)
+        core = self._open
+        call = read_call(prompts, sampling_params, options)
+        return self._stream(core, self._make_sequences(core, call, is_streamed=True))
+
+    def chat(
+        self,
+        messages: Conversation | Sequence_[Conversation],
+        sampling_params: Params | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations, by the chat template of the engine.
+
+        Args:
+            messages: one conversation or a list; each a list of dicts with `role` and `content`.
+            sampling_params: for all conversations, or one for each.
+            chat_template: file with another template.
+            add_generation_prompt: end prompts where the assistant's answer begins.
+            chat_template_kwargs: further variables of the template.
+            options: of `generate`.
+        Returns:
+            one output a conversation; `prompt` is the rendered text.
+        Raises:
+            RequestError: as `generate`; there is no template, or it refuses the messages.
+            ConfigError: the file holds no template.
+        """
+        core = self._open
+        read_call(None, sampling_params, options, is_chat=True)
+        file = None if chat_template is None else Path(chat_template)
+        template = template_of(load_template(core.engine.directory, file))
+        is_one = not messages or isinstance(messages[0], Mapping)
+        prompts = []
+        for conversation in [messages] if is_one else messages:
+            text = template.render(conversation, add_generation_prompt, chat_template_kwargs)  # type: ignore[arg-type]
+            token_ids = core.requests.tokenize(text, has_special_tokens=True)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, **options)
 
     def get_metrics(self) -> SpecStats:
         """Counters of all requests since the engine was loaded; a copy."""
-        return self._scheduler.stats.copy()
+        core = self._open
+        if core.engine.turn.is_mine:
+            return core.scheduler.stats.copy()
+        with core.engine.turn:
+            return core.scheduler.stats.copy()
 
-    def _stream(self, sequences: list[Sequence]) -> Iterator[StreamOutput]:
-        for _ in self._serve(sequences):
-            yield from _drain(sequences)
-        # another stream may have moved these requests to their end
-        yield from _drain(sequences)
+    def close(self) -> None:
+        """Drop all requests and release weights and caches; whoever still waits gets an error.
 
-    def _serve(self, sequences: list[Sequence]) -> Iterator[None]:
-        """Queue requests and move the engine on until they have ended; yield between iterations.
+        An `Engine` that was loaded before stays its owner's. Closing twice does nothing.
+        """
+        core, self._core = self._core, None
+        if core is None or self._process != os.getpid():
+            return
+
+        def drop() -> None:
+            for sequence in [*core.scheduler.running, *core.scheduler.waiting]:
+                core.scheduler.abort(sequence)
+            core.is_closed = True
+            _timed(core, core.in_flight.settle)
+
+        self._loop.do(drop)
+        # the loop holds the core
+        self._loop = SharedLoop(core.engine.turn, _refuse)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _open(self) -> EngineCore:
+        """Raises RequestError: it is closed, or this is a child of the process that loaded it."""
+        if self._core is None:
+            _refuse()
+        if self._process != os.getpid():
+            raise RequestError(
+                "an LLM in a process that was forked from the one that loaded it",
+                "a process that loads its own: threads and locks do not survive a fork",
+                'make the LLM in the child, or start processes with the method "spawn"',
+            )
+        assert self._core is not None
+        return self._core
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._open.scheduler
+
+    @property
+    def _runner(self) -> Runner:
+        return self._open.runner
+
+    @property
+    def _in_flight(self) -> InFlight:
+        return self._open.in_flight
+
+    def _stream(self, core: EngineCore, groups: list[list[Sequence]]) -> Iterator[StreamOutput]:
+        sequences = [sequence for group in groups for sequence in group]
+        for _ in self._serve(core, groups, by_event=True):
+            for sequence in sequences:
+                while sequence.events:
+                    yield sequence.events.popleft()
+
+    def _serve(
+        self,
+        core: EngineCore,
+        groups: list[list[Sequence]],
+        *,
+        by_iteration: bool = False,
+        by_event: bool = False,
+    ) -> Iterator[None]:
+        """Queue requests and go on until they have ended; yield now and then, and at the end.
 
         Whatever ends this early (an error, a closed stream) drops the requests.
+
+        Args:
+            core: of the engine.
+            groups: requests by prompt.
+            by_iteration: yield after each iteration.
+            by_event: yield when there are tokens of a stream.
         """
-        self.engine.check_weights()
+        core.engine.check_weights()
+        loop, watch = self._loop, _Watch(core, [s for group in groups for s in group])
+
+        def add() -> None:
+            for sequence in watch.sequences:
+                core.scheduler.add(sequence)
+
+        def drop() -> None:
+            for sequence in watch.sequences:
+                core.scheduler.abort(sequence)
+            _timed(core, core.in_flight.settle)
+
         try:
-            for sequence in sequences:
-                self._scheduler.add(sequence)
-            while not self._have_ended(sequences):
-                with self._at_work():
-                    self._advance()
+            loop.do(add)
+            while not watch.has_ended:
+                loop.run(watch.wakes_by(by_iteration, by_event))
+                if watch.error is not None:
+                    raise watch.error
                 yield
         finally:
-            for sequence in sequences:
-                self._scheduler.abort(sequence)
-            with self._at_work():
-                self._in_flight.settle()
-
-    def _have_ended(self, sequences: list[Sequence]) -> bool:
-        """All of them have; an error where another caller's failure cost one of them its tokens."""
-        self._scheduler.check(sequences)
-        return all(sequence.is_finished for sequence in sequences)
-
-    @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Count the seconds, those of work that fails too."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._scheduler.stats.elapsed_s += time.perf_counter() - begin
-
-    def _advance(self) -> None:
-        if not self._core.advance():
-            raise RequestError(
-                "no request can run: another LLM holds the caches of this engine",
-                "free slots and cache blocks",
-                "finish or close the streams of the other LLM first",
-            )
+            loop.do(drop)
 
     def _make_sequences(
-        self,
-        prompts: Prompt | Sequence_[Prompt],
-        params: SamplingParams | Sequence_[SamplingParams] | None,
-        is_streamed: bool,
-    ) -> list[Sequence]:
-        prompt_list = _as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params_list = [params or SamplingParams()] * len(prompt_list)
-        else:
-            params_list = list(params)
-        if len(params_list) != len(prompt_list):
-            raise RequestError(
-                f"{len(prompt_list)} prompts and {len(params_list)} SamplingParams",
-                "one SamplingParams for all prompts, or one for each",
-                "pass lists of equal length",
+        self, core: EngineCore, call: Call, is_streamed: bool
+    ) -> list[list[Sequence]]:
+        groups = []
+        for index, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True)):
+            groups.append(
+                core.requests.make_outputs(
+                    prompt,
+                    self._seeds.give(params),
+                    index=index,
+                    is_streamed=is_streamed,
+                    priority=call.priorities[index],
+                )
             )
-        return [
-            self._core.requests.make(prompt, params, index=index, is_streamed=is_streamed)
-            for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
-        ]
+        return groups
 
 
-def _drain(sequences: list[Sequence]) -> Iterator[StreamOutput]:
-    for sequence in sequences:
-        while sequence.events:
-            yield sequence.events.popleft()
+class _Watch:
+    """What a caller waits for; looked at between iterations, in whatever thread."""
+
+    def __init__(self, core: EngineCore, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.has_ended = False
+        self.error: RequestError | None = None
+        self._core = core
+
+    def wakes_by(self, by_iteration: bool, by_event: bool) -> Callable[[], bool]:
+        """Whether the caller has to be woken: at the end, or earlier."""
+        seen = self._core.num_iterations
+
+        def wakes() -> bool:
+            self._look()
+            if by_iteration and self._core.num_iterations != seen:
+                return True
+            has_events = by_event and any(sequence.events for sequence in self.sequences)
+            return self.has_ended or has_events
+
+        return wakes
+
+    def _look(self) -> None:
+        try:
+            if self._core.is_closed:
+                _refuse()
+            self._core.scheduler.check(self.sequences)
+        except RequestError as error:
+            self.error = error
+        self.has_ended = self.error is not None or all(s.is_finished for s in self.sequences)
 
 
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or many; a flat list of integers is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    prompt_list = list(prompts)
-    return [prompt_list] if prompt_list and isinstance(prompt_list[0], int) else prompt_list
+def _advance(core: EngineCore) -> None:
+    has_run = _timed(core, core.advance)
+    if not has_run:
+        raise RequestError(
+            "no request can run: another LLM holds the caches of this engine",
+            "free slots and cache blocks",
+            "finish or close the streams of the other LLM first",
+        )
+
+
+def _timed(core: EngineCore, work: Callable[[], Any]) -> Any:
+    """Count the seconds, those of work that fails too."""
+    begin = time.perf_counter()
+    try:
+        return work()
+    finally:
+        core.scheduler.stats.elapsed_s += time.perf_counter() - begin
+
+
+def _refuse() -> None:
+    raise RequestError("an LLM that was closed", "one that is open", "load the engine again")

@@ -25,6 +25,10 @@ class Logprob:
 
 # token id → log probability: the emitted token, then the best ones
 TokenLogprobs = dict[int, Logprob]
+# of each token of a prompt; nothing comes before the first
+PromptLogprobs = list[TokenLogprobs | None]
+# rows whose log probabilities are computed at once: V floats each, a few times
+_ROWS_AT_ONCE = 64
 
 
 def wants_logprobs(sequences: Sequence_[Sequence]) -> bool:
@@ -54,6 +58,15 @@ def token_logprobs(logits: Tensor, tokens: Sequence_[int], count: int) -> list[T
     for values, ids, entries in rows:
         for rank, (value, token) in enumerate(zip(values, ids, strict=True), start=1):
             entries.setdefault(token, Logprob(value, rank))
+    return found
+
+
+def prompt_logprobs(logits: Tensor, tokens: Sequence_[int], count: int) -> list[TokenLogprobs]:
+    """`token_logprobs` of a prompt's tokens, a few at a time: prompts are long."""
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(tokens), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        found += token_logprobs(logits[rows], tokens[rows], count)
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import EngineError
+from specc.extras import install_command
 from specc.rectangle import CacheRows, cache_output, mask_input
 from specc.runtime.rectangle import Rectangle, named_caches, named_inputs
 from specc.runtime.rectangular_model import RectangularModel
@@ -142,7 +143,7 @@ def load_onnx(
         raise EngineError(
             "an engine for ONNX, and no onnxruntime",
             "onnxruntime, which runs it",
-            "pip install 'specc[onnx]', or run its graphs with --backend eager",
+            f"{install_command('onnx')}, or run its graphs with --backend eager",
         ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()

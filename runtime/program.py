@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from specc import json_file
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json
 from specc.plans import SpecPlan
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.place import place
+from specc.runtime.step_constants import step_constants
 from specc.weight_layout import from_blocks
 
 STEP_SCHEMA_VERSIONS = (2,)
@@ -127,7 +128,7 @@ class ModelProgram(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        check_schema(program, "program.json", PROGRAM_SCHEMA_VERSIONS)
+        check_program(program, len(caches))
         self.name: str = program["name"]
         self.weights = weights
         # plain lists: as parameters or buffers, nn.Module would list and move the mapped file
@@ -137,7 +138,15 @@ class ModelProgram(nn.Module):
             for entry in program["inputs"]
             if entry["kind"] == "cache"
         ]
-        self._graph = place(graph_from_json(program["graph"]), torch.device(device))
+        graph = graph_from_json(program["graph"])
+        taken = len(graph.graph.find_nodes(op="placeholder"))
+        if taken != len(program["inputs"]):
+            raise EngineError(
+                f"{self.name} has {len(program['inputs'])} inputs, its graph takes {taken}",
+                "as many",
+                _DO,
+            )
+        self._graph = place(graph, torch.device(device))
 
     @classmethod
     def load(cls, directory: Path, caches: Sequence[tuple[Tensor, Tensor]]) -> ModelProgram:
@@ -215,10 +224,7 @@ class StepProgram:
     ) -> None:
         self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
-        self._constants = {
-            name: torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"]))
-            for name, entry in program.get("constants", {}).items()
-        }
+        self._constants = step_constants(program, self.plan)
         self._stages: list[tuple[str, list[str], nn.Module]] = []
         for stage in program["stages"]:
             graph = graph_from_json(stage["graph"], modules=models)
@@ -323,10 +329,10 @@ def result_of(
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises EngineError: the file is absent or no JSON object."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{path}: {error}", "a readable JSON file", _DO) from error
+    data = json_file.read_json(path, EngineError, "a readable JSON file", _DO)
+    if not isinstance(data, dict):
+        raise EngineError(f"{path} is no JSON object", "a JSON object", _DO)
+    return data
 
 
 def bind_weights(program: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[Tensor]:
@@ -382,6 +388,41 @@ def plan_of(program: Mapping[str, Any]) -> SpecPlan:
     """
     check_schema(program, "a step program", STEP_SCHEMA_VERSIONS)
     return SpecPlan.from_json(program.get("plan", {}))
+
+
+def check_program(program: Mapping[str, Any], num_layers: int) -> None:
+    """Look at the name and the inputs of a model's program.
+
+    Args:
+        program: content of `program.json`.
+        num_layers: of the model, each with two caches.
+    Raises:
+        EngineError: another schema, or an input that is none.
+    """
+    check_schema(program, "program.json", PROGRAM_SCHEMA_VERSIONS)
+    inputs = program.get("inputs")
+    if not isinstance(program.get("name"), str) or not isinstance(inputs, list):
+        raise EngineError("a program.json without name or inputs", "both", _DO)
+    for place_, entry in enumerate(inputs):
+        if not (isinstance(entry, Mapping) and _is_input(entry, num_layers)):
+            raise EngineError(
+                f"input {place_} of {program['name']} is {entry!r:.100}",
+                "a weight, a constant, a cache of one of the layers, or an input of the runtime",
+                _DO,
+            )
+
+
+def _is_input(entry: Mapping[str, Any], num_layers: int) -> bool:
+    kind = entry.get("kind")
+    if kind == "input":
+        return True
+    if kind == "cache":
+        layer = entry.get("layer")
+        return type(layer) is int and 0 <= layer < num_layers and entry.get("part") in ("k", "v")
+    shapes = (entry.get("shape"), entry.get("blocks_of", []))
+    has_shapes = all(isinstance(s, list) and all(type(n) is int for n in s) for s in shapes)
+    is_named = all(isinstance(entry.get(name), str) for name in ("key", "dtype"))
+    return kind in ("weight", "constant") and has_shapes and is_named
 
 
 def check_schema(program: Mapping[str, Any], name: str, versions: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,21 @@ from torch import Tensor
 from specc.runtime.batch import Batch, Span, StepGroup
 from specc.runtime.batch_rows import BatchRows, last_tokens_of, sampling_rows
 from specc.runtime.captured_step import CapturedStep, PendingStep
-from specc.runtime.grammar_masks import TreeMasks, has_grammar, mask_roots
+from specc.runtime.grammar_masks import TreeMasks, has_masks, mask_roots
 from specc.runtime.kv_cache import KVCache
-from specc.runtime.logprobs import TokenLogprobs, step_logprobs, token_logprobs, wants_logprobs
+from specc.runtime.logprobs import (
+    TokenLogprobs,
+    prompt_logprobs,
+    step_logprobs,
+    token_logprobs,
+    wants_logprobs,
+)
 from specc.runtime.program import Drafted, Model, Step, StepInputs, StepResult, draft_lens_of
 from specc.runtime.sequence import Sequence
 from specc.runtime.shared_pass import (
     FlatTokens,
     accepted_values,
+    logit_rows,
     run_together,
     span_tokens,
     tree_tokens,
@@ -36,8 +43,10 @@ class RunResult:
     first_tokens: list[int | None] = field(default_factory=list)
     prefill_s: float = 0.0
     steps: list[StepResult] = field(default_factory=list)
-    # of first tokens by request; of each step's tokens, for the steps in which a request asks
+    # of first tokens, and of the prompt tokens behind those of a span, by request; of each step's
+    # tokens, for the steps in which a request asks
     first_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     logprobs: list[list[list[TokenLogprobs] | None] | None] = field(default_factory=list)
     # of the target's pass that everyone shared; stages and `prefill_s` have their parts of it
     pass_s: float = 0.0
@@ -85,9 +94,8 @@ class Runner:
         result = RunResult()
         if batch.prefill:
             begin = time.perf_counter()
-            first_tokens, logprobs = self._prefill(batch.prefill)
-            prefill_s = time.perf_counter() - begin
-            result = RunResult(first_tokens, prefill_s, first_logprobs=logprobs)
+            found = self._prefill(batch.prefill)
+            result = replace(found, prefill_s=time.perf_counter() - begin)
         for group in batch.groups:
             step = self._step(group)
             result.steps.append(step)
@@ -103,7 +111,7 @@ class Runner:
         if batch.prefill or len(batch.groups) != 1:
             return None
         (group,) = batch.groups
-        if wants_logprobs(group.sequences) or has_grammar(group.sequences):
+        if wants_logprobs(group.sequences) or has_masks(group.sequences):
             return None
         step = self._steps[group.plan.name]
         if not isinstance(step, CapturedStep) or step.is_split:
@@ -144,11 +152,10 @@ class Runner:
         pass_s = time.perf_counter() - begin_s
         num_tokens = sum(len(part.tokens) for part in parts)
         prefill_s = pass_s * sum(s.end - s.start for s in batch.prefill) / num_tokens
-        first_tokens: list[int | None] = []
-        first_logprobs: dict[str, list[TokenLogprobs]] = {}
+        result = RunResult()
         if batch.prefill:
-            first_tokens, first_logprobs = self._end_prefill(batch.prefill, logits.pop(0))
-        result = RunResult(first_tokens, prefill_s, first_logprobs=first_logprobs, pass_s=pass_s)
+            result = self._end_prefill(batch.prefill, logits.pop(0))
+        result = replace(result, prefill_s=prefill_s, pass_s=pass_s)
         groups = zip(batch.groups, steps, begun, logits, strict=True)
         for group, step, (inputs, drafted, draft_s), rows in groups:
             begin_s = time.perf_counter()
@@ -162,11 +169,9 @@ class Runner:
             result.logprobs.append(self._logprobs(group, found))
         return result
 
-    def _prefill(
-        self, spans: list[Span]
-    ) -> tuple[list[int | None], dict[str, list[TokenLogprobs]]]:
+    def _prefill(self, spans: list[Span]) -> RunResult:
         self._begin_prefill(spans)
-        logits = self._causal_pass(self._target, spans, [span.is_last for span in spans])
+        logits = self._causal_pass(self._target, spans, logit_rows(spans))
         return self._end_prefill(spans, logits)
 
     def _begin_prefill(self, spans: list[Span]) -> None:
@@ -177,21 +182,35 @@ class Runner:
             self._cache.record(sequence.blocks, span.start, tokens)
         for i, draft in enumerate(self._drafts):
             if mine := [span for span in spans if i in span.drafts]:
-                self._causal_pass(draft, mine, [False] * len(mine))
+                self._causal_pass(draft, mine)
 
-    def _end_prefill(
-        self, spans: list[Span], logits: Tensor
-    ) -> tuple[list[int | None], dict[str, list[TokenLogprobs]]]:
-        """First tokens of the prompts that end, from their last rows [R, V]."""
+    def _end_prefill(self, spans: list[Span], logits: Tensor) -> RunResult:
+        """First tokens of the prompts that end, and what is asked for; from the rows [R, V]."""
+        scored: dict[str, list[TokenLogprobs]] = {}
+        first_row, last_rows = 0, []
+        for span in spans:
+            sequence, count = span.sequence, span.num_scored
+            if count:
+                tokens = sequence.token_ids[span.start + 1 : span.start + 1 + count]
+                rows = logits[first_row : first_row + count]
+                asked = sequence.params.prompt_logprobs or 0
+                scored[sequence.request_id] = prompt_logprobs(rows, tokens, asked)
+            first_row += count
+            if span.is_last:
+                last_rows.append(first_row)
+                first_row += 1
+        if scored:
+            logits = logits[last_rows]
         ended = [span.sequence for span in spans if span.is_last]
         first = self._first_tokens(logits, ended) if ended else []
         firsts = iter(first)
         logprobs = {
-            sequence.request_id: token_logprobs(logits[i, None], [first[i]], count)
+            sequence.request_id: token_logprobs(logits[i, None], [first[i]], most)
             for i, sequence in enumerate(ended)
-            if (count := sequence.params.logprobs) is not None
+            if (most := sequence.params.logprobs) is not None
         }
-        return [next(firsts) if span.is_last else None for span in spans], logprobs
+        first_tokens = [next(firsts) if span.is_last else None for span in spans]
+        return RunResult(first_tokens, first_logprobs=logprobs, prompt_logprobs=scored)
 
     @torch.inference_mode()
     def _first_tokens(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
@@ -235,7 +254,7 @@ class Runner:
     def _hooked(
         self, step: Step, group: StepGroup, run: Callable[[Sequence_[str]], StepResult]
     ) -> StepResult:
-        """Run a step; grammars mask the logits that acceptance looks at.
+        """Run a step; grammars and controls change the logits that acceptance looks at.
 
         Args:
             step: of the plan.
@@ -243,7 +262,7 @@ class Runner:
             run: the step, given the names of values that are wanted.
         """
         reads = ("logits", "path") if wants_logprobs(group.sequences) else ()
-        if not has_grammar(group.sequences):
+        if not has_masks(group.sequences):
             return run(reads)
         before = step.before_accept
         masks = TreeMasks(group.sequences, group.plan, before, keeps=bool(reads))
@@ -278,11 +297,11 @@ class Runner:
                 if s.draft_lens[i] < s.cache_len + 1 - group.plan.catch_up
             ]
             for spans in _split(behind, self._prefill_chunk):
-                self._causal_pass(self._drafts[i], spans, [False] * len(spans))
+                self._causal_pass(self._drafts[i], spans)
 
     @torch.inference_mode()
-    def _causal_pass(self, model: Model, spans: list[Span], wants_logits: list[bool]) -> Tensor:
-        """Feed spans of several sequences; returns [R, V], a row for each wanted last token."""
+    def _causal_pass(self, model: Model, spans: list[Span], rows: Tensor | None = None) -> Tensor:
+        """Feed spans of several sequences; returns [R, V] of the tokens that `rows` names."""
         tokens = [token for s in spans for token in s.sequence.token_ids[s.start : s.end]]
         positions = torch.tensor([p for s in spans for p in range(s.start, s.end)])
         ends = torch.tensor([s.end - s.start for s in spans]).cumsum(0)
@@ -295,7 +314,7 @@ class Runner:
             _int32([s.start for s in spans]),
             None,
             self._cache.block_table([s.sequence.blocks for s in spans]),
-            ends[torch.tensor(wants_logits)] - 1,
+            torch.zeros(0, dtype=torch.int64) if rows is None else rows,
         )
         device = self._cache.device
         return model(*(x if x is None else x.to(device, non_blocking=True) for x in inputs))

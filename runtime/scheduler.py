@@ -81,6 +81,7 @@ class Scheduler:
         self.num_looked_up = 0
         self._blocks = SequenceBlocks(cache, shares_prefixes)
         self._max_num_seqs = cache.shape.max_num_seqs
+        self._max_nodes = cache.shape.max_nodes
         self._plans = plans
         self._prefill_chunk = prefill_chunk
         self._position_limit = position_limit
@@ -280,13 +281,17 @@ class Scheduler:
         for span, token in zip(batch.prefill, result.first_tokens, strict=True):
             sequence = span.sequence
             sequence.stats.record_prefill_pass(result.prefill_s)
+            if (scored := result.prompt_logprobs.get(sequence.request_id)) is not None:
+                # whoever was preempted in its prompt has these already
+                sequence.prompt_logprobs[span.start :] = scored
             # in front of the first token: without that token, `_is_torn` then tells
             sequence.cache_len = span.end
             for draft in span.drafts:
                 sequence.draft_lens[draft] = span.end
             if token is not None:
                 sequence.append_first(token, result.first_logprobs.get(sequence.request_id))
-                self.stats.record_first_token(sequence.stats.first_token_s)
+                if sequence.has_output:
+                    self.stats.record_first_token(sequence.stats.first_token_s)
                 self.stats.num_prompt_tokens += sequence.num_prompt_tokens
 
     def _commit_steps(self, batch: Batch, result: RunResult) -> None:
@@ -316,6 +321,8 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_num_seqs:
             sequence = self.waiting.first
+            if self._waits_for_leader(sequence):
+                return
             is_first_time = not sequence.stats.num_preemptions
             if not self._blocks.admit(sequence, self.running):
                 return
@@ -329,7 +336,16 @@ class Scheduler:
         """There is a slot for the first who waits, and there are blocks."""
         if not self.waiting or len(self.running) >= self._max_num_seqs:
             return False
+        if self._waits_for_leader(self.waiting.first):
+            return False
         return self._blocks.can_admit(self.waiting.first, self.running)
+
+    def _waits_for_leader(self, sequence: Sequence) -> bool:
+        """The rows of its prompt are on their way in another request, to be shared."""
+        leader = sequence.leader
+        if leader is None or leader.is_prefilled or not self._blocks.can_share(sequence):
+            return False
+        return any(other is leader for other in self.running)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the blocks of a sequence away; it waits for others, to compute its rows again."""
@@ -358,6 +374,7 @@ class Scheduler:
         spans = []
         budget = self._prefill_chunk
         longest = budget
+        rows_left = self._max_num_seqs * self._max_nodes
         if self._shares_pass and num_step_tokens:
             budget = max(budget - num_step_tokens, budget // _LEAST_PREFILL, 1)
             longest = min(budget, self._window or budget)
@@ -366,6 +383,12 @@ class Scheduler:
             if sequence.is_prefilled or budget == 0:
                 continue
             end = min(sequence.prefill_end, start + min(budget, longest))
+            if sequence.is_scored:
+                # their logits take no more memory than those of the largest step
+                if not rows_left:
+                    continue
+                end = min(end, start + rows_left)
+                rows_left -= end - start
             budget -= end - start
             drafts: tuple[int, ...] = ()
             if self._speculates(sequence, plan, sequence.prefill_end):
@@ -382,7 +405,11 @@ class Scheduler:
         params = sequence.params
         suits = params.is_greedy or params.rule_id in plan.rules
         # trees in tiles leave no logits behind
-        is_scored = params.logprobs is not None or params.structured_outputs is not None
+        is_scored = (
+            params.logprobs is not None
+            or params.structured_outputs is not None
+            or params.has_controls
+        )
         is_lost = plan.tile is not None and is_scored
         return plan.speculates and params.speculative and fits and suits and not is_lost
 

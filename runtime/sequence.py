@@ -16,7 +16,8 @@ from specc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specc.runtime.grammar import GrammarState
-    from specc.runtime.logprobs import TokenLogprobs
+    from specc.runtime.logit_controls import LogitControls
+    from specc.runtime.logprobs import PromptLogprobs, TokenLogprobs
     from specc.runtime.suffix_index import SuffixIndex
 
 # tokens that are decoded at once where nobody reads the text of each
@@ -46,6 +47,9 @@ class Sequence:
         timeout_s: seconds from arrival after which it ends with what it has.
         clock: seconds.
         grammar: that the output follows, at its beginning; moved on with every token.
+        controls: of what the output may hold.
+        output: which of the prompt's outputs.
+        leader: a request of the same prompt, whose rows this one waits for while they come.
     """
 
     def __init__(
@@ -65,15 +69,22 @@ class Sequence:
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         grammar: GrammarState | None = None,
+        controls: LogitControls | None = None,
+        output: int = 0,
+        leader: Sequence | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
+        self.output = output
+        self.leader = leader
         self.prompt = prompt
         self.params = params
         self.grammar = grammar
+        self.controls = controls
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_tokens = min(params.max_tokens, max_seq_len - self.num_prompt_tokens)
+        room = max_seq_len - self.num_prompt_tokens
+        self.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self.cache_len = 0
         self.draft_lens = [0] * num_drafts
         self.blocks: list[int] = []
@@ -85,6 +96,8 @@ class Sequence:
         # its last token, whose row a step writes
         self.prefill_end = self.num_prompt_tokens
         self.logprobs: list[TokenLogprobs] = []
+        # of each prompt token but the first, as far as prefill has come
+        self.prompt_logprobs: list[TokenLogprobs] = []
         # of the host's lookups, once a plan asks for one
         self.suffix_index: SuffixIndex | None = None
         self.finish_reason: str | None = None
@@ -119,8 +132,26 @@ class Sequence:
         return len(self.token_ids) > self.num_prompt_tokens
 
     @property
+    def is_scored(self) -> bool:
+        """The next prefill pass has to say how likely the tokens of the prompt are."""
+        return self.params.prompt_logprobs is not None and not self.has_output
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def output_tail(self, count: int) -> list[int]:
+        """The last tokens of the output; fewer where it has not so many."""
+        return self.token_ids[max(self.num_prompt_tokens, len(self.token_ids) - count) :]
+
+    @property
+    def has_active_controls(self) -> bool:
+        """Whether controls change anything from here on; once False, it stays so."""
+        return self.controls is not None and self.controls.is_active(self.num_output_tokens)
 
     @property
     def num_tokens_left(self) -> int:
@@ -173,7 +204,8 @@ class Sequence:
     def append_first(self, token_id: int, logprobs: list[TokenLogprobs] | None = None) -> None:
         """Take the token that the prefill pass yields."""
         self.stats.num_prompt_tokens = self.num_prompt_tokens
-        self.stats.record_first_token(self._clock() - self.arrival_s)
+        if not self._is_refused(token_id):
+            self.stats.record_first_token(self._clock() - self.arrival_s)
         self.append([token_id], logprobs)
 
     def append(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> int:
@@ -183,9 +215,13 @@ class Sequence:
             token_ids: one or more.
             logprobs: of each, where the request asks for them.
         Returns:
-            tokens taken, at least 1; the others lie behind the end.
+            tokens taken; the others lie behind the end. None where the controls refuse the first.
         """
         for count, token_id in enumerate(token_ids, start=1):
+            if self._is_refused(token_id):
+                self.stop_reason = self._refusal()
+                self.end("error")
+                return count - 1
             self.token_ids.append(token_id)
             if logprobs is not None:
                 self.logprobs.append(logprobs[count - 1])
@@ -200,7 +236,7 @@ class Sequence:
     def to_output(self) -> RequestOutput:
         has_logprobs = self.params.logprobs is not None
         completion = CompletionOutput(
-            0,
+            self.output,
             self.output_token_ids,
             self.text,
             self.finish_reason,
@@ -209,8 +245,20 @@ class Sequence:
         )
         prompt_token_ids = self.token_ids[: self.num_prompt_tokens]
         return RequestOutput(
-            self.request_id, self.prompt, prompt_token_ids, [completion], self.stats
+            self.request_id,
+            self.prompt,
+            prompt_token_ids,
+            [completion],
+            self.stats,
+            prompt_logprobs=self.all_prompt_logprobs,
         )
+
+    @property
+    def all_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of each token of the prompt, None for the first; None where not asked for."""
+        if self.params.prompt_logprobs is None or self.is_scored:
+            return None
+        return [None, *self.prompt_logprobs]
 
     def _update_end(self, token_id: int) -> None:
         """End by token, then by length; a stop string that this token completes goes first."""
@@ -236,6 +284,22 @@ class Sequence:
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
 
+    def _is_refused(self, token_id: int) -> bool:
+        """The controls, with the grammar, do not allow a token: they had left none."""
+        if self.controls is None or not self.has_active_controls:
+            return False
+        if self.grammar is not None and not self.grammar.is_over:
+            mask = self.grammar.mask()
+            if mask is not None and not mask[token_id >> 3] >> (token_id & 7) & 1:
+                return True
+        tail = self.output_tail(self.controls.num_tokens_read)
+        return not self.controls.allows(tail, self.num_output_tokens, token_id)
+
+    def _refusal(self) -> str:
+        assert self.controls is not None, "they refused a token"
+        names = [*self.controls.names, *(["structured_outputs"] if self.grammar else [])]
+        return f"{' and '.join(names)} leave no token that can follow"
+
     def _end_with_grammar(self, grammar: GrammarState) -> None:
         """Nothing may follow, with `ignore_eos` either."""
         self.finish_reason = self.finish_reason or "stop"
@@ -260,6 +324,7 @@ class Sequence:
             stop_reason=self.stop_reason,
             metrics=self.stats if self.is_finished else None,
             logprobs=self.logprobs[-1] if self.logprobs and token_id is not None else None,
+            output=self.output,
         )
 
     def _close(self) -> None:

@@ -59,6 +59,11 @@ class SequenceBlocks:
         sequence.num_published_of = [length // self._size for length in hit.draft_lens]
         return True
 
+    def can_share(self, sequence: Sequence) -> bool:
+        """Whether rows of another request of the same prompt could be of use."""
+        is_long = sequence.num_prompt_tokens > self._size
+        return self._shares_prefixes and is_long and not sequence.is_scored
+
     def can_admit(self, sequence: Sequence, running: Sequence_[Sequence]) -> bool:
         """Whether `admit` would."""
         return self._is_free(sequence, self._find(sequence), running)
@@ -108,7 +113,8 @@ class SequenceBlocks:
         return needed + growing <= self.num_free
 
     def _find(self, sequence: Sequence) -> Hit:
-        if not self._shares_prefixes:
+        if not self._shares_prefixes or sequence.is_scored:
+            # whose prompt is scored needs the logits of all of it
             return Hit([], 0, [0] * len(sequence.draft_lens))
         return self._prefixes.find(sequence)
 

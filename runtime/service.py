@@ -26,13 +26,16 @@ from specc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specc.runtime.engine import Engine
-    from specc.runtime.logprobs import TokenLogprobs
+    from specc.runtime.grammar import GrammarState
+    from specc.runtime.logprobs import PromptLogprobs, TokenLogprobs
     from specc.runtime.policy import Policy
 
 # iterations that fail in a row, from which on the engine counts as lost
 MAX_FAILURES = 3
 # seconds for which a failure counts: who is sent no requests because of it would never recover
 _FAILING_S = 10.0
+# seconds from which on an iteration counts as stuck; the slowest ones take a few
+STALLED_S = 120.0
 # seconds between two looks at what runs, for metrics
 _STATE_EVERY_S = 0.02
 _log = logging.getLogger("specc.service")
@@ -94,6 +97,16 @@ class Ticket:
     def prompt_token_ids(self) -> list[int]:
         return self._sequence.token_ids[: self._sequence.num_prompt_tokens]
 
+    @property
+    def prompt(self) -> str | None:
+        """The caller's text."""
+        return self._sequence.prompt
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of each token of the prompt, None for the first; there with the first update."""
+        return self._sequence.all_prompt_logprobs
+
 
 class Service:
     """Serves requests of any number of callers, batched continuously.
@@ -145,6 +158,7 @@ class Service:
             )
         self.core = core
         self.engine = core.engine
+        core.requests.prepare()
         self._max_waiting = max_waiting
         # guards what follows; the engine thread holds it only between iterations
         self._changed = threading.Condition()
@@ -157,6 +171,8 @@ class Service:
         self._tickets: dict[int, Ticket] = {}
         self._num_failures = self._num_failed = 0  # in a row, and ever
         self._failed_s = 0.0
+        # when the iteration that runs has begun
+        self._iteration_s: float | None = None
         self._error: BaseException | None = None
         self._state = state_of(core, 0.0)
         self._state_s = 0.0
@@ -173,6 +189,8 @@ class Service:
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        leader: Ticket | None = None,
+        grammar: GrammarState | None = None,
     ) -> Ticket:
         """Hand a request in; tokenizing and checking happen here, in the caller's thread.
 
@@ -184,11 +202,20 @@ class Service:
             request_id: name, of no other open request; None makes one up.
             priority: lower ones are served first.
             timeout_s: seconds after which the request ends with what it has.
+            leader: a request of the same prompt, whose rows this one shares.
+            grammar: see `RequestMaker.make`.
         Raises:
-            RequestError: the request is invalid.
+            RequestError: the request is invalid, or asks for several outputs: each of those is a
+                request of its own, see `SamplingParams.each`.
             OverloadError: too many requests wait, or the service is about to stop.
             FaultError: the engine has failed for good.
         """
+        if params.n != 1:
+            raise RequestError(
+                f"n={params.n}, handed to a service",
+                "one output a request",
+                "hand in one request for each of SamplingParams.each()",
+            )
         sequence = self.core.requests.make(
             prompt,
             params,
@@ -196,6 +223,8 @@ class Service:
             is_streamed=True,
             priority=priority,
             timeout_s=timeout_s,
+            leader=None if leader is None else leader._sequence,
+            grammar=grammar,
         )
         self.core.scheduler.check_fits(sequence)
         ticket = Ticket(sequence, on_update)
@@ -231,6 +260,9 @@ class Service:
                 return Health.DEAD
             if self._is_draining:
                 return Health.DRAINING
+            begin_s = self._iteration_s
+            if begin_s is not None and time.perf_counter() - begin_s > STALLED_S:
+                return Health.STALLED
             is_recent = time.perf_counter() - self._failed_s < _FAILING_S
             return Health.FAILING if self._num_failures and is_recent else Health.OK
 
@@ -262,7 +294,8 @@ class Service:
 
     @property
     def _is_dead(self) -> bool:
-        return self._num_failures >= MAX_FAILURES or self._error is not None
+        has_ended = not self._is_closed and not self._thread.is_alive()
+        return self._num_failures >= MAX_FAILURES or self._error is not None or has_ended
 
     def _refuse_if_full(self) -> None:
         if self._is_dead:
@@ -325,7 +358,7 @@ class Service:
         if not scheduler.has_work:
             self.core.in_flight.settle()
             return
-        begin_s = time.perf_counter()
+        begin_s = self._iteration_s = time.perf_counter()
         try:
             has_run = self.core.advance()
             self._num_failures = 0
@@ -336,6 +369,8 @@ class Service:
             self._num_failed += 1
             self._fail_running()
             has_run = True
+        finally:
+            self._iteration_s = None
         now_s = time.perf_counter()
         scheduler.stats.elapsed_s += now_s - begin_s
         self._send_news()

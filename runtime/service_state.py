@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 class Health(enum.Enum):
     """Whether requests can be served.
 
-    OK: yes. FAILING: the last iteration failed, a moment ago; the next one may not. DRAINING: open
-    requests are served, no others. DEAD: no more; the process has to be started again.
+    OK: yes. FAILING: the last iteration failed, a moment ago; the next one may not. STALLED: an
+    iteration does not end. DRAINING: open requests are served, no others. DEAD: no more; the
+    process has to be started again.
     """
 
     OK = "ok"
     FAILING = "failing"
+    STALLED = "stalled"
     DRAINING = "draining"
     DEAD = "dead"
 

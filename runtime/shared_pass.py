@@ -78,14 +78,13 @@ def tree_tokens(plan: SpecPlan, inputs: StepInputs, drafted: Drafted) -> FlatTok
 
 
 def span_tokens(spans: Sequence[Span], block_table: Tensor) -> FlatTokens:
-    """Chunks of prompts; the last tokens of those that end get logits."""
+    """Chunks of prompts; tokens get logits as `Span.logit_places` says."""
     tokens = [token for s in spans for token in s.sequence.token_ids[s.start : s.end]]
     positions = torch.tensor([p for s in spans for p in range(s.start, s.end)])
     counts = [s.end - s.start for s in spans]
     width = -(-max(counts) // WORD_BITS)
     causal = _causal_words(1 << (max(counts) - 1).bit_length())
     words = [causal[:count, :width] for count in counts]
-    ends = torch.tensor(counts).cumsum(0)
     return FlatTokens(
         torch.tensor(tokens),
         positions,
@@ -94,8 +93,17 @@ def span_tokens(spans: Sequence[Span], block_table: Tensor) -> FlatTokens:
         counts,
         torch.tensor([s.start for s in spans], dtype=torch.int32),
         block_table,
-        ends[torch.tensor([s.is_last for s in spans])] - 1,
+        logit_rows(spans),
     )
+
+
+def logit_rows(spans: Sequence[Span]) -> Tensor:
+    """[R] tokens of the pass of these spans that get logits."""
+    rows, first = [], 0
+    for span in spans:
+        rows += [first + place for place in span.logit_places]
+        first += span.end - span.start
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 @torch.inference_mode()

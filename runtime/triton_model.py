@@ -10,7 +10,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from specc.errors import ConfigError, SpeccError
 from specc.triton_tensors import INPUTS, OUTPUTS
 
 if TYPE_CHECKING:
+    from specc.runtime.grammar import GrammarState
     from specc.runtime.service import Service
     from specc.runtime.triton_metrics import TritonMetrics
     from specc.runtime.triton_options import TritonOptions
-    from specc.runtime.triton_responses import Answers
+    from specc.runtime.triton_responses import Answer, Answers
 
 _log = logging.getLogger("specc.triton")
 
@@ -76,6 +78,10 @@ class TritonModel:
 
     def finalize(self) -> None:
         """Wait for open requests, within `drain_s`, end the others, and free the engine."""
+        # requests that only begin: their threads end soon after
+        self._service.engine.grammars.close()
+        for thread in list(self._beginning):
+            thread.join(self._options.drain_s)
         if not self._service.drain(self._options.drain_s):
             _log.warning("%d requests are still open", self._service.num_open)
         self._service.close(self._options.drain_s)
@@ -89,6 +95,8 @@ class TritonModel:
         labels = self._options.labels or {}
         self._metrics: TritonMetrics = TritonMetrics(self._service, self.pb_utils, labels)
         self._has_stopped = False
+        # of requests whose grammars are compiled
+        self._beginning: set[threading.Thread] = set()
         self._answers: Answers = Answers(self._service, self.pb_utils, self._tick)
 
     def _take(self, request: Any) -> None:
@@ -104,20 +112,46 @@ class TritonModel:
                 request.requested_output_names(),
             )
             answer = Answer(sender, asked)
+            structured, grammar = asked.params.structured_outputs, None
+            if structured is not None:
+                grammar = self._service.engine.grammars.start_compiled(structured)
+                if grammar is None:
+                    # Triton hands in the next request when this one was taken
+                    self._begin(partial(self._submit, answer))
+                    return
+            self._submit(answer, grammar)
+        except Exception as error:
+            self._refuse(sender, error)
+
+    def _submit(self, answer: Answer, grammar: GrammarState | None = None) -> None:
+        asked = answer.request
+        try:
             ticket = self._service.submit(
                 asked.prompt,
                 asked.params,
                 partial(self._answers.put, answer),
                 priority=asked.priority,
                 timeout_s=asked.timeout_s,
+                grammar=grammar,
             )
             self._answers.add(answer, ticket)
-        except SpeccError as error:
-            self._answers.refuse(sender, error)
         except Exception as error:
-            _log.exception("a request cannot be taken")
-            if sender is not None:
-                self._answers.refuse(sender, error)
+            self._refuse(answer.sender, error)
+
+    def _begin(self, call: Callable[[], object]) -> None:
+        def run() -> None:
+            call()
+            self._beginning.discard(thread)
+
+        thread = threading.Thread(target=run, name="specc-triton-grammar", daemon=True)
+        self._beginning.add(thread)
+        thread.start()
+
+    def _refuse(self, sender: Any, error: Exception) -> None:
+        if not isinstance(error, SpeccError):
+            _log.error("a request cannot be taken", exc_info=error)
+        if sender is not None:
+            self._answers.refuse(sender, error)
 
     def _tick(self) -> None:
         from specc.runtime.service_state import Health

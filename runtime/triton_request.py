@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specc.errors import RequestError
+from specc.json_file import parse_json
 from specc.sampling_params import SamplingParams
 from specc.structured_params import StructuredOutputsParams
 from specc.triton_tensors import (
@@ -33,7 +33,7 @@ _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "seed", "rule", "logprobs", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "speculative", "stop_token_ids"),
-    "stop_words",
+    *("min_tokens", "allowed_token_ids", "bad_words", "stop_words"),
 )
 # type of a guide → how StructuredOutputsParams calls it
 _GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
@@ -45,6 +45,9 @@ _FLAGS = {
     "return_perf_metrics": PERF_METRICS,
 }
 _DO = "correct the request"
+# words that may end an output, their characters together, and ids: looked for at every token, in
+# the engine's thread
+MAX_STOP_WORDS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 16, 1024, 256
 _TYPES: dict[str, tuple[type, ...]] = {
     "STRING": (str,),
     "BOOL": (bool,),
@@ -99,9 +102,15 @@ def read_request(
             raise RequestError(f"{name} as an input and as a parameter", "one of the two", _DO)
         given[name] = _from_json(name, value)
     prompt = _prompt(given)
+    num_ids = len(given.get("stop_token_ids", ()))
+    if num_ids > MAX_STOP_TOKEN_IDS:
+        raise RequestError(f"{num_ids} stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}", _DO)
     options = {_FIELDS.get(name, name): given[name] for name in _SAMPLING if name in given}
-    options["stop"] = [text for text in options.get("stop", ()) if text]
-    params = SamplingParams(**options, structured_outputs=_structured(given))
+    options["stop"] = _stop(options.get("stop", ()))
+    options["bad_words"] = [text for text in options.get("bad_words", ()) if text] or None
+    params = SamplingParams(
+        **options, logit_bias=_bias(given), structured_outputs=_structured(given)
+    )
     echoed = ""
     if not given.get("exclude_input_in_output", True):
         if not isinstance(prompt, str):
@@ -122,6 +131,18 @@ def read_request(
     )
 
 
+def _stop(words: Collection[str]) -> list[str]:
+    stop = [word for word in words if word]
+    length = sum(map(len, stop))
+    if len(stop) > MAX_STOP_WORDS or length > MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"{len(stop)} stop_words of {length} characters together",
+            f"at most {MAX_STOP_WORDS}, of {MAX_STOP_CHARACTERS}",
+            _DO,
+        )
+    return stop
+
+
 def _prompt(given: Mapping[str, Any]) -> str | list[int]:
     found = [name for name in ("text_input", "input_ids") if name in given]
     if len(found) != 1:
@@ -131,6 +152,18 @@ def _prompt(given: Mapping[str, Any]) -> str | list[int]:
             _DO,
         )
     return given[found[0]]
+
+
+def _bias(given: Mapping[str, Any]) -> dict[int, float] | None:
+    ids, values = (given.get(f"logit_bias_{end}", []) for end in ("ids", "values"))
+    if len(ids) != len(values) or len(set(ids)) < len(ids):
+        raise RequestError(
+            f"logit_bias_ids of {len(ids)} values, {len(set(ids))} of them different, and"
+            f" logit_bias_values of {len(values)}",
+            "as many of both, and each token id once",
+            _DO,
+        )
+    return dict(zip(ids, values, strict=True)) or None
 
 
 def _structured(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
@@ -208,7 +241,7 @@ def _text(name: str, value: Any) -> str:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        return json.loads(text) if text else {}
+        return parse_json(text) if text else {}
     except ValueError as error:
         raise RequestError(
             f"parameters that Triton hands on as no JSON ({error})",

@@ -45,7 +45,8 @@ class Answer:
     def __init__(self, sender: Any, request: TritonRequest) -> None:
         self.sender = sender
         self.request = request
-        self.arrival_ns = time.time_ns()
+        # for clients; the wall clock can jump, so all other times are told by the second one
+        self.arrival_ns, self.begin_ns = time.time_ns(), time.monotonic_ns()
         # from here on guarded by the lock of `Answers`
         self.ticket: Ticket | None = None
         self.news: Update | None = None
@@ -227,7 +228,8 @@ class Answers:
             if update.logprobs is not None:
                 values["cumulative_logprob"] = answer.cumulative_logprob
             if update.metrics is not None:
-                values |= _perf_metrics(update.metrics, answer.arrival_ns, time.time_ns())
+                now_ns = answer.arrival_ns + time.monotonic_ns() - answer.begin_ns
+                values |= _perf_metrics(update.metrics, answer.arrival_ns, now_ns)
         return values
 
     def _tensor(self, tensor: TritonTensor, value: Any) -> Any:

@@ -9,8 +9,11 @@ if TYPE_CHECKING:
     from specc.api import compile as compile
     from specc.config import CompileConfig as CompileConfig
     from specc.errors import SpeccError as SpeccError
+    from specc.runtime.async_llm import AsyncLLM as AsyncLLM
     from specc.runtime.engine import Engine as Engine
     from specc.runtime.llm import LLM as LLM
+    from specc.runtime.outputs import CompletionOutput as CompletionOutput
+    from specc.runtime.outputs import RequestOutput as RequestOutput
     from specc.sampling_params import SamplingParams as SamplingParams
     from specc.structured_params import StructuredOutputsParams as StructuredOutputsParams
     from specc.tree import TokenTree as TokenTree
@@ -25,14 +28,20 @@ _EXPORTS = {
     "SamplingParams": "specc.sampling_params",
     "SpeccError": "specc.errors",
     "StructuredOutputsParams": "specc.structured_params",
+    "AsyncLLM": "specc.runtime.async_llm",
+    "CompletionOutput": "specc.runtime.outputs",
+    "RequestOutput": "specc.runtime.outputs",
     "Engine": "specc.runtime.engine",
     "LLM": "specc.runtime.llm",
     "TokenTree": "specc.tree",
 }
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompileConfig",
+    "CompletionOutput",
     "Engine",
+    "RequestOutput",
     "SamplingParams",
     "SpeccError",
     "StructuredOutputsParams",

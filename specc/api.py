@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.choose_plans import Tree, choose_plans, policy_of, split_drafts
-from specc.compiler import Compilation, ModelLike, build
+from specc.compile_checks import ModelLike
+from specc.compiler import Compilation, build
 from specc.config import CompileConfig
 from specc.progress import ProgressEvent
 
@@ -44,6 +45,7 @@ def compile(
     dump_graphs: str | Path | None = None,
     backend: str | None = None,
     probe: bool = True,
+    allow_nonfinite_weights: bool = False,
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
     """Compile a target and a draft into an engine directory.
@@ -75,6 +77,8 @@ def compile(
         backend: `cpu`, code compiled for this machine; `eager`, torch operator by operator; None is
             cpu where there is a C++ compiler.
         probe: generate a few dozen tokens at the end and report acceptance.
+        allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`;
+            otherwise they are refused.
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.
@@ -95,6 +99,7 @@ def compile(
         prefill_chunk=prefill_chunk,
         backend=backend,
         probe=probe,
+        allow_nonfinite_weights=allow_nonfinite_weights,
     )
     return compile_with(
         target,

@@ -24,9 +24,10 @@ from specc.files import (
     output_error,
     remove_stale,
 )
+from specc.json_file import parse_json, read_json
 from specc.machine import cpu_model, isa_flags
 from specc.manifest import MANIFEST_FILE, ON_GPU, FileEntry, Manifest, check_relative
-from specc.owned_directory import owned_directory
+from specc.owned_directory import other_owned, owned_directory
 from specc.safetensors_io import Progress
 from specc.signals import unwind_on_signals
 
@@ -94,6 +95,7 @@ class EngineWriter:
             self.staging = self._stack.enter_context(
                 owned_directory(self.output.parent, prefix, mode=0o777)
             )
+            self._refuse_another(prefix)
         except BaseException as error:
             self._stack.close()
             if isinstance(error, OSError):
@@ -108,6 +110,15 @@ class EngineWriter:
         traceback: TracebackType | None,
     ) -> None:
         self._stack.close()
+
+    def _refuse_another(self, prefix: str) -> None:
+        """Raises OutputError: another process writes the same output."""
+        if (other := other_owned(self.output.parent, prefix, self.staging)) is not None:
+            raise OutputError(
+                f"{self.output} is being written by another process (in {other})",
+                "one writer for each output",
+                "wait for it, or choose another output directory",
+            )
 
     def path(self, name: str) -> Path:
         """Where to write a file of the engine; its directory exists."""
@@ -167,7 +178,7 @@ class EngineWriter:
             names = sorted(name for name in _walk(self.staging) if name != MANIFEST_FILE)
             manifest = dataclasses.replace(manifest, files={n: self._entry(n) for n in names})
             data = manifest.to_json()
-            Manifest.from_json(json.loads(_to_json(data)))
+            Manifest.from_json(parse_json(_to_json(data), exact=True))
             (self.staging / MANIFEST_FILE).write_bytes(_to_json(data))
         except OSError as error:
             raise output_error(self.output, error) from error
@@ -237,17 +248,17 @@ class EngineWriter:
     def _check_output(self) -> None:
         if not self.output.exists():
             return
+        if not (self.output / MANIFEST_FILE).is_file():
+            raise OutputError(
+                f"{self.output} exists and is no engine, which not even --force replaces",
+                "an output path that is free, or an engine",
+                "choose another output directory",
+            )
         if not self.force:
             raise OutputError(
                 f"{self.output} exists",
                 "an output path that is free",
                 "choose another output, or pass --force to replace this engine",
-            )
-        if not (self.output / MANIFEST_FILE).is_file():
-            raise OutputError(
-                f"{self.output} exists and is no engine, so --force does not replace it",
-                "an output path that is free, or an engine",
-                "choose another output directory",
             )
 
 
@@ -308,16 +319,8 @@ def read_manifest(path: Path) -> Manifest:
             "an engine directory",
             "make one with specc compile",
         )
-    try:
-        data = json.loads(file.read_bytes())
-    except OSError as error:
-        raise EngineError(
-            f"{file} cannot be read: {error.strerror}", "a readable file", "check its permissions"
-        ) from error
-    except ValueError as error:
-        raise EngineError(
-            f"{file} is no JSON: {error}", "a manifest", "compile or copy the engine again"
-        ) from error
+    do = "check its permissions, or compile or copy the engine again"
+    data = read_json(file, EngineError, "a manifest", do, exact=True)
     try:
         return Manifest.from_json(data)
     except EngineError as error:

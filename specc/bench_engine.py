@@ -93,7 +93,9 @@ class EngineContender:
         )
 
 
-def tokenize(engine: Engine, prompts: Sequence[str], max_tokens: int) -> list[list[int]]:
+def tokenize(
+    engine: Engine, prompts: Sequence[str | list[int]], max_tokens: int
+) -> list[list[int]]:
     """Token ids of each prompt, as the engine feeds them.
 
     Raises:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specc.bench import Measurement
 from specc.errors import ConfigError, ModelNotFoundError
+from specc.extras import install_command
 
 PLAIN = "transformers"
 ASSISTED = "transformers-assisted"
@@ -307,13 +308,13 @@ def _load(source: str, dtype: str, option: str) -> Any:
         raise ConfigError(
             f"--against transformers, and transformers cannot be imported ({error})",
             "transformers",
-            'pip install "specc[compile]"',
+            install_command("compile"),
         ) from error
     if not Path(source).is_dir() and not _is_cached(source):
         raise ModelNotFoundError(
-            f"no checkpoint at {source}, from which the engine was compiled",
+            f"no checkpoint at {source}, where the engine was compiled from",
             "the original checkpoint, to run transformers on it",
-            f"pass {option} DIR",
+            f"pass {option} DIR, the place that it is at now",
         )
     _quieten()
     try:

@@ -10,6 +10,7 @@ import typer
 
 from specc.cli_app import Debug, EngineArgument, Json, app, print_version
 from specc.cli_command_bench import bench, bench_serve
+from specc.cli_command_chat import chat
 from specc.cli_command_compile import compile_
 from specc.cli_command_run import run
 from specc.cli_command_serve import serve
@@ -18,6 +19,7 @@ from specc.cli_command_tune import tune
 
 app.command("compile")(compile_)
 app.command("run")(run)
+app.command("chat")(chat)
 app.command("serve")(serve)
 app.command("bench")(bench)
 app.command("bench serve")(bench_serve)
@@ -28,7 +30,10 @@ app.command("triton")(triton)
 @app.callback()
 def _specc(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version of specc."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -39,10 +44,16 @@ def inspect(
     engine: EngineArgument,
     only: Annotated[
         str | None,
-        typer.Option("--pass", help="Only this pass: its rewrites and declined nodes."),
+        typer.Option(
+            "--pass", help="Show one pass alone: its rewrites, and the nodes that it declined."
+        ),
     ] = None,
     why: Annotated[
-        bool, typer.Option("--why", help="Every declined node with its reason, not counts.")
+        bool,
+        typer.Option(
+            "--why",
+            help="Name every node that a pass declined, with the reason, instead of counts.",
+        ),
     ] = False,
     verify: Annotated[
         bool,
@@ -50,14 +61,22 @@ def inspect(
     ] = False,
     tree: Annotated[
         Path | None,
-        typer.Option("--tree", metavar="OUT.svg", help="Draw a plan's tree."),
+        typer.Option("--tree", metavar="OUT.svg", help="Draw the tree of a plan into this file."),
     ] = None,
     step: Annotated[
         Path | None,
-        typer.Option("--step", metavar="OUT.svg", help="Draw a step: programs and buffers."),
+        typer.Option(
+            "--step",
+            metavar="OUT.svg",
+            help="Draw a step, its programs and buffers, into this file.",
+        ),
     ] = None,
     plan: Annotated[
-        str | None, typer.Option("--plan", help="Of --tree and --step; else the default.")
+        str | None,
+        typer.Option(
+            "--plan",
+            help="The plan that --tree and --step draw; the default is the engine's default plan.",
+        ),
     ] = None,
     as_json: Json = False,
     debug: Debug = False,

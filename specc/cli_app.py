@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from specc.cli_synonyms import as_option, synonym
 from specc.errors import SpeccError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -29,6 +30,27 @@ class _Commands(TyperGroup):
             args = [name, *args[2:]]
         return super().resolve_command(ctx, args)
 
+    def _explain_option(self, error: Any) -> None:
+        """Exit with three lines where an option is another program's name for one of ours."""
+        known = _options_of(error.ctx.command) if error.ctx else set()
+        if (meant := synonym(error.option_name, known)) is None:
+            return
+        typer.echo(f"found:  {error.option_name}", err=True)
+        typer.echo(f"needed: {meant}, as specc calls it", err=True)
+        typer.echo(f"do:     pass {meant} instead of {error.option_name}", err=True)
+        raise typer.Exit(2) from None
+
+    def _for_command_line(self, error: SpeccError, ctx: Any) -> SpeccError:
+        """An error of `SamplingParams` names its field; here it is an option of the command."""
+        command = self.commands.get(ctx.invoked_subcommand)
+        known = _options_of(command) if command else set()
+        if (found := as_option(error.found, known)) is None:
+            return error
+        option = found.partition(" ")[0]
+        return type(error)(
+            found, error.needed, error.do.replace(option[2:].replace("-", "_"), option)
+        )
+
     def invoke(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
@@ -40,7 +62,7 @@ class _Commands(TyperGroup):
 
                 traceback.print_exc()
             else:
-                typer.echo(str(error), err=True)
+                typer.echo(str(self._for_command_line(error, ctx)), err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
@@ -57,6 +79,16 @@ class _Commands(TyperGroup):
             typer.echo("needed: room for the text", err=True)
             typer.echo("do:     write it elsewhere, or free space", err=True)
             raise typer.Exit(2) from None
+        except Exception as error:
+            # of click, which newer versions of typer hold a copy of: no class to name here
+            if type(error).__name__ != "NoSuchOption":
+                raise
+            self._explain_option(error)
+            raise
+
+
+def _options_of(command: Any) -> set[str]:
+    return {name for parameter in command.params for name in parameter.opts}
 
 
 app = typer.Typer(
@@ -85,7 +117,14 @@ def print_version(value: bool) -> None:
 
 
 Debug = Annotated[
-    bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")
+    bool,
+    typer.Option(
+        "--debug",
+        callback=_set_debug,
+        help="Show the traceback of an error, not just its three lines.",
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-EngineArgument = Annotated[Path, typer.Argument(help="Engine directory.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+EngineArgument = Annotated[
+    Path, typer.Argument(help="The engine directory that specc compile made.", show_default=False)
+]

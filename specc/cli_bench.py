@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.cli_progress import make_listener
-from specc.cli_run import Request
+from specc.cli_prompts import needs_ids, plain_prompts
 from specc.errors import ConfigError, OutputError, RequestError
 from specc.files import output_error
 from specc.machine import check_threads
@@ -33,6 +34,8 @@ _PROMPTS = (
     "Once upon a time there was a king who had three daughters. The youngest",
     "1 2 3 4 5 6 7 8 9 10 11 12 13",
 )
+# of a prompt for an engine without a tokenizer
+_RANDOM_TOKENS = 24
 _TRANSFORMERS = "transformers"
 
 
@@ -164,9 +167,9 @@ def run_bench(directory: Path, options: BenchOptions) -> None:
         SpeccError: of an option, of a prompt, of the engine or of a checkpoint.
     """
     options.check()
-    prompts = read_prompts(options)
+    given = None if options.prompts is None else plain_prompts(options.prompts)
     with make_listener() as listen:
-        report = measure(directory, prompts, options, Phases(listen))
+        report = measure(directory, given, options, Phases(listen))
     from specc.cli_bench_table import print_report
 
     put_out(report, options, print_report)
@@ -197,21 +200,44 @@ def put_out(
     show(report)
 
 
-def read_prompts(options: BenchOptions) -> list[str]:
-    """The prompts, as many as asked for.
+def read_prompts(options: BenchOptions, engine: Engine | None = None) -> list[str | list[int]]:
+    """The prompts, as many as asked for; of an engine without a tokenizer, random token ids.
 
     Raises:
         InputFileError: the file cannot be read.
         RequestError: it holds no prompt, or an empty one.
     """
-    prompts = list(_PROMPTS)
-    if options.prompts is not None:
-        prompts = Request(prompts=options.prompts).read()
-    return prompts[: options.num_prompts]
+    given = None if options.prompts is None else plain_prompts(options.prompts)
+    return choose_prompts(given, options.num_prompts, engine)
+
+
+def choose_prompts(
+    given: Sequence[str | list[int]] | None, count: int | None, engine: Engine | None
+) -> list[str | list[int]]:
+    """The given prompts, else built-in ones that suit the engine.
+
+    Raises:
+        RequestError: text for an engine without a tokenizer.
+    """
+    has_tokenizer = engine is None or engine.tokenizer is not None
+    if given is None and engine is not None and not has_tokenizer:
+        return _random_prompts(engine.vocab_size)[:count]
+    prompts = list(_PROMPTS if given is None else given)[:count]
+    needs_ids(prompts, has_tokenizer)
+    return prompts
+
+
+def _random_prompts(vocab_size: int) -> list[str | list[int]]:
+    """As many as the built-in ones; the same ones every time."""
+    dice = random.Random(0)
+    return [dice.choices(range(vocab_size), k=_RANDOM_TOKENS) for _ in _PROMPTS]
 
 
 def measure(
-    directory: Path, prompts: Sequence[str], options: BenchOptions, phases: Phases
+    directory: Path,
+    given: Sequence[str | list[int]] | None,
+    options: BenchOptions,
+    phases: Phases,
 ) -> dict[str, Any]:
     """Load everything, run the rounds, and make the report."""
     settings = options.settings()
@@ -231,6 +257,7 @@ def measure(
             max_num_seqs=options.batch_size,
         )
     plans = choose_plans(engine, options)
+    prompts = choose_prompts(given, options.num_prompts, engine)
     with phases.phase("read bandwidth"):
         bandwidth = measure_read_bandwidth()
     with phases.phase("read weights"):
@@ -245,6 +272,11 @@ def measure(
         for name in plans
     ]
     notes: list[str] = []
+    if given is None and engine.tokenizer is None:
+        notes.append(
+            "prompts: random token ids, as the engine has no tokenizer; acceptance on real prompts"
+            " differs: pass --prompts"
+        )
     if options.against is not None:
         depth = max((engine.plans[name].max_depth for name in plans[:1]), default=0)
         with phases.phase("prepare transformers"):
@@ -303,7 +335,7 @@ def _load_baselines(
 
     manifest = engine.manifest
     assert manifest is not None, "an engine that was loaded has a manifest"
-    sources = [model.source for model in manifest.models]
+    sources = [model.checkpoint for model in manifest.models]
     draft = options.draft_checkpoint or (sources[1] if len(sources) > 1 else None)
     checkpoints = Checkpoints(options.target_checkpoint or sources[0], draft, manifest.dtype)
     return load_contenders(checkpoints, batches, options.tokens, depth)

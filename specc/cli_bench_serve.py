@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from specc.cli_bench import BenchOptions, put_out, read_prompts
 from specc.cli_bench_serve_options import LoadOptions
 from specc.cli_progress import make_listener
-from specc.errors import EngineError, InputFileError, RequestError
+from specc.errors import EngineError, InputFileError
 from specc.files import output_error
+from specc.json_file import JsonError, parse_json
 from specc.load_goodput import parse_objectives
 from specc.load_lengths import LengthDistribution
 from specc.progress import Phases
@@ -249,7 +250,8 @@ class _Bench:
         prompt_tokens = None
         if options.prompt_tokens is not None:
             prompt_tokens = LengthDistribution.parse(options.prompt_tokens, "--prompt-tokens")
-        texts = read_prompts(BenchOptions(prompts=options.prompts))
+        given = read_prompts(BenchOptions(prompts=options.prompts), self._engine)
+        texts = [text if isinstance(text, str) else tuple(text) for text in given]
         tokenize = self._tokenize()
         if options.simulate is not None and tokenize is None:
             texts = []
@@ -266,13 +268,10 @@ class _Bench:
     def _tokenize(self) -> Tokenize | None:
         if self._engine is None:
             return None
-        if self._engine.tokenizer is None:
-            raise RequestError(
-                "an engine without a tokenizer", "one that has its tokenizer", "compile it again"
-            )
         from specc.runtime.request_maker import RequestMaker
 
-        return RequestMaker(self._engine, None).tokenize
+        maker = RequestMaker(self._engine, None)
+        return lambda text: maker.tokenize(text) if isinstance(text, str) else [*text]
 
 
 def read_table(path: Path) -> LatencyTable:
@@ -285,12 +284,12 @@ def read_table(path: Path) -> LatencyTable:
     from specc.latency_table import LatencyTable
 
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_bytes())
     except OSError as error:
         raise InputFileError(
             f"{path} cannot be read ({error.strerror or error})", "a latency table", "correct it"
         ) from error
-    except ValueError as error:
+    except JsonError as error:
         raise EngineError(
             f"{path} holds no JSON ({error})",
             "a latency table",

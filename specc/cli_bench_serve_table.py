@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from specc import cli_render as render
+from specc.cli_print_table import print_table
 from specc.load_figures import PERCENTILES, TIMES
 from specc.load_report import name_of
 
@@ -118,7 +119,7 @@ def _print_table(console: Console, cells: list[dict[str, Any]]) -> None:
         if has_goodput:
             row.append(_number(median_of(cell, "request_goodput"), ".2f"))
         table.add_row(shown, cell["policy"], *row)
-    console.print(table)
+    print_table(console, table, num_keys=2)
     console.print()
 
 

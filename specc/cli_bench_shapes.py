@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specc.cli_progress import make_listener
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.extras import install_command
 from specc.plans import SpecPlan
 from specc.progress import Phases
 
@@ -211,7 +212,7 @@ def _require_transformers(synthetic: str) -> None:
         raise ConfigError(
             f"--synthetic {synthetic}, and no transformers",
             "transformers, whose models are compiled",
-            'pip install "specc[compile]"',
+            install_command("compile"),
         )
 
 

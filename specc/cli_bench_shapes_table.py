@@ -8,6 +8,7 @@ from rich.table import Table
 
 from specc import cli_render as render
 from specc.cli_bench_table import depth_lines, difference_lines, run_name, speed_table
+from specc.cli_print_table import print_table
 from specc.files import format_bytes
 
 STAGES = {"draft": "draft", "verify": "verify", "draw": "draw", "accept_commit": "commit"}
@@ -20,7 +21,7 @@ def print_shapes_report(report: dict[str, Any]) -> None:
         console.print(line, soft_wrap=True)
     for table in (speed_table(report), _step_table(report), _part_table(report)):
         console.print()
-        console.print(table)
+        print_table(console, table)
     console.print()
     for line in [*depth_lines(report), *difference_lines(report), *report["notes"]]:
         console.print(line, soft_wrap=True)

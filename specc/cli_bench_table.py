@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from specc import cli_render as render
+from specc.cli_print_table import print_table
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -15,9 +16,9 @@ def print_report(report: dict[str, Any]) -> None:
     for line in _setting_lines(report):
         console.print(line, soft_wrap=True)
     console.print()
-    console.print(speed_table(report))
+    print_table(console, speed_table(report))
     console.print()
-    console.print(_step_table(report))
+    print_table(console, _step_table(report))
     console.print()
     for line in [*depth_lines(report), *difference_lines(report), *report["notes"]]:
         console.print(line, soft_wrap=True)

@@ -14,27 +14,32 @@ def compile_(
     target: Annotated[
         str,
         typer.Option(
-            "--target", help="Directory or cached hub id of the target.", show_default=False
+            "--target",
+            help="Directory of the target model, or its hub id once it is downloaded.",
+            show_default=False,
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Engine directory to make.", show_default=False)
+        Path,
+        typer.Option("--output", "-o", help="The engine directory to make.", show_default=False),
     ],
     draft: Annotated[
         list[str] | None,
         typer.Option(
             "--draft",
             metavar="DRAFT",
-            help="Draft model, lookup:N (what followed the last N tokens before, in the request),"
-            " or suffix (in earlier outputs, too); repeatable. Without one, no speculation.",
+            help="What proposes tokens: a draft model; lookup:N, which repeats what followed the"
+            " last N tokens earlier in the request; or suffix, which searches earlier outputs, too."
+            " Repeat the option for several. Without it, the engine does not speculate.",
         ),
     ] = None,
     combine: Annotated[
         str | None,
         typer.Option(
             "--combine",
-            help="Of several drafts: merge (all proposals as one tree), vote (the chain of the"
-            " majority), best (a model or a lookup, for each sequence); else merge.",
+            help="How several drafts work together: merge verifies all proposals as one tree (the"
+            " default), vote verifies the chain that most drafts agree on, best asks for each"
+            " sequence the model or the lookup, whichever promises more.",
         ),
     ] = None,
     tree: Annotated[
@@ -42,60 +47,76 @@ def compile_(
         typer.Option(
             "--tree",
             metavar="W1,W2,…",
-            help="Children per node and level, or dynamic:NODES,CHILDREN,LEVELS, chosen anew at"
-            " every step; repeat it for several plans, the default first.",
+            help="Shape of the proposals: how many children each node of a level gets, or"
+            " dynamic:NODES,CHILDREN,LEVELS for a tree that the draft chooses anew at every step."
+            " Repeat the option for several plans; the first is the default.",
         ),
     ] = None,
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
             "--num-speculative-tokens",
-            help="Chain of this length instead of a tree; else 4, of lookups 8.",
+            help="Propose a chain of this many tokens instead of a tree. The default is 4, and 8"
+            " for lookups.",
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="float32, bfloat16, or float16 (not for --backend cpu).")
+        str,
+        typer.Option(
+            "--dtype",
+            help="Type of weights and arithmetic: float32, bfloat16 (bf16), float16 (fp16, half;"
+            " not for the backends cpu and eager), or auto, the type of the checkpoint.",
+        ),
     ] = "float32",
     draft_dtype: Annotated[
         list[str] | None,
         typer.Option(
             "--draft-dtype",
-            help="Of all draft models; or repeat it, once for each; else that of --dtype.",
+            help="The same for the draft models: once for all of them, or once for each. The"
+            " default is the type of the target.",
         ),
     ] = None,
     max_batch_size: Annotated[
-        int, typer.Option("--max-batch-size", help="Sequences that decode together.")
+        int, typer.Option("--max-batch-size", help="How many sequences can decode together.")
     ] = 8,
     max_seq_len: Annotated[
         int | None,
         typer.Option(
             "--max-seq-len",
-            help="Tokens of prompt and output; else what the models allow, at most 4096.",
+            help="How many tokens a prompt and its output can have together. The default is what"
+            " the models allow, at most 4096.",
         ),
     ] = None,
     block_size: Annotated[
-        int, typer.Option("--block-size", help="Rows of a KV cache block; 0 is dense.")
+        int,
+        typer.Option(
+            "--block-size",
+            help="How many tokens a block of the KV cache holds; 0 makes one block for each"
+            " sequence.",
+        ),
     ] = 16,
     prefill_chunk: Annotated[
-        int, typer.Option("--prefill-chunk", help="Prompt tokens of one pass.")
+        int,
+        typer.Option("--prefill-chunk", help="How many tokens of a prompt one pass takes at most."),
     ] = 512,
     max_logits_mb: Annotated[
         int,
         typer.Option(
             "--max-logits-mb",
-            help="MiB of logits that a step may hold; trees that need more are verified in tiles,"
-            " which the rules mss and swor do not allow.",
+            help="How many MiB of logits a step may hold. Trees that need more are verified in"
+            " tiles, which the rules mss and swor do not allow.",
         ),
     ] = 512,
     backend: Annotated[
         str | None,
         typer.Option(
             "--backend",
-            help="cpu (compiled for this machine), eager, onnx (for onnxruntime), tensorrt, or cuda"
-            " (both experimental); else cpu where there is a compiler. aot-inductor, cuda with"
-            " compiled code, has run on no GPU yet: it needs one, and"
-            " SPECC_EXPERIMENTAL=aot-inductor; torch-tensorrt, tensorrt built by torch-tensorrt,"
-            " likewise, and SPECC_EXPERIMENTAL=torch-tensorrt.",
+            help="What will run the engine: cpu (code compiled for this machine), eager (compiles"
+            " in seconds and runs several times slower), onnx (onnxruntime), tensorrt or cuda (both"
+            " experimental). The default is cpu where there is a C++ compiler, else eager. Two"
+            " more need a GPU and have run on none yet: aot-inductor, which is cuda with compiled"
+            " code, after setting SPECC_EXPERIMENTAL=aot-inductor; and torch-tensorrt, which is"
+            " tensorrt built by torch-tensorrt, after setting SPECC_EXPERIMENTAL=torch-tensorrt.",
         ),
     ] = None,
     compute_capability: Annotated[
@@ -103,25 +124,47 @@ def compile_(
         typer.Option(
             "--compute-capability",
             metavar="X.Y",
-            help="Of the GPU that TensorRT engines are for, such as 8.9; else all that TensorRT-RTX"
-            " builds for, or the one that TensorRT finds.",
+            help="Compute capability of the GPU that a TensorRT engine is for, such as 8.9. The"
+            " default is every GPU that TensorRT-RTX builds for, or the one that TensorRT finds.",
         ),
     ] = None,
     decomposable_attention: Annotated[
         bool,
         typer.Option(
             "--decomposable-attention",
-            help="Let TensorRT take attention apart where it has no fused kernel, as of float32.",
+            help="Let TensorRT compute attention by several kernels where it has no fused one, as"
+            " for float32.",
+        ),
+    ] = False,
+    allow_nonfinite_weights: Annotated[
+        bool,
+        typer.Option(
+            "--allow-nonfinite-weights",
+            help="Compile weights that are NaN or infinite, or too large for --dtype; without it"
+            " they are refused.",
         ),
     ] = False,
     dump_graphs: Annotated[
         Path | None,
-        typer.Option("--dump-graphs", help="Directory for the graphs after each phase."),
+        typer.Option(
+            "--dump-graphs",
+            help="Write the graph of each model after each phase into this directory.",
+        ),
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe/--no-probe", help="Measure acceptance at the end.")
+        bool,
+        typer.Option(
+            "--probe/--no-probe",
+            help="Generate a few dozen tokens at the end and report how many are accepted.",
+        ),
     ] = True,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the engine at --output, if there is one.")
+    ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="List what every pass did; specc inspect does, too."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Compile a target and a draft into an engine directory.
@@ -162,10 +205,12 @@ def compile_(
             probe=probe,
             compute_capability=compute_capability,
             decomposable_attention=decomposable_attention,
+            allow_nonfinite_weights=allow_nonfinite_weights,
         ),
         trees=tree or [],
         num_speculative_tokens=num_speculative_tokens,
         combine=combine,
         dump_graphs=dump_graphs,
         force=force,
+        verbose=verbose,
     )

@@ -24,7 +24,11 @@ def run(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", help='File of JSON lines, each {"prompt": "…"}; a batch.'),
+        typer.Option(
+            "--prompts",
+            help='File of JSON lines, a batch: each {"prompt": "…"} or {"prompt_token_ids": […]},'
+            " and options of that prompt, such as max_tokens.",
+        ),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", help="Output tokens at most, for each prompt.")
@@ -44,32 +48,56 @@ def run(
         float, typer.Option("--temperature", help="0 is greedy, the most likely token.")
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw from the tokens that hold this share.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            "--top-p", help="Draw from the likeliest tokens that hold this share; else from all."
+        ),
+    ] = None,
     top_k: Annotated[
-        int, typer.Option("--top-k", help="Draw from the k most likely tokens; 0 is all.")
-    ] = 0,
+        int | None,
+        typer.Option("--top-k", help="Draw from the k likeliest tokens; 0, or none, is all."),
+    ] = None,
     min_p: Annotated[
-        float, typer.Option("--min-p", help="Least probability, as a share of the best one's.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            "--min-p",
+            help="Draw from tokens that are at least this share as likely as the likeliest one.",
+        ),
+    ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Of tokens that came before; 1 is none.")
+        float,
+        typer.Option(
+            "--repetition-penalty",
+            help="Divide logits of tokens that came before, in prompt or output; 1 is none.",
+        ),
     ] = 1.0,
     presence_penalty: Annotated[
-        float, typer.Option("--presence-penalty", help="Of tokens in the output; 0 is none.")
+        float,
+        typer.Option(
+            "--presence-penalty", help="Lower logits of tokens that are in the output; 0 is none."
+        ),
     ] = 0.0,
     frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="For every time in the output.")
+        float,
+        typer.Option(
+            "--frequency-penalty",
+            help="Lower logits of tokens by this, as often as they are in the output; 0 is none.",
+        ),
     ] = 0.0,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="The same tokens again, with any draft and plan.")
+        int | None,
+        typer.Option("--seed", help="Draw the same tokens again, with any draft and plan."),
     ] = None,
     rule: Annotated[
         str | None,
         typer.Option("--rule", help="How trees are drawn: coupled, delta, mss, swor; lossless."),
     ] = None,
     logprobs: Annotated[
-        int | None, typer.Option("--logprobs", help="With --json: of the best N tokens.")
+        int | None,
+        typer.Option(
+            "--logprobs",
+            help="Log probabilities of the output's tokens and of the N likeliest; with --json.",
+        ),
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="Text that ends the output; repeatable.")
@@ -77,6 +105,27 @@ def run(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")
     ] = False,
+    min_tokens: Annotated[
+        int, typer.Option("--min-tokens", help="Output tokens before anything may end it.")
+    ] = 0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logit-bias",
+            metavar="ID=BIAS",
+            help="Add a number from -100 to 100 to the logit of a token id; repeatable.",
+        ),
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option("--bad-word", help="Text that the output must not hold; repeatable."),
+    ] = None,
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--allowed-token-id", help="Draw from the token ids given so alone; repeatable."
+        ),
+    ] = None,
     verify: Annotated[
         bool | None,
         typer.Option(
@@ -111,6 +160,7 @@ def run(
       specc run engine/ --prompts prompts.jsonl --json > outputs.json
     """  # noqa: D301
     from specc.cli_run import Loading, Request, run_request
+    from specc.logit_controls import parse_bias
 
     request = Request(
         prompt=prompt,
@@ -121,16 +171,23 @@ def run(
         ignore_eos=ignore_eos,
         sampling={
             "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
+            **_given(top_p=top_p, top_k=top_k, min_p=min_p),
             "repetition_penalty": repetition_penalty,
             "presence_penalty": presence_penalty,
             "frequency_penalty": frequency_penalty,
             "seed": seed,
             "rule": rule,
             "logprobs": logprobs,
+            "min_tokens": min_tokens,
+            "logit_bias": parse_bias(logit_bias) if logit_bias else None,
+            "bad_words": bad_words or None,
+            "allowed_token_ids": allowed_token_ids or None,
         },
     )
     loading = Loading(plan=plan, policy=policy, verify=verify, threads=threads, backend=backend)
     run_request(engine, request, loading, stats=stats, as_json=as_json)
+
+
+def _given(**options: float | None) -> dict[str, float]:
+    """Those that the command line has; the others are as `SamplingParams` says."""
+    return {name: value for name, value in options.items() if value is not None}

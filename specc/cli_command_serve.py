@@ -79,6 +79,15 @@ def serve(
     max_body_bytes: Annotated[
         int, typer.Option("--max-body-bytes", help="Of one request; larger ones get 413.")
     ] = 8 << 20,
+    max_unbounded_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--max-unbounded-bytes",
+            help="Most bytes of a prompt whose number says nothing about its tokens, as the"
+            " tokenizer may leave them out. By default 64 for each position, and at least 1 MiB.",
+            show_default=False,
+        ),
+    ] = None,
     request_timeout: Annotated[
         float | None,
         typer.Option(
@@ -87,6 +96,23 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            help="A name that clients may call this server, beside its addresses; repeatable, * is"
+            " any. Without it: the machine's own names where the server listens at a local address"
+            " and needs no key, else any.",
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            "--max-connections",
+            help="Open at a time. Beyond, the one that has sent no request for the longest time is"
+            " closed; where all of them work, new ones get 503.",
+        ),
+    ] = 4096,
     drain_timeout: Annotated[
         float,
         typer.Option("--drain-timeout", help="Seconds that open requests have after SIGTERM."),
@@ -123,16 +149,18 @@ def serve(
       specc serve engine/
       specc serve engine/ --host 0.0.0.0 --port 9000 --served-model-name coder
       SPECC_API_KEY=secret specc serve engine/ --max-waiting 64 --request-timeout 120
+      specc serve engine/ --allowed-host specc.internal --max-connections 256
       curl localhost:8000/v1/completions -H 'Content-Type: application/json'
         -d '{"prompt": "def f(x):", "max_tokens": 32}'
     """  # noqa: D301
     from specc.cli_serve import run_serve
-    from specc.serve_config import ServeConfig
+    from specc.serve_config import ConnectionLimits, ServeConfig
 
     config = ServeConfig(
         model_names=tuple(served_model_name or (engine.resolve().name,)),
         api_keys=tuple(api_key or ()),
         max_body_bytes=max_body_bytes,
+        max_unbounded_bytes=max_unbounded_bytes,
         request_timeout_s=request_timeout,
         log_every_s=log_every,
     )
@@ -156,6 +184,8 @@ def serve(
             "drain_timeout_s": drain_timeout,
             "log_level": log_level,
             "chat_template": chat_template,
+            "allowed_hosts": tuple(allowed_host or ()),
+            "limits": ConnectionLimits(max_connections=max_connections),
         },
         measures=measure,
     )

@@ -15,10 +15,13 @@ def triton(
     output: Annotated[
         Path,
         typer.Option(
-            "-o", "--output", help="Model repository; made if absent.", show_default=False
+            "-o",
+            "--output",
+            help="The model repository to write into; it is made if absent.",
+            show_default=False,
         ),
     ],
-    name: Annotated[str, typer.Option("--name", help="Of the model.")] = "specc",
+    name: Annotated[str, typer.Option("--name", help="Name of the model.")] = "specc",
     layout: Annotated[
         str,
         typer.Option(
@@ -30,49 +33,58 @@ def triton(
     backends: Annotated[
         Path | None,
         typer.Option(
-            "--backends", help="With --layout backend: where backends are; else OUTPUT/../backends."
+            "--backends",
+            help="Directory of the backends, for --layout backend; default OUTPUT/../backends.",
         ),
     ] = None,
-    copy: Annotated[bool, typer.Option("--copy", help="Copy the engine; the default.")] = False,
-    link: Annotated[bool, typer.Option("--link", help="Hard links to the engine's files.")] = False,
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Copy the engine, which is the default.")
+    ] = False,
+    link: Annotated[
+        bool, typer.Option("--link", help="Link the engine's files instead of copying.")
+    ] = False,
     reference: Annotated[
-        bool, typer.Option("--reference", help="Only write where the engine is.")
+        bool, typer.Option("--reference", help="Only write down where the engine is.")
     ] = False,
     instances: Annotated[
-        int, typer.Option("--instances", help="Copies of the engine in memory.")
+        int, typer.Option("--instances", help="How many times to load the engine.")
     ] = 1,
     kind: Annotated[
-        str, typer.Option("--kind", help="Of instances, as Triton calls it: auto, cpu, gpu, model.")
+        str,
+        typer.Option(
+            "--kind", help="Kind of the instances, in Triton's words: auto, cpu, gpu or model."
+        ),
     ] = "auto",
     gpus: Annotated[
         str | None,
         typer.Option("--gpus", help='Devices of each instance: "0,1;2,3" is two of two devices.'),
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option("--max-num-seqs", help="Requests that run together.", min=1)
+        int | None, typer.Option("--max-num-seqs", help="How many requests run together.", min=1)
     ] = None,
     max_waiting: Annotated[
         int | None,
-        typer.Option("--max-waiting", help="Requests that wait; more are refused.", min=1),
+        typer.Option("--max-waiting", help="How many requests may wait; more are refused.", min=1),
     ] = None,
     plan: Annotated[
-        str | None, typer.Option("--plan", help="A plan of the engine, for all requests.")
+        str | None, typer.Option("--plan", help="The plan that all requests use.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option("--policy", help="What chooses plans; else as compiled or tuned.")
+        str | None,
+        typer.Option("--policy", help="What chooses plans; the default is the engine's own."),
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option("--backend", help="eager runs the graphs of any engine; else as compiled."),
+        typer.Option("--backend", help="eager runs any engine; the default is the engine's own."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads of torch, of each instance.", min=1)
+        int | None, typer.Option("--threads", help="Threads of torch in each instance.", min=1)
     ] = None,
     on_fault: Annotated[
         str | None,
         typer.Option(
             "--on-fault",
-            help="Once the engine has failed for good: refuse requests, or stop the server.",
+            help="What to do once the engine has failed: refuse requests, or stop the server.",
         ),
     ] = None,
     force: Annotated[

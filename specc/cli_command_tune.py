@@ -16,26 +16,42 @@ def tune(
         Path,
         typer.Option(
             "--prompts",
-            help='File of JSON lines, each {"prompt": "…"}: prompts like those to be served.',
+            help='File of JSON lines, each {"prompt": "…"} or {"prompt_token_ids": […]}: prompts'
+            " like those that the engine will serve.",
             show_default=False,
         ),
     ],
     num_prompts: Annotated[
-        int | None, typer.Option("--num-prompts", help="Only the first ones of the file.")
+        int | None, typer.Option("--num-prompts", help="Use only the first N prompts of the file.")
     ] = None,
     batch_size: Annotated[
         list[int] | None,
-        typer.Option("--batch-size", help="Sequences that run together; repeatable. Else 1 … 8."),
+        typer.Option(
+            "--batch-size",
+            help="Sequences that run together; repeatable. Without it: 1, 2, 4 and 8.",
+        ),
     ] = None,
-    max_nodes: Annotated[int, typer.Option("--max-nodes", help="Of a tree, root included.")] = 32,
-    max_depth: Annotated[int, typer.Option("--max-depth", help="Levels of a tree.")] = 8,
-    tokens: Annotated[int, typer.Option("--tokens", help="Output tokens of each prompt.")] = 64,
+    max_nodes: Annotated[
+        int, typer.Option("--max-nodes", help="Most nodes of a tree, its root included.")
+    ] = 32,
+    max_depth: Annotated[int, typer.Option("--max-depth", help="Most levels of a tree.")] = 8,
+    tokens: Annotated[
+        int, typer.Option("--tokens", help="Output tokens to generate for each prompt.")
+    ] = 64,
     temperature: Annotated[
-        float, typer.Option("--temperature", help="Of the requests that will come; 0 is greedy.")
+        float,
+        typer.Option("--temperature", help="Temperature that requests will have; 0 is greedy."),
     ] = 0.0,
-    rounds: Annotated[int, typer.Option("--rounds", help="Counted rounds of whole runs.")] = 3,
+    rounds: Annotated[
+        int, typer.Option("--rounds", help="Rounds of whole runs that are measured.")
+    ] = 3,
+    prune: Annotated[
+        bool,
+        typer.Option("--prune", help="Remove the engine's plans that no batch size has chosen."),
+    ] = False,
     threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads of torch; else as it is set.")
+        int | None,
+        typer.Option("--threads", help="Threads that torch uses; without it, as torch decides."),
     ] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -44,8 +60,9 @@ def tune(
 
     The optimal tree by measured acceptance and pass times, the best chain, a dynamic tree and the
     plans that the engine has are run as whole steps beside plain decoding. The fastest one for
-    each batch size stays in the engine; where none beats plain decoding, that is off. What was
-    measured is written to the engine's profile.json.
+    each batch size is what the engine then uses by itself; where none beats plain decoding, that
+    is off. Its other plans stay in it, for --plan, unless --prune is given. What was measured is
+    written to the engine's profile.json.
 
     \b
     Examples:
@@ -63,5 +80,6 @@ def tune(
         max_tokens=tokens,
         temperature=temperature,
         rounds=rounds,
+        prunes=prune,
     )
     run_tune(engine, prompts, options, num_prompts=num_prompts, threads=threads, as_json=as_json)

@@ -16,6 +16,7 @@ from specc.plans import SpecPlan
 
 if TYPE_CHECKING:
     from specc.compiler import Compilation
+    from specc.manifest import Manifest
 
 
 def run_compile(
@@ -29,6 +30,7 @@ def run_compile(
     combine: str | None,
     dump_graphs: Path | None,
     force: bool,
+    verbose: bool = False,
 ) -> None:
     """Compile, with progress on standard error and a summary on standard output.
 
@@ -44,7 +46,7 @@ def run_compile(
         compilation = compile_with(
             target, models, output, config, force=force, dump_graphs=dump_graphs, listen=listen
         )
-    print_summary(compilation, output)
+    print_summary(compilation, output, verbose)
 
 
 def parse_plans(
@@ -74,16 +76,27 @@ def parse_plans(
     return choose_plans(parsed, num_speculative_tokens, drafts, combine)
 
 
-def print_summary(compilation: Compilation, output: Path) -> None:
-    """What was built, what it needs, what to be careful about, and how to go on."""
+def print_summary(compilation: Compilation, output: Path, verbose: bool = False) -> None:
+    """What was built, what it needs, what to be careful about, and how to go on.
+
+    Args:
+        compilation: its result.
+        output: directory of the engine.
+        verbose: one line for every pass and model, too.
+    """
     manifest = compilation.manifest
+    passes = [record.to_json() for record in compilation.records]
     console = render.make_console()
     console.print(render.heading(f"\n{output}"))
     console.print(render.models_table(manifest))
     for line in render.source_lines(manifest):
         console.print(line, soft_wrap=True)
     console.print()
-    console.print(render.passes_table([record.to_json() for record in compilation.records]))
+    if verbose:
+        console.print(render.passes_table(passes))
+        console.print()
+    for line in render.rewrite_lines(passes):
+        console.print(line, soft_wrap=True)
     console.print()
     console.print(render.memory_table(manifest))
     limits = manifest.limits
@@ -99,9 +112,33 @@ def print_summary(compilation: Compilation, output: Path) -> None:
         console.print(f"probe: {render.probe_line(manifest.probe)}")
     console.print(f"time: {sum(compilation.seconds.values()):.1f} s")
     for warning in compilation.warnings:
-        render.make_console(stderr=True).print(f"warning: {warning}", style="yellow")
-    prompt = '"def fibonacci(n):" ' if manifest.tokenizer.file else ""
-    command = f"specc run {shlex.quote(str(output))} {prompt}--stats"
-    if not prompt:
-        command = f"specc inspect {shlex.quote(str(output))}"
-    console.print(f"\nnext: {command}", soft_wrap=True)
+        render.make_console(stderr=True).print(
+            f"warning: {warning}", style="yellow", soft_wrap=True
+        )
+    console.print(f"\nnext: {next_step(manifest, output, has_gpu())}", soft_wrap=True)
+
+
+def next_step(manifest: Manifest, output: Path, has_gpu: bool) -> str:
+    """A command that works on this machine, or on which machine it will.
+
+    Args:
+        manifest: of the engine.
+        output: its directory.
+        has_gpu: torch sees a GPU here.
+    """
+    engine = shlex.quote(str(output))
+    if not manifest.tokenizer.file:
+        return f"specc inspect {engine}"
+    run = f'specc run {engine} "def fibonacci(n):" --stats'
+    if manifest.device == "cuda" and not has_gpu:
+        return f"copy {engine} to a machine with an NVIDIA GPU, and there: {run}"
+    if manifest.backend == "onnx" and any(m.dtype == "bfloat16" for m in manifest.models):
+        return f"{run} --backend eager"
+    return run
+
+
+def has_gpu() -> bool:
+    """Whether torch can use a GPU here."""
+    import torch
+
+    return torch.cuda.is_available()

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from specc import cli_render as render
+from specc.cli_doctor_extras import NEEDED_FOR, describe, extras
 from specc.errors import CompilerError
+from specc.extras import install_command, supported_versions
 from specc.files import format_bytes
 from specc.machine import cpu_model, num_usable_cores
 
@@ -97,6 +99,7 @@ def examine() -> dict[str, Any]:
         _gpu(),
         _package("triton", "running engines of the backend cuda", "cuda"),
         *_other_runtimes(),
+        *_extras(),
     ]
     return {
         "cpu": {
@@ -114,10 +117,10 @@ def examine() -> dict[str, Any]:
 
 def _package(name: str, needed_for: str, extra: str = "") -> Check:
     """A Python package and the range of versions that specc supports."""
-    needed = supported_range(name)
+    needed = supported_versions(name)
     how = f'pip install "{name}{needed}"'
     if extra:
-        how = f'pip install "specc[{extra}]", or {how}'
+        how = install_command(extra)
     try:
         version = importlib.metadata.version(name)
         importlib.import_module(name)
@@ -130,15 +133,6 @@ def _package(name: str, needed_for: str, extra: str = "") -> Check:
     if not is_within(version, needed):
         return Check(name, "unsupported", f"{version}; supported: {needed}", needed_for, how)
     return Check(name, "ok", f"{version} (supported: {needed})", needed_for)
-
-
-def supported_range(name: str) -> str:
-    """Versions of a dependency that specc declares, such as `<2.14,>=2.11`."""
-    for requirement in importlib.metadata.requires("specc") or ():
-        match = re.match(r"[\w.-]+", requirement)
-        if match and match[0] == name:
-            return requirement[match.end() :].split(";")[0].strip()
-    return ""
 
 
 def is_within(version: str, needed: str) -> bool:
@@ -209,25 +203,54 @@ def _gpu() -> Check:
 
 def _other_runtimes() -> list[Check]:
     packages = (
-        ("ONNX", "onnx", "'specc[onnx]'", "specc compile --backend onnx or tensorrt"),
-        ("ONNX Script", "onnxscript", "'specc[onnx]'", "specc compile --backend onnx or tensorrt"),
-        ("ONNX Runtime", "onnxruntime", "'specc[onnx]'", "running engines of the backend onnx"),
-        ("TensorRT", "tensorrt", "tensorrt", "--backend tensorrt, on a machine with the GPU"),
-        ("TensorRT-RTX", "tensorrt_rtx", "'specc[tensorrt]'", "--backend tensorrt without a GPU"),
+        ("ONNX", "onnx", install_command("onnx"), "specc compile --backend onnx or tensorrt"),
+        (
+            "ONNX Script",
+            "onnxscript",
+            install_command("onnx"),
+            "specc compile --backend onnx or tensorrt",
+        ),
+        (
+            "ONNX Runtime",
+            "onnxruntime",
+            install_command("onnx"),
+            "running engines of the backend onnx",
+        ),
+        (
+            "TensorRT",
+            "tensorrt",
+            "pip install tensorrt",
+            "--backend tensorrt, on a machine with the GPU",
+        ),
+        (
+            "TensorRT-RTX",
+            "tensorrt_rtx",
+            install_command("tensorrt"),
+            "--backend tensorrt without a GPU",
+        ),
     )
     checks = []
-    for name, module, package, needed_for in packages:
+    for name, module, how, needed_for in packages:
         try:
             found = importlib.import_module(module)
         except ModuleNotFoundError:
-            how = f"pip install {package}"
             checks.append(Check(name, "missing", "", needed_for, how))
         except Exception as error:  # see _package
-            how = f"pip install --force-reinstall {package}"
-            checks.append(Check(name, "missing", _first_line(error), needed_for, how))
+            again = how.replace("pip install", "pip install --force-reinstall")
+            checks.append(Check(name, "missing", _first_line(error), needed_for, again))
         else:
             checks.append(Check(name, "ok", getattr(found, "__version__", "?"), needed_for))
     return checks
+
+
+def _extras() -> list[Check]:
+    """The extras that `pip install` takes; those of developers are not missed."""
+    return [
+        Check(f"extra {name}", state, detail, NEEDED_FOR.get(name, ""), how)
+        for name, packages in extras().items()
+        for state, detail, how in [describe(name, packages)]
+        if name != "dev"
+    ]
 
 
 def _instruction_sets() -> list[str]:

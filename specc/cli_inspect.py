@@ -11,6 +11,7 @@ from specc.artifact import read_manifest, torch_version
 from specc.cli_tensorrt import print_builds, read_builds
 from specc.errors import ConfigError, EngineError
 from specc.files import format_bytes, hash_file
+from specc.json_file import read_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,14 +83,9 @@ def _read_report(engine: Path, manifest: Manifest) -> dict[str, Any]:
     if REPORT_FILE not in manifest.files:
         return {"passes": [], "phases": {}}
     path = engine / REPORT_FILE
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         return {"passes": [], "phases": {}}
-    except ValueError as error:
-        raise EngineError(
-            f"{path} is no JSON: {error}", "a pass report", "compile or copy the engine again"
-        ) from error
+    return read_json(path, EngineError, "a pass report", "compile or copy the engine again")
 
 
 def _select(passes: list[dict[str, Any]], only: str | None) -> list[dict[str, Any]]:
@@ -112,7 +108,7 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         console.print(f"specc run refuses it: this installation has torch {torch_version()}")
     console.print()
     console.print(render.models_table(manifest))
-    for line in render.source_lines(manifest):
+    for line in (*render.source_lines(manifest), *render.weight_lines(manifest)):
         console.print(line, soft_wrap=True)
     console.print()
     console.print(render.layers_table(manifest.models))
@@ -124,7 +120,7 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         console.print(render.heading(f"\nplan {plan.name}{default}"))
         console.print(render.describe_plan(plan.plan))
         if plan.plan.speculates and plan.plan.dynamic is None:
-            console.print(render.draw_tree(plan.plan.shape))
+            console.print(render.draw_tree(plan.plan.largest_tree))
 
 
 def _print_passes(console: Console, passes: list[dict[str, Any]], why: bool) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from specc import cli_render as render
 from specc.artifact import open_engine
-from specc.errors import ConfigError, RequestError
+from specc.errors import ConfigError, EngineError, RequestError
+from specc.json_file import read_json
 from specc.manifest import PROFILE_FILE, Manifest, PlanEntry
-from specc.plans import SpecPlan
+from specc.plans import MERGE, SpecPlan
 from specc.tree import TokenTree
+
+_AGAIN = "compile or copy the engine again"
 
 
 def draw_pictures(
@@ -38,11 +40,14 @@ def draw_pictures(
         acceptance = _acceptance_of(directory, manifest, chosen, shape)
         tree_svg(shape, acceptance, f"plan {chosen.name}", tree)
         source = "measured acceptance" if acceptance else "no acceptance: specc tune measures it"
-        console.print(f"{tree}: plan {chosen.name}, {source}", soft_wrap=True)
+        size = (
+            "; at most so many nodes, fewer where drafts agree" if chosen.combine == MERGE else ""
+        )
+        console.print(f"{tree}: plan {chosen.name}, {source}{size}", soft_wrap=True)
     if step is not None:
         from specc.step_picture import step_svg
 
-        program = json.loads((directory / entry.file).read_text(encoding="utf-8"))
+        program = read_json(directory / entry.file, EngineError, "a step program", _AGAIN)
         step_svg(program, f"step of plan {entry.name}", step)
         console.print(f"{step}: step of plan {entry.name}", soft_wrap=True)
 
@@ -62,7 +67,7 @@ def _shape_of(plan: SpecPlan) -> TokenTree:
             "a tree of static shape",
             "choose another plan with --plan, or draw --step",
         )
-    return plan.shape
+    return plan.largest_tree
 
 
 def _acceptance_of(
@@ -71,7 +76,7 @@ def _acceptance_of(
     """Acceptance of every node as `specc tune` measured it, or as the compiler's probe did."""
     table: Any = None
     if PROFILE_FILE in manifest.files:
-        profile = json.loads((directory / PROFILE_FILE).read_text(encoding="utf-8"))
+        profile = read_json(directory / PROFILE_FILE, EngineError, "a profile", _AGAIN)
         table = profile.get("acceptance", {}).get(plan.drafts[0])
     if table is None and manifest.probe and plan.name == manifest.default_plan:
         table = _table_of_probe(manifest.probe, tree)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,12 @@ if TYPE_CHECKING:
     from specc.progress import ProgressEvent
 
 
+# units that are worth a number each: programs, not bytes
+_MOST_COUNTED = 999
+# a line in a log says how far a phase is as often as this
+_SECONDS_BETWEEN_COUNTS = 2.0
+
+
 class _SecondsColumn(ProgressColumn):
     """Time of a phase: running, then final as the compiler measured it."""
 
@@ -22,6 +30,20 @@ class _SecondsColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.fields['seconds'] or task.elapsed or 0.0:6.1f} s")
+
+
+class _CountColumn(ProgressColumn):
+    """How much of a phase is done, where that can be counted."""
+
+    def render(self, task: Task) -> Text:
+        if task.finished or not task.total:
+            return Text("")
+        return Text(count_text(int(task.completed), int(task.total)))
+
+
+def count_text(done: int, total: int) -> str:
+    """`2 of 3`, and of bytes a share."""
+    return f"{done} of {total}" if total <= _MOST_COUNTED else f"{done / total:.0%}"
 
 
 class Bars:
@@ -32,6 +54,7 @@ class Bars:
             TextColumn("{task.description:<24}"),
             BarColumn(bar_width=30),
             _SecondsColumn(),
+            _CountColumn(),
             console=make_console(stderr=True),
         )
         self._tasks: dict[str, int] = {}
@@ -66,10 +89,18 @@ class Bars:
 
 
 class Lines:
-    """Listens to a compilation and writes `phase … 1.2 s`, for logs and pipes."""
+    """Listens to a compilation and writes `phase … 1.2 s`, for logs and pipes.
 
-    def __init__(self) -> None:
+    A phase that takes longer and can be counted says how far it is: `phase … 1 of 3 … 8.1 s`.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._is_open = False
+        self._clock = clock
+        self._told_at = 0.0
 
     def __enter__(self) -> Lines:
         return self
@@ -90,7 +121,11 @@ class Lines:
         elif not self._is_open:
             # first the state, then the text: Ctrl-C may come between them
             self._is_open = True
+            self._told_at = self._clock()
             self._write(f"{event.phase} … ")
+        elif event.total and self._clock() - self._told_at >= _SECONDS_BETWEEN_COUNTS:
+            self._told_at = self._clock()
+            self._write(f"{count_text(event.done, event.total)} … ")
 
     def _write(self, text: str) -> None:
         sys.stderr.write(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -27,7 +28,9 @@ _MOST_LINES = 32  # lines of one tree
 def make_console(stderr: bool = False) -> Console:
     """A console that never interprets text as markup."""
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else _FILE_WIDTH
+    # rich asks the terminal, or the variable
+    asks = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    width = None if asks else _FILE_WIDTH
     return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
@@ -78,6 +81,20 @@ def models_table(manifest: Manifest) -> Table:
 def source_lines(manifest: Manifest) -> list[str]:
     """Where each model came from; paths are too long for a column."""
     return [f"{model.name} from {model.source}" for model in manifest.models]
+
+
+def weight_lines(manifest: Manifest) -> list[str]:
+    """What is unusual about the weights: such that are not finite, and tensors nobody reads."""
+    lines = []
+    for model in manifest.models:
+        if model.nonfinite_weights:
+            lines.append(
+                f"{model.name} holds {model.nonfinite_weights} weights that are not finite"
+            )
+        if model.unread_tensors:
+            names = ", ".join(model.unread_tensors)
+            lines.append(f"{model.name} does not read these tensors of its checkpoint: {names}")
+    return lines
 
 
 def layers_table(models: Iterable[ModelEntry]) -> Table:
@@ -131,6 +148,20 @@ def passes_table(passes: Sequence[dict[str, Any]]) -> Table:
             f"{item['seconds']:.2f}",
         )
     return table
+
+
+def rewrite_lines(passes: Sequence[dict[str, Any]]) -> list[str]:
+    """What passes did to each model, in one line, and below it what they declined, with reasons."""
+    lines = []
+    for program in dict.fromkeys(item["program"] for item in passes):
+        own = [item for item in passes if item["program"] == program]
+        rewrites = sum(item["rewrites"] for item in own)
+        declined = sum(len(item["declined"]) for item in own)
+        names = len({item["pass"] for item in own})
+        text = f"{program}: {rewrites} rewrites by {names} passes"
+        lines.append(f"{text}, {declined} declined" if declined else text)
+        lines += [f"  {line}" for line in declined_lines(own, why=False)]
+    return lines
 
 
 def declined_lines(passes: Sequence[dict[str, Any]], why: bool) -> list[str]:

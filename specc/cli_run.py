@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.errors import InputFileError, RequestError
+from specc.cli_prompts import (
+    PromptLine,
+    decode,
+    needs_ids,
+    not_empty,
+    note_keys,
+    read_bytes,
+    read_prompt_lines,
+)
+from specc.errors import RequestError
 from specc.machine import check_threads
 from specc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specc.metrics import SpecStats
     from specc.runtime.llm import LLM
-    from specc.runtime.outputs import RequestOutput
+    from specc.runtime.outputs import CompletionOutput, RequestOutput
+
+# options that only a request with a temperature reads; their defaults are None on the command line
+_OF_SAMPLING = {
+    "seed": "--seed",
+    "rule": "--rule",
+    "top_p": "--top-p",
+    "top_k": "--top-k",
+    "min_p": "--min-p",
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +44,7 @@ class Request:
     Args:
         prompt: text.
         file: UTF-8 text, one prompt.
-        prompts: JSON lines with `prompt`.
+        prompts: JSON lines with `prompt` or `prompt_token_ids`, and options of their own.
         sampling: further options of `SamplingParams`.
     """
 
@@ -38,15 +56,16 @@ class Request:
     ignore_eos: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
-    def params(self) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            stop=self.stop,
-            ignore_eos=self.ignore_eos,
+    def options(self) -> dict[str, Any]:
+        """Of `SamplingParams`, for all prompts."""
+        return {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop,
+            "ignore_eos": self.ignore_eos,
             **self.sampling,
-        )
+        }
 
-    def read(self) -> list[str]:
+    def read(self) -> list[PromptLine]:
         """The prompts, none of them empty.
 
         Raises:
@@ -65,19 +84,19 @@ class Request:
         if len(given) > 1:
             raise RequestError(f"{' and '.join(given)}", "one source of prompts", "pass one")
         if self.prompts is not None:
-            return list(read_prompt_lines(self.prompts))
+            lines = read_prompt_lines(self.prompts)
+            note_keys(self.prompts, [key for line in lines for key in line.others])
+            return lines
         if self.file is not None:
-            return [_not_empty(_decode(_read_bytes(self.file), str(self.file)), str(self.file))]
+            return [_line(read_bytes(self.file), str(self.file))]
         if self.prompt is not None:
             # bytes that are no UTF-8 reach Python as lone surrogates
-            raw = self.prompt.encode("utf-8", "surrogateescape")
-            return [_not_empty(_decode(raw, "the prompt"), "the prompt")]
+            return [_line(self.prompt.encode("utf-8", "surrogateescape"), "the prompt")]
         if sys.stdin.isatty():
             raise RequestError(
                 "no prompt", "text to continue", 'pass "PROMPT", --file F, or pipe it in'
             )
-        name = "standard input"
-        return [_not_empty(_decode(sys.stdin.buffer.read(), name), name)]
+        return [_line(sys.stdin.buffer.read(), "standard input")]
 
 
 @dataclass(frozen=True)
@@ -100,8 +119,14 @@ def run_request(
         SpeccError: of the engine, of a prompt, of a parameter.
     """
     check_threads(loading.threads)
-    params = request.params()
-    prompts = request.read()  # before the engine loads: a bad file fails at once
+    lines = request.read()  # before the engine loads: a bad file fails at once
+    common = request.options()
+    params = [line.params(common) for line in lines]
+    if not as_json and any(own.logprobs is not None for own in params):
+        raise RequestError(
+            "--logprobs without --json", "--json, which has a place for them", "add --json"
+        )
+    _note_unused(request.sampling, params)
     from specc.runtime.llm import LLM
 
     llm = LLM(
@@ -111,37 +136,71 @@ def run_request(
         verify=loading.verify,
         num_threads=loading.threads,
         backend=loading.backend,
-        max_num_seqs=1 if len(prompts) == 1 else None,
+        max_num_seqs=1 if len(lines) == 1 else None,
     )
+    prompts = [line.prompt for line in lines]
+    needs_ids(prompts, llm.tokenizer is not None)
     if as_json or len(prompts) > 1:
         outputs = llm.generate(prompts, params, _progress(len(prompts)))
         if as_json:
             _print_json(outputs, llm.get_metrics())
         else:
-            _print_outputs(outputs)
+            _print_outputs(outputs, llm.tokenizer is not None)
+            _note_cut([output.outputs[0].finish_reason for output in outputs])
     else:
-        _stream(llm, prompts[0], params)
+        _stream(llm, prompts[0], params[0])
     if stats:
         from specc.cli_stats import print_stats
 
         print_stats(llm.get_metrics())
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+def _line(data: bytes, name: str) -> PromptLine:
+    """A prompt that is not of a file of JSON lines."""
+    return PromptLine(name, not_empty(decode(data, name), name), {})
+
+
+def _note_unused(sampling: Mapping[str, Any], params: Sequence[SamplingParams]) -> None:
+    """Options of sampling change nothing where every request is greedy."""
+    given = [option for name, option in _OF_SAMPLING.items() if sampling.get(name) is not None]
+    if given and all(own.is_greedy for own in params):
+        verb = "has" if len(given) == 1 else "have"
+        _note(f"{', '.join(given)} {verb} no effect at temperature 0: nothing is drawn")
+
+
+def _note_cut(reasons: Sequence[str | None]) -> None:
+    """Outputs that end because of the limit, not of their own."""
+    if (count := reasons.count("length")) == 0:
+        return
+    which = "the output ends" if len(reasons) == 1 else f"{count} of {len(reasons)} outputs end"
+    _note(f"{which} at --max-tokens or at the engine's max_seq_len")
+
+
+def _note(text: str) -> None:
+    sys.stdout.flush()  # in this order, also where both go to one place
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
     last = ""
-    for event in llm.stream(prompt, params):
-        sys.stdout.write(event.text)
+    for event in llm.stream([prompt], params):
+        # without a tokenizer, tokens are all there is
+        text = event.text if llm.tokenizer is not None else f"{event.token_id} "
+        sys.stdout.write(text)
         sys.stdout.flush()
-        last = event.text or last
+        last = text or last
+        if event.finished:
+            reason = event.finish_reason
     if not last.endswith("\n"):
         sys.stdout.write("\n")
+    _note_cut([reason])
 
 
-def _print_outputs(outputs: Iterable[RequestOutput]) -> None:
+def _print_outputs(outputs: Iterable[RequestOutput], has_text: bool) -> None:
     for number, output in enumerate(outputs, start=1):
         completion = output.outputs[0]
         print(f"--- {number}: {len(completion.token_ids)} tokens, {completion.finish_reason}")
-        print(completion.text)
+        print(completion.text if has_text else " ".join(map(str, completion.token_ids)))
 
 
 def _print_json(outputs: Iterable[RequestOutput], metrics: SpecStats) -> None:
@@ -154,12 +213,24 @@ def _print_json(outputs: Iterable[RequestOutput], metrics: SpecStats) -> None:
                 "num_prompt_tokens": len(output.prompt_token_ids),
                 "text": completion.text,
                 "token_ids": completion.token_ids,
+                **_logprobs(completion),
                 "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
                 "metrics": output.metrics.as_dict(),
             }
         )
     print(json.dumps({"outputs": items, "metrics": metrics.as_dict()}, ensure_ascii=False))
+
+
+def _logprobs(completion: CompletionOutput) -> dict[str, Any]:
+    """Of each token and of the best ones beside it, where they were asked for."""
+    if completion.logprobs is None:
+        return {}
+    rows = [
+        [{"token_id": token, "logprob": entry.logprob, "rank": entry.rank} for token, entry in row]
+        for row in (entries.items() for entries in completion.logprobs)
+    ]
+    return {"cumulative_logprob": completion.cumulative_logprob, "logprobs": rows}
 
 
 def _progress(num_prompts: int) -> Any:
@@ -173,55 +244,3 @@ def _progress(num_prompts: int) -> Any:
         sys.stderr.flush()
 
     return show
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputFileError(
-            f"{path}: {error.strerror}", "a readable text file", "check the path"
-        ) from error
-
-
-def _decode(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputFileError(
-            f"{name}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8",
-            "UTF-8 text",
-            "convert it, for example: iconv -f latin1 -t utf-8",
-        ) from error
-
-
-def _not_empty(text: str, name: str) -> str:
-    if not text:
-        raise RequestError(f"{name} is empty", "text to continue", "write a prompt")
-    return text
-
-
-def read_prompt_lines(path: Path) -> Iterable[str]:
-    """Prompts of a file of JSON lines."""
-    text = _decode(_read_bytes(path), str(path))
-    # splitlines() would also cut at characters that JSON allows inside strings
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not lines:
-        raise RequestError(f"{path} is empty", "a JSON object on each line", "write a prompt")
-    for number, line in lines:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputFileError(
-                f"{path}, line {number}: no JSON ({error})",
-                'a line such as {"prompt": "text"}',
-                "correct the line",
-            ) from error
-        prompt = value.get("prompt") if isinstance(value, dict) else None
-        if not isinstance(prompt, str):
-            raise InputFileError(
-                f"{path}, line {number}: no text under the key prompt",
-                'a line such as {"prompt": "text"}',
-                "correct the line",
-            )
-        yield _not_empty(prompt, f"{path}, line {number}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.errors import ConfigError
+from specc.extras import install_command
 
 # seconds after which no further round of passes begins
 MEASURE_S = 8.0
@@ -42,7 +43,7 @@ def run_serve(
         if error.name is None or error.name.startswith("specc"):
             raise
         raise ConfigError(
-            f"no package {error.name}", "the packages of the server", "pip install specc[serve]"
+            f"no package {error.name}", "the packages of the server", install_command("serve")
         ) from error
     timing = measure if measures else None
     return serve(engine, Loading(**loading, measure=timing), Place(**place), config)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc import cli_render as render
 from specc.errors import EngineError
 from specc.files import format_bytes
+from specc.json_file import read_json
 from specc.trt_layers import LAYERS_FILE, LayerReport
 
 if TYPE_CHECKING:
@@ -131,9 +131,6 @@ def _span(sizes: list[int]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     """Of a missing file, nothing: `specc inspect` names it at the end."""
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except ValueError as error:
-        raise EngineError(f"{path} is no JSON: {error}", "a build report", _AGAIN) from error
+    return read_json(path, EngineError, "a build report", _AGAIN)

@@ -9,8 +9,9 @@ import torch
 from rich.table import Table
 
 from specc import cli_render as render
+from specc.cli_print_table import print_table
 from specc.cli_progress import make_listener
-from specc.cli_run import read_prompt_lines
+from specc.cli_prompts import plain_prompts
 from specc.errors import ConfigError
 from specc.machine import check_threads
 from specc.plans import OFF
@@ -36,7 +37,7 @@ def run_tune(
     check_threads(threads)
     if threads is not None:
         torch.set_num_threads(threads)
-    texts = list(read_prompt_lines(prompts))[:num_prompts]
+    texts = plain_prompts(prompts)[:num_prompts]
     with make_listener() as listen:
         tuning = tune(engine, texts, options, Phases(listen))
     if as_json:
@@ -47,8 +48,14 @@ def run_tune(
         rows = ", ".join(" ".join(f"{value:.2f}" for value in row[:4]) for row in table[:4])
         console.print(f"acceptance of {draft} by depth and rank: {rows}", soft_wrap=True)
     for batch in tuning.batches:
-        console.print(_table(batch))
+        console.print(render.heading(f"\nbatch size {batch.batch_size}"))
+        print_table(console, _table(batch))
         console.print(_reason(batch), soft_wrap=True)
+    if tuning.others:
+        names = ", ".join(plan.name for plan in tuning.others)
+        text = "removed from" if options.prunes else "chosen for no batch size, and still in"
+        do = "" if options.prunes else " (--prune removes them)"
+        console.print(f"\n{text} the engine: {names}{do}", soft_wrap=True)
 
 
 def check_options(options: TuneOptions, num_prompts: int | None) -> None:
@@ -70,9 +77,9 @@ def check_options(options: TuneOptions, num_prompts: int | None) -> None:
 
 
 def _table(batch: BatchTuning) -> Table:
-    table = Table(title=render.heading(f"\nbatch size {batch.batch_size}"), title_justify="left")
-    for name in ("plan", "tokens a step", "predicted", "measured", "spread"):
-        table.add_column(name, justify="left" if name == "plan" else "right")
+    columns = ("tokens a step", "predicted", "measured", "spread")
+    table = render.make_table(("plan", *columns), columns)
+    table.columns[0].no_wrap = True
     ranked = sorted(batch.candidates, key=lambda item: -item.measured)
     for item in ranked:
         mark = " *" if item.plan == batch.chosen else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
+import difflib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +17,15 @@ from torch import nn
 
 from specc import __version__
 from specc.artifact import BACKENDS, EngineWriter, available_memory_bytes, torch_version
+from specc.compile_checks import (
+    ModelLike,
+    advice_for,
+    check_dump,
+    check_lengths,
+    choose_dtypes,
+    errors_of,
+    open_models,
+)
 from specc.compile_rectangular import (
     dense,
     lower_rectangular,
@@ -25,8 +34,10 @@ from specc.compile_rectangular import (
     with_rim,
 )
 from specc.compile_tensorrt import build_engines, check_tensorrt
+from specc.compile_tokenizer import EngineTokenizer, check_tokenizers
+from specc.compile_weights import write_model_weights
 from specc.config import CompileConfig
-from specc.errors import ConfigError, SpeccError
+from specc.errors import ConfigError
 from specc.files import format_bytes
 from specc.manifest import (
     ON_GPU,
@@ -36,7 +47,6 @@ from specc.manifest import (
     ModelEntry,
     NativeEntry,
     PlanEntry,
-    TokenizerEntry,
 )
 from specc.model_entries import (
     check_windows,
@@ -44,7 +54,7 @@ from specc.model_entries import (
     engine_limits,
     plan_model_memory,
 )
-from specc.passes import hf_model, lower_aot_cuda, lower_cpu, lower_torch_tensorrt
+from specc.passes import lower_aot_cuda, lower_cpu, lower_torch_tensorrt
 from specc.passes.emit import program_to_json
 from specc.passes.fit_vocabulary import FitVocabulary
 from specc.passes.fuse_step import fuse_step
@@ -60,14 +70,12 @@ from specc.passes.program import Program
 from specc.passes.trace import trace
 from specc.plans import OFF, SpecPlan
 from specc.progress import Phases, ProgressEvent
-from specc.tokens import TokenMap
-from specc.weights import write_weights
 
-# Hugging Face directory or id, or a module
-ModelLike = str | Path | nn.Module
 DEFAULT_CHAIN = 4
 # backends that are another form of one
 _BACKEND_OF = {lower_aot_cuda.BACKEND: "cuda", lower_torch_tensorrt.BACKEND: "tensorrt"}
+# as people and other programs call them
+_BACKEND_ALIASES = {"gpu": "cuda", "trt": "tensorrt", "onnxruntime": "onnx", "torch": "eager"}
 _TOKENIZER_FILES = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
@@ -134,29 +142,30 @@ def build(
     """
     phases = Phases(listen)
     draft_models = as_drafts(drafts)
-    dtypes = config.dtypes_of(len(draft_models))
+    config.dtypes_of(len(draft_models))
     plans = engine_plans(config, len(draft_models))
-    chosen, fallback = choose_backend(config.backend)
+    chosen, warnings = choose_backend(config.backend)
     backend = _BACKEND_OF.get(chosen, chosen)
     is_rectangular = backend in RECTANGULAR
     if is_rectangular:
         config = dense(config)
-    tensorrt = check_tensorrt(config, dtypes) if backend == "tensorrt" else None
     # an engine for cuda, with compiled code beside its programs
     with_packages = chosen == lower_aot_cuda.BACKEND
-    if "float16" in dtypes and backend not in ("cuda", *RECTANGULAR):
-        raise ConfigError(
-            "dtype float16 for a CPU",
-            "float32 or bfloat16, or the backend cuda, onnx or tensorrt",
-            "pass --dtype bfloat16, or --backend cuda to compile for a GPU",
-        )
     with inductor_directory(), EngineWriter(output, force=force) as writer:
+        check_dump(dump_graphs)
+        with phases.phase("check models"):
+            candidates = open_models(target, draft_models)
+            dtypes, told = choose_dtypes(config, candidates, backend)
+            tensorrt = check_tensorrt(config, dtypes) if backend == "tensorrt" else None
+            check_lengths(config, candidates)
+            tokens = check_tokenizers(candidates, tokenizer)
+            warnings = [*tokens.warnings, *told, *warnings]
         with phases.phase("load models"):
-            sources = [ModelSource.load("target", target, getattr(torch, config.dtype))]
-            for number, draft in enumerate(draft_models):
-                sources.append(_load_draft(number, draft, getattr(torch, dtypes[1 + number])))
-            warnings, token_entry, tokenizer_file = _check_tokenizers(sources, tokenizer)
-            warnings += fallback
+            sources = []
+            for candidate, dtype in zip(candidates, dtypes, strict=True):
+                with errors_of(candidate.name), advice_for(candidate.model):
+                    kind = getattr(torch, dtype)
+                    sources.append(ModelSource.load(candidate.name, candidate.model, kind))
         limits = engine_limits(sources, plans, config)  # what can be refused before tracing
         lowering = {"cuda": CUDA_PHASES, "cpu": lower_cpu.LAYOUT_PHASES}.get(backend, ())
         models, records = _compile_models(
@@ -174,18 +183,19 @@ def build(
                 model.memory = with_rim(model.memory, rectangle)
         with phases.phase("write programs"):
             steps = _write_programs(writer, models, plans, is_rectangular)
+        # before minutes of compiling: what is wrong with a checkpoint is found here
+        for model in models:
+            with phases.phase(f"write {model.name} weights") as advance:
+                warnings += write_model_weights(writer, model, config, advance)
         native = None
         if backend == "cpu":
-            with phases.phase("compile programs"):
-                lowered, native = _compile_programs(writer, models, dump_graphs)
+            with phases.phase("compile programs") as advance:
+                lowered, native = _compile_programs(writer, models, dump_graphs, advance)
             records += lowered
         if with_packages:
             with phases.phase("compile packages"):
                 lowered_models = [(model.entry, model.program) for model in models]
                 lower_aot_cuda.lower_aot_cuda(lowered_models, plans, limits, writer)
-        for model in models:
-            with phases.phase(f"write {model.name} weights") as advance:
-                _write_model_weights(writer, model, advance)
         if rectangle is not None:
             records += lower_rectangular(writer, models, rectangle, dump_graphs, phases)
             if backend == "onnx":
@@ -193,7 +203,7 @@ def build(
             if tensorrt is not None:
                 by_torch = chosen == lower_torch_tensorrt.BACKEND
                 warnings += build_engines(writer, models, plans, limits, config, phases, by_torch)
-        _write_extras(writer, models, records, phases, tokenizer_file)
+        _write_extras(writer, models, records, phases, tokens)
         manifest = Manifest(
             specc_version=__version__,
             torch_version=torch_version(),
@@ -205,7 +215,7 @@ def build(
             default_plan=plans[0].name,
             policy=config.policy,
             limits=limits,
-            tokenizer=token_entry,
+            tokenizer=tokens.entry,
             memory_plan={
                 model.name: MemoryEntry(**model.memory.to_json())
                 for model in models
@@ -217,7 +227,7 @@ def build(
         )
         result = None
         available = available_memory_bytes()
-        if probe is None or not config.probe or tokenizer_file is None:
+        if probe is None or not config.probe or tokens.file is None:
             pass
         elif backend in ON_GPU and not torch.cuda.is_available():
             warnings.append("no probe: this machine has no GPU that torch can use")
@@ -247,6 +257,7 @@ def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
             aot-inductor, and no GPU.
         TensorRTError: torch-tensorrt is asked for, and it cannot build here.
     """
+    given = wanted
     wanted = wanted or os.environ.get("SPECC_BACKEND") or None
     if wanted == lower_aot_cuda.BACKEND:
         lower_aot_cuda.check_machine()
@@ -255,8 +266,13 @@ def choose_backend(wanted: str | None) -> tuple[str, list[str]]:
         lower_torch_tensorrt.check_machine()
         return wanted, []
     if wanted is not None and wanted not in BACKENDS:
+        close = difflib.get_close_matches(wanted, BACKENDS, n=1)
+        meant = _BACKEND_ALIASES.get(wanted, close[0] if close else None)
+        by_option = "--backend " if given else "SPECC_BACKEND="
         raise ConfigError(
-            f"backend {wanted}", " or ".join(BACKENDS), "choose one of them, or leave it out"
+            f"{by_option}{wanted}",
+            " or ".join(BACKENDS),
+            f"say {by_option}{meant}" if meant else "choose one of them, or leave it out",
         )
     # never by itself: cuda until a GPU has shown it, and what is for other runtimes
     if wanted in ("cuda", *RECTANGULAR):
@@ -301,14 +317,6 @@ def engine_plans(config: CompileConfig, num_drafts: int) -> list[SpecPlan]:
     return list(dict.fromkeys([*plans, OFF]))
 
 
-def _load_draft(number: int, draft: ModelLike, dtype: torch.dtype) -> ModelSource:
-    """Load a draft; an error says which one."""
-    try:
-        return ModelSource.load(f"draft_{number}", draft, dtype)
-    except SpeccError as error:
-        raise type(error)(f"draft {number}: {error.found}", error.needed, error.do) from error
-
-
 def _compile_models(
     sources: Sequence[ModelSource],
     plans: list[SpecPlan],
@@ -320,52 +328,21 @@ def _compile_models(
     models, records = [], []
     num_ids = 0
     for source in sources:
-        with phases.phase(f"trace {source.name}"):
+        # a directory's module is not the user's own
+        own = source.label if source.directory is not None else source.module
+        with phases.phase(f"trace {source.name}"), advice_for(own):
             program = trace(source.module, source.name)
             source.position_rows = position_limit(program)
         layout = PHASES
         if source.name != "target":
             layout = (*layout, ("vocabulary", (partial(FitVocabulary, num_ids),)))
-        with phases.phase(f"rewrite {source.name}"):
+        with phases.phase(f"rewrite {source.name}"), advice_for(own):
             records += Pipeline((*layout, *lowering), dump).run(program)
         entry = describe_model(source, program, max_seq_len)
         num_ids = num_ids or entry.vocab_size
         models.append(CompiledModel(source, program, entry))
         check_windows(entry, plans)
     return models, records
-
-
-def _check_tokenizers(
-    sources: Sequence[ModelSource], tokenizer: str | Path | None
-) -> tuple[list[str], TokenizerEntry, Path | None]:
-    """Compare token maps; returns warnings, the manifest's entry and the tokenizer's file."""
-    target = sources[0]
-    file = Path(tokenizer) if tokenizer else None
-    if file is None and target.directory is not None:
-        file = target.directory
-    if file is not None and file.is_dir():
-        file = file / "tokenizer.json"
-    directory = file.parent if file else None
-    eos = tuple(hf_model.eos_token_ids(directory, target.config))
-    if file is None:
-        return [], TokenizerEntry(None, hashlib.sha256(b"").hexdigest(), eos, None, False), None
-    target_map = TokenMap.from_file(file)
-    warnings = []
-    for source in sources[1:]:
-        if source.directory is not None:
-            warnings += target_map.require_same(
-                TokenMap.from_file(source.directory / "tokenizer.json")
-            )
-    bos = getattr(target.config, "bos_token_id", None)
-    entry = TokenizerEntry(file.name, target_map.sha256(), eos, bos, _adds_bos(file, bos))
-    return warnings, entry, file
-
-
-def _adds_bos(file: Path, bos: int | None) -> bool:
-    from tokenizers import Tokenizer
-
-    ids = Tokenizer.from_file(str(file)).encode("a").ids
-    return bos is not None and ids[:1] == [bos]
 
 
 def _write_programs(
@@ -386,26 +363,18 @@ def _write_programs(
 
 
 def _compile_programs(
-    writer: EngineWriter, models: Sequence[CompiledModel], dump: Path | None
+    writer: EngineWriter,
+    models: Sequence[CompiledModel],
+    dump: Path | None,
+    advance: Callable[[int, int], None],
 ) -> tuple[list[PassRecord], NativeEntry]:
     packages = [
         lower_cpu.CpuPackage(model.program, writer.path(model.entry.package_file))
         for model in models
     ]
     library = lower_cpu.LIBRARY_FILE
-    records, isa_flags = lower_cpu.lower_cpu(packages, writer.path(library), dump)
+    records, isa_flags = lower_cpu.lower_cpu(packages, writer.path(library), dump, advance)
     return records, NativeEntry(library, isa_flags)
-
-
-def _write_model_weights(
-    writer: EngineWriter,
-    model: CompiledModel,
-    advance: Callable[[int, int], None],
-) -> None:
-    file = model.entry.weights_file
-    reader = model.source.reader
-    specs = model.source.weight_specs(model.program)
-    writer.record(file, *write_weights(specs, reader, writer.path(file), progress=advance))
 
 
 def _write_extras(
@@ -413,17 +382,17 @@ def _write_extras(
     models: Sequence[CompiledModel],
     records: Sequence[PassRecord],
     phases: Phases,
-    tokenizer: Path | None,
+    tokens: EngineTokenizer,
 ) -> None:
     for model in models:
         if model.source.directory is not None:
             config = model.source.directory / "config.json"
             writer.copy_file(config, f"{model.entry.dir}/config.json")
-    if tokenizer is not None:
-        writer.copy_file(tokenizer, tokenizer.name)
+    if tokens.file is not None:
+        writer.write_bytes(tokens.file.name, tokens.data)
         for name in _TOKENIZER_FILES:
-            if (tokenizer.parent / name).is_file():
-                writer.copy_file(tokenizer.parent / name, name)
+            if (tokens.file.parent / name).is_file():
+                writer.copy_file(tokens.file.parent / name, name)
     report = {
         "passes": [record.to_json() for record in records],
         "phases": {name: round(value, 3) for name, value in phases.seconds.items()},

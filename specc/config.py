@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 from specc.errors import ConfigError
 from specc.plans import SpecPlan
 
 DTYPES = ("float32", "bfloat16", "float16")
+# the type of the checkpoint
+AUTO = "auto"
+# as transformers, vLLM and people call them
+_DTYPE_ALIASES = {
+    **dict.fromkeys(("float", "fp32", "f32", "single"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+}
 # the upper ends are those of the traced dimensions (passes/trace.py), or beyond any use
 _RANGES = (
     *(("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16)),
@@ -27,8 +36,9 @@ class CompileConfig:
 
     Args:
         plans: speculation plans of the engine; off is always added. The first is the default.
-        dtype: arithmetic and weight type of the target, `float32`, `bfloat16`, or, for other
-            backends than cpu, `float16`.
+        dtype: arithmetic and weight type of the target, `float32`, `bfloat16`, for other backends
+            than cpu and eager `float16`, or `auto`, that of the checkpoint; bf16, fp16, half and
+            their like are understood, too.
         draft_dtypes: of the draft models: one each, or one for all; none is the target's.
         max_batch_size: sequences that decode together.
         max_seq_len: tokens of prompt and output together; None takes the target's own maximum,
@@ -44,6 +54,7 @@ class CompileConfig:
         compute_capability: of the GPU that TensorRT engines are for, `8.9`; None is every GPU that
             the builder supports, or the one that it finds.
         decomposable_attention: let TensorRT take attention apart where it has no fused kernel.
+        allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -62,16 +73,12 @@ class CompileConfig:
     max_logits_mb: int = DEFAULT_MAX_LOGITS_MB
     compute_capability: str | None = None
     decomposable_attention: bool = False
+    allow_nonfinite_weights: bool = False
 
     def __post_init__(self) -> None:
-        for option, dtype in (
-            ("--dtype", self.dtype),
-            *(("--draft-dtype", dtype) for dtype in self.draft_dtypes),
-        ):
-            if dtype not in DTYPES:
-                raise ConfigError(
-                    f"{option} {dtype}", f"one of {', '.join(DTYPES)}", f"pass {option} {DTYPES[0]}"
-                )
+        object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
+        drafts = tuple(parse_dtype(dtype, "--draft-dtype") for dtype in self.draft_dtypes)
+        object.__setattr__(self, "draft_dtypes", drafts)
         for name, low, high in _RANGES:
             value = getattr(self, name)
             option = "--" + name.replace("_", "-")
@@ -108,3 +115,25 @@ class CompileConfig:
                 "repeat --draft-dtype as often as --draft with a model, or pass it once",
             )
         return [self.dtype, *(given * num_drafts if len(given) == 1 else given)]
+
+
+def parse_dtype(text: str, option: str) -> str:
+    """The full name of a type: `bfloat16` for `bf16` or `torch.bfloat16`.
+
+    Args:
+        text: as the user wrote it.
+        option: that it was given with, for the error.
+    Raises:
+        ConfigError: no type that specc computes in.
+    """
+    name = str(text).strip().lower().removeprefix("torch.")
+    name = _DTYPE_ALIASES.get(name, name)
+    if name in (*DTYPES, AUTO):
+        return name
+    close = difflib.get_close_matches(name, (*DTYPES, *_DTYPE_ALIASES, AUTO), n=1)
+    meant = _DTYPE_ALIASES.get(close[0], close[0]) if close else None
+    raise ConfigError(
+        f"{option} {text}",
+        f"one of {', '.join((*DTYPES, AUTO))}",
+        f"pass {option} {meant}" if meant else "choose one of them; specc does not quantize",
+    )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specc.files import output_error
 
 _COLORS = {"off": "#8a8f98", "goodput": "#1f6feb"}
+# the longest latency over the shortest, from which on the axis is logarithmic
+_WIDE = 30
 _OTHERS = ("#c9a227", "#b5651d", "#4c9f70", "#8e5ea2", "#c44e52", "#64b5cd")
 
 
@@ -21,6 +24,7 @@ def write_load_plot(report: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
 
     lines = lines_of(report["cells"])
     others = [name for name in lines if name not in _COLORS]
@@ -48,12 +52,18 @@ def write_load_plot(report: dict[str, Any], path: Path) -> None:
                 alpha=0.15,
                 linewidth=0,
             )
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-        axes.tick_params(axis="y", which="minor", labelsize=7)
         axes.set_xlabel("requests a second")
-        axes.set_ylabel("mean latency, s: median, least and greatest round")
+        axes.set_xlim(left=0)
+        label = "mean latency, s: median, least and greatest round"
+        if is_wide(lines):
+            axes.set_yscale("log", subs=[])
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            label += "\n(logarithmic)"
+        else:
+            # from zero: else a small difference looks like a large one
+            axes.set_ylim(bottom=0)
+        axes.set_ylabel(label)
         axes.set_title(_title(report), fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
@@ -77,6 +87,12 @@ def lines_of(cells: list[dict[str, Any]]) -> dict[str, list[tuple[float, dict[st
         if rate is not None and spread is not None:
             lines.setdefault(cell["policy"], []).append((rate, spread))
     return {name: sorted(points, key=lambda point: point[0]) for name, points in lines.items()}
+
+
+def is_wide(lines: Mapping[str, Sequence[tuple[float, dict[str, float]]]]) -> bool:
+    """Whether latencies differ so much that a linear axis would show the longest ones alone."""
+    medians = [spread["median"] for points in lines.values() for _, spread in points]
+    return bool(medians) and max(medians) > _WIDE * min(medians)
 
 
 def _title(report: dict[str, Any]) -> str:

@@ -10,7 +10,9 @@ from specc.errors import ConfigError
 from specc.load_arrivals import Arrivals
 from specc.load_lengths import LengthDistribution
 
-Tokenize = Callable[[str], list[int]]
+# text, or token ids
+Text = str | tuple[int, ...]
+Tokenize = Callable[[Text], list[int]]
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ class Workload:
         num_requests: at most.
         output_tokens: of each request.
         prompt_tokens: of each; None takes the prompts as they are.
-        texts: prompts, in a shuffled order and over and over; with `prompt_tokens` they are one
-            long text, of which every request gets a part of its length, so that hardly two of them
-            begin alike.
+        texts: prompts, text or token ids, in a shuffled order and over and over; with
+            `prompt_tokens` they are one long text, of which every request gets a part of its
+            length, so that hardly two of them begin alike.
         tokenize: None sends text.
         max_seconds: requests that come later are left out.
         seed: of everything.
@@ -53,7 +55,7 @@ class Workload:
     num_requests: int
     output_tokens: LengthDistribution
     prompt_tokens: LengthDistribution | None = None
-    texts: Sequence[str] = ()
+    texts: Sequence[Text] = ()
     tokenize: Tokenize | None = None
     max_seconds: float | None = None
     seed: int = 0
@@ -98,7 +100,10 @@ class Workload:
             dice.shuffle(order)
             chosen = [self.texts[order[i % len(order)]] for i in range(count)]
             if self.tokenize is None:
-                return [(text, None) for text in chosen]
+                return [
+                    (text, None) if isinstance(text, str) else ([*text], len(text))
+                    for text in chosen
+                ]
             known = {text: self.tokenize(text) for text in set(chosen)}
             return [(known[text], len(known[text])) for text in chosen]
         lengths = [self.prompt_tokens.draw(dice) for _ in range(count)]

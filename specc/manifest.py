@@ -13,7 +13,7 @@ from specc.manifest_decode import decode, invalid
 from specc.plans import SpecPlan
 from specc.rectangle import CacheRows
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MANIFEST_FILE = "manifest.json"
 # written by `specc tune`
 PROFILE_FILE = "profile.json"
@@ -49,7 +49,14 @@ class SlabEntry:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """The target or a draft: `dir` holds program.json and weights.safetensors."""
+    """The target or a draft: `dir` holds program.json and weights.safetensors.
+
+    Args:
+        source: what the user called it: a path, a hub id, or the class of a module.
+        location: absolute path of the checkpoint, where `source` is a path; else None.
+        unread_tensors: of the checkpoint, which no graph reads.
+        nonfinite_weights: weights that are NaN or infinite, which the user has allowed.
+    """
 
     name: str
     dir: str
@@ -62,6 +69,14 @@ class ModelEntry:
     slabs: tuple[SlabEntry, ...]
     source: str
     dtype: str
+    location: str | None = None
+    unread_tensors: tuple[str, ...] = ()
+    nonfinite_weights: int = 0
+
+    @property
+    def checkpoint(self) -> str:
+        """Where to load the original from, whatever the working directory is."""
+        return self.location or self.source
 
     @property
     def program_file(self) -> str:

@@ -77,7 +77,8 @@ class SpecStats:
             num_emitted: tokens that the request took of the num_accepted + 1, at least 1.
         """
         trimmed = num_accepted + 1 - num_emitted
-        accepted = num_emitted - 1
+        # none where the first one was refused
+        accepted = max(num_emitted - 1, 0)
         self.num_output_tokens += num_emitted
         self.num_trimmed_tokens += trimmed
         self.num_steps += 1

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from specc.compile_checks import check_seq_len
 from specc.config import CompileConfig
-from specc.errors import ConfigError, TreeError
+from specc.errors import TreeError
 from specc.manifest import LayerEntry, LimitsEntry, ModelEntry, SlabEntry
 from specc.passes.model_source import ModelSource
 from specc.passes.plan_memory import ModelMemory, PassShape, plan_memory
@@ -16,6 +17,7 @@ from specc.passes.program import Program
 from specc.plans import SpecPlan
 
 DEFAULT_MAX_SEQ_LEN = 4096
+_MOST_UNREAD = 3
 
 
 def cache_layout(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEntry, ...]]:
@@ -47,7 +49,15 @@ def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> M
         slabs=slabs,
         source=source.label,
         dtype=str(source.dtype).removeprefix("torch."),
+        location=source.location,
     )
+
+
+def describe_unread(names: Sequence[str]) -> str:
+    """`5 tensors (visual.0.weight, visual.1.weight, visual.2.weight, …)`."""
+    shown = ", ".join(names[:_MOST_UNREAD])
+    more = ", …" if len(names) > _MOST_UNREAD else ""
+    return f"{len(names)} tensor{'s' * (len(names) != 1)} ({shown}{more})"
 
 
 def check_windows(entry: ModelEntry, plans: list[SpecPlan]) -> None:
@@ -74,13 +84,7 @@ def engine_limits(
     longest = {source.name: source.max_position for source in sources if source.max_position}
     most = min(longest.values(), default=DEFAULT_MAX_SEQ_LEN)
     max_seq_len = config.max_seq_len or min(most, DEFAULT_MAX_SEQ_LEN)
-    if longest and max_seq_len > most:
-        name = min(longest, key=lambda key: longest[key])
-        raise ConfigError(
-            f"--max-seq-len {max_seq_len}; the {name.replace('_', ' ')} model has {most} positions",
-            f"{most} or less",
-            f"pass --max-seq-len {most}",
-        )
+    check_seq_len(max_seq_len, longest)
     return LimitsEntry(
         max_batch_size=config.max_batch_size,
         max_seq_len=max_seq_len,

@@ -73,12 +73,34 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def other_owned(parent: Path, prefix: str, own: Path) -> Path | None:
+    """A directory under the same prefix whose owner lives; None where there is no other."""
+    for lock in parent.glob(f"{glob.escape(prefix)}*{_SUFFIX}"):
+        if lock.with_suffix("") != own and _is_held(lock):
+            return lock.with_suffix("")
+    return None
+
+
 def is_at(descriptor: int, path: Path) -> bool:
     """Whether a path still leads to an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _remove_if_abandoned(lock: Path) -> None:

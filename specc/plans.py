@@ -204,6 +204,24 @@ class SpecPlan:
         return self.shape
 
     @cached_property
+    def largest_tree(self) -> TokenTree:
+        """The verified tree where no two drafts propose the same token; not of a dynamic tree.
+
+        Where drafts are merged, the steps' trees are smaller: equal tokens below one parent are one
+        node.
+        """
+        if self.combine != MERGE:
+            return self.tree_of(self.drafts[0])
+        trees = [self.tree_of(draft) for draft in self.drafts]
+        parents, numbers = [-1], [[0] * tree.num_nodes for tree in trees]
+        for depth in range(1, self.max_depth + 1):
+            for tree, number in zip(trees, numbers, strict=True):
+                for node in tree.levels[depth] if depth <= tree.max_depth else ():
+                    number[node] = len(parents)
+                    parents.append(number[tree.parents[node]])
+        return TokenTree(tuple(parents))
+
+    @cached_property
     def is_static(self) -> bool:
         """The topology is known when the engine is compiled: one draft model, no reranking."""
         return self.dynamic is None and not self.combine and not is_lookup(self.drafts[0])

@@ -8,7 +8,6 @@ Source: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import mmap
 import os
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import ModelNotFoundError, WeightError
+from specc.json_file import parse_json
 
 CHUNK_BYTES = 16 << 20
 SINGLE_FILE = "model.safetensors"
@@ -235,7 +235,7 @@ def _find_files(path: Path) -> dict[str, Path] | None:
             "pass the directory of a downloaded model",
         )
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = parse_json(index.read_bytes())["weight_map"]
         shards = {str(key): path / str(name) for key, name in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise _malformed(index, f"it has no readable weight_map ({error})") from error
@@ -259,7 +259,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise _malformed(path, f"{size} bytes do not hold a header of {length} bytes")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
     except OSError as error:
         raise _malformed(path, f"it cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -11,9 +11,15 @@ from itertools import pairwise
 from typing import Any
 
 from specc.metrics import SpecStats
+from specc.runtime.logprobs import TokenLogprobs
 from specc.runtime.service import Update
 from specc.serve_generate import Output
-from specc.serve_logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from specc.serve_logprobs import (
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 
 
 @dataclass(frozen=True)
@@ -24,11 +30,15 @@ class Options:
         logprobs: best tokens to name beside each; None leaves them out.
         has_metrics: counters of speculation come with it.
         echo: prompts' texts, to stand in front of the outputs.
+        has_token_ids: of prompts and outputs.
+        prompt_logprobs: best tokens to name beside each of a prompt; None leaves them out.
     """
 
     logprobs: int | None = None
     has_metrics: bool = False
     echo: tuple[str, ...] | None = None
+    has_token_ids: bool = False
+    prompt_logprobs: int | None = None
 
 
 class Answer(abc.ABC):
@@ -57,6 +67,11 @@ class Answer(abc.ABC):
         answer = self._head(self.kind) | {"choices": choices, "usage": usage_of(outputs)}
         return answer | self._metrics(outputs)
 
+    def shows(self, update: Update) -> bool:
+        """Whether a chunk would say anything."""
+        has_ids = self._options.has_token_ids and bool(update.token_ids)
+        return bool(update.text or update.is_last or update.logprobs or has_ids)
+
     def chunk(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
         """What is new about one output."""
         choice = self._delta(index, output, update, is_first)
@@ -78,6 +93,18 @@ class Answer(abc.ABC):
             stats.merge(output.metrics or SpecStats())
         return {"metrics": {"speculative_decoding": speculation_of(stats)}}
 
+    def _ids(self, news: Output | Update) -> dict[str, Any]:
+        return {"token_ids": news.token_ids} if self._options.has_token_ids else {}
+
+    def _of_prompt(self, output: Output, is_first: bool = True) -> dict[str, Any]:
+        """What vLLM's answers have of a prompt, where asked for."""
+        found: dict[str, Any] = {}
+        if self._options.has_token_ids and is_first:
+            found["prompt_token_ids"] = output.job.token_ids
+        if self._options.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(self._tokens, output.prompt_logprobs)
+        return found
+
     def _echo(self, output: Output) -> str:
         return self._options.echo[output.job.prompt] if self._options.echo else ""
 
@@ -96,36 +123,62 @@ class CompletionAnswer(Answer):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        return self._of(index, output, self._echo(output) + output.text, output, 0)
+        text = self._echo(output) + output.text
+        return self._of(index, output, text, output, 0, True) | self._of_prompt(output)
 
     def _delta(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
         offset = self._offsets.get(index, 0)
         texts = [self._tokens.to_text(token) for token in update.token_ids]
-        self._offsets[index] = offset + sum(map(len, texts))
         text = (self._echo(output) if is_first else "") + update.text
-        return self._of(index, output, text, update, offset)
+        if is_first and self._repeats_scores(output):
+            texts += [self._tokens.to_text(token) for token in output.job.token_ids]
+        self._offsets[index] = offset + sum(map(len, texts))
+        choice = self._of(index, output, text, update, offset, is_first)
+        return choice | self._of_prompt(output, is_first)
+
+    def _repeats_scores(self, output: Output) -> bool:
+        """The prompt's own log probabilities stand in front of the output's."""
+        has_scores = self._options.logprobs is not None and output.prompt_logprobs is not None
+        return bool(self._options.echo) and has_scores
 
     def _of(
-        self, index: int, output: Output, text: str, news: Output | Update, offset: int
+        self,
+        index: int,
+        output: Output,
+        text: str,
+        news: Output | Update,
+        offset: int,
+        is_first: bool,
     ) -> dict[str, Any]:
         logprobs = None
         if self._options.logprobs is not None:
-            logprobs = completion_logprobs(
-                self._tokens, news.token_ids, news.logprobs or [], offset
-            )
+            ids: list[int] = news.token_ids
+            scores: Sequence[TokenLogprobs | None] = news.logprobs or []
+            if is_first and self._repeats_scores(output):
+                ids = [*output.job.token_ids, *ids]
+                scores = [*(output.prompt_logprobs or ()), *scores]
+            logprobs = completion_logprobs(self._tokens, ids, scores, offset)
         return {
             "index": index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
-        }
+        } | self._ids(news)
 
 
 class ChatAnswer(Answer):
     """Of /v1/chat/completions."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """A whole answer; what it has of the prompt is beside the choices."""
+        return super().whole(outputs) | self._of_prompt(outputs[0])
+
+    def chunk(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
+        """What is new about one output; of the prompt, beside the choices of the first chunk."""
+        return super().chunk(index, output, update, is_first) | self._of_prompt(output, is_first)
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         message = {"role": "assistant", "content": output.text, "refusal": None}
@@ -146,7 +199,7 @@ class ChatAnswer(Answer):
             "logprobs": logprobs,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
-        }
+        } | self._ids(news)
 
 
 def usage_of(outputs: Sequence[Output]) -> dict[str, Any]:

@@ -20,13 +20,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specc import __version__
 from specc.errors import SpeccError
+from specc.runtime.chat_template import ChatTemplate
 from specc.runtime.service import Service
 from specc.runtime.service_state import Health
-from specc.serve_body import ClientGone
-from specc.serve_chat import ChatTemplate
+from specc.serve_body import BodyBudget, ClientGone
 from specc.serve_config import ServeConfig
 from specc.serve_endpoints import Endpoints
-from specc.serve_errors import JSON, ApiError, api_error_of, error_response, internal_error
+from specc.serve_errors import (
+    JSON,
+    ApiError,
+    api_error_of,
+    error_response,
+    internal_error,
+    shorten,
+    unknown_model,
+)
+from specc.serve_hosts import KnownHosts
 from specc.serve_metrics import ServeMetrics
 from specc.serve_openapi import describe, of_health, of_model, of_text, request_body
 from specc.serve_page import page
@@ -53,9 +62,10 @@ def create_app(
         version=__version__,
         docs_url=None,
         redoc_url=None,
-        lifespan=lambda _: _logging(metrics, config.log_every_s),
+        lifespan=lambda _: _logging(metrics, config.log_every_s, endpoints),
     )
     app.state.metrics = metrics
+    app.state.bodies = BodyBudget(config)
     _add_status_routes(app, service, metrics)
     _add_model_routes(app, config, service.engine.max_seq_len)
 
@@ -77,6 +87,8 @@ def create_app(
     app.add_exception_handler(Exception, _on_unexpected)
     if config.api_keys:
         app.add_middleware(_NeedsKey, keys=config.api_keys)
+    if config.allowed_hosts is not None:
+        app.add_middleware(KnownHosts, names=config.allowed_hosts)
     describe(app)
     return app
 
@@ -156,18 +168,10 @@ def _add_model_routes(app: FastAPI, config: ServeConfig, max_seq_len: int) -> No
         return JSON(describe_model(model))
 
 
-def unknown_model(name: str, names: tuple[str, ...]) -> ApiError:
-    """The error of a request for another model."""
-    return ApiError(
-        404,
-        f"found: model {name!r}; needed: {' or '.join(names)}; do: choose it",
-        param="model",
-        code="model_not_found",
-    )
-
-
 @contextlib.asynccontextmanager
-async def _logging(metrics: ServeMetrics, every_s: float) -> AsyncIterator[None]:
+async def _logging(
+    metrics: ServeMetrics, every_s: float, endpoints: Endpoints
+) -> AsyncIterator[None]:
     async def log() -> None:
         while True:
             await asyncio.sleep(every_s)
@@ -178,6 +182,7 @@ async def _logging(metrics: ServeMetrics, every_s: float) -> AsyncIterator[None]
     yield
     if task is not None:
         task.cancel()
+    endpoints.close()
 
 
 class _NeedsKey:
@@ -224,7 +229,7 @@ async def _on_specc_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, SpeccError)
     answer = api_error_of(error)
     if answer.status == 500:
-        _log.error("%s: %s", type(error).__name__, error.found)
+        _log.error("%s: %s", type(error).__name__, shorten(error.found, 1000))
     return error_response(answer)
 
 

@@ -3,21 +3,59 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
+import numpy as np
 from starlette.requests import Request
 
-from specc.serve_config import MAX_DEPTH, ServeConfig
-from specc.serve_errors import ApiError, bad_request
+from specc.serve_config import MAX_CONTAINERS, MAX_DEPTH, MAX_FIELDS, MAX_VALUES, ServeConfig
+from specc.serve_errors import ApiError, bad_request, shorten
 
 # from this size on, parsing is for another thread than the event loop's
 LONG_BODY_BYTES = 64 << 10
 # what is read and dropped of a body that is too large, so that the client gets to read the answer
 _DROPPED_BYTES, _DROP_S = 64 << 20, 2.0
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+# bytes a second of a body that comes for longer than its timeout
+_MIN_RATE = 1 << 10
+# largest bodies that may be in memory at a time; short ones are not counted
+_NUM_LARGEST = 16
+
+
+class BodyBudget:
+    """Memory that long bodies share until they are parsed, however many connections send some.
+
+    Args:
+        config: limit of one body.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._num_free = _NUM_LARGEST * config.max_body_bytes
+        # one after the other, with others' work between
+        self.parsing = asyncio.Lock()
+
+    def take(self, num_bytes: int) -> None:
+        """Raises ApiError: there is not so much left."""
+        if num_bytes > self._num_free:
+            raise ApiError(
+                503,
+                "found: many long requests at a time; needed: fewer, or shorter ones; do: try again"
+                " later",
+                kind="overloaded_error",
+                code="overloaded",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )
+        self._num_free -= num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self._num_free += num_bytes
 
 
 class ClientGone(Exception):
@@ -35,14 +73,46 @@ async def read_json(request: Request, config: ServeConfig) -> tuple[dict[str, An
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise ApiError(
             415,
-            f"found: a body of type {media_type or 'unknown'}; needed: application/json; do: send"
-            " the header Content-Type: application/json",
+            f"found: a body of type {shorten(media_type) or 'unknown'}; needed: application/json;"
+            " do: send the header Content-Type: application/json",
             code="unsupported_media_type",
         )
-    body = await _read(request, config)
-    if len(body) < LONG_BODY_BYTES:
-        return parse_object(body), len(body)
-    return await asyncio.to_thread(parse_object, body), len(body)
+    async with _counted(request.app.state.bodies) as count:
+        body = await _read(request, config, count)
+        if len(body) < LONG_BODY_BYTES:
+            return parse_object(body), len(body)
+        async with request.app.state.bodies.parsing:
+            return await asyncio.to_thread(_parse_long, body), len(body)
+
+
+def _parse_long(body: bytes) -> dict[str, Any]:
+    """Without what would hold the interpreter's lock for long, and so everybody up."""
+    check_counts(body)
+    return parse_object(body)
+
+
+def check_counts(body: bytes) -> None:
+    """Count what a body holds, before it is parsed: a parser holds the interpreter's lock.
+
+    Raises:
+        ApiError: more values, fields, or lists and objects than requests need.
+    """
+    # each run of backslashes begins with one that is not escaped
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    data = np.frombuffer(plain, np.uint8)
+    # after an odd number of quotes: in a string
+    is_inside = np.bitwise_xor.accumulate((data == ord('"')).view(np.uint8)).view(bool)
+    outside = data[~is_inside]
+    for characters, limit, what in (
+        (b",", MAX_VALUES, "values"),
+        (b":", MAX_FIELDS, "fields"),
+        (b"[{", MAX_CONTAINERS, "lists and objects"),
+    ):
+        found = sum(int(np.count_nonzero(outside == character)) for character in characters)
+        if found > limit:
+            raise bad_request(
+                f"a body of more than {limit} {what}", f"at most {limit}", "send less in a request"
+            )
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -86,32 +156,54 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return data
 
 
-async def _read(request: Request, config: ServeConfig) -> bytes:
+@contextlib.asynccontextmanager
+async def _counted(budget: BodyBudget) -> AsyncIterator[Callable[[int], None]]:
+    """What is to be told a body's size as it grows; it counts beyond that of short ones."""
+    taken = 0
+
+    def count(size: int) -> None:
+        nonlocal taken
+        more = max(0, size - LONG_BODY_BYTES - taken)
+        budget.take(more)
+        taken += more
+
+    try:
+        yield count
+    finally:
+        budget.give_back(taken)
+
+
+async def _read(request: Request, config: ServeConfig, count: Callable[[int], None]) -> bytes:
     limit, parts, size = config.max_body_bytes, [], 0
+    begin_s = time.monotonic()
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         await _drop(request)
         raise _too_large(limit)
     while True:
-        message = await _receive(request, config.body_timeout_s)
+        left_s = begin_s + config.body_timeout_s + size / _MIN_RATE - time.monotonic()
+        message = await _receive(request, config.body_timeout_s, left_s)
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
             await _drop(request)
             raise _too_large(limit)
+        count(size)
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
-async def _receive(request: Request, timeout_s: float) -> Any:
+async def _receive(request: Request, timeout_s: float, left_s: float) -> Any:
     try:
-        message = await asyncio.wait_for(request.receive(), timeout_s)
+        message = await asyncio.wait_for(request.receive(), min(timeout_s, max(0.0, left_s)))
     except TimeoutError as error:
+        found = f"no more of the body for {timeout_s:g} s"
+        if left_s < timeout_s:
+            found = f"a body of which less than {_MIN_RATE} bytes came a second"
         raise ApiError(
             408,
-            f"found: no more of the body for {timeout_s:g} s; needed: all of it; do: send the"
-            " request again",
+            f"found: {found}; needed: all of it; do: send the request again",
             code="request_timeout",
             headers={"Connection": "close"},
         ) from error

@@ -9,22 +9,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specc.runtime.chat_template import ChatTemplate
 from specc.runtime.service import Service
 from specc.sampling_params import SamplingParams
 from specc.serve_answers import Answer, ChatAnswer, CompletionAnswer, Options
-from specc.serve_body import LONG_BODY_BYTES, read_json
-from specc.serve_chat import ChatTemplate
+from specc.serve_body import read_json
+from specc.serve_chat import render
 from specc.serve_config import MAX_CHOICES, ServeConfig
-from specc.serve_errors import JSON, ApiError, bad_request
-from specc.serve_generate import Generation, Job, Output, in_thread, unless_gone
+from specc.serve_errors import JSON, ApiError, bad_request, unknown_model
+from specc.serve_generate import Generation, Job, Output, unless_gone
 from specc.serve_logprobs import TokenTexts
 from specc.serve_metrics import ServeMetrics
-from specc.serve_params import chat_params, completion_params, for_choices
+from specc.serve_params import chat_params, completion_params, for_choices, is_prompt_alone
 from specc.serve_protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from specc.serve_stream import open_stream
-
-# bytes of a body whose prompts are tokenized in the event loop
-_SHORT_BODY_BYTES = LONG_BODY_BYTES // 8
+from specc.serve_work import PromptThreads
 
 
 class Endpoints:
@@ -50,6 +49,15 @@ class Endpoints:
         self._template = template
         self._engine = service.engine
         self._tokens = TokenTexts(service.engine.tokenizer)
+        self._threads = PromptThreads()
+        if config.max_unbounded_bytes is not None:
+            service.core.requests.max_unbounded_bytes = config.max_unbounded_bytes
+
+    def close(self) -> None:
+        """Begin nothing more for requests that are open."""
+        if self._template is not None:
+            self._template.close()
+        self._threads.close()
 
     async def complete(self, request: Request) -> Response:
         """Of /v1/completions.
@@ -63,18 +71,12 @@ class Endpoints:
         wanted = parse(CompletionRequest, data)
         self._check(wanted)
         params = completion_params(wanted)
-        prompts = _prompts(wanted.prompt)
-        self._check_count(len(prompts) * (wanted.n or 1))
-        has_special = wanted.add_special_tokens is False
-        tokenize = functools.partial(self._tokenize, prompts, has_special)
-        token_ids = await self._off_loop(request, size, tokenize)
-        echo = None
-        if wanted.echo:
-            texts = zip(prompts, token_ids, strict=True)
-            echo = tuple(p if isinstance(p, str) else self._text(ids) for p, ids in texts)
-        options = Options(wanted.logprobs, bool(wanted.return_spec_metrics), echo)
+        read = functools.partial(self._read_prompts, wanted)
+        token_ids, echo = await unless_gone(request, self._threads.run(size, read))
+        options = self._options(wanted, wanted.logprobs, echo)
         answer = CompletionAnswer(self._config.model_names[0], self._tokens, options)
-        return await self._answer(request, wanted, token_ids, params, answer)
+        is_alone = is_prompt_alone(wanted)
+        return await self._answer(request, wanted, token_ids, params, answer, is_alone)
 
     async def chat(self, request: Request) -> Response:
         """Of /v1/chat/completions.
@@ -89,11 +91,24 @@ class Endpoints:
         self._check(wanted)
         params = chat_params(wanted, self._engine.max_seq_len)
         self._check_count(wanted.n or 1)
-        render = functools.partial(self._render, wanted)
-        token_ids = [await self._off_loop(request, size, render)]
-        options = Options(params.logprobs, bool(wanted.return_spec_metrics))
+        read = functools.partial(self._read_chat, wanted)
+        token_ids = [await unless_gone(request, self._threads.run(size, read, is_chat=True))]
+        options = self._options(wanted, params.logprobs)
         answer = ChatAnswer(self._config.model_names[0], self._tokens, options)
         return await self._answer(request, wanted, token_ids, params, answer)
+
+    def _options(
+        self, wanted: GenerationRequest, logprobs: int | None, echo: tuple[str, ...] | None = None
+    ) -> Options:
+        # without a tokenizer there is nothing but ids to answer with
+        has_no_text = self._engine.tokenizer is None and wanted.return_token_ids is None
+        return Options(
+            logprobs,
+            bool(wanted.return_spec_metrics),
+            echo,
+            bool(wanted.return_token_ids) or has_no_text,
+            wanted.prompt_logprobs,
+        )
 
     async def _answer(
         self,
@@ -102,11 +117,12 @@ class Endpoints:
         token_ids: Sequence[list[int]],
         params: SamplingParams,
         answer: Answer,
+        is_prompt_alone: bool = False,
     ) -> Response:
         jobs = [
             Job(prompt, ids, own)
             for prompt, ids in enumerate(token_ids)
-            for own in for_choices(params, wanted.n or 1)
+            for own in for_choices(params, wanted.n or 1, bool(wanted.stream))
         ]
         generation = Generation(
             self._service,
@@ -130,6 +146,8 @@ class Endpoints:
                 is_handed_on = True
                 return stream
             outputs: list[Output] = await unless_gone(request, generation.collect())
+            for output in outputs if is_prompt_alone else ():
+                output.forget()
             return JSON(answer.whole(outputs), headers={"X-Request-Id": answer.id})
         finally:
             if not is_handed_on:
@@ -138,12 +156,7 @@ class Endpoints:
     def _check(self, wanted: GenerationRequest) -> None:
         names = self._config.model_names
         if wanted.model is not None and wanted.model not in names:
-            raise ApiError(
-                404,
-                f"found: model {wanted.model!r}; needed: {' or '.join(names)}; do: choose it",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(wanted.model, names)
         if wanted.stream_options is not None and not wanted.stream:
             raise bad_request(
                 "stream_options without stream", "stream=true beside it", "pass stream",
@@ -152,36 +165,30 @@ class Endpoints:
 
     def _check_count(self, count: int) -> None:
         if count > MAX_CHOICES:
-            raise bad_request(
-                f"{count} outputs, prompts times n", f"at most {MAX_CHOICES}", "ask for fewer", "n"
-            )
+            raise _too_many(count)
 
-    async def _off_loop(self, request: Request, size: int, work: Any) -> Any:
-        """Run what takes long for large bodies where it holds up no other request."""
-        if size < _SHORT_BODY_BYTES:
-            return work()
-        return await unless_gone(request, in_thread(work))
-
-    def _tokenize(self, prompts: Sequence[Any], has_special: bool) -> list[list[int]]:
+    def _read_prompts(
+        self, wanted: CompletionRequest
+    ) -> tuple[list[list[int]], tuple[str, ...] | None]:
+        """The token ids of the prompts, and their texts where the answer begins with them."""
         requests = self._service.core.requests
-        return [
-            requests.tokenize(prompt, has_special) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
+        prompts = _prompts(wanted.prompt)
+        self._check_count(len(prompts) * (wanted.n or 1))
+        has_special = wanted.add_special_tokens is False
+        token_ids = []
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                token_ids.append(requests.tokenize(prompt, has_special, index))
+            else:
+                requests.check_length(len(prompt), index)
+                token_ids.append(prompt)
+        if not wanted.echo:
+            return token_ids, None
+        texts = zip(prompts, token_ids, strict=True)
+        return token_ids, tuple(p if isinstance(p, str) else self._text(ids) for p, ids in texts)
 
-    def _render(self, wanted: ChatRequest) -> list[int]:
-        if self._template is None:
-            raise bad_request(
-                "a chat, and a model without a chat template",
-                "a chat template",
-                "send the prompt to /v1/completions, or start the server with --chat-template FILE",
-                "messages",
-            )
-        text = self._template.render(
-            wanted.messages,
-            add_generation_prompt=wanted.add_generation_prompt is not False,
-            options=wanted.chat_template_kwargs,
-        )
+    def _read_chat(self, wanted: ChatRequest) -> list[int]:
+        text = render(self._template, wanted)
         return self._service.core.requests.tokenize(text, not wanted.add_special_tokens)
 
     def _text(self, token_ids: list[int]) -> str:
@@ -190,7 +197,14 @@ class Endpoints:
             return ""
         # others are refused when the request is handed in
         known = [token for token in token_ids if 0 <= token < self._engine.vocab_size]
-        return tokenizer.decode(known, skip_special_tokens=False)
+        # a batch is decoded without the lock of the interpreter
+        return tokenizer.decode_batch([known], skip_special_tokens=False)[0]
+
+
+def _too_many(count: int) -> ApiError:
+    return bad_request(
+        f"{count} outputs, prompts times n", f"at most {MAX_CHOICES}", "ask for fewer", "n"
+    )
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -198,6 +212,9 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
+        if type(prompt[0]) is not int and len(prompt) > MAX_CHOICES:
+            # before a look at each of them
+            raise _too_many(len(prompt))
         if all(type(item) is int for item in prompt):
             return [prompt]
         if all(isinstance(item, str) for item in prompt):

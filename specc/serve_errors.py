@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -14,8 +14,10 @@ from specc.errors import FaultError, OverloadError, RequestError, SpeccError
 # characters of a message; the values of bad requests are quoted in it
 _MAX_MESSAGE = 600
 _RETRY_AFTER_S = 1
+# characters of a value that is quoted, and of a field's name
+_MAX_QUOTED, _MAX_PARAM = 80, 120
 # what `SamplingParams` complains about begins with the name of its field
-_FIELD = re.compile(r"(\w+)=")
+_FIELD = re.compile(r"([a-z]\w{0,39})=")
 
 
 class ApiError(Exception):
@@ -49,10 +51,9 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def to_json(self) -> dict[str, Any]:
-        message = self.message
-        if len(message) > _MAX_MESSAGE:
-            message = message[: _MAX_MESSAGE - 1] + "…"
-        error = {"message": message, "type": self.kind, "param": self.param, "code": self.code}
+        param = None if self.param is None else shorten(self.param, _MAX_PARAM)
+        message = shorten(self.message, _MAX_MESSAGE)
+        error = {"message": message, "type": self.kind, "param": param, "code": self.code}
         return {"error": error}
 
 
@@ -67,6 +68,21 @@ class JSON(Response):
 
 def to_bytes(content: Any) -> bytes:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def shorten(text: str, length: int = _MAX_QUOTED) -> str:
+    """So many characters of it at most; an ellipsis is where the others were."""
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def unknown_model(name: str, names: Sequence[str]) -> ApiError:
+    """The error of a request for another model."""
+    return ApiError(
+        404,
+        _text(f"model {shorten(name)!r}", " or ".join(names), "choose it"),
+        param="model",
+        code="model_not_found",
+    )
 
 
 def bad_request(found: str, needed: str, do: str, param: str | None = None) -> ApiError:
@@ -118,6 +134,4 @@ def error_response(error: ApiError) -> Response:
 
 
 def _text(found: str, needed: str, do: str) -> str:
-    if len(found) > _MAX_MESSAGE // 2:
-        found = found[: _MAX_MESSAGE // 2 - 1] + "…"
-    return f"found: {found}; needed: {needed}; do: {do}"
+    return f"found: {shorten(found, _MAX_MESSAGE // 2)}; needed: {needed}; do: {do}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -12,12 +13,13 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from specc.metrics import SpecStats
-from specc.runtime.logprobs import TokenLogprobs
-from specc.runtime.service import Service, Update
+from specc.runtime.logprobs import PromptLogprobs, TokenLogprobs
+from specc.runtime.service import Service, Ticket, Update
 from specc.runtime.service_stream import UpdateStream
 from specc.sampling_params import SamplingParams
 from specc.serve_body import ClientGone
 from specc.serve_errors import api_error_of, bad_request, stopping_error
+from specc.serve_grammar import start_grammar
 
 # tokens of a prompt that are worth a thread
 LONG_PROMPT = 4096
@@ -55,6 +57,13 @@ class Output:
     metrics: SpecStats | None = None
     # of `token_ids`; streams do not keep them
     num_tokens: int = 0
+    # with the first update, where asked for
+    prompt_logprobs: PromptLogprobs | None = None
+
+    def forget(self) -> None:
+        """Keep nothing but the prompt."""
+        self.text, self.token_ids, self.logprobs, self.num_tokens = "", [], [], 0
+        self.finish_reason, self.stop_reason = "length", None
 
 
 class Generation:
@@ -88,8 +97,12 @@ class Generation:
             SpeccError: as `Service.submit`.
         """
         try:
+            leaders: dict[int, UpdateStream] = {}
             for output in self.outputs:
-                self._streams.append(await self._submit(output.job))
+                leader = leaders.get(output.job.prompt)
+                stream = await self._submit(output.job, leader.ticket if leader else None)
+                leaders.setdefault(output.job.prompt, stream)
+                self._streams.append(stream)
         except BaseException:
             self.close()
             raise
@@ -134,20 +147,27 @@ class Generation:
             output.text += update.text
             output.token_ids += update.token_ids
             output.logprobs += update.logprobs or []
+        # the first output of a prompt has looked at it for all
+        by_prompt: dict[int, PromptLogprobs | None] = {}
+        for output in self.outputs:
+            by_prompt.setdefault(output.job.prompt, output.prompt_logprobs)
+            output.prompt_logprobs = by_prompt[output.job.prompt]
         return self.outputs
 
     def _take(self, index: int, update: Update) -> Update:
         output = self.outputs[index]
         output.num_tokens += len(update.token_ids)
+        if output.prompt_logprobs is None:
+            output.prompt_logprobs = self._streams[index].ticket.prompt_logprobs
         if not update.is_last:
             return update
         if update.error is not None:
             raise api_error_of(update.error)
         if update.finish_reason == "error":
             raise bad_request(
-                f"structured outputs that became too complex to go on: {update.stop_reason}",
-                "a form that a grammar can follow",
-                "simplify it",
+                f"an output that cannot go on: {update.stop_reason}",
+                "options that leave a token to follow, and a form that a grammar can follow",
+                "allow more, or simplify the form",
             )
         if update.finish_reason not in FINISH_REASONS:
             raise stopping_error()
@@ -157,7 +177,16 @@ class Generation:
         output.metrics = update.metrics
         return update
 
-    async def _submit(self, job: Job) -> UpdateStream:
+    async def _submit(self, job: Job, leader: Ticket | None) -> UpdateStream:
+        options = dict(self._options)
+        if job.params.structured_outputs is not None:
+            timeout_s = options.get("timeout_s")
+            begin_s = time.monotonic()
+            options["grammar"] = await start_grammar(
+                self._service.engine.grammars, job.params.structured_outputs, timeout_s
+            )
+            if timeout_s is not None:
+                options["timeout_s"] = max(0.0, timeout_s - (time.monotonic() - begin_s))
         # ids alone: text would be kept for nobody
         submit = functools.partial(
             UpdateStream,
@@ -166,9 +195,11 @@ class Generation:
             job.params,
             observe=self._observe(),
             loop=asyncio.get_running_loop(),
-            **self._options,
+            leader=leader,
+            **options,
         )
-        if len(job.token_ids) < LONG_PROMPT and job.params.structured_outputs is None:
+        # bad words are tokenized
+        if len(job.token_ids) < LONG_PROMPT and not job.params.bad_words:
             return submit()
         return await in_thread(submit, lambda stream: stream.cancel())
 

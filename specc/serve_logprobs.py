@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specc.runtime.logprobs import TokenLogprobs
+from specc.runtime.logprobs import PromptLogprobs, TokenLogprobs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,21 +47,31 @@ class TokenTexts:
 
 
 def completion_logprobs(
-    tokens: TokenTexts, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+    tokens: TokenTexts,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    offset: int,
 ) -> dict[str, Any]:
     """The shape of /v1/completions.
 
     Args:
         tokens: texts.
-        token_ids: emitted tokens.
-        logprobs: of each.
+        token_ids: emitted tokens, after those of the prompt where it is repeated.
+        logprobs: of each; None of a prompt's first.
         offset: characters in front of the first of them.
     """
-    texts, offsets, values, best = [], [], [], []
+    texts: list[str] = []
+    offsets: list[int] = []
+    values: list[float | None] = []
+    best: list[dict[str, float] | None] = []
     for token_id, entries in zip(token_ids, logprobs, strict=True):
         texts.append(tokens.to_text(token_id))
         offsets.append(offset)
         offset += len(texts[-1])
+        if entries is None:
+            values.append(None)
+            best.append(None)
+            continue
         values.append(_finite(entries[token_id].logprob))
         by_text: dict[str, float] = {}
         for other, entry in entries.items():
@@ -92,6 +102,25 @@ def chat_logprobs(
         own["top_logprobs"] = [_entry(tokens, other, entry.logprob) for other, entry in best]
         content.append(own)
     return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(
+    tokens: TokenTexts, logprobs: PromptLogprobs
+) -> list[dict[str, dict[str, Any]] | None]:
+    """The shape of vLLM's `prompt_logprobs`: for each token, id → what is known of it."""
+    return [
+        None
+        if entries is None
+        else {
+            str(token): {
+                "logprob": _finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": tokens.to_text(token),
+            }
+            for token, entry in entries.items()
+        }
+        for entries in logprobs
+    ]
 
 
 def _entry(tokens: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:

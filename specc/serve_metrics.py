@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from specc.metrics import SpecStats
 from specc.runtime.service import Service, Update
 from specc.runtime.service_state import Health, ServiceState
+from specc.serve_latencies import RecentLatencies
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -33,25 +33,27 @@ class Rates:
     requests: float = 0.0
     mean_acceptance_length: float = 0.0
     acceptance_rate: float = 0.0
+    # of the prompt tokens that were looked for; None where none were
+    prefix_hit_rate: float | None = None
 
 
 class RateWindow:
     """Differences of an engine's counters over the last seconds."""
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, SpecStats]] = deque()
+        self._looks: deque[tuple[float, ServiceState]] = deque()
 
     def look(self, state: ServiceState, now_s: float | None = None) -> Rates:
         """Rates up to now; a first look sees none."""
         now_s = time.monotonic() if now_s is None else now_s
         looks = self._looks
         if not looks or now_s - looks[-1][0] >= _LOOK_EVERY_S:
-            looks.append((now_s, state.stats))
+            looks.append((now_s, state))
         # one that is older than the window stays, or rare looks would see nothing
         while len(looks) > 2 and looks[1][0] <= now_s - _WINDOW_S:
             looks.popleft()
-        begin_s, old = looks[0]
-        seconds, new = now_s - begin_s, state.stats
+        begin_s, begin = looks[0]
+        seconds, old, new = now_s - begin_s, begin.stats, state.stats
         if seconds <= 0:
             return Rates()
         steps = new.num_spec_steps - old.num_spec_steps
@@ -63,6 +65,7 @@ class RateWindow:
             (new.num_requests - old.num_requests) / seconds,
             1 + accepted / steps if steps else 0.0,
             accepted / drafted if drafted else 0.0,
+            _hit_rate(state, begin),
         )
 
 
@@ -99,6 +102,7 @@ class ServeMetrics(Collector):
         self._latency = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS
         )
+        self._recent_first, self._recent_gap = RecentLatencies(), RecentLatencies()
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
         self._output = self._histogram("request_generation_tokens", "Tokens of outputs.", _TOKENS)
         self._registry.register(self)
@@ -113,7 +117,9 @@ class ServeMetrics(Collector):
             now_s, count = time.perf_counter(), len(update.token_ids)
             if count and not num_tokens:
                 self._first_token.observe(now_s - begin_s)
+                self._recent_first.add(now_s - begin_s)
             elif count:
+                self._recent_gap.add(now_s - last_s)
                 self._gap.observe(now_s - last_s)
                 for _ in range(count):
                     self._per_token.observe((now_s - last_s) / count)
@@ -153,6 +159,9 @@ class ServeMetrics(Collector):
             "requests_per_s": rates.requests,
             "mean_acceptance_length": rates.mean_acceptance_length,
             "acceptance_rate": rates.acceptance_rate,
+            "time_to_first_token": _latency(self._recent_first),
+            "inter_token_latency": _latency(self._recent_gap),
+            "prefix_hit_rate": rates.prefix_hit_rate,
             "plans": _plans_now(state),
             "all_plans": self._plans,
             "predicted_tokens_per_s": getattr(decision, "goodput", None),
@@ -161,6 +170,7 @@ class ServeMetrics(Collector):
                 "prompt_tokens": stats.num_prompt_tokens,
                 "output_tokens": stats.num_output_tokens,
                 "cached_tokens": stats.num_cached_tokens,
+                "prefix_hit_rate": _hit_rate(state),
                 "preemptions": stats.num_preemptions,
                 "failures": state.num_failures,
                 "mean_acceptance_length": stats.mean_acceptance_length,
@@ -254,6 +264,19 @@ class ServeMetrics(Collector):
 
     def _family(self, kind: Any, name: str, text: str, *labels: str) -> Any:
         return kind(f"specc:{name}", text, labels=[*_LABEL, *labels])
+
+
+def _latency(recent: RecentLatencies) -> dict[str, Any]:
+    count, (median, p99) = recent.quantiles(0.5, 0.99)
+    return {"count": count, "p50_s": median, "p99_s": p99}
+
+
+def _hit_rate(state: ServiceState, since: ServiceState | None = None) -> float | None:
+    """The share of prompt tokens that were found in the cache."""
+    queries, hits = state.prefix_queries, state.prefix_hits
+    if since is not None:
+        queries, hits = queries - since.prefix_queries, hits - since.prefix_hits
+    return hits / queries if queries else None
 
 
 def _plans_now(state: ServiceState) -> dict[str, int]:

@@ -15,12 +15,12 @@ from specc.structured_params import StructuredOutputsParams
 _SAME = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "rule", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
-    *("skip_special_tokens", "speculative"),
+    *("skip_special_tokens", "speculative", "prompt_logprobs"),
+    *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
 )
 # as OpenAI's, not as `SamplingParams`', whose default is greedy
 _TEMPERATURE = 1.0
 _COMPLETION_TOKENS = 16
-_SEEDS = 1 << 63
 
 
 def completion_params(request: CompletionRequest) -> SamplingParams:
@@ -30,13 +30,29 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
             f"best_of={request.best_of} and n={request.n or 1}", "equal ones", "leave best_of out",
             "best_of",
         )  # fmt: skip
+    tokens = request.max_tokens
+    if tokens is None and "max_tokens" not in request.model_fields_set:
+        tokens = _COMPLETION_TOKENS
+    params = _params(request, 1 if is_prompt_alone(request) else tokens, request.logprobs)
     if request.echo and request.logprobs is not None:
+        most = max(request.logprobs, params.prompt_logprobs or 0)
+        params = dataclasses.replace(params, prompt_logprobs=most)
+    return params
+
+
+def is_prompt_alone(request: CompletionRequest) -> bool:
+    """Nothing but the prompt comes back, mostly for its log probabilities.
+
+    Raises:
+        ApiError: as a stream.
+    """
+    is_alone = bool(request.echo) and request.max_tokens == 0
+    if is_alone and request.stream:
         raise bad_request(
-            "echo beside logprobs", "one of the two: a prompt's own are not computed",
-            "leave one of them out", "echo",
+            "max_tokens=0 in a stream", "1 or more: a stream begins with the first token",
+            "leave stream out", "stream",
         )  # fmt: skip
-    tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    return _params(request, tokens, request.logprobs)
+    return is_alone
 
 
 def chat_params(request: ChatRequest, max_seq_len: int) -> SamplingParams:
@@ -63,15 +79,28 @@ def chat_params(request: ChatRequest, max_seq_len: int) -> SamplingParams:
     return _params(request, tokens, (top or 0) if request.logprobs else None)
 
 
-def for_choices(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Of each of a prompt's outputs: with a seed, they have this one and those behind it."""
-    seed = params.seed
-    if seed is None:
-        return [params] * count
-    return [dataclasses.replace(params, seed=(seed + i) % _SEEDS) for i in range(count)]
+def for_choices(params: SamplingParams, count: int, is_streamed: bool) -> list[SamplingParams]:
+    """Of each of a prompt's outputs: with a seed, they have this one and those behind it.
+
+    Args:
+        params: of the request.
+        count: outputs.
+        is_streamed: each output begins by itself, and so with the prompt's own log probabilities.
+    """
+    each = dataclasses.replace(params, n=count).each()
+    if not is_streamed or params.prompt_logprobs is None:
+        return each
+    return [dataclasses.replace(own, prompt_logprobs=params.prompt_logprobs) for own in each]
 
 
-def _params(request: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def _params(
+    request: GenerationRequest, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    if request.stream and request.prompt_logprobs is not None:
+        raise bad_request(
+            "prompt_logprobs in a stream", "whole answers; or echo beside logprobs",
+            "leave one of them out", "prompt_logprobs",
+        )  # fmt: skip
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     return SamplingParams(
         max_tokens=max_tokens,
@@ -85,16 +114,16 @@ def _params(request: GenerationRequest, max_tokens: int, logprobs: int | None) -
 
 def _stop(stop: Any) -> list[str]:
     strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if isinstance(strings, list) and len(strings) > MAX_STOP_STRINGS:
+        raise bad_request(
+            f"{len(strings)} stop strings", f"at most {MAX_STOP_STRINGS}", "pass fewer", "stop"
+        )
     if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
         raise bad_request(
             "stop of another form", "a string or a list of strings", "correct it", "stop"
         )
     if "" in strings:
         raise bad_request("an empty stop string", "non-empty ones", "remove it", "stop")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise bad_request(
-            f"{len(strings)} stop strings", f"at most {MAX_STOP_STRINGS}", "pass fewer", "stop"
-        )
     length = sum(map(len, strings))
     if length > MAX_STOP_CHARACTERS:
         raise bad_request(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
+from specc.logit_controls import MAX_BAD_WORDS, MAX_BIAS
 from specc.sampling_params import MAX_LOGPROBS
 from specc.sampling_rows import RULES
 from specc.serve_config import MAX_CHOICES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
@@ -43,6 +44,21 @@ def _number(low: float, high: float | None = None) -> Any:
 
 
 _SCHEMA = WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]})
+_BIAS = WithJsonSchema(
+    {
+        "anyOf": [
+            {
+                "type": "object",
+                "additionalProperties": {
+                    "type": "number",
+                    "minimum": -MAX_BIAS,
+                    "maximum": MAX_BIAS,
+                },
+            },
+            {"type": "null"},
+        ]
+    }
+)
 
 # fields of OpenAI's API and of vLLM's that change no output here
 IGNORED = frozenset(
@@ -54,7 +70,6 @@ IGNORED = frozenset(
 )
 # fields that would change the output and that this server has not got → values that ask for nothing
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -64,12 +79,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "min_tokens": (0,),
     "truncate_prompt_tokens": (),
     "continue_final_message": (False,),
     "chat_template": (),
@@ -132,6 +143,7 @@ class GenerationRequest(Strict):
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     stop: Stop = None
     seed: Annotated[int | None, _number(0, (1 << 63) - 1)] = None
+    logit_bias: Annotated[dict[str, float] | None, _BIAS] = None
     presence_penalty: Annotated[float | None, _number(-2, 2)] = None
     frequency_penalty: Annotated[float | None, _number(-2, 2)] = None
     response_format: ResponseFormat | None = None
@@ -143,6 +155,11 @@ class GenerationRequest(Strict):
     ] = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
+    min_tokens: Annotated[int | None, _number(0)] = None
+    allowed_token_ids: Annotated[list[int] | None, Field(min_length=1)] = None
+    bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
+    prompt_logprobs: Annotated[int | None, _number(0, MAX_LOGPROBS)] = None
+    return_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None

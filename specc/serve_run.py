@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
 import socket
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from specc.errors import ConfigError, RequestError, SpeccError
+from specc.errors import ConfigError, RequestError
 from specc.machine import check_threads
+from specc.runtime.chat_template import load_template
 from specc.runtime.engine import Engine
 from specc.runtime.service import Service
 from specc.runtime.service_state import Health
 from specc.serve_app import create_app
-from specc.serve_chat import load_template
-from specc.serve_config import ServeConfig
+from specc.serve_config import ConnectionLimits, ServeConfig
+from specc.serve_connections import Connections
+from specc.serve_hosts import choose_hosts
+from specc.serve_listener import address_error, bind, fit, raise_file_limit
+from specc.serve_log import LOG_LEVELS, start_logging
 
-LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 # exit codes: the engine has failed for good; 128 + the signal for a second one
 DEAD = 1
 # seconds that clients have to read the ends of their answers
 _FLUSH_S = 5
 # and that the process has behind a second signal
 _END_NOW_S = 2.0
+# for threads that still work when everything else has ended
+_END_S = 5.0
 _LOOK_EVERY_S = 0.05
 _log = logging.getLogger("specc.serve")
 
@@ -61,13 +65,20 @@ class Loading:
 
 @dataclass(frozen=True)
 class Place:
-    """Where to listen, and how to stop."""
+    """Where to listen, to whom, and how to stop.
+
+    Args:
+        allowed_hosts: names beside those of the machine; see `choose_hosts`.
+        limits: of connections.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     drain_timeout_s: float = 30.0
     log_level: str = "info"
     chat_template: Path | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
 
 
 def serve(engine: Path, loading: Loading, place: Place, config: ServeConfig) -> int:
@@ -87,41 +98,31 @@ def serve(engine: Path, loading: Loading, place: Place, config: ServeConfig) -> 
             f"drain timeout {place.drain_timeout_s}", "0 seconds or more", "correct the option"
         )
     check_threads(loading.threads)
-    _start_logging(place.log_level)
+    start_logging(place.log_level)
+    num_files = raise_file_limit()
     # first of all: loading takes longer than finding out that the port is taken
     listener = bind(place.host, place.port)
     try:
+        address = listener.getsockname()[0]
+        has_keys = bool(config.api_keys)
+        hosts = choose_hosts(address, place.host, place.allowed_hosts, has_keys=has_keys)
+        config = replace(config, allowed_hosts=hosts)
         template = load_template(engine, place.chat_template)
         service = start_service(engine, loading)
+        place = replace(place, limits=fit(place.limits, num_files))
+        if hosts is None and not has_keys:
+            _log.warning("without --api-key: whoever reaches %s uses this server", address)
         try:
             app = create_app(service, config, template)
-            return asyncio.run(_Process(app, service, listener, place).run())
+            process = _Process(app, service, listener, place)
+            with _End() as end:
+                code = asyncio.run(end.after(process.run()))
+                service.close()
+            return code
         finally:
             service.close()
     finally:
         listener.close()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that does not listen yet.
-
-    Raises:
-        ConfigError: another process has the address, or it is none of this machine's.
-    """
-    listener = None
-    try:
-        if not 0 <= port < 1 << 16:
-            raise ConfigError(f"port {port}", "0 … 65535", "choose another --port")
-        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = info[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, UnicodeError) as error:
-        if listener is not None:
-            listener.close()
-        raise _address_error(host, port, error) from error
-    return listener
 
 
 def start_service(engine: Path, loading: Loading) -> Service:
@@ -155,12 +156,59 @@ def start_service(engine: Path, loading: Loading) -> Service:
     return Service(loaded, loading.plan, policy=loading.policy, **options)
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs it."""
+class HttpServer(uvicorn.Server):
+    """uvicorn, with this package's connections; leaves signals to whoever runs it.
+
+    Args:
+        app: to serve.
+        limits: of connections.
+        options: further ones of `uvicorn.Config`.
+    """
+
+    def __init__(self, app: FastAPI, limits: ConnectionLimits, **options: Any) -> None:
+        self.connections = Connections(limits)
+        # what uvicorn calls for each connection; it need not be a class
+        make: Any = self.connections.make
+        config = uvicorn.Config(
+            app,
+            http=make,
+            ws="none",
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]
+            **options,
+        )
+        super().__init__(config)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        async with self.connections.watched(self.server_state):
+            await super().serve(sockets)
+
+
+class _End:
+    """Ends the process although a thread goes on: its work is of no use to anybody."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    async def after(self, run: Coroutine[Any, Any, int]) -> int:
+        code = await run
+        # from here on, the event loop waits for its threads
+        self._timer = threading.Timer(_END_S, os._exit, (code,))
+        self._timer.daemon = True
+        self._timer.start()
+        return code
+
+    def __enter__(self) -> _End:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class _Process:
@@ -180,16 +228,11 @@ class _Process:
         self._listener = listener
         self._place = place
         self._signals: list[int] = []
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                http="h11",
-                ws="none",
-                log_config=None,
-                access_log=place.log_level == "debug",
-                server_header=False,
-                timeout_graceful_shutdown=_FLUSH_S,
-            )
+        self._server = HttpServer(
+            app,
+            place.limits,
+            access_log=place.log_level == "debug",
+            timeout_graceful_shutdown=_FLUSH_S,
         )
 
     async def run(self) -> int:
@@ -200,7 +243,7 @@ class _Process:
             # other processes can have bound it, too, as long as none of them listens
             self._listener.listen(2048)
         except OSError as error:
-            raise _address_error(self._place.host, self._place.port, error) from error
+            raise address_error(self._place.host, self._place.port, error) from error
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         _log.info("serving at http://%s:%d", shown, port)
@@ -229,8 +272,13 @@ class _Process:
     async def _watch(self) -> None:
         """Return when it is time to end: nothing runs any more, or nothing should."""
         service = self._service
+        was = Health.OK
         while not self._signals:
-            if service.health is Health.DEAD:
+            health = service.health
+            if health is Health.STALLED and was is not health:
+                _log.error("an iteration of the engine does not end: /health says stalled")
+            was = health
+            if health is Health.DEAD:
                 _log.critical("the engine has failed for good: this process ends")
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -239,6 +287,8 @@ class _Process:
         end_s = asyncio.get_running_loop().time() + seconds
         # whoever comes now is refused, and told to go elsewhere
         service.drain(0)
+        # no request that would begin only now
+        service.engine.grammars.close()
         while service.num_open and service.health is not Health.DEAD and len(self._signals) < 2:
             if asyncio.get_running_loop().time() >= end_s:
                 _log.warning("%d requests did not end in time", service.num_open)
@@ -249,33 +299,3 @@ class _Process:
     async def _second_signal(self) -> None:
         while len(self._signals) < 2:
             await asyncio.sleep(_LOOK_EVERY_S)
-
-
-def _start_logging(level: str) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        level=logging.WARNING,
-    )
-    for name in ("specc", "uvicorn"):
-        logging.getLogger(name).setLevel(level.upper())
-    if level == "info":  # its own lines say less than those of specc
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
-
-
-def _address_error(host: str, port: int, error: Exception) -> SpeccError:
-    where = f"{host} port {port}"
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"{where} is in use by another process",
-            "a port that is free",
-            "choose another --port, or end the other process",
-        )
-    if isinstance(error, OSError) and error.errno == errno.EACCES:
-        return ConfigError(
-            f"{where} is not for this user", "a port of 1024 or more", "choose another --port"
-        )
-    reason = getattr(error, "strerror", None) or error
-    return ConfigError(
-        f"{where}: {reason}", "an address of this machine", "choose another --host or --port"
-    )

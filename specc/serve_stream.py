@@ -114,7 +114,7 @@ async def _events(
         yield event(*first)
         async for index, update in updates:
             # a token may have no text yet; it is in the next chunk that has some
-            if update.text or update.is_last or update.logprobs or has_all_usage:
+            if answer.shows(update) or has_all_usage:
                 yield event(index, update)
         if has_usage:
             yield _event(answer.last_chunk(generation.outputs))

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json as json_
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from specc.errors import RequestError
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_DO = "correct the StructuredOutputsParams"
+_DO = "correct this value"
+# what is refused unseen: characters, and rules or references, each of which may lead to the next
+MAX_CHARS = 2 << 20
+MAX_RULES = 10_000
+_RULE = re.compile(r"^[ \t]*[?!]*\w[\w.\-]*[ \t]*:", re.MULTILINE)
+_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"')
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,8 @@ class StructuredOutputsParams:
         whitespace_pattern: regex of what may stand between the parts of JSON; without it, any
             white space of any length.
     Raises:
-        RequestError: none or several of the first five, or a value of another type.
+        RequestError: none or several of the first five, a value of another type, or one that is
+            larger than `MAX_CHARS` and `MAX_RULES` say.
     """
 
     json: Any = None
@@ -54,11 +61,26 @@ class StructuredOutputsParams:
         object.__setattr__(self, "kind", "json" if kind == "json_object" else kind)
         object.__setattr__(self, "text", _TEXT_OF[kind](getattr(self, kind)))
         self._check_whitespace()
+        self._check_size()
 
     @property
     def key(self) -> tuple[str, str, bool, str | None]:
         """Equal for equal grammars; hashable, as a schema is not."""
         return self.kind, self.text, self.disable_any_whitespace, self.whitespace_pattern
+
+    def _check_size(self) -> None:
+        for name in ("text", "whitespace_pattern"):
+            num_chars = len(getattr(self, name) or "")
+            if num_chars > MAX_CHARS:
+                raise RequestError(
+                    f"{self.kind} of {num_chars} characters", f"at most {MAX_CHARS}", _DO
+                )
+        unit = {"json": "references", "grammar": "rules"}.get(self.kind)
+        if unit is not None:
+            form = _RULE if self.kind == "grammar" else _REFERENCE
+            count = sum(1 for _ in form.finditer(self.text))
+            if count > MAX_RULES:
+                raise RequestError(f"{self.kind} with {count} {unit}", f"at most {MAX_RULES}", _DO)
 
     def _check_whitespace(self) -> None:
         pattern = self.whitespace_pattern

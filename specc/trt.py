@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from specc.errors import TensorRTError
+from specc.extras import install_command
 
 ENV = "SPECC_TENSORRT"
 # in the order in which they are looked for
@@ -86,7 +87,7 @@ def _load(wanted: str) -> ModuleType:
     raise TensorRTError(
         f"no TensorRT that can be imported: {'; '.join(tried)}",
         "TensorRT with its libraries, or TensorRT-RTX",
-        'pip install "specc[tensorrt]" (TensorRT-RTX), or install TensorRT as its vendor says',
+        f"{install_command('tensorrt')} (TensorRT-RTX), or install TensorRT as its vendor says",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from specc.artifact import open_engine, torch_version
 from specc.bench_engine import EngineContender, tokenize
-from specc.errors import ConfigError, EngineError
+from specc.errors import ConfigError, RequestError
 from specc.extend_engine import EngineExtension, extend_engine
 from specc.latency_table import LatencyTable
 from specc.machine import describe_machine
@@ -50,6 +50,7 @@ class TuneOptions:
         temperature: of the requests; their seeds are 0, 1, …
         rounds: of whole runs, interleaved; a round before them is not counted.
         latency_s: seconds after which no further round of single passes begins.
+        prunes: take the engine's other plans out of it.
     """
 
     batch_sizes: tuple[int, ...] = ()
@@ -59,6 +60,7 @@ class TuneOptions:
     temperature: float = 0.0
     rounds: int = 3
     latency_s: float = 20.0
+    prunes: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,17 @@ class Tuning:
         acceptance: draft → table by depth and sibling rank.
         batches: one a batch size.
         latency: of single passes, which the policy `goodput` reads.
+        others: plans that the engine had, and that no batch size has chosen.
     """
 
     acceptance: dict[str, list[list[float]]]
     batches: list[BatchTuning] = field(default_factory=list)
     latency: LatencyTable | None = None
+    others: list[SpecPlan] = field(default_factory=list)
 
     @property
     def plans(self) -> list[SpecPlan]:
-        """The family, that of the smallest batch first; off is in it."""
+        """What was chosen, that of the smallest batch first; off is in it."""
         return list(dict.fromkeys([*(batch.chosen for batch in self.batches), OFF]))
 
     def to_json(self, options: TuneOptions) -> dict[str, Any]:
@@ -124,6 +128,7 @@ class Tuning:
             "torch_version": torch_version(),
             "temperature": options.temperature,
             "plans": {str(batch.batch_size): batch.chosen.name for batch in self.batches},
+            ("removed_plans" if options.prunes else "kept_plans"): [p.name for p in self.others],
             "acceptance": self.acceptance,
             **({"latency": self.latency.to_json()} if self.latency else {}),
             "batches": [
@@ -138,7 +143,9 @@ class Tuning:
         }
 
 
-def tune(directory: Path, prompts: Sequence[str], options: TuneOptions, phases: Phases) -> Tuning:
+def tune(
+    directory: Path, prompts: Sequence[str | list[int]], options: TuneOptions, phases: Phases
+) -> Tuning:
     """Choose an engine's plans by measuring, and write them and profile.json into it.
 
     Args:
@@ -148,7 +155,7 @@ def tune(directory: Path, prompts: Sequence[str], options: TuneOptions, phases: 
         phases: tells the listener how far this is.
     Raises:
         ConfigError: an engine without drafts, or batch sizes that it was not compiled for.
-        EngineError: an engine without a tokenizer.
+        RequestError: text for an engine without a tokenizer.
     """
     manifest = open_engine(directory, None)
     drafts = _drafts_of([entry.plan for entry in manifest.plans], len(manifest.models) - 1)
@@ -157,9 +164,11 @@ def tune(directory: Path, prompts: Sequence[str], options: TuneOptions, phases: 
             "an engine without drafts", "a draft or a lookup to tune", "compile it with --draft"
         )
     sizes = _batch_sizes(options, manifest.limits.max_batch_size)
-    if manifest.tokenizer.file is None:
-        raise EngineError(
-            "an engine without a tokenizer", "a tokenizer for the prompts", "compile it with one"
+    if manifest.tokenizer.file is None and any(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError(
+            "a prompt that is text, and an engine without a tokenizer",
+            "token ids",
+            'pass --prompts FILE with lines such as {"prompt_token_ids": [1, 2, 3]}',
         )
     known = [entry.plan for entry in manifest.plans if entry.plan.speculates]
     room = max(options.max_nodes, *(plan.num_rows for plan in known), 1)
@@ -186,8 +195,10 @@ def tune(directory: Path, prompts: Sequence[str], options: TuneOptions, phases: 
                 tuning.batches.append(
                     _measure(extension, room, plans, seconds, token_ids, size, options)
                 )
-        profile = tuning.to_json(options)
-        extension.commit(tuning.plans, "profile", profile)
+        chosen = {plan.name for plan in tuning.plans}
+        tuning.others = [plan for plan in known if plan.name not in chosen]
+        kept = [] if options.prunes else tuning.others
+        extension.commit([*tuning.plans, *kept], "profile", tuning.to_json(options))
     return tuning
 
 

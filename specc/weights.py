@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specc.errors import WeightError
+from specc.nonfinite import NonFinite, Report, find_nonfinite, refuse, watch
 from specc.safetensors_io import (
     CHUNK_BYTES,
     Buffer,
@@ -134,6 +135,7 @@ def write_weights(
     path: str | Path,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
+    nonfinite: Report = refuse,
 ) -> tuple[str, int]:
     """Stream weights into one safetensors file; every spec is checked before the first byte.
 
@@ -144,10 +146,14 @@ def write_weights(
         dtype: overrides the dtype of all floating-point specs that have sources; constants keep
             their own.
         progress: called with (bytes done, bytes in total).
+        nonfinite: called for every tensor of the checkpoint with NaN, infinity, or values that
+            overflow in the type that is written; by default it raises. Constants are not looked
+            at: masks among them are full of infinities.
     Returns:
         sha256 in hex and size in bytes of the file.
     Raises:
-        WeightError: a tensor is absent, truncated, or of another shape or kind of dtype.
+        WeightError: a tensor is absent, truncated, of another shape or kind of dtype, or, unless
+            `nonfinite` takes it, holds values that are no finite numbers.
         OutputError: the file cannot be written.
     """
     unique: dict[str, WeightSpec] = {}
@@ -161,7 +167,7 @@ def write_weights(
     # larger items first keep every tensor aligned to its items, which a memory-mapped load needs
     ordered = sorted(unique.values(), key=lambda spec: -spec.dtype.itemsize)
     tensors = [
-        OutputTensor(spec.key, spec.dtype, spec.stored_shape, _spec_chunks(spec, reader))
+        OutputTensor(spec.key, spec.dtype, spec.stored_shape, _spec_chunks(spec, reader, nonfinite))
         for spec in ordered
     ]
     return write_safetensors(path, tensors, progress)
@@ -228,18 +234,37 @@ def _shape_error(
     )
 
 
-def _spec_chunks(spec: WeightSpec, reader: TensorReader) -> Iterator[Buffer]:
+def _spec_chunks(spec: WeightSpec, reader: TensorReader, nonfinite: Report) -> Iterator[Buffer]:
     if spec.constant is not None:
         return convert_chunks(
             _tensor_chunks(spec.constant, CHUNK_BYTES), spec.constant.dtype, spec.dtype
         )
-    rows = itertools.chain.from_iterable(_source_chunks(s, spec, reader) for s in spec.sources)
+    rows = itertools.chain.from_iterable(
+        _source_chunks(source, spec, reader, nonfinite) for source in spec.sources
+    )
     return blocks_of_stream(rows, spec.shape, spec.dtype) if spec.in_blocks else rows
 
 
-def _source_chunks(source: Source, spec: WeightSpec, reader: TensorReader) -> Iterator[Buffer]:
+def _source_chunks(
+    source: Source, spec: WeightSpec, reader: TensorReader, nonfinite: Report
+) -> Iterator[Buffer]:
     chunks = reader.read_chunks(source.name, rows=source.rows, transpose=source.transpose)
-    return convert_chunks(chunks, reader.dtype(source.name), spec.dtype)
+    converted = convert_chunks(chunks, reader.dtype(source.name), spec.dtype)
+    # what is finite after the conversion was so before: one look at the result is enough
+    return watch(converted, spec.dtype, lambda: _find(source, spec, reader), nonfinite)
+
+
+def _find(source: Source, spec: WeightSpec, reader: TensorReader) -> NonFinite:
+    """Count and locate what is not finite, in the order of the checkpoint."""
+    name = source.name
+    chunks = reader.read_chunks(name, rows=source.rows)
+    nan, infinite, overflowing, place = find_nonfinite(chunks, reader.dtype(name), spec.dtype)
+    shape = reader.shape(name)
+    first = [int(i) for i in torch.unravel_index(torch.tensor(place), shape)] if shape else []
+    if source.rows is not None:
+        first[0] += source.rows[0]
+    location = reader.location(name)
+    return NonFinite(name, location, nan, infinite, overflowing, tuple(first), spec.dtype)
 
 
 def _tensor_chunks(tensor: Tensor, chunk_bytes: int) -> Iterator[Buffer]:

@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from specc.metrics import SpecStats
 from specc.plans import OFF
 from specc.runtime.batch import Span
 from specc.runtime.engine import Engine
 from specc.runtime.engine_core import EngineCore
+from specc.runtime.grammar_masks import mask_roots
 from specc.runtime.sequence import Sequence as Request
 from specc.sampling_params import SamplingParams
 from specc.sampling_rows import Word
@@ -61,6 +64,10 @@ class Figures:
         return {**vars(self), "steps": dict(sorted(self.steps.items()))}
 
 
+# options of a request: dice, most tokens, vocabulary
+Draw = Callable[[random.Random, int, int], SamplingParams]
+# what else of a request is compared with its solo run, up to a position where they differ
+Compare = Callable[[Request, Request, int], None]
 # how a mismatch is judged: request, its solo tokens, where they differ
 Judge = Callable[[Request, list[int], int], None]
 
@@ -78,16 +85,19 @@ class Solo:
 
     def __init__(self, engine: Engine) -> None:
         self._core = EngineCore(engine, OFF.name, shares_prefixes=False)
-        self._known: dict[tuple[Any, ...], list[int]] = {}
+        self._known: dict[tuple[Any, ...], Request] = {}
 
     def tokens(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        return self.run(prompt, params).output_token_ids
+
+    def run(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         key = (tuple(prompt), repr(params))
         if key not in self._known:
             sequence = self._core.requests.make(list(prompt), params)
             self._core.scheduler.add(sequence)
             while not sequence.is_finished:
                 assert self._core.advance()
-            self._known[key] = sequence.output_token_ids
+            self._known[key] = sequence
         return self._known[key]
 
 
@@ -117,6 +127,8 @@ def run_interleaving(
     *,
     num_requests: int = 12,
     max_tokens: int = 24,
+    draw: Draw = draw_params,
+    compare: Compare | None = None,
 ) -> None:
     """Serve random requests in a random order of events; compare those that were not cancelled.
 
@@ -129,6 +141,8 @@ def run_interleaving(
         judge: of mismatches.
         num_requests: to serve.
         max_tokens: of a request at most.
+        draw: its options.
+        compare: what else is compared.
     """
     dice = random.Random(seed)
     core = EngineCore(engine, policy=Moody(list(engine.plans), dice))
@@ -141,7 +155,7 @@ def run_interleaving(
         prompt = list(dice.choice(prompts))
         prompt = prompt[: dice.randint(1, len(prompt))] if dice.random() < 0.5 else prompt
         prompt += [dice.randrange(engine.vocab_size) for _ in range(dice.randrange(3))]
-        params = draw_params(dice, max_tokens, engine.vocab_size)
+        params = draw(dice, max_tokens, engine.vocab_size)
         request = core.requests.make(prompt, params, priority=dice.randrange(-1, 2))
         core.scheduler.add(request)
         requests.append(request)
@@ -167,17 +181,22 @@ def run_interleaving(
     for request in requests:
         if id(request) in cancelled:
             continue
-        wanted = solo.tokens(request.token_ids[: request.num_prompt_tokens], request.params)
+        alone = solo.run(request.token_ids[: request.num_prompt_tokens], request.params)
+        wanted = alone.output_token_ids
         figures.num_compared += 1
         figures.num_tokens += len(wanted)
         figures.num_greedy += request.params.is_greedy
         figures.num_seeded += not request.params.is_greedy
         found = request.output_token_ids
+        num_same = len(wanted)
         if found != wanted:
             pairs = zip(found, wanted, strict=False)
             position = next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
             judge(request, wanted, position)
             figures.num_ties += 1
+            num_same = position
+        if compare is not None:
+            compare(request, alone, num_same)
 
 
 class NearTies:
@@ -200,20 +219,24 @@ class NearTies:
         num_prompt = request.num_prompt_tokens
         context = [*request.token_ids[:num_prompt], *wanted[:position]]
         again = self._core.requests.make(context, request.params)
-        # penalties count what is output
+        # penalties count what is output, and controls look at it
         again.sampling_words[Word.NUM_PROMPT] = num_prompt
+        again.controls = None
+        whole = self._core.requests.make(context[:num_prompt], request.params)
+        whole.token_ids += context[num_prompt:]
         runner, cache = self._core.runner, self._core.engine.cache
         count = cache.shape.blocks_for(len(context), 1)
         again.blocks = cache.allocator.allocate(count)
         try:
             cache.record(again.blocks, 0, context)
-            logits = runner._causal_pass(runner._target, [Span(again, 0, len(context))], [True])
+            last = torch.tensor([len(context) - 1])
+            logits = runner._causal_pass(runner._target, [Span(again, 0, len(context))], last)
             drawn = []
             for sign in (1, -1):
                 moved = logits.clone()
                 moved[0, pair[0]] += sign * self.EPSILON
                 moved[0, pair[1]] -= sign * self.EPSILON
-                drawn += runner._first_tokens(moved, [again])
+                drawn += runner._first_tokens(mask_roots(moved, [whole]), [again])
         finally:
             cache.allocator.free(again.blocks)
         if tuple(drawn) != pair:

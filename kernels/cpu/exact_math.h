@@ -61,7 +61,10 @@ inline Many<N> operator*(const Many<N>& x, float y) {
 // x = (1 + fraction) * 2^exponent with sqrt(1/2) <= 1 + fraction < sqrt(2); x is a normal number.
 template <int N>
 inline void split(const Many<N>& x, Many<N>& fraction, Many<N>& exponent) {
-  auto shifted = [](Float a) { return reinterpret_cast<Int>(a) + kSqrtHalfToOne; };
+  // of NaN, whose bits are the highest, there is a sum, too: whatever it is
+  auto shifted = [](Float a) {
+    return reinterpret_cast<Int>(reinterpret_cast<UInt>(a) + uint32_t{kSqrtHalfToOne});
+  };
   fraction = each(x, [&](Float a) {
     return reinterpret_cast<Float>((shifted(a) & 0x7FFFFF) + kSqrtHalf) - 1.0f;
   });

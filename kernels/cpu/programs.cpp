@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <limits>
 #include <unordered_map>
 
@@ -54,9 +55,36 @@ void CompiledProgram::bind_weights(const std::vector<std::string>& names,
 
 void CompiledProgram::bind_caches(std::vector<at::Tensor> caches) { caches_ = std::move(caches); }
 
+// Compiled code reads its inputs by the sizes of some of them, and checks nothing.
+void CompiledProgram::check_flat(const std::vector<at::Tensor>& inputs) const {
+  struct Input {
+    const char* name;
+    at::ScalarType dtype;
+    int64_t dim;
+  };
+  static constexpr Input kInputs[] = {
+      {"tokens", at::kLong, 1},    {"positions", at::kLong, 1}, {"q_start", at::kInt, 1},
+      {"slot", at::kInt, 1},       {"cache_len", at::kInt, 1},  {"ancestors", at::kLong, 2},
+      {"block_table", at::kInt, 2}, {"logit_rows", at::kLong, 1}};
+  TORCH_CHECK(inputs.size() == std::size(kInputs), "a program takes ", std::size(kInputs),
+              " inputs, not ", inputs.size());
+  for (size_t i = 0; i < std::size(kInputs); ++i) {
+    const at::Tensor& input = inputs[i];
+    TORCH_CHECK(input.defined() && input.is_cpu() && input.scalar_type() == kInputs[i].dtype &&
+                    input.dim() == kInputs[i].dim,
+                "a program's ", kInputs[i].name, " has another dtype or number of dimensions");
+  }
+  const int64_t tokens = inputs[0].size(0), batch = inputs[4].size(0);
+  TORCH_CHECK(inputs[1].size(0) == tokens && inputs[3].size(0) == tokens &&
+                  inputs[5].size(0) == tokens && inputs[2].size(0) == batch + 1 &&
+                  inputs[6].size(0) == batch,
+              "a program's tokens and their metadata have different sizes");
+}
+
 at::Tensor CompiledProgram::run(std::vector<at::Tensor> inputs) {
   c10::InferenceMode guard;
   TORCH_CHECK(!inputs.empty(), "the tokens of a pass");
+  if (is_flat_) check_flat(inputs);
   const PassThreads threads(num_threads_, inputs[0].numel() <= kNarrowRows ? 1 : num_threads_);
   // compiled code takes the strides of its example inputs for granted
   for (at::Tensor& input : inputs) input = input.contiguous();
@@ -70,9 +98,36 @@ at::Tensor CompiledProgram::run(std::vector<at::Tensor> inputs) {
   }
 }
 
+StepRunner::StepRunner(int64_t num_values) {
+  TORCH_CHECK(num_values >= 1, "1 value or more, not ", num_values);
+  values_.resize(num_values);
+}
+
+int64_t StepRunner::known(int64_t slot) const {
+  TORCH_CHECK(slot >= 0 && slot < static_cast<int64_t>(values_.size()), "a known value, not ",
+              slot);
+  return slot;
+}
+
+void StepRunner::set_constant(int64_t slot, const at::Tensor& value) {
+  values_[known(slot)] = value;
+}
+
+void StepRunner::pass_on(const std::vector<int64_t>& slots) {
+  for (const int64_t slot : slots) known(slot);
+  passed_on_ = slots;
+}
+
+at::Tensor StepRunner::get(int64_t slot) { return values_[known(slot)].toTensor(); }
+
+StepRunner::Instruction& StepRunner::last() {
+  TORCH_CHECK(!stages_.empty() && !stages_.back().empty(), "an instruction first");
+  return stages_.back().back();
+}
+
 StepRunner::Instruction& StepRunner::add(Kind kind, int64_t result) {
   TORCH_CHECK(!stages_.empty(), "begin_stage first");
-  TORCH_CHECK(result >= 0 && result < static_cast<int64_t>(values_.size()), "a known value");
+  known(result);
   Instruction& made = stages_.back().emplace_back();
   made.kind = kind;
   made.result = result;
@@ -92,13 +147,13 @@ void StepRunner::call_program(const c10::intrusive_ptr<CompiledProgram>& program
 
 void StepRunner::getitem(int64_t tuple, int64_t index, int64_t result) {
   Instruction& made = add(Kind::kGetItem, result);
-  made.a = tuple;
+  made.a = known(tuple);
   made.b = index;
 }
 
 void StepRunner::size(int64_t tensor, int64_t dim, int64_t result) {
   Instruction& made = add(Kind::kSize, result);
-  made.a = tensor;
+  made.a = known(tensor);
   made.b = dim;
 }
 
@@ -108,22 +163,23 @@ void StepRunner::arithmetic(const std::string& sign, int64_t result) {
 }
 
 void StepRunner::value(int64_t slot) {
-  TORCH_CHECK(slot >= 0 && slot < static_cast<int64_t>(values_.size()), "a known value");
-  stages_.back().back().arguments.push_back({Argument::Source::kValue, slot, {}});
+  last().arguments.push_back({Argument::Source::kValue, known(slot), {}});
 }
 
 void StepRunner::literal(const c10::IValue& constant) {
-  stages_.back().back().arguments.push_back({Argument::Source::kLiteral, 0, constant});
+  last().arguments.push_back({Argument::Source::kLiteral, 0, constant});
 }
 
 void StepRunner::list(int64_t count) {
-  stages_.back().back().arguments.push_back({Argument::Source::kList, count, {}});
+  TORCH_CHECK(count >= 0, "a list of 0 arguments or more, not ", count);
+  last().arguments.push_back({Argument::Source::kList, count, {}});
 }
 
-void StepRunner::release(int64_t slot) { stages_.back().back().last_used.push_back(slot); }
+void StepRunner::release(int64_t slot) { last().last_used.push_back(known(slot)); }
 
 c10::IValue StepRunner::argument(const Instruction& instruction, size_t& next,
                                  const c10::TypePtr& type) {
+  TORCH_CHECK(next < instruction.arguments.size(), "an argument is missing");
   const Argument& item = instruction.arguments[next++];
   if (item.source == Argument::Source::kValue) return values_[item.slot];
   if (item.source == Argument::Source::kLiteral) return item.literal;
@@ -163,6 +219,7 @@ void StepRunner::execute(const Instruction& instruction) {
         if (item.source == Argument::Source::kValue) {
           inputs.push_back(values_[item.slot].toTensor());
         } else {  // no ancestors: a causal pass, which compiled programs know by the width 0
+          TORCH_CHECK(!inputs.empty(), "the tokens of a pass come first");
           inputs.push_back(at::empty({inputs[0].size(0), 0}, at::kLong));
         }
       }
@@ -171,9 +228,14 @@ void StepRunner::execute(const Instruction& instruction) {
       in_programs_ += seconds_since(begin);
       return;
     }
-    case Kind::kGetItem:
-      values_[instruction.result] = values_[instruction.a].toTupleRef().elements()[instruction.b];
+    case Kind::kGetItem: {
+      const auto& elements = values_[instruction.a].toTupleRef().elements();
+      TORCH_CHECK(instruction.b >= 0 && instruction.b < static_cast<int64_t>(elements.size()),
+                  "item ", instruction.b, " of ", elements.size());
+      const c10::IValue item = elements[instruction.b];  // the result may take the tuple's place
+      values_[instruction.result] = item;
       return;
+    }
     case Kind::kSize:
       values_[instruction.result] = values_[instruction.a].toTensor().size(instruction.b);
       return;
@@ -181,13 +243,18 @@ void StepRunner::execute(const Instruction& instruction) {
     case Kind::kMul: {
       const int64_t a = argument(instruction, next, c10::IntType::get()).toInt();
       const int64_t b = argument(instruction, next, c10::IntType::get()).toInt();
-      values_[instruction.result] = instruction.kind == Kind::kAdd ? a + b : a * b;
+      int64_t result = 0;
+      TORCH_CHECK(!(instruction.kind == Kind::kAdd ? __builtin_add_overflow(a, b, &result)
+                                                   : __builtin_mul_overflow(a, b, &result)),
+                  "a size is no int64");
+      values_[instruction.result] = result;
       return;
     }
   }
 }
 
 void StepRunner::run(const std::vector<at::Tensor>& inputs, int64_t first, int64_t last) {
+  TORCH_CHECK(inputs.size() <= values_.size(), "a known value for each input");
   if (first == 0)
     for (size_t i = 0; i < inputs.size(); ++i) values_[i] = inputs[i];
   run_stages(first, last);
@@ -195,6 +262,8 @@ void StepRunner::run(const std::vector<at::Tensor>& inputs, int64_t first, int64
 
 void StepRunner::run_stages(int64_t first, int64_t last) {
   c10::InferenceMode guard;
+  TORCH_CHECK(0 <= first && first <= last && last <= static_cast<int64_t>(stages_.size()),
+              "stages ", first, " to ", last, " of ", stages_.size());
   // nothing between two programs is worth a barrier; each program sets its own
   const PassThreads threads(kernel_threads(), 1);
   const int64_t batch = values_[0].toTensor().size(0);
@@ -208,6 +277,9 @@ void StepRunner::run_stages(int64_t first, int64_t last) {
   } else if (first != next_stage_) {
     is_whole_ = false;
   }
+  // the first run may begin anywhere, and stages may have been added
+  seconds_.resize(stages_.size());
+  program_seconds_.resize(stages_.size());
   for (int64_t i = first; i < last; ++i) {
     const auto begin = Clock::now();
     in_programs_ = 0;
@@ -237,7 +309,7 @@ std::tuple<std::vector<int64_t>, std::vector<double>> StepRunner::step(
   run_stages(first, last);
   std::vector<int64_t> found;
   for (int64_t slot : results) {
-    const at::Tensor value = values_[slot].toTensor();
+    const at::Tensor value = get(slot);
     TORCH_CHECK(value.is_contiguous(), "results are contiguous");
     if (value.scalar_type() == at::kInt) {
       const int32_t* data = value.const_data_ptr<int32_t>();
@@ -252,6 +324,7 @@ std::tuple<std::vector<int64_t>, std::vector<double>> StepRunner::step(
 }
 
 void StepRunner::set_inputs(const std::vector<int64_t>& rows, const at::Tensor& block_table) {
+  TORCH_CHECK(values_.size() >= 3, "values for the inputs of a step");
   const int64_t batch = block_table.size(0);
   const int64_t stride = batch ? static_cast<int64_t>(rows.size()) / batch : 0;
   TORCH_CHECK(batch > 0 && stride >= 2 && static_cast<int64_t>(rows.size()) == batch * stride,
@@ -271,7 +344,7 @@ void StepRunner::set_inputs(const std::vector<int64_t>& rows, const at::Tensor& 
 std::vector<at::Tensor> StepRunner::outputs(const std::vector<int64_t>& slots) {
   std::vector<at::Tensor> found;
   found.reserve(slots.size());
-  for (int64_t slot : slots) found.push_back(values_[slot].toTensor());
+  for (int64_t slot : slots) found.push_back(get(slot));
   return found;
 }
 
@@ -283,6 +356,7 @@ TORCH_LIBRARY_FRAGMENT(specc, library) {
       .def("weight_names", &CompiledProgram::weight_names)
       .def("bind_weights", &CompiledProgram::bind_weights)
       .def("bind_caches", &CompiledProgram::bind_caches)
+      .def("expect_flat_inputs", &CompiledProgram::expect_flat_inputs)
       .def("run", &CompiledProgram::run);
   library.class_<StepRunner>("StepRunner")
       .def(torch::init<int64_t>())

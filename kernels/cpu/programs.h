@@ -30,6 +30,9 @@ class CompiledProgram : public torch::CustomClassHolder {
   void bind_weights(const std::vector<std::string>& names, const std::vector<at::Tensor>& weights);
   // k and v of each layer, in the order of the graph's inputs.
   void bind_caches(std::vector<at::Tensor> caches);
+  // From here on, `run` refuses what is not flat tokens with their metadata: its callers may be
+  // graphs of an engine that somebody has edited.
+  void expect_flat_inputs() { is_flat_ = true; }
   // The runtime inputs in the order of RUNTIME_INPUTS (passes/program.py) → logits [R, V].
   at::Tensor run(std::vector<at::Tensor> inputs);
 
@@ -38,16 +41,19 @@ class CompiledProgram : public torch::CustomClassHolder {
   std::vector<at::Tensor> weights_, caches_;
   WatchedMemory watched_;  // destroyed before the weights
   int num_threads_;
+  bool is_flat_ = false;
+
+  void check_flat(const std::vector<at::Tensor>& inputs) const;
 };
 
 // A step: instructions over numbered values. Python encodes the graphs of a step program once
 // (runtime/compiled_program.py); then a step is one call.
 class StepRunner : public torch::CustomClassHolder {
  public:
-  explicit StepRunner(int64_t num_values) : values_(num_values) {}
+  explicit StepRunner(int64_t num_values);
 
   // Values 0 … are inputs in the order of `run`; constants are set once.
-  void set_constant(int64_t slot, const at::Tensor& value) { values_[slot] = value; }
+  void set_constant(int64_t slot, const at::Tensor& value);
   void begin_stage() { stages_.emplace_back(); }
   // An operator by name and overload; arguments follow in the order of its schema.
   void call(const std::string& name, const std::string& overload, int64_t result, bool is_static);
@@ -64,7 +70,7 @@ class StepRunner : public torch::CustomClassHolder {
   // Nobody reads this value behind the last instruction: its memory is free from there on.
   void release(int64_t slot);
   // Values that stages hand to each other: their memory is free when the step has ended.
-  void pass_on(const std::vector<int64_t>& slots) { passed_on_ = slots; }
+  void pass_on(const std::vector<int64_t>& slots);
 
   // Run stages [first, last); values 0 … inputs.size() - 1 are set before stage 0.
   void run(const std::vector<at::Tensor>& inputs, int64_t first, int64_t last);
@@ -78,7 +84,7 @@ class StepRunner : public torch::CustomClassHolder {
                                                              const std::vector<int64_t>& results,
                                                              int64_t first, int64_t last,
                                                              const std::vector<int64_t>& kept);
-  at::Tensor get(int64_t slot) { return values_[slot].toTensor(); }
+  at::Tensor get(int64_t slot);
   std::vector<at::Tensor> outputs(const std::vector<int64_t>& slots);
   // Seconds that each stage took in its last run, and the part of it inside programs.
   std::vector<double> seconds() { return seconds_; }
@@ -104,6 +110,8 @@ class StepRunner : public torch::CustomClassHolder {
   };
 
   Instruction& add(Kind kind, int64_t result);
+  Instruction& last();
+  int64_t known(int64_t slot) const;  // slot; throws where there is none
   void set_inputs(const std::vector<int64_t>& rows, const at::Tensor& block_table);
   void run_stages(int64_t first, int64_t last);
   void forget_passed_on(const std::vector<int64_t>& kept);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <limits>
 #include <optional>
 
 #include "bus_errors.h"
@@ -39,7 +40,10 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
   }
   const int64_t heads = q.sizes[0], tokens = q.sizes[1], kv_heads = k.sizes[0];
   const int64_t batch = cache_len.sizes[0];
-  check(kv_heads > 0 && heads % kv_heads == 0, "the number of KV heads divides that of heads");
+  check(heads > 0 && kv_heads > 0 && heads % kv_heads == 0,
+        "the number of KV heads divides that of heads");
+  check(q.sizes[2] > 0 && v.sizes[2] > 0, "heads have 1 element or more");
+  check(window >= 0 && sink >= 0, "window and sink are 0 or more");
   check(k.sizes[1] == tokens && v.sizes[1] == tokens && v.sizes[0] == kv_heads, "q, k and v agree");
   check(k.sizes[2] == q.sizes[2] && k_cache.sizes[3] == q.sizes[2] &&
             v_cache.sizes[3] == v.sizes[2] && k_cache.sizes[2] == kv_heads &&
@@ -95,8 +99,9 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
   a.block_table = block_table.as<int32_t>();
   a.blocks_per_sequence = block_table.sizes[1];
   a.scale = static_cast<float>(scale);
-  a.window = window;
-  a.sink = sink;
+  // no position is behind that
+  a.window = std::min<int64_t>(window, std::numeric_limits<int32_t>::max());
+  a.sink = std::min<int64_t>(sink, std::numeric_limits<int32_t>::max());
   specc::check_bounds(a);
   // [Nt, H, DV] in memory: what follows is a projection over all heads of a token
   const int64_t out_sizes[] = {heads, tokens, a.value_dim};
@@ -114,10 +119,11 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
 // A weight [N, K] in blocks of outputs.
 void check_blocks(const View& w, specc::DType dtype, int64_t n, int64_t k) {
   const int64_t unit = dtype == specc::DType::kFloat32 ? 1 : 2;
+  const auto parts = [](int64_t x, int64_t size) { return x / size + (x % size != 0); };
+  check(n >= 0 && k >= 0, "outputs and columns are 0 or more");
   check(w.dim == 4 && w.sizes[2] == specc::kLinearBlock && w.sizes[3] == unit,
         "the weight is in blocks of 32 outputs");
-  check(w.sizes[0] == (n + specc::kLinearBlock - 1) / specc::kLinearBlock &&
-            w.sizes[1] == (k + unit - 1) / unit,
+  check(w.sizes[0] == parts(n, specc::kLinearBlock) && w.sizes[1] == parts(k, unit),
         "the blocks are those of all outputs and columns");
 }
 

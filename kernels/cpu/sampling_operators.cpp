@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor> draft_children(Tensor logits_tensor, int64_t num_chil
   check(logits.dim == 2 && logits.is_dense_row() && logits.sizes[0] == batch * frontier,
         "logits is [B * F, V], rows contiguous");
   check(num_children >= 1 && num_children <= logits.sizes[1], "1 … V children");
-  check(depth >= 0, "depth is at least 0");
+  check_count(depth, 0, "depth");
   specc::DraftChildren a{};
   a.logits = {to_dtype(logits), logits.data, logits.strides[0], frontier};
   a.batch = batch;
@@ -135,7 +135,7 @@ std::tuple<Tensor, Tensor, Tensor> accept(Tensor logits_tensor, Tensor tokens_te
   const int64_t batch = tokens.sizes[0], num_nodes = a.num_nodes;
   check(a.logits.rows_per_sequence == num_nodes || batch == 0,
         "logits is [B * N, V], rows contiguous");
-  check(max_depth >= 0, "max_depth is at least 0");
+  check_count(max_depth, 0, "max_depth");
   a.max_depth = max_depth;
   a.num_columns = num_nodes;
   if (image_tensor.has_value()) {
@@ -173,7 +173,7 @@ Tensor node_winners(Tensor logits_tensor, Tensor tokens_tensor, Tensor parents_t
   set_trees(a, logits, tokens, parents);
   set_rows(a, values, words, cache_len, history, table);
   check(a.history.batch == tokens.sizes[0], "tokens, cache_len and block_table agree");
-  check(first_node >= 0 && first_node + a.logits.rows_per_sequence <= a.num_nodes,
+  check(first_node >= 0 && first_node <= a.num_nodes - a.logits.rows_per_sequence,
         "first_node is 0 … N - T");
   a.first_node = first_node;
   specc::check_bounds(a);

@@ -78,9 +78,11 @@ void commit_kv(const CommitKV& a) {
       char* cache = static_cast<char*>(a.slab) + part * layer_bytes;
       // sources and targets of a sequence may overlap: read all, then write all
       for (size_t i = 0; i < moves.size(); ++i)
-        std::memcpy(&staged[i * a.row_bytes], cache + moves[i].from * a.row_bytes, a.row_bytes);
+        std::memcpy(staged.data() + i * a.row_bytes, cache + moves[i].from * a.row_bytes,
+                    a.row_bytes);
       for (size_t i = 0; i < moves.size(); ++i)
-        std::memcpy(cache + moves[i].to * a.row_bytes, &staged[i * a.row_bytes], a.row_bytes);
+        std::memcpy(cache + moves[i].to * a.row_bytes, staged.data() + i * a.row_bytes,
+                    a.row_bytes);
     }
   }
 }

@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor, Tensor> accept_winners(Tensor winners_tensor, Tensor 
   check(tokens.dim == 2 && is_rows(tokens, i64), "tokens is [B, N] int64, rows contiguous");
   check(is_rows(winners, i64), "winners is [B, N] int64, rows contiguous");
   check(is_rows(parents, i32), "parents is [B, N] int32, rows contiguous");
-  check(max_depth >= 0, "max_depth is at least 0");
+  check_count(max_depth, 0, "max_depth");
   const int64_t batch = tokens.sizes[0];
   check(tokens.sizes[1] >= 1, "a tree has a root");
   Tensor path(empty({batch, max_depth + 1}, i32)), num_accepted(empty({batch}, i32)),
@@ -83,10 +83,17 @@ std::tuple<Tensor, Tensor> tree_rows(Tensor cache_len_tensor, Tensor nodes_tenso
       position(empty({batch * count}, aoti_torch_dtype_int64()));
   int32_t* slots = static_cast<int32_t*>(data_of(slot.get()));
   int64_t* positions = static_cast<int64_t*>(data_of(position.get()));
+  // for all rows at once: the loop over them needs no check of its own
+  int64_t lowest = 0, highest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    lowest = std::min<int64_t>(lowest, nodes.as<int32_t>()[i]);
+    highest = std::max<int64_t>(highest, nodes.as<int32_t>()[i]);
+  }
   for (int64_t b = 0; b < batch; ++b) {
-    const int32_t length = cache_len.as<int32_t>()[b];
+    const int64_t length = cache_len.as<int32_t>()[b];
+    check(is_i32(length + lowest) && is_i32(length + highest), "cache_len and nodes add to int32");
     for (int64_t i = 0; i < count; ++i) {
-      slots[b * count + i] = length + nodes.as<int32_t>()[i];
+      slots[b * count + i] = static_cast<int32_t>(length + nodes.as<int32_t>()[i]);
       positions[b * count + i] = std::max<int64_t>(length + depths.as<int32_t>()[i], 0);
     }
   }
@@ -114,14 +121,17 @@ std::tuple<Tensor, Tensor> commit_rows(Tensor path_tensor, Tensor cache_len_tens
   for (int64_t b = 0; b < batch; ++b) {
     const int32_t* slots = slot_of.as<int32_t>() + b * slot_stride;
     const int32_t* nodes = path.as<int32_t>() + b * width;
-    const int32_t committed = cache_len.as<int32_t>()[b];
-    int32_t kept = 0;
+    const int64_t committed = cache_len.as<int32_t>()[b];
+    int64_t kept = 0;
     for (; committed >= 0 && kept < width && nodes[kept] >= 0; ++kept) {
       check(nodes[kept] < num_nodes, "slot_of has an entry for each node");
       if (slots[nodes[kept]] < 0) break;
-      sources[b * width + kept] = committed + slots[nodes[kept]];
+      const int64_t row = committed + slots[nodes[kept]];
+      check(is_i32(row), "cache_len and slot_of add to int32");
+      sources[b * width + kept] = static_cast<int32_t>(row);
     }
-    lengths[b] = committed + kept;
+    check(is_i32(committed + kept), "cache_len and the length of a path add to int32");
+    lengths[b] = static_cast<int32_t>(committed + kept);
   }
   return {source, length};
 }

@@ -45,17 +45,20 @@ struct View {
   }
 
   bool is_contiguous() const {
-    int64_t expected = 1;
+    // beside a size of 0 the others may have any product
+    uint64_t expected = 1;
     bool is_packed = true;
     for (int64_t i = dim - 1; i >= 0; --i) {
       if (sizes[i] == 0) return true;
-      if (sizes[i] != 1 && strides[i] != expected) is_packed = false;
-      expected *= sizes[i];
+      if (sizes[i] != 1 && static_cast<uint64_t>(strides[i]) != expected) is_packed = false;
+      expected *= static_cast<uint64_t>(sizes[i]);
     }
     return is_packed;
   }
   // the last dimension lies in one piece
-  bool is_dense_row() const { return sizes[dim - 1] <= 1 || strides[dim - 1] == 1; }
+  bool is_dense_row() const {
+    return dim > 0 && (sizes[dim - 1] <= 1 || strides[dim - 1] == 1);
+  }
   template <typename T>
   T* as() const { return static_cast<T*>(data); }
 };
@@ -70,16 +73,28 @@ inline void check_index(const View& view, int64_t dim, int32_t dtype, const char
   check(view.dim == dim && view.dtype == dtype && view.is_contiguous(), what);
 }
 
+// Levels, nodes and tokens that a number asks room for, and no tensor: an engine has plans of 1024
+// nodes at most (specc/tree.py), out of 4 times as many candidates.
+constexpr int64_t kMaxCount = 65536;
+
+inline void check_count(int64_t count, int64_t least, const char* name) {
+  if (count < least || count > kMaxCount)
+    fail(std::string(name) + " is " + std::to_string(least) + " … " + std::to_string(kMaxCount));
+}
+
+inline bool is_i32(int64_t value) { return value == static_cast<int32_t>(value); }
+
 inline AtenTensorHandle empty(std::initializer_list<int64_t> sizes, int32_t dtype) {
   int64_t strides[4];
   int64_t step = 1;
   for (int64_t i = static_cast<int64_t>(sizes.size()) - 1; i >= 0; --i) {
     strides[i] = step;
-    step *= sizes.begin()[i];
+    check(!__builtin_mul_overflow(step, sizes.begin()[i], &step), "a result has no such size");
   }
   AtenTensorHandle result = nullptr;
-  call(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides, dtype,
-                                aoti_torch_device_type_cpu(), 0, &result));
+  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides, dtype,
+                               aoti_torch_device_type_cpu(), 0, &result) != 0)
+    fail("no memory for a result of " + std::to_string(step) + " elements");
   return result;
 }
 

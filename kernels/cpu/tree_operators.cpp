@@ -88,6 +88,7 @@ std::tuple<Tensor, Tensor> ancestor_words(Tensor parents_tensor) {
   check(is_rows(parents, i32()), "parents is [B, N] int32, rows contiguous");
   const int64_t batch = parents.sizes[0], num_nodes = parents.sizes[1];
   check(num_nodes >= 1, "a tree has a root");
+  check_count(num_nodes, 1, "N");
   const int64_t num_words = (num_nodes + 63) / 64;
   Tensor words(empty({batch * num_nodes, num_words}, i64())),
       depths(empty({batch * num_nodes}, i32()));
@@ -104,6 +105,7 @@ Tensor image_slots(Tensor image_tensor, Tensor slots_tensor, int64_t num_nodes) 
             slots.is_dense_row() && slots.sizes[slots.dim - 1] == num_own,
         "slots is [T] or [B, T] int32, rows contiguous");
   check(num_nodes >= 1, "a tree has a root");
+  check_count(num_nodes, 1, "num_nodes");
   Tensor rows(empty({batch, num_nodes}, i32()));
   specc::image_slots({batch, num_own, num_nodes, image.as<int32_t>(), image.strides[0],
                       slots.as<int32_t>(), slots.dim == 2 ? slots.strides[0] : 0,
@@ -147,7 +149,8 @@ std::tuple<Tensor, Tensor> lookup(Tensor history_tensor, Tensor table_tensor,
   specc::Lookup a{};
   a.history = history_of(history, table, cache_len);
   check_last_tokens(last, a.history);
-  check(ngram >= 1 && num_tokens >= 1, "ngram and num_tokens are 1 or more");
+  check(ngram >= 1, "ngram is 1 or more");
+  check_count(num_tokens, 1, "num_tokens");
   a.last_tokens = last.as<int64_t>();
   a.num_last = last.sizes[1];
   a.ngram = ngram;

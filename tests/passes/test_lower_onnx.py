@@ -318,7 +318,7 @@ def test_missing_packages(package: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=f"no package {package}") as caught:
         require_onnx()
-    assert caught.value.do == "pip install 'specc[onnx]'"
+    assert caught.value.do.startswith('pip install "onnx')
     config = CompileConfig(backend="onnx")
     with pytest.raises(ConfigError, match=f"no package {package}"):
         compiler.build(tmp_path / "nothing", None, tmp_path / "engine", config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import llguidance
@@ -15,8 +14,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specc.errors import RequestError
 from specc.plans import OFF, SpecPlan
-from specc.runtime.grammar import Grammars, GrammarState
+from specc.runtime.grammar import GrammarState
 from specc.runtime.grammar_masks import TreeMasks, mask_rows, mask_trees, tree_masks
+from specc.runtime.grammars import Grammars
+from specc.runtime.sequence import Sequence as Request
+from specc.sampling_params import SamplingParams
 from specc.sampling_rows import Rule
 from specc.structured_params import StructuredOutputsParams
 from tests.drafts import PLANS
@@ -203,7 +205,10 @@ def test_the_hook_masks_by_the_tree_of_its_plan(grammars, tokenizer, plan) -> No
     for name in values.keys() - {"logits"}:
         values[name] = torch.cat([values[name][:1], values[name]])
     own = [start(grammars, choice=CHOICES), None, start(grammars, choice=CHOICES)]
-    TreeMasks([SimpleNamespace(grammar=grammar) for grammar in own], plan)(values)
+    requests = [
+        Request("0", [1], SamplingParams(), max_seq_len=64, grammar=grammar) for grammar in own
+    ]
+    TreeMasks(requests, plan)(values)
     wanted = [drawn[0][1], {}, drawn[1][1]]
     for row, logits in enumerate(values["logits"]):
         b, node = divmod(row, size)
@@ -401,7 +406,7 @@ def test_an_engine_without_a_tokenizer() -> None:
 
 def test_without_the_library(tokenizer, monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(RequestError, match=r"pip install specc\[structured\]"):
+    with pytest.raises(RequestError, match='pip install "llguidance'):
         start(Grammars(tokenizer, VOCAB, EOS), regex="a")
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specc.api import compile_with
 from specc.config import CompileConfig
+from specc.machine import describe_machine
 from specc.plans import DynamicTree, SpecPlan
 from specc.runtime.engine import Engine
-from tests.interleavings import Figures, NearTies, Solo, run_interleaving
+from tests.interleavings import Draw, Figures, NearTies, Solo, run_interleaving
+from tests.logprob_interleavings import DrawLogprobs, LogprobFigures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +60,30 @@ def test_interleavings(
     assert set(figures.steps) == {plan.name for plan in PLANS}
 
 
+@pytest.mark.parametrize("share", [0.0, 0.7], ids=["free", "controlled"])
+def test_log_probabilities(
+    crowded: Engine, make_engine: Callable[..., Engine], prompts: list[list[int]], share: float
+) -> None:
+    """Of every survivor: those of its solo run, before and after it had to give way."""
+    figures, logprobs = Figures(), LogprobFigures()
+    solo = Solo(make_engine(plans=PLANS))
+    words = [a + b for a in "abcdefghijklmnopqrstuvwxyz0123456" for b in "ABCDEFGHIJ"]
+    draw = DrawLogprobs(words, (), share)
+    for seed in range(3):
+        run_interleaving(
+            *(crowded, solo, 1000 + seed, prompts, figures),
+            draw=draw,
+            compare=logprobs.compare,
+        )
+    assert figures.num_ties == 0
+    assert figures.num_preemptions > 1
+    assert figures.num_shared_passes > 20
+    assert set(figures.steps) == {plan.name for plan in PLANS}
+    assert logprobs.num_values > 1000
+    assert logprobs.num_preempted > 0
+    assert (logprobs.num_controlled > 10) == bool(share)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo pair with the same plans, compiled for the CPU."""
@@ -69,7 +97,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def check_pair(path: Path, num_interleavings: int) -> Figures:
+def check_pair(
+    path: Path, num_interleavings: int, logprobs: LogprobFigures | None = None
+) -> Figures:
     engine = Engine.load(path, kv_cache_tokens=144)
     other = Engine.load(path)
     assert engine.tokenizer is not None
@@ -77,8 +107,17 @@ def check_pair(path: Path, num_interleavings: int) -> Figures:
     prompts = [engine.tokenizer.encode(text * n).ids[:60] for n, text in enumerate(texts, 1)]
     prompts += [prompts[0][:12] + prompts[1], prompts[0][:12] + prompts[2][:30]]
     figures, solo = Figures(), Solo(other)
+    options: dict[str, Any] = {}
+    if logprobs is not None:
+        draw: Draw = DrawLogprobs(
+            ["self", "import", "return ", "(", "):\n", "def read", "with open("],
+            sorted(engine.eos_token_ids),
+        )
+        options = {"draw": draw, "compare": logprobs.compare}
     for seed in range(num_interleavings):
-        run_interleaving(engine, solo, seed, prompts, figures, NearTies(other), max_tokens=64)
+        run_interleaving(
+            engine, solo, seed, prompts, figures, NearTies(other), max_tokens=64, **options
+        )
     return figures
 
 
@@ -100,3 +139,32 @@ def test_200_interleavings_of_the_demo_pair(pair: Path) -> None:
     results = ROOT / "build" / "interleavings.json"
     results.parent.mkdir(exist_ok=True)
     results.write_text(json.dumps(figures.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def test_log_probabilities_of_the_demo_pair(pair: Path) -> None:
+    logprobs = LogprobFigures()
+    figures = check_pair(pair, 1, logprobs)
+    assert figures.num_ties <= 1
+    assert logprobs.num_values > 500
+    assert logprobs.num_controlled > 1
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_40_interleavings_of_the_demo_pair(pair: Path) -> None:
+    logprobs = LogprobFigures()
+    figures = check_pair(pair, 40, logprobs)
+    assert figures.num_preemptions > 50
+    assert figures.num_ties <= figures.num_compared // 100
+    assert min(logprobs.num_preempted, logprobs.num_controlled) > 40
+    results = ROOT / "build" / "logprobs_interleavings.json"
+    results.parent.mkdir(exist_ok=True)
+    report = {
+        "command": "make test-full PYTEST_ARGS=tests/runtime/test_interleavings.py",
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(),
+        "versions": {"torch": torch.__version__},
+        "backend": "cpu",
+        "interleavings": figures.to_json(),
+        "logprobs": logprobs.to_json(),
+    }
+    results.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -92,7 +92,7 @@ def test_bos_is_put_in_front_of_text_once(make_engine) -> None:
         pytest.param(["a", "b"], [SamplingParams()], "2 prompts and 1 SamplingParams", id="params"),
         pytest.param(["a", 3.5], None, "prompt 1 of type float", id="type"),
         pytest.param([[1, "a"]], None, "prompt 0 of type list", id="mixed-ids"),
-        pytest.param([{"text": "a"}], None, "prompt 0 of type NoneType", id="dict"),
+        pytest.param([{"text": "a"}], None, "prompt 0, a dict with text", id="dict"),
     ],
 )
 def test_a_bad_request_stops_all_before_any_work(llm, prompts, params, found) -> None:

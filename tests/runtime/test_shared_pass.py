@@ -71,7 +71,7 @@ def run(engine: Engine, is_shared: bool) -> tuple[RunResult, Any]:
                 (core.engine.target, num_rows),
                 (core.engine.drafts[0], sequence.draft_lens[0]),
             ):
-                core.runner._causal_pass(model, [Span(sequence, 0, end)], [False])
+                core.runner._causal_pass(model, [Span(sequence, 0, end)])
         sequences.append(sequence)
     ends, middle, *ready = sequences
     groups = [StepGroup(plan, [s]) for plan, s in zip(PLANS[1:], ready, strict=False)]

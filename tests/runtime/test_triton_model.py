@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,10 +15,12 @@ from functools import partial
 import numpy as np
 import pytest
 
+from specc.runtime import grammars
 from specc.runtime.llm import LLM
 from specc.runtime.triton_model import TritonModel
 from specc.sampling_params import SamplingParams
 from specc.triton_tensors import OUTPUTS
+from tests.hostile_grammars import slow
 from tests.runtime import triton_utils as pb_utils
 
 ALL = [tensor.name for tensor in OUTPUTS]
@@ -223,3 +226,38 @@ def test_devices_are_settled_before_torch(saved_engine):
     assert "torch" in sys.modules
     with pytest.raises(pb_utils.TritonModelException, match="torch was imported before"):
         Model().initialize(told)
+
+
+def guided(text):
+    values = {"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": text}
+    tensors = {n: np.array([[v.encode()]], dtype=object) for n, v in values.items()}
+    return pb_utils.Request(ALL, text_input=np.array([[b"abc"]], dtype=object), **tensors)
+
+
+def test_a_grammar_is_compiled_while_others_are_served(start, monkeypatch):
+    """Triton hands in a request when the one before it was taken."""
+    limits = dataclasses.replace(grammars.LIMITS, cpu_seconds=0.7)
+    monkeypatch.setattr(grammars, "LIMITS", limits)
+    model = start()
+    hostile, plain, other = guided(slow()), ask(max_tokens=4), guided('root ::= "ab"')
+    begin = time.monotonic()
+    model.execute([hostile, plain, other])
+    assert time.monotonic() - begin < 1
+    finish(plain, other)
+    assert not hostile.sender.has_ended.is_set()
+    assert other.sender.error is None
+    finish(hostile)
+    assert hostile.sender.error.code == pb_utils.TritonError.INVALID_ARG
+    assert eventually(lambda: not model._beginning)
+
+
+def test_a_model_that_ends_compiles_nothing(start):
+    model = start()
+    hostile = guided(slow())
+    model.execute([hostile])
+    assert eventually(lambda: model._service.engine.grammars.children.pids)
+    begin = time.monotonic()
+    model.finalize()
+    assert time.monotonic() - begin < 5
+    finish(hostile)
+    assert hostile.sender.error.code == pb_utils.TritonError.UNAVAILABLE

@@ -7,9 +7,15 @@ import json
 import numpy as np
 import pytest
 
+from specc import serve_config
 from specc.errors import ConfigError, RequestError
 from specc.runtime.triton_options import TritonOptions
-from specc.runtime.triton_request import read_request
+from specc.runtime.triton_request import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOP_WORDS,
+    read_request,
+)
 from specc.sampling_params import SamplingParams
 from specc.triton_tensors import INPUTS, OUTPUTS
 
@@ -24,6 +30,12 @@ def read(parameters="", requested=ALL, shape=(1, -1), **values):
         many = [v.encode() if isinstance(v, str) else v for v in np.atleast_1d(value).tolist()]
         tensors[name] = np.array(many, dtype=DTYPES[KINDS.get(name, "STRING")]).reshape(shape)
     return read_request(tensors, parameters, requested)
+
+
+def test_stops_are_limited_as_over_http():
+    http = serve_config.MAX_STOP_STRINGS, serve_config.MAX_STOP_CHARACTERS
+    assert http == (MAX_STOP_WORDS, MAX_STOP_CHARACTERS)
+    assert serve_config.MAX_STOP_TOKEN_IDS == MAX_STOP_TOKEN_IDS
 
 
 def test_text_alone():
@@ -41,12 +53,16 @@ def test_all_options(shape):
         "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5,
         "seed": 2**62 + 1, "rule": "delta", "logprobs": 2, "ignore_eos": True,
         "include_stop_str_in_output": True, "skip_special_tokens": False, "speculative": False,
+        "min_tokens": 4, "allowed_token_ids": [3, 9],
     }  # fmt: skip
     asked = read(
         shape=shape,
         text_input="a",
         stop_words=["x", "", "yz"],
         stop_token_ids=[4, 5],
+        bad_words=["a b", ""],
+        logit_bias_ids=[7, 9],
+        logit_bias_values=[-1.5, 2.0],
         guided_decoding_guide_type="regex",
         guided_decoding_guide="a+",
         priority=-3,
@@ -59,6 +75,7 @@ def test_all_options(shape):
     assert {name: getattr(got, name) for name in values} == values
     assert got.stop_strings == ("x", "yz")  # an empty one is none
     assert list(got.stop_token_ids) == [4, 5]
+    assert (got.bad_words, got.logit_bias) == (["a b"], {7: -1.5, 9: 2.0})
     assert got.structured_outputs is not None
     assert (got.structured_outputs.kind, got.structured_outputs.text) == ("regex", "a+")
     assert (asked.priority, asked.timeout_s, asked.is_streamed) == (-3, 1.5, True)
@@ -91,8 +108,22 @@ def test_outputs_follow_flags_or_what_the_client_names():
         ({"text_input": []}, r"text_input of shape \[1, 0\]"),
         ({"text_input": b"\xff"}, "text_input holds bytes"),
         ({"text_input": "a", "stop_words": [b"\xff"]}, "stop_words holds bytes"),
+        ({"text_input": "a", "stop_words": ["ab"] * 17}, "17 stop_words of 34"),
+        ({"text_input": "a", "stop_words": ["a" * 1025]}, "1 stop_words of 1025"),
+        ({"text_input": "a", "stop_token_ids": [1] * 257}, "257 stop_token_ids"),
         ({"text_input": "a", "max_tokens": -1}, "max_tokens=-1"),
         ({"text_input": "a", "temperature": float("nan")}, "temperature=nan"),
+        ({"text_input": "a", "stop_token_ids": [-1]}, "stop_token_ids="),
+        ({"text_input": "a", "min_tokens": 17}, "min_tokens=17"),
+        ({"text_input": "a", "logit_bias_ids": [1]}, "logit_bias_ids of 1"),
+        (
+            {"text_input": "a", "logit_bias_ids": [1, 1], "logit_bias_values": [1.0, 2.0]},
+            "1 of them different",
+        ),
+        (
+            {"text_input": "a", "logit_bias_ids": [1], "logit_bias_values": [float("nan")]},
+            "logit_bias=",
+        ),
         ({"text_input": "a", "seed": 2**63}, "seed="),
         ({"text_input": "a", "timeout": 0.0}, "timeout 0"),
         ({"text_input": "a", "timeout": float("inf")}, "timeout inf"),

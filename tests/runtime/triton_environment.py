@@ -24,7 +24,7 @@ SERVER = "nvidia-pytriton==0.7.0"
 NUMPY = "numpy==1.26.4"
 # for the tests themselves; in no environment, found by those who put it on their path
 CLIENT = ("tritonclient==2.73.0", "grpcio==1.85.1", "python-rapidjson==1.25")
-RUNTIME = ("specc", "torch", "safetensors", "tokenizers", "llguidance")
+RUNTIME = ("specc-llm", "torch", "safetensors", "tokenizers", "llguidance")
 # other versions there, or needed only by what specc's runtime never imports
 NOT_LINKED = {"numpy", "typer", "rich", "huggingface-hub"}
 LIBPYTHON = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"

@@ -14,14 +14,14 @@ from typing import Any
 
 import httpx
 import openai
-import uvicorn
 
+from specc.runtime.chat_template import ChatTemplate
 from specc.runtime.engine import Engine
 from specc.runtime.service import Service
 from specc.sampling_params import SamplingParams
 from specc.serve_app import create_app
-from specc.serve_chat import ChatTemplate
-from specc.serve_config import ServeConfig
+from specc.serve_config import ConnectionLimits, ServeConfig
+from specc.serve_run import HttpServer
 from tests.runtime.conftest import EOS, TinyModel, build_engine
 
 TEMPLATE = (
@@ -43,6 +43,7 @@ class Server:
     service: Service
     engine: Engine
     app: Any
+    http_server: HttpServer
     key: str = "none"
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
@@ -90,26 +91,26 @@ def wait_for(is_so: Callable[[], bool], otherwise: str, seconds: float = 10.0) -
 
 @contextlib.contextmanager
 def serve(
-    engine: Engine | None = None, template: str | None = TEMPLATE, **options: Any
+    engine: Engine | None = None, template: str | ChatTemplate | None = TEMPLATE, **options: Any
 ) -> Iterator[Server]:
-    """Start a server in a thread; `options` of `ServeConfig`, and `max_waiting`, `plan`."""
+    """Start a server in a thread; `options` of `ServeConfig`, and `limits`, `max_waiting`, …"""
     engine = engine or build_engine(eos=(EOS,))
+    limits = options.pop("limits", ConnectionLimits())
     plan, max_waiting = options.pop("plan", "chain-4"), options.pop("max_waiting", 64)
     config = ServeConfig(**{"model_names": (MODEL, "other"), "log_every_s": 0.0} | options)
     with Service(engine, plan, max_waiting=max_waiting) as service:
-        chat = None if template is None else ChatTemplate(template, {"eos_token": "<eos>"})
+        is_source = isinstance(template, str)
+        chat = ChatTemplate(template, {"eos_token": "<eos>"}) if is_source else template
         app = create_app(service, config, chat)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, http="h11", ws="none", timeout_graceful_shutdown=1)
-        )
+        server = HttpServer(app, limits, timeout_graceful_shutdown=1)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         wait_for(lambda: server.started, "the server does not start")
         port = listener.getsockname()[1]
         try:
-            yield Server(f"http://127.0.0.1:{port}", service, engine, app)
+            yield Server(f"http://127.0.0.1:{port}", service, engine, app, server)
         finally:
             server.should_exit = True
             thread.join(10)

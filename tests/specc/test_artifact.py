@@ -362,18 +362,19 @@ class TestOutput:
                 sys.stdin.read()
         """
         command = [sys.executable, "-P", "-c", textwrap.dedent(script), tmp_path / "[engine]"]
-        processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(2)
-        ]
-        killed, living = ((p, p.stdout.readline().strip()) for p in processes)
-        killed[0].kill()
-        killed[0].wait()
-        assert (tmp_path / killed[1] / "file").exists()
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **pipes) as killed:
+            staging = killed.stdout.readline().strip()
+            killed.kill()
+        assert (tmp_path / staging / "file").exists()
+        with subprocess.Popen(command, **pipes) as living:
+            staging = living.stdout.readline().strip()
+            # what the dead one left is gone, and what the living one does is left alone
+            with pytest.raises(OutputError, match="another process"):
+                write_engine(tmp_path / "[engine]")
+            assert sorted(os.listdir(tmp_path)) == [staging, f"{staging}.lock"]
+            living.communicate("")
         write_engine(tmp_path / "[engine]")
-        names = sorted(os.listdir(tmp_path))
-        assert names == sorted(["[engine]", living[1], f"{living[1]}.lock"])
-        living[0].communicate("")
         assert os.listdir(tmp_path) == ["[engine]"]
 
     def test_an_engine_that_a_dead_writer_moved_aside_comes_back(self, engine):

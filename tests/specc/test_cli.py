@@ -81,16 +81,20 @@ def variant(tiny_models, path: Path, **options: object) -> Path:
 def test_compile_prints_a_summary(compile_into):
     result = compile_into("--tree", "2,1", "--tree", "1,1", "--max-seq-len", 64)
     assert result.exit_code == 0, result.stderr
-    for word in ("tree-2-1, the default", "chain-2", "FuseQKV", "workspace", "probe:", "next:"):
+    for word in ("tree-2-1, the default", "chain-2", "workspace", "probe:", "next: specc run"):
         assert word in result.stdout
+    # passes by name only on demand
+    assert "target: " in result.stdout
+    assert "FuseQKV" not in result.stdout
     assert "trace target … " in result.stderr
     assert all(line.endswith(" s") for line in result.stderr.splitlines() if "…" in line)
 
 
 def test_a_padded_vocabulary_is_accepted(compile_into, tiny_models, tmp_path, save_llama):
     save_llama(tmp_path / "padded", 3, vocab_size=272)
-    result = compile_into("--max-seq-len", 64, draft=tmp_path / "padded")
+    result = compile_into("--max-seq-len", 64, "--verbose", draft=tmp_path / "padded")
     assert result.exit_code == 0, result.stderr
+    assert "FuseQKV               target" in result.stdout
 
 
 def test_target_is_absent(compile_into):
@@ -286,6 +290,26 @@ def test_run_takes_prompts_from_everywhere(tiny_engine, tmp_path):
     assert outputs[3][1]["prompt"] == prompts[1]
 
 
+def test_run_takes_controls(tiny_engine):
+    letters = [ord(letter) - ord("!") for letter in "abcd"]
+    allowed = [word for token in (*letters, 256) for word in ("--allowed-token-id", token)]
+    options = ("--bad-word", "ab", "--bad-word", "c", "--logit-bias", f"{letters[3]}=-100")
+    result = invoke(
+        *("run", tiny_engine, "hello", *allowed, *options),
+        *("--min-tokens", 8, "--max-tokens", 8, "--json"),
+    )
+    assert result.exit_code == 0, result.stderr
+    (output,) = json.loads(result.stdout)["outputs"]
+    assert output["finish_reason"] == "length"
+    # nothing else is left: a alone, or b before it
+    assert set(output["text"]) <= set("ab")
+    assert "ab" not in output["text"]
+    assert len(output["text"]) == 8
+    wrong = invoke("run", tiny_engine, "hello", "--logit-bias", "5")
+    assert wrong.exit_code != 0
+    assert "--logit-bias '5'" in wrong.stderr
+
+
 def test_run_prints_a_batch(tiny_engine, tmp_path):
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
@@ -347,7 +371,7 @@ def test_bad_prompt_lines(tiny_engine, tmp_path, line, words):
     [
         pytest.param(("",), ("empty",), id="empty-prompt"),
         pytest.param(("a", "--file", "x"), ("PROMPT and --file",), id="two-sources"),
-        pytest.param(("a", "--max-tokens", 0), ("max_tokens",), id="max-tokens"),
+        pytest.param(("a", "--max-tokens", 0), ("--max-tokens 0",), id="max-tokens"),
         pytest.param(("a", "--plan", "nope"), ("tree-2-1",), id="plan"),
         pytest.param(("a", "--stop", ""), ("stop",), id="stop"),
     ],

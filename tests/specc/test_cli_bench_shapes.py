@@ -301,7 +301,7 @@ def test_too_little_memory_is_found_before_weights_are_drawn(pair, monkeypatch):
 def test_no_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = invoke("--synthetic", "llama-3.1-8b", *QUICK)
-    assert_refused(result, "no transformers", "specc[compile]")
+    assert_refused(result, "no transformers", 'pip install "transformers')
 
 
 def test_help_has_an_example():

@@ -52,6 +52,8 @@ def test_nothing_measured_is_said(tuned: Path, tmp_path: Path, plan: SpecPlan) -
     assert result.exit_code == 0, result.output
     assert "no acceptance: specc tune measures it" in result.stdout
     assert not Svg(out).texts("edge-")
+    # of drafts that are merged, the nodes of both
+    assert len(Svg(out).texts("node-")) == plan.num_nodes == (5 if plan is MERGED else 3)
 
 
 def test_of_a_chain_the_probe_will_do(tiny_engine: Path, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_no_tensorrt(
     models: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing() -> Any:
-        raise TensorRTError("no TensorRT", "one", 'pip install "specc[tensorrt]"')
+        raise TensorRTError("no TensorRT", "one", "pip install tensorrt-rtx")
 
     monkeypatch.setattr(trt, "load", missing)
     with pytest.raises(TensorRTError, match=r"specc\[tensorrt\]"):

@@ -173,9 +173,9 @@ def test_report_and_dumps(built):
     assert {row["program"] for row in report["passes"]} == {"target", "draft_0"}
     phases = [event.phase for event in events if event.seconds is not None]
     assert phases == list(compilation.seconds)
-    assert phases[0] == "load models"
-    assert phases[1:5] == ["trace target", "rewrite target", "trace draft_0", "rewrite draft_0"]
-    assert phases[5:] == ["write programs", "write target weights", "write draft_0 weights"]
+    assert phases[:2] == ["check models", "load models"]
+    assert phases[2:6] == ["trace target", "rewrite target", "trace draft_0", "rewrite draft_0"]
+    assert phases[6:] == ["write programs", "write target weights", "write draft_0 weights"]
     names = {file.name for file in (path.parent / "graphs").iterdir()}
     assert {"target.0-trace.txt", "draft_0.5-vocabulary.txt"} <= names
     assert compilation.warnings == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from specc.errors import RequestError
 from specc.latency_table import LatencyTable, PassSeconds
 from specc.load_arrivals import Arrivals
 from specc.load_lengths import LengthDistribution
-from specc.load_plot import lines_of
+from specc.load_plot import is_wide, lines_of, write_load_plot
 from specc.load_report import LoadBench, make_load_report
 from specc.load_request import Workload
 from specc.load_result import LoadRun, RequestResult
@@ -322,3 +323,20 @@ def test_bench_alone_still_takes_an_engine():
     done = CliRunner().invoke(app, ["bench", "nowhere/serve"])
     assert done.exit_code == 2
     assert "nowhere/serve" in done.stderr
+
+
+@pytest.mark.parametrize(("most", "is_log"), [(2.9, False), (31.0, True)])
+def test_the_axis_begins_at_zero_unless_latencies_are_far_apart(tmp_path, most, is_log):
+    spreads = [dict.fromkeys(("median", "min", "max"), 1000 * s) for s in (1.0, most)]
+    cells = [
+        {"request_rate": rate, "policy": "off", "mean_e2el_ms": spread}
+        for rate, spread in enumerate(spreads, start=1)
+    ]
+    assert is_wide(lines_of(cells)) is is_log
+    settings = {"num_requests": 2, "prompt_tokens": None, "output_tokens": "8"}
+    out = tmp_path / "plot.svg"
+    write_load_plot({"cells": cells, "is_virtual": True, "settings": settings}, out)
+    text = out.read_text()
+    assert ("(logarithmic)" in text) is is_log
+    # tick labels of both axes
+    assert len(re.findall(r">0(?:\.0+)?<", text)) == (1 if is_log else 2)

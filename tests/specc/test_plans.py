@@ -286,3 +286,17 @@ def test_level_sizes_of_dynamic_trees(data, k, depth):
     candidates = [k, *[k * k] * (depth - 1)]
     assert all(0 <= size <= limit for size, limit in zip(plan.level_sizes, candidates, strict=True))
     assert plan.num_rows == max(num_nodes, 1 + (depth - 1) * k)
+
+
+@pytest.mark.parametrize("name", [name for name, plan in PLANS.items() if plan.dynamic is None])
+def test_the_largest_tree_has_every_node(name):
+    """Nothing is proposed twice: every draft's whole tree hangs below the one root."""
+    plan = PLANS[name]
+    tree = plan.largest_tree
+    assert tree.num_nodes == plan.num_nodes
+    assert tuple(len(level) for level in tree.levels[1:]) == plan.level_sizes
+    assert list(tree.parents) == sorted(tree.parents)
+    drafts = plan.drafts if plan.combine == MERGE else plan.drafts[:1]
+    if plan.speculates:
+        leaves = sum(len(plan.tree_of(draft).leaves) for draft in drafts)
+        assert len(tree.leaves) == leaves

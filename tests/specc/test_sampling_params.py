@@ -243,11 +243,22 @@ def test_stop_tokens():
         assert SamplingParams(stop_token_ids=tokens).stop_token_ids == tokens
 
 
-@pytest.mark.parametrize("tokens", [None, 5, "5", ["5"], [5.0], [True], {5}, range(3)], ids=repr)
+@pytest.mark.parametrize("tokens", [None, 5, "5", {5}, range(3)], ids=repr)
 def test_no_stop_tokens(tokens):
     with pytest.raises(RequestError) as caught:
         SamplingParams(stop_token_ids=tokens)
-    assert_three_lines(caught.value, f"stop_token_ids={tokens!r}", "a list of integers")
+    assert_three_lines(
+        caught.value, f"stop_token_ids={tokens!r}", "a list of token ids: integers, 0 or more"
+    )
+
+
+@pytest.mark.parametrize("token", ["5", 5.0, True, -1, None], ids=repr)
+def test_stop_tokens_that_are_no_ids(token):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(stop_token_ids=[4, token])
+    assert_three_lines(
+        caught.value, f"stop_token_ids=[…, {token!r}, …]", "token ids: integers, 0 or more"
+    )
 
 
 # --- what follows ---

@@ -191,6 +191,8 @@ def test_options_reach_the_sampler(server, library) -> None:
         "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25,
         "rule": "delta", "ignore_eos": True, "stop_token_ids": [59], "stop": ["zz", "Q"],
         "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "logit_bias": {"3": -4.5, "60": 2}, "min_tokens": 5, "bad_words": ["ab", "q"],
+        "allowed_token_ids": [*range(1, 61)],
     }  # fmt: skip
     (choice,) = server.complete(prompt=PROMPT, speculative=False, priority=3, **options)["choices"]
     want = alone(library, PROMPT, SamplingParams(speculative=False, **options))

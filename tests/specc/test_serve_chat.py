@@ -1,130 +1,52 @@
-"""Chat templates render as transformers renders them, in a sandbox."""
+"""What of a chat reaches its template, and what its client is told when the template refuses."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specc.errors import ConfigError
-from specc.serve_chat import ChatTemplate, load_template
+from specc.runtime.chat_template import ChatTemplate
+from specc.serve_chat import render
 from specc.serve_errors import ApiError
-from specc.serve_protocol import ChatMessage
+from specc.serve_protocol import ChatRequest
 
-MESSAGES = [
-    {"role": "system", "content": "Be <brief> & kind."},
-    {"role": "user", "content": "  héllo\n"},
-    {"role": "assistant", "content": "hi", "tool_calls": [{"a": "ü<"}]},
-    {"role": "user", "content": "again"},
-]
-# of the kinds that models have: whitespace control, loops with break, tojson, generation, macros
-TEMPLATES = {
-    "chatml": "{% for m in messages %}\n{{ '<|im_start|>' + m['role'] + '\n' + m.content + "
-    "'<|im_end|>' }}\n{% endfor %}\n{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-    "{% endif %}",
-    "bos": "{{ bos_token }}{% for m in messages %}[{{ loop.index0 }}]{{ m.content | trim }}"
-    "{{ eos_token if m.role == 'assistant' }}{% endfor %}",
-    "tojson": "{% for m in messages %}{{ m.tool_calls | tojson(indent=2) if m.tool_calls }}"
-    "{{ m | tojson }}{% endfor %}",
-    "break": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }}"
-    "{% endfor %}",
-    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content }}{% endgeneration %}{% else %}({{ m.content }}){% endif %}{% endfor %}",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
-    "{% endfor %}{{ ns.n }}{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('a') }}{{ tools is none }}",
-    "indented": "    {% for m in messages %}\n        {{- m.content }}\n    {% endfor %}\nend",
-}
+USER = {"role": "user", "content": "a"}
 
 
-def render(source: str, messages: Any = MESSAGES, **options: Any) -> str:
-    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
-    return template.render([ChatMessage.model_validate(m) for m in messages], **options)
+def rendered(source: str, *messages: dict[str, Any], **more: Any) -> str:
+    wanted = ChatRequest.model_validate({"messages": list(messages), **more})
+    return render(ChatTemplate(source, {}), wanted)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_as_transformers(name: str) -> None:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    want, _ = render_jinja_template(
-        conversations=[MESSAGES],
-        chat_template=TEMPLATES[name],
-        add_generation_prompt=True,
-        bos_token="<s>",
-        eos_token="</s>",
-    )
-    assert render(TEMPLATES[name]) == want[0]
-
-
-def test_variables_of_the_request() -> None:
-    source = "{{ thinking }}{{ messages | length }}{{ add_generation_prompt }}"
-    assert render(source, options={"thinking": "on", "messages": []}) == "on4True"
-    assert render(source, add_generation_prompt=False) == "4False"
-    # the year, as templates ask for it
-    assert render("{{ strftime_now('%Y') }}").startswith("20")
-
-
-def test_parts_are_joined() -> None:
+def test_the_fields_of_a_message() -> None:
+    call = {"role": "assistant", "tool_calls": [{"a": "ü"}]}
+    source = "{{ messages[0] | tojson }}"
+    # no content, as the client has sent none; templates ask for it
+    assert rendered(source, call) == '{"role": "assistant", "tool_calls": [{"a": "ü"}]}'
+    assert rendered(source, call | {"content": None}).count("null") == 1
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "more": 1}]
-    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
+    assert '"a\\nb"' in rendered(source, {"role": "user", "content": parts})
+
+
+def test_what_the_request_says() -> None:
+    source = "{{ add_generation_prompt }}{{ thinking }}"
+    assert rendered(source, USER, chat_template_kwargs={"thinking": 1}) == "True1"
+    assert rendered(source, USER, add_generation_prompt=False) == "False"
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "content", "param", "words"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[0].nothing.at.all }}", "fails on"),
-        ("{{ 1 / 0 }}", "fails on"),
-        ("{{ messages.append(1) }}", "fails on"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "fails on"),
-        ("{{ messages[0].__init__.__globals__ }}", "fails on"),
-        ("{% for i in range(10000000) %}{% endfor %}", "fails on"),
-        ("{{ open('/etc/passwd').read() }}", "fails on"),
-        ("{% include '/etc/passwd' %}", "fails on"),
+        ("a", [{"type": "image_url"}], "messages.1.content", "image_url"),
+        ("{{ raise_exception('no') }}", "a", "messages", "refuses: no"),
+        ("{{ raise_exception('a=b') }}", "a", "messages", "refuses: a=b"),
+        ("{{ 1 / 0 }}", "a", "messages", "fails on"),
     ],
 )
-def test_what_a_template_must_not_do(source: str, words: str) -> None:
+def test_whose_fault_it_is(source: str, content: Any, param: str, words: str) -> None:
     with pytest.raises(ApiError) as caught:
-        render(source)
+        rendered(source, USER, {"role": "user", "content": content})
     assert caught.value.status == 400
+    assert caught.value.param == param
     assert words in caught.value.message
-    assert "/etc" not in caught.value.message
-
-
-def test_where_templates_are_found(tmp_path: Path) -> None:
-    assert load_template(None) is None
-    assert load_template(tmp_path) is None
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"bos_token": {"content": "<B>"}, "eos_token": "<E>"}))
-    assert load_template(tmp_path) is None
-
-    def rendered(file: Path | None = None) -> str:
-        template = load_template(tmp_path, file)
-        assert template is not None
-        return template.render([ChatMessage(role="user", content="x")])
-
-    named = [
-        {"name": "tool_use", "template": "T"},
-        {"name": "default", "template": "D{{bos_token}}"},
-    ]
-    config.write_text(json.dumps({"bos_token": {"content": "<B>"}, "chat_template": named}))
-    assert rendered() == "D<B>"
-    config.write_text(json.dumps({"bos_token": "<B>", "chat_template": "C{{ bos_token }}"}))
-    assert rendered() == "C<B>"
-    (tmp_path / "chat_template.jinja").write_text("J{{ bos_token }}")
-    assert rendered() == "J<B>"
-    (tmp_path / "mine").write_text("M{{ bos_token }}")
-    assert rendered(tmp_path / "mine") == "M<B>"
-    for bad in ("{% for %}", "{{ x"):
-        (tmp_path / "mine").write_text(bad)
-        with pytest.raises(ConfigError, match="--chat-template"):
-            load_template(tmp_path, tmp_path / "mine")
-    with pytest.raises(ConfigError, match="No such file"):
-        load_template(tmp_path, tmp_path / "none")
-    (tmp_path / "mine").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        load_template(None, tmp_path / "mine")
-    config.write_text("{")
-    with pytest.raises(ConfigError, match="no JSON"):
-        load_template(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from specc.serve_body import parse_object
 from tests.specc.serving import (
     GREEDY,
     MODEL,
@@ -25,7 +27,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve(max_body_bytes=1 << 20, body_timeout_s=0.2) as running:
+    with serve(max_body_bytes=4 << 20, body_timeout_s=0.2) as running:
         yield running
         # behind all of it
         assert running.get("/health").status_code == 200
@@ -52,7 +54,7 @@ BAD = {
     "frequency_penalty": (2.5, -3),
     "repetition_penalty": (0, -1, 1e300),
     "stop": ("", [""], [1], 5, {"a": 1}, ["x"] * 17, "y" * 1025, ["z" * 400] * 3),
-    "stop_token_ids": (["a"], 5, [1.5], [1] * 257),
+    "stop_token_ids": ([-1], [61], [1 << 70], ["a"], 5, [1.5], [1] * 257),
     "ignore_eos": (1, "yes"),
     "rule": ("best", 3),
     "priority": (1 << 31, 1.5, "high"),
@@ -61,9 +63,11 @@ BAD = {
     "response_format": ({"type": "xml"}, {"type": "json_schema"}, {}, "json", {"type": 5}),
     "structured_outputs": ({}, {"regex": "a", "choice": ["b"]}, {"regex": 5}, {"other": 1}, 5),
     "guided_choice": ([], [1], "a"),
-    "logit_bias": ({"1": 5},),
+    "logit_bias": ({"1": 101}, {"x": 1}, {"61": 1}, {"-1": 1}, {"1": "a"}, [1]),
+    "allowed_token_ids": ([], [-1], [61], ["a"], [1.5], 5),
+    "bad_words": ([" "], [""], [1], "a", ["a" * 16385], ["a"] * 1025, ["é"]),
     "tools": ([{"type": "function"}],),
-    "min_tokens": (5,),
+    "min_tokens": (-1, 17, 1.5, "a"),
     "model": (5, ["tiny"]),
 }
 
@@ -105,7 +109,6 @@ def test_bad_values(server, path: str, field: str) -> None:
         ({"prompt": "ab", "best_of": 2}, ["best_of=2"]),
         ({"prompt": "ab", "logprobs": 21}, ["logprobs=21"]),
         ({"prompt": "ab", "logprobs": -1}, ["logprobs=-1"]),
-        ({"prompt": "ab", "logprobs": 1, "echo": True}, ["echo"]),
         ({"prompt": "ab", "suffix": "x"}, ["suffix"]),
         ({"prompt": "ab", "max_token": 5}, ["max_token", "max_tokens?"]),
         ({"prompt": "ab", "nonsense": 5}, ["nonsense", "leave it out"]),
@@ -168,8 +171,19 @@ BODIES = {
     "utf-16": ('{"prompt": "ab"}'.encode("utf-16"), "no UTF-8"),
     "surrogate": (b'{"prompt": "\\ud800"}', "lone surrogate"),
     "surrogate name": (b'{"prompt": "ab", "\\udc00x": 1}', "lone surrogate"),
-    "deep": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "levels"),
+    "deep": (b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "levels"),
+    "too deep to parse": (
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "16384 lists and objects",
+    ),
     "deep object": (b'{"a":' * 70 + b"1" + b"}" * 70, "levels"),
+    "many lists": (b'{"prompt": [' + b",".join([b"[]"] * 300_000) + b"]}", "a body of more"),
+    "many fields": (
+        b"{" + b",".join(b'"%d":1' % i for i in range(210_000)) + b"}", "a body of more"
+    ),
+    "many strings": (b'{"user": [' + b",".join([b'""'] * 510_000) + b"[[" * 200_000, "16384 lists"),
+    "many numbers": (b'{"prompt": [' + b",".join([b"1"] * 1_050_000) + b"]}", "1048576 values"),
+    "a string without end": (b'{"prompt": "' + b"[\\" * 300_000, "malformed JSON"),
     "a million stop strings": (
         b'{"prompt": "ab", "stop": [' + b",".join([b'"x"'] * 250_000) + b"]}",
         "250000 stop strings",
@@ -191,13 +205,20 @@ def test_a_pair_of_surrogates_is_text(server) -> None:
     assert server.post(COMPLETIONS, content=body, headers=headers).status_code == 200
 
 
+def test_brackets_and_commas_of_a_text_are_no_values() -> None:
+    text = 'x[0] = {"a": 1}, \\ "b"' * 30_000 + ":" * 300_000 + "," * 1_100_000
+    assert parse_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    numbers = list(range(150_000))
+    assert parse_object(json.dumps({"prompt": [numbers] * 2}).encode())["prompt"][1] == numbers
+
+
 def test_large_bodies(server) -> None:
     headers = {"content-type": "application/json"}
-    large = b'{"prompt": "' + b"a" * (1 << 20) + b'"}'
-    assert_error(server.post(COMPLETIONS, content=large, headers=headers), 413, "1048576 bytes")
+    large = b'{"prompt": "' + b"a" * (4 << 20) + b'"}'
+    assert_error(server.post(COMPLETIONS, content=large, headers=headers), 413, "4194304 bytes")
 
     def parts() -> Iterator[bytes]:
-        for _ in range(40):
+        for _ in range(80):
             yield b" " * (64 << 10)
 
     # without a length, what comes is counted

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -116,6 +118,71 @@ def test_an_engine_that_fails_again_and_again_is_dead(caplog) -> None:
         error = assert_error(server.post(COMPLETIONS, {"prompt": "ab"}), 500, "out of use")
         assert error["code"] == "engine_failure"
         assert 'specc:engine_failures_total{model_name="tiny"} 3.0' in server.get("/metrics").text
+
+
+def _raise_in_thread(server: Server) -> None:
+    """An exception out of nowhere, in whatever the engine's thread does."""
+    number = server.service._thread.ident
+    assert number is not None
+    # it comes when the thread next runs Python
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(number), ctypes.py_object(SystemExit))
+
+
+def _exit_in_a_step(server: Server) -> None:
+    def leave(*_: Any) -> None:
+        sys.exit(3)
+
+    server.service.core.runner.run = leave  # type: ignore[method-assign]
+
+
+def _return_from_the_thread(server: Server) -> None:
+    server.service._take_orders = lambda: False  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kill", [_raise_in_thread, _exit_in_a_step, _return_from_the_thread])
+def test_a_dead_engine_thread_is_seen(kill: Any, caplog) -> None:
+    with serve() as server, caplog.at_level(logging.CRITICAL, "specc.service"):
+        assert server.get("/health").status_code == 200
+        assert server.complete(prompt="ab", **GREEDY)
+        kill(server)
+        # the thread sleeps: the request wakes it, and is the one that it costs
+        answer = server.post(COMPLETIONS, {"prompt": "ab"} | GREEDY, timeout=10)
+        assert answer.status_code >= 500 or kill is _return_from_the_thread
+        server.service._thread.join(10)
+        assert not server.service._thread.is_alive()
+        for _ in range(3):
+            for path in ("/health", "/ping"):
+                found = server.get(path)
+                assert (found.status_code, found.json()["status"]) == (503, "dead")
+            error = assert_error(server.post(COMPLETIONS, {"prompt": "ab"}), 500, "out of use")
+            assert error["code"] == "engine_failure"
+        assert 'specc:engine_healthy{model_name="tiny"} 0.0' in server.get("/metrics").text
+
+
+def test_a_step_that_does_not_end_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr("specc.runtime.service.STALLED_S", 0.3)
+    with serve() as server:
+        core, advance = server.service.core, server.service.core.advance
+        is_there, goes_on = threading.Event(), threading.Event()
+
+        def stuck() -> bool:
+            is_there.set()
+            assert goes_on.wait(20)
+            return advance()
+
+        core.advance = stuck  # type: ignore[method-assign]
+        answers: list[Any] = []
+        body = {"prompt": "ab"} | GREEDY
+        thread = threading.Thread(target=lambda: answers.append(server.post(COMPLETIONS, body)))
+        thread.start()
+        assert is_there.wait(10)
+        assert server.get("/health").status_code == 200
+        wait_for(lambda: server.get("/health").status_code == 503, "nobody sees it")
+        assert server.get("/health").json() == {"status": "stalled"}
+        goes_on.set()
+        thread.join(10)
+        assert answers[0].status_code == 200
+        assert server.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -264,7 +331,7 @@ def test_a_huge_prompt_holds_up_nobody(server, monkeypatch) -> None:
     """Tokenizing it is not the event loop's work."""
     begun, goes_on = threading.Event(), threading.Event()
 
-    def tokenize(text: str, has_special_tokens: bool = False) -> list[int]:
+    def tokenize(text: str, has_special_tokens: bool = False, index: int = 0) -> list[int]:
         begun.set()
         assert goes_on.wait(10)
         return [0, 1]

@@ -43,7 +43,7 @@ _VALID: dict[str, list[Any]] = {
     "min_p": [0, 1],
     "repetition_penalty": [0.1, 1, 3],
     "ignore_eos": [True, False],
-    "stop_token_ids": [[], [0, 5], [10**9]],
+    "stop_token_ids": [[], [0, 5], [60]],
     "include_stop_str_in_output": [True, False],
     "skip_special_tokens": [True, False],
     "add_special_tokens": [True, False],
@@ -52,7 +52,10 @@ _VALID: dict[str, list[Any]] = {
     "speculative": [True, False],
     "return_spec_metrics": [True, False],
     "user": ["somebody"],
-    "logit_bias": [{}, None],
+    "logit_bias": [{}, None, {"5": -100, "6": 3.5}],
+    "min_tokens": [None, 0, 1],
+    "allowed_token_ids": [None, [1, 2, 3, 60]],
+    "bad_words": [None, [], ["a", "bc"]],
 }
 _COMPLETION = {
     "prompt": ["a", ["ab", "c"], [1, 2], [[1], [2, 3]], "ab\u0000cd", "a" * 90],

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specc.metrics import SpecStats
 from specc.runtime.service_state import ServiceState
+from specc.serve_latencies import MAX_VALUES, RecentLatencies
 from specc.serve_metrics import RateWindow
 from tests.specc.serving import Server, serve, slow_down, wait_for
 
@@ -143,6 +144,42 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert window.look(state(850), 140.0).output_tokens == 0
 
 
+def test_latencies_and_prefix_hits_of_the_last_seconds() -> None:
+    with serve() as server:
+        nothing = server.get("/stats").json()
+        assert nothing["time_to_first_token"] == {"count": 0, "p50_s": None, "p99_s": None}
+        assert nothing["prefix_hit_rate"] is nothing["total"]["prefix_hit_rate"] is None
+        undo = slow_down(server, 0.02)
+        for _ in range(2):
+            server.complete(prompt="abcdefghijkl", temperature=0, max_tokens=30, ignore_eos=True)
+        undo()
+        wait_for(lambda: server.get("/stats").json()["time_to_first_token"]["count"] == 2, "none")
+        found, now = samples(server), server.get("/stats").json()
+        gaps = now["inter_token_latency"]
+        assert gaps["count"] == found["inter_token_latency_seconds_count", ""] > 4
+        # each update comes after a slowed step
+        assert 0.015 < gaps["p50_s"] <= gaps["p99_s"] < 5
+        assert 0.02 < now["time_to_first_token"]["p50_s"] <= now["time_to_first_token"]["p99_s"]
+        # the second prompt was in the cache, but for its last token's block
+        hits, asked = (found[f"prefix_cache_{name}_total", ""] for name in ("hits", "queries"))
+        assert 0 < hits < asked
+        assert now["total"]["prefix_hit_rate"] == hits / asked
+
+
+def test_quantiles_are_of_the_last_minute() -> None:
+    recent = RecentLatencies()
+    assert recent.quantiles(0.5, now_s=0.0) == (0, [None])
+    for i in range(200):
+        recent.add(float(i), now_s=float(i))
+    # those of the seconds 140 … 199
+    assert recent.quantiles(0.5, 0.99, 1.0, now_s=200.0) == (60, [169.0, 199.0, 199.0])
+    assert recent.quantiles(0.5, now_s=259.0) == (1, [199.0])
+    assert recent.quantiles(0.5, now_s=260.0) == (0, [None])
+    for i in range(3 * MAX_VALUES):
+        recent.add(float(i), now_s=300.0)
+    assert recent.quantiles(1e-9, now_s=300.0) == (MAX_VALUES, [2.0 * MAX_VALUES])
+
+
 def test_lines_are_logged_while_there_is_work(caplog) -> None:
     with caplog.at_level("INFO", "specc.serve"), serve(log_every_s=0.02) as server:
         slow_down(server, 0.01)
@@ -159,7 +196,10 @@ def test_the_page_needs_nothing_from_elsewhere(server) -> None:
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     # every figure that it reads is there
     now = server.get("/stats").json()
-    for name in ("output_tokens_per_s", "running", "waiting", "kv_cache_usage", "plans", "health"):
+    for name in (
+        *("output_tokens_per_s", "running", "waiting", "kv_cache_usage", "plans", "health"),
+        *("time_to_first_token", "inter_token_latency", "prefix_hit_rate"),
+    ):
         assert f"now.{name}" in text
         assert name in now
 

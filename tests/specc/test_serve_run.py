@@ -25,7 +25,8 @@ from specc.errors import ConfigError
 from specc.runtime.service import Service
 from specc.serve_app import create_app
 from specc.serve_config import ServeConfig
-from specc.serve_run import DEAD, Loading, Place, _Process, bind, start_service
+from specc.serve_listener import bind
+from specc.serve_run import DEAD, Loading, Place, _Process, start_service
 from tests.runtime.conftest import build_engine
 from tests.specc.serving import slow_down, wait_for
 

@@ -72,7 +72,7 @@ def test_gpus_are_instances(parse):
 
 
 def test_every_sampling_option_is_an_input():
-    names = {tensor.name for tensor in INPUTS} | {"stop", "structured_outputs"}
+    names = {tensor.name for tensor in INPUTS} | {"stop", "structured_outputs", "logit_bias"}
     fields = set(SamplingParams.__dataclass_fields__) - {"stop_strings"}
     assert fields <= names
 

@@ -33,6 +33,7 @@ from specc.tune_acceptance import Trajectory, acceptance_of, draft_acceptance, l
 from specc.tune_seconds import measure_seconds
 from tests import models
 from tests.lossless import Zoo, shared_zoo
+from tests.specc.test_cli import invoke
 
 CHAIN = SpecPlan.from_widths((1, 1, 1))
 TWO = ("draft_0", "draft_1")
@@ -197,9 +198,14 @@ def test_tune_writes_a_family_that_the_engine_follows(engine_copy: Path):
         assert any(name.startswith("draft1-") for name in names)
         best = max(batch.candidates, key=lambda candidate: candidate.measured)
         assert batch.chosen == (best.plan if best.measured > 1.01 else OFF)
+    before = {CHAIN.name, "merge-0+1-tree-2-1", "suffix-chain-2"}
     manifest = open_engine(engine_copy, True)
     profile = json.loads((engine_copy / "profile.json").read_text())
     assert manifest.policy == "profile"
+    # nothing that the engine had is gone without a word
+    assert {entry.name for entry in manifest.plans} == before | {p.name for p in tuning.plans}
+    assert profile["kept_plans"] == [plan.name for plan in tuning.others]
+    assert set(profile["kept_plans"]) == before - {plan.name for plan in tuning.plans}
     assert profile["plans"] == {str(b.batch_size): b.chosen.name for b in tuning.batches}
     # what the policy goodput reads
     assert set(LatencyTable.from_json(profile["latency"]).drafts) == {"draft_0", "draft_1"}
@@ -212,6 +218,24 @@ def test_tune_writes_a_family_that_the_engine_follows(engine_copy: Path):
     alone = LLM(engine_copy)
     alone.generate(prompts[0], SamplingParams(max_tokens=20))
     assert (alone.get_metrics().num_spec_steps > 0) == tuning.batches[0].chosen.speculates
+
+
+def test_tune_prunes_where_it_is_told_to(engine_copy: Path):
+    """Prompts are token ids here, which an engine without a tokenizer takes, too."""
+    lines = engine_copy.parent / "ids.jsonl"
+    lines.write_text('{"prompt_token_ids": [5, 6, 7], "max_tokens": 3}\n')
+    options = ("--batch-size", 1, "--max-nodes", 4, "--max-depth", 2, "--tokens", 4, "--rounds", 1)
+    result = invoke("tune", engine_copy, "--prompts", lines, *options, "--prune")
+    assert result.exit_code == 0, result.stderr
+    manifest = open_engine(engine_copy, True)
+    profile = json.loads((engine_copy / "profile.json").read_text())
+    left = {entry.name for entry in manifest.plans}
+    assert left == {profile["plans"]["1"], "off"}
+    assert profile["removed_plans"]
+    assert not left & set(profile["removed_plans"])
+    assert f"removed from the engine: {', '.join(profile['removed_plans'])}" in result.stdout
+    assert "ignored here: max_tokens" in result.stderr
+    assert "┃" not in result.stdout
 
 
 def test_a_profile_picks_by_the_number_of_sequences():

@@ -1,0 +1,300 @@
+"""`AsyncLLM(engine).generate(prompt, params, request_id)`: outputs for asyncio, as vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specc.errors import RequestError
+from specc.metrics import SpecStats
+from specc.runtime.chat_template import load_template
+from specc.runtime.engine import Engine
+from specc.runtime.engine_core import EngineCore
+from specc.runtime.engine_tokenizer import Conversation, EngineTokenizer, template_of
+from specc.runtime.llm_options import Seeds, VllmOptions, engine_of
+from specc.runtime.logprobs import TokenLogprobs
+from specc.runtime.outputs import CompletionOutput, RequestOutput
+from specc.runtime.policy import Policy
+from specc.runtime.prompt_forms import Prompt
+from specc.runtime.service import Service, Update
+from specc.runtime.service_stream import UpdateStream
+from specc.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """A loaded engine that serves requests of any number of tasks.
+
+    A thread of its own moves all requests on; `async with AsyncLLM(…) as llm:` closes it at the
+    end. The options are those of `LLM`.
+
+    Args:
+        engine: engine directory, or an `Engine` that was loaded before and that nobody else uses.
+        plan: see `LLM`.
+        max_num_seqs: see `LLM`.
+        policy: see `LLM`.
+        max_waiting: requests that wait for a place at most; more are refused.
+        verify: see `LLM`.
+        num_threads: see `LLM`.
+        backend: see `LLM`.
+        kv_cache_tokens: see `LLM`.
+        shares_prefixes: see `LLM`.
+        model: see `LLM`.
+        seed: see `LLM`.
+        max_model_len: see `LLM`.
+        enable_prefix_caching: see `LLM`.
+        vllm: see `LLM`.
+    Raises:
+        SpeccError: as `LLM`.
+    """
+
+    def __init__(
+        self,
+        engine: str | Path | Engine | None = None,
+        plan: str | None = None,
+        max_num_seqs: int | None = None,
+        *,
+        policy: Policy | str | None = None,
+        max_waiting: int = 1024,
+        verify: bool | None = None,
+        num_threads: int | None = None,
+        backend: str | None = None,
+        kv_cache_tokens: int | None = None,
+        shares_prefixes: bool = True,
+        model: str | Path | Engine | None = None,
+        seed: int | None = None,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        **vllm: Any,
+    ) -> None:
+        options = VllmOptions.read(vllm, max_model_len)
+        self._seeds = Seeds(seed)
+        found = engine_of(engine, model)
+        if not isinstance(found, Engine):
+            found = Engine.load(
+                found,
+                verify=verify,
+                num_threads=num_threads,
+                max_num_seqs=max_num_seqs,
+                backend=backend,
+                kv_cache_tokens=kv_cache_tokens,
+            )
+        options.check(found)
+        if enable_prefix_caching is not None:
+            shares_prefixes = enable_prefix_caching
+        core = EngineCore(
+            found, plan, policy, shares_prefixes=shares_prefixes, max_seq_len=max_model_len
+        )
+        self._service: Service | None = Service(core=core, max_waiting=max_waiting)
+        # request → its outputs
+        self._open: dict[str, list[UpdateStream]] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """Raises RequestError: it is closed."""
+        return self._running.engine
+
+    def get_tokenizer(self) -> EngineTokenizer:
+        """See `LLM.get_tokenizer`."""
+        return EngineTokenizer.of(self._running.core)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete one prompt and yield what there is of it, whenever there is more.
+
+        Each output holds all tokens so far, and the last one has `finished`. Who reads slowly
+        gets fewer of them. Leaving the iteration, or the task being cancelled, ends the request.
+
+        Args:
+            prompt: in any form that `LLM.generate` takes for one.
+            sampling_params: options.
+            request_id: name for `abort`; None makes one up.
+            priority: lower ones are served first.
+            timeout_s: seconds after which the request ends with what it has.
+        Raises:
+            RequestError: the prompt or its parameters are invalid, or the name is taken.
+            OverloadError: too many requests wait.
+            FaultError: the engine failed while it worked on this request.
+        """
+        service = self._running
+        name = request_id or f"request-{uuid.uuid4().hex[:16]}"
+        if name in self._open:
+            raise RequestError(
+                f"request_id {name!r}, which an open request has",
+                "a name of its own for each request",
+                "choose another one, or leave it out",
+            )
+        streams: list[UpdateStream] = []
+        self._open[name] = streams
+        try:
+            each = self._seeds.give(sampling_params or SamplingParams()).each()
+            for i, params in enumerate(each):
+                # tokenizing and grammars can take long
+                streams.append(
+                    await _in_thread(
+                        service,
+                        prompt,
+                        params,
+                        request_id=name if len(each) == 1 else f"{name}/{i}",
+                        priority=priority,
+                        timeout_s=timeout_s,
+                        leader=streams[0].ticket if streams else None,
+                    )
+                )
+            async with contextlib.aclosing(_merged(name, streams)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    yield output
+        finally:
+            del self._open[name]
+            for stream in streams:
+                if not stream.ticket.is_done:
+                    stream.cancel()
+
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a conversation, by the chat template of the engine; see `LLM.chat`, `generate`.
+
+        Raises:
+            RequestError: there is no template, or it refuses the messages.
+        """
+        core = self._running.core
+        file = None if chat_template is None else Path(chat_template)
+        template = template_of(load_template(core.engine.directory, file))
+        text = template.render(messages, add_generation_prompt, chat_template_kwargs)
+        token_ids = core.requests.tokenize(text, has_special_tokens=True)
+        prompt = {"prompt": text, "prompt_token_ids": token_ids}
+        return self.generate(prompt, sampling_params, request_id, **options)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with what it has, and `finish_reason` abort; one that ended is left."""
+        for stream in self._open.get(request_id, ()):
+            stream.cancel()
+
+    async def get_metrics(self) -> SpecStats:
+        """Counters of all requests since the engine was loaded; at most a few iterations old."""
+        return self._running.state().stats
+
+    def close(self) -> None:
+        """End all requests, with `abort`, and release weights and caches. Twice does nothing."""
+        service, self._service = self._service, None
+        if service is not None:
+            service.close()
+
+    # as vLLM calls it
+    shutdown = close
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    @property
+    def _running(self) -> Service:
+        if self._service is None:
+            raise RequestError(
+                "an AsyncLLM that was closed", "one that is open", "load the engine again"
+            )
+        return self._service
+
+
+@dataclass
+class _Output:
+    """What one of a request's outputs has come to."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    last: Update | None = None
+
+    def take(self, update: Update) -> None:
+        self.token_ids = [*self.token_ids, *update.token_ids]
+        self.text += update.text
+        if update.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *update.logprobs]
+        if update.is_last:
+            self.last = update
+
+    def completion(self, index: int) -> CompletionOutput:
+        reasons = (self.last.finish_reason, self.last.stop_reason) if self.last else (None, None)
+        return CompletionOutput(index, self.token_ids, self.text, *reasons, self.logprobs)
+
+
+async def _merged(name: str, streams: list[UpdateStream]) -> AsyncIterator[RequestOutput]:
+    """All outputs of a request, whenever one of them has more.
+
+    Raises:
+        SpeccError: one of them failed.
+    """
+    outputs = [_Output() for _ in streams]
+    news: asyncio.Queue[tuple[int, Update]] = asyncio.Queue(1)
+    readers = [asyncio.create_task(_read(i, stream, news)) for i, stream in enumerate(streams)]
+    first = streams[0].ticket
+    try:
+        while any(output.last is None for output in outputs):
+            index, update = await news.get()
+            if update.error is not None:
+                raise update.error
+            outputs[index].take(update)
+            metrics = SpecStats()
+            for output in outputs:
+                metrics.merge(output.last.metrics or SpecStats() if output.last else SpecStats())
+            yield RequestOutput(
+                name,
+                first.prompt,
+                first.prompt_token_ids,
+                [output.completion(i) for i, output in enumerate(outputs)],
+                metrics,
+                all(output.last is not None for output in outputs),
+                first.prompt_logprobs,
+            )
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read(index: int, stream: UpdateStream, news: asyncio.Queue[tuple[int, Update]]) -> None:
+    async with contextlib.aclosing(stream.__aiter__()) as updates:  # type: ignore[type-var]
+        async for update in updates:
+            await news.put((index, update))
+
+
+async def _in_thread(service: Service, *request: Any, **options: Any) -> UpdateStream:
+    """Hand a request in from another thread; cancelled meanwhile, it is ended."""
+    loop = asyncio.get_running_loop()
+
+    def submit() -> UpdateStream:
+        return UpdateStream(service, *request, loop=loop, **options)
+
+    future = asyncio.ensure_future(asyncio.to_thread(submit))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(_cancel)
+        raise
+
+
+def _cancel(done: asyncio.Future[UpdateStream]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        done.result().cancel()

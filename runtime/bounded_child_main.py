@@ -1,0 +1,157 @@
+"""The process that `bounded_child.py` starts: it runs one function of specc over plain data.
+
+Run by its path, with nothing imported but the standard library; what else the function needs comes
+from the paths of the parent. Messages are JSON behind their length, in both directions of one
+socket. The process ends when the socket does, which is when its parent ends, however that happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+_HEADER = struct.Struct(">Q")
+# seconds of the processor and on the wall, ahead of each job
+SECONDS = struct.Struct(">dd")
+_MAX_REASON = 2000
+
+
+def read_message(connection: socket.socket, max_bytes: int | None = None) -> bytes | None:
+    """The next message; None where the other side has gone.
+
+    Raises:
+        ValueError: it is longer than `max_bytes`, and was not read.
+        TimeoutError: it does not come within the socket's timeout.
+    """
+    header = _read(connection, _HEADER.size)
+    if header is None:
+        return None
+    (size,) = _HEADER.unpack(header)
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"a message of {size} bytes")
+    return _read(connection, size)
+
+
+def write_message(connection: socket.socket, payload: bytes) -> None:
+    """Send a message; OSError where the other side has gone."""
+    # never a signal: not every host of this code ignores SIGPIPE
+    connection.sendall(_HEADER.pack(len(payload)), socket.MSG_NOSIGNAL)
+    connection.sendall(payload, socket.MSG_NOSIGNAL)
+
+
+def _read(connection: socket.socket, size: int) -> bytes | None:
+    data = bytearray(size)
+    view, have = memoryview(data), 0
+    while have < size:
+        count = connection.recv_into(view[have:])
+        if not count:
+            return None
+        have += count
+    return bytes(data)
+
+
+def main(connection: socket.socket) -> None:
+    """Read what is to be done, in the first thread, which also sees that the parent has gone."""
+    with contextlib.suppress(ValueError, OSError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # of what the machine runs, this is the least important, and the first to go without memory
+        os.nice(5)
+        Path("/proc/self/oom_score_adj").write_text("800")
+    jobs: SimpleQueue[bytes] = SimpleQueue()
+    first, data = read_message(connection), read_message(connection)
+    if first is None or data is None:
+        return
+    setup = json.loads(first)
+    threading.stack_size(setup["stack_bytes"])
+    threading.Thread(target=_work, args=(connection, setup, data, jobs), daemon=True).start()
+    while (message := read_message(connection)) is not None:
+        jobs.put(message)
+
+
+def _work(
+    connection: socket.socket, setup: dict[str, Any], data: bytes, jobs: SimpleQueue[bytes]
+) -> None:
+    reply = _attempt(lambda: _prepare(setup, json.loads(data)))
+    work: Callable[[Any], Any] = reply.pop("answer", None)
+    write_message(connection, json.dumps(reply | {"version": sys.version_info[:2]}).encode())
+    while True:
+        message = jobs.get()
+        cpu_seconds, seconds = SECONDS.unpack_from(message)
+        # the kernel's own: it ends this process although native code holds the interpreter
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        payload = _payload(work, message[SECONDS.size :])
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        write_message(connection, payload)
+
+
+def _payload(work: Callable[[Any], Any], message: bytes) -> bytes:
+    reply = _attempt(lambda: json.dumps({"answer": work(json.loads(message))}).encode())
+    payload = reply.get("answer")
+    return payload if payload is not None else json.dumps(reply).encode()
+
+
+def _prepare(setup: dict[str, Any], data: Any) -> Callable[[Any], Any]:
+    sys.path[:] = setup["path"]
+    for name, directory in setup["packages"]:
+        _load_package(name, Path(directory))
+    module, _, name = setup["target"].partition(":")
+    work = getattr(importlib.import_module(module), name)(data)
+    if setup["memory_bytes"] is not None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + setup["memory_bytes"]
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return work
+
+
+def _load_package(name: str, directory: Path) -> None:
+    """The parent's own, wherever it has it from."""
+    file = directory / "__init__.py"
+    spec = importlib.util.spec_from_file_location(
+        name, file, submodule_search_locations=[str(directory)]
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no package at {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    parent, _, own = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], own, module)
+
+
+def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
+    """The answer; or the error, in plain data."""
+    try:
+        return {"answer": call()}
+    except BaseException as error:
+        parts = [getattr(error, part, None) for part in ("found", "needed", "do")]
+        is_own = type(error).__module__ == "specc.errors"
+        return {
+            "error": type(error).__name__,
+            "message": str(error)[:_MAX_REASON],
+            "parts": [str(part)[:_MAX_REASON] for part in parts] if is_own else None,
+        }
+
+
+if __name__ == "__main__":
+    try:
+        main(socket.socket(fileno=int(sys.argv[1])))
+    finally:
+        # whatever the other thread is at: nobody waits for it any more
+        os._exit(0)
