@@ -56,6 +56,7 @@ void accept_winners(const AcceptWinners& a) {
 }
 
 void commit_kv(const CommitKV& a) {
+  if (a.row_bytes == 0) return;  // rows of nothing
   struct Move {
     int64_t from, to;  // rows of the flat cache
   };

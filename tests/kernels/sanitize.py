@@ -68,7 +68,7 @@ def main() -> int:
         return 2
     pytest = str(Path(sys.executable).with_name("pytest"))
     # faults are the sanitizers', whose report says more than Python's
-    plugins = ["-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=sys"]
     command = [pytest, *plugins, *sys.argv[1:], *files()]
     code = subprocess.run(command).returncode
     reports = sorted(REPORTS.iterdir())
