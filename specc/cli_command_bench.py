@@ -24,48 +24,79 @@ def bench(
         ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option("--context", help="Of --synthetic: tokens of a prompt; else 1024.")
+        int | None,
+        typer.Option(
+            "--context", help="With --synthetic: tokens of a prompt; 1024 unless it is given."
+        ),
     ] = None,
     tree: Annotated[
-        list[str] | None, typer.Option("--tree", help="Of --synthetic: as specc compile takes it.")
+        list[str] | None,
+        typer.Option(
+            "--tree", help="With --synthetic: a tree, in the form that specc compile takes."
+        ),
     ] = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option("--num-speculative-tokens", help="Of --synthetic: likewise.")
+        int | None,
+        typer.Option("--num-speculative-tokens", help="With --synthetic: a chain of this length."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of --synthetic; else what suits the device.")
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="With --synthetic: dtype of the weights; without it, what suits the device.",
+        ),
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", help='File of JSON lines, each {"prompt": "…"}; else built-in.'),
+        typer.Option(
+            "--prompts",
+            help='File of JSON lines, each {"prompt": "…"} or {"prompt_token_ids": […]};'
+            " without it, built-in prompts.",
+        ),
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option("--num-prompts", help="Only the first ones of the file.")
+        int | None, typer.Option("--num-prompts", help="Use only the first N prompts of the file.")
     ] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", help="Output tokens of each prompt; EOS does not end it.")
+        int,
+        typer.Option(
+            "--tokens",
+            help="Output tokens to generate for each prompt; EOS does not end an output.",
+        ),
     ] = 128,
     batch_size: Annotated[
         int, typer.Option("--batch-size", help="Prompts that are decoded together.")
     ] = 1,
     threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads of torch; else as it is set.")
+        int | None,
+        typer.Option("--threads", help="Threads that torch uses; without it, as torch decides."),
     ] = None,
     plan: Annotated[
         list[str] | None,
-        typer.Option("--plan", help="Instead of the engine's default plan; repeatable."),
+        typer.Option(
+            "--plan", help="Measure this plan instead of the engine's default one; repeatable."
+        ),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option("--against", help="transformers: its plain and assisted generation, too."),
+        typer.Option(
+            "--against",
+            help="Also measure another program: transformers, its plain and assisted generation.",
+        ),
     ] = None,
     target_checkpoint: Annotated[
         str | None,
-        typer.Option("--target-checkpoint", help="For transformers; else what was compiled."),
+        typer.Option(
+            "--target-checkpoint",
+            help="Checkpoint for transformers; without it, the one that was compiled.",
+        ),
     ] = None,
     draft_checkpoint: Annotated[
         str | None,
-        typer.Option("--draft-checkpoint", help="For transformers; else what was compiled."),
+        typer.Option(
+            "--draft-checkpoint",
+            help="Checkpoint for transformers; without it, the one that was compiled.",
+        ),
     ] = None,
     synthetic_acceptance: Annotated[
         str | None,
@@ -75,8 +106,10 @@ def bench(
             help="Draw acceptance by sibling rank: what a step costs, apart from the draft.",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", help="Counted rounds.")] = 5,
-    warmup: Annotated[int, typer.Option("--warmup", help="Rounds before them.")] = 1,
+    rounds: Annotated[int, typer.Option("--rounds", help="Rounds that are measured.")] = 5,
+    warmup: Annotated[
+        int, typer.Option("--warmup", help="Rounds that run before them and do not count.")
+    ] = 1,
     json_output: Annotated[
         str | None,
         typer.Option("--json", metavar="OUT", help="Write the report; - is standard output."),
@@ -167,9 +200,11 @@ def bench_serve(
             help="Plans and policies, in turn at each rate; else what specc serve uses.",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", help="Of the sweep, interleaved.")] = 1,
+    rounds: Annotated[
+        int, typer.Option("--rounds", help="Rounds of the whole sweep, interleaved.")
+    ] = 1,
     num_requests: Annotated[
-        int, typer.Option("--num-requests", help="Of each rate, policy and round.")
+        int, typer.Option("--num-requests", help="Requests of each rate, policy and round.")
     ] = 100,
     max_seconds: Annotated[
         float | None, typer.Option("--max-seconds", help="Leave out requests that come later.")
@@ -188,25 +223,34 @@ def bench_serve(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", help='File of JSON lines, each {"prompt": "…"}; else built-in.'),
+        typer.Option(
+            "--prompts",
+            help='File of JSON lines, each {"prompt": "…"} or {"prompt_token_ids": […]};'
+            " without it, built-in prompts.",
+        ),
     ] = None,
     prompt_tokens: Annotated[
         str | None,
         typer.Option(
             "--prompt-tokens",
             metavar="LENGTHS",
-            help="128, uniform:64-256 or lognormal:MEAN,SPREAD[,LEAST-MOST]; else as they are.",
+            help="128, uniform:64-256 or lognormal:MEAN,SPREAD[,LEAST-MOST]; without it, prompts"
+            " as they are.",
         ),
     ] = None,
     output_tokens: Annotated[
         str,
         typer.Option(
-            "--output-tokens", metavar="LENGTHS", help="Likewise; EOS does not end outputs."
+            "--output-tokens",
+            metavar="LENGTHS",
+            help="Output tokens of each request, in the same form; EOS does not end outputs.",
         ),
     ] = "128",
-    seed: Annotated[int, typer.Option("--seed", help="Of arrivals, lengths and sampling.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of arrivals, lengths and sampling.")
+    ] = 0,
     max_concurrency: Annotated[
-        int | None, typer.Option("--max-concurrency", help="Requests that are open at a time.")
+        int | None, typer.Option("--max-concurrency", help="Most requests that are open at a time.")
     ] = None,
     warmup: Annotated[
         int, typer.Option("--warmup", help="Requests before each run that do not count.")
@@ -219,7 +263,8 @@ def bench_serve(
         typer.Option(
             "--goodput",
             metavar="NAME:MS",
-            help='Objectives, such as "ttft:200 tpot:50 e2el:2000": count who keeps all of them.',
+            help='Objectives, such as "ttft:200 tpot:50 e2el:2000": count the requests that keep'
+            " all of them.",
         ),
     ] = None,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
@@ -233,11 +278,15 @@ def bench_serve(
         int | None, typer.Option("--max-num-seqs", help="Requests that run together.")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads of torch; else as it is set.")
+        int | None,
+        typer.Option("--threads", help="Threads that torch uses; without it, as torch decides."),
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option("--backend", help="eager runs the graphs of any engine; else as compiled."),
+        typer.Option(
+            "--backend",
+            help="Run with another backend: eager takes the graphs of any engine.",
+        ),
     ] = None,
     verify: Annotated[
         bool | None,
@@ -271,13 +320,18 @@ def bench_serve(
         ),
     ] = False,
     model: Annotated[
-        str | None, typer.Option("--model", help="Of --base-url; else the first it lists.")
+        str | None,
+        typer.Option(
+            "--model",
+            help="With --base-url: name of the model; without it, the first that the server lists.",
+        ),
     ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
             "--api-key",
-            help="Of --base-url. Better in the environment: others see arguments.",
+            help="With --base-url: key of the server; better in the environment, as others see"
+            " arguments.",
             envvar="OPENAI_API_KEY",
             show_envvar=True,
         ),

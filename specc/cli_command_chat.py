@@ -48,7 +48,10 @@ def chat(
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option("--backend", help="eager runs the graphs of any engine; else as compiled."),
+        typer.Option(
+            "--backend",
+            help="Run with another backend: eager takes the graphs of any engine.",
+        ),
     ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print acceptance and times when the chat ends.")

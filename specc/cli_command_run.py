@@ -41,7 +41,7 @@ def run(
         typer.Option(
             "--policy",
             help="What chooses plans: adaptive (learns how long a chain pays), best, profile,"
-            " fixed; else as compiled or tuned.",
+            " fixed; without it, as compiled or tuned.",
         ),
     ] = None,
     temperature: Annotated[
@@ -137,11 +137,15 @@ def run(
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads of torch; else as it is set.")
+        int | None,
+        typer.Option("--threads", help="Threads that torch uses; without it, as torch decides."),
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option("--backend", help="eager runs the graphs of any engine; else as compiled."),
+        typer.Option(
+            "--backend",
+            help="Run with another backend: eager takes the graphs of any engine.",
+        ),
     ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print acceptance and times to standard error.")

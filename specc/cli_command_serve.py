@@ -131,11 +131,15 @@ def serve(
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads of torch; else as it is set.")
+        int | None,
+        typer.Option("--threads", help="Threads that torch uses; without it, as torch decides."),
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option("--backend", help="eager runs the graphs of any engine; else as compiled."),
+        typer.Option(
+            "--backend",
+            help="Run with another backend: eager takes the graphs of any engine.",
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
