@@ -12,22 +12,22 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specc.errors import FaultError, OverloadError, RequestError, SpeccError
-from specc.metrics import SpecStats
 from specc.runtime.engine_core import EngineCore
 from specc.runtime.request_maker import Prompt
 from specc.runtime.sequence import Sequence
 from specc.runtime.service_state import Health, ServiceState, state_of
+from specc.runtime.service_update import Update, update_of
 from specc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specc.runtime.engine import Engine
     from specc.runtime.grammar import GrammarState
-    from specc.runtime.logprobs import PromptLogprobs, TokenLogprobs
+    from specc.runtime.logprobs import PromptLogprobs
     from specc.runtime.policy import Policy
 
 # iterations that fail in a row, from which on the engine counts as lost
@@ -39,41 +39,6 @@ STALLED_S = 120.0
 # seconds between two looks at what runs, for metrics
 _STATE_EVERY_S = 0.02
 _log = logging.getLogger("specc.service")
-
-
-@dataclass(frozen=True)
-class Update:
-    """What is new about a request; the texts of all its updates, joined, are the final text.
-
-    Args:
-        token_ids: new tokens, none or more.
-        text: characters that became certain; never a part of a stop string.
-        logprobs: of each new token, where asked for.
-        finish_reason: `stop`, `length`, `timeout` or `abort` with the last update; else None.
-        stop_reason: the stop token id or stop string that ended it.
-        metrics: of the whole request, with the last update; nothing changes them any more.
-        error: why the request ended without a finish reason; such an update is the last one.
-    """
-
-    token_ids: list[int]
-    text: str
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    metrics: SpecStats | None = None
-    error: SpeccError | None = None
-
-    @property
-    def is_last(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
-
-    def followed_by(self, other: Update) -> Update:
-        """Both as one, for a reader that is slower than the engine."""
-        logprobs = None
-        if self.logprobs is not None or other.logprobs is not None:
-            logprobs = [*(self.logprobs or []), *(other.logprobs or [])]
-        token_ids = [*self.token_ids, *other.token_ids]
-        return replace(other, token_ids=token_ids, text=self.text + other.text, logprobs=logprobs)
 
 
 class Ticket:
@@ -398,11 +363,11 @@ class Service:
         for ticket in list(self._tickets.values()):
             sequence = ticket._sequence
             if sequence.events:
-                self._send(ticket, _update_of(sequence))
+                self._send(ticket, update_of(sequence))
 
     def _abort_update(self, ticket: Ticket) -> Update:
         return replace(
-            _update_of(ticket._sequence), finish_reason="abort", metrics=ticket._sequence.stats
+            update_of(ticket._sequence), finish_reason="abort", metrics=ticket._sequence.stats
         )
 
     def _end_all(self, error: SpeccError | None) -> None:
@@ -432,24 +397,6 @@ class Service:
                 self._num_open -= 1
                 self._names.discard(ticket.request_id)
                 self._changed.notify_all()
-
-
-def _update_of(sequence: Sequence) -> Update:
-    """What is new since the last one."""
-    events = list(sequence.events)
-    sequence.events.clear()
-    tokens = [event.token_id for event in events if event.token_id is not None]
-    logprobs = None
-    if sequence.params.logprobs is not None:
-        logprobs = [event.logprobs for event in events if event.logprobs is not None]
-    return Update(
-        tokens,
-        "".join(event.text for event in events),
-        logprobs,
-        sequence.finish_reason,
-        sequence.stop_reason,
-        sequence.stats if sequence.is_finished else None,
-    )
 
 
 def _fault() -> FaultError:

@@ -154,7 +154,6 @@ def test_integers_in_their_ranges(name):
     ("name", "needed", "values"),
     [
         ("max_tokens", "1 or more", (0, -1)),
-        ("max_tokens", "an integer, 1 or more", (None,)),
         ("top_k", "an integer: 1 or more, 0 or -1 for all", (-2, LARGEST_INT64 + 1, None)),
         ("seed", f"an integer in 0 … {LARGEST_INT64}, or None", (-1, LARGEST_INT64 + 1)),
         ("logprobs", f"an integer in 0 … {MAX_LOGPROBS}, or None", (-1, MAX_LOGPROBS + 1)),
