@@ -58,11 +58,11 @@ def implementation(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def probe_package(native_operators: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program of `probe.py`, compiled; the library is loaded."""
-    from specc.passes.lower_aot_inductor import turn
     from tests.kernels.probe import compile_probe
 
     path = tmp_path_factory.mktemp("probe") / "probe.pt2"
-    # other workers compile the same one
-    with turn("probe"):
+    with pytest.MonkeyPatch.context() as patch:
+        # other workers compile the same one, and would meet in Inductor's usual directory
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path.parent / "inductor"))
         compile_probe(path)
     return path

@@ -106,6 +106,10 @@ def replace_file(engine: Path, name: str, content: bytes) -> None:
     edit_manifest(engine, lambda data: data["files"].update({name: entry}))
 
 
+def with_hash(library: Path) -> list[Path]:
+    return [library, library.with_name(f"{library.name}.sha256")]
+
+
 def files_in(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file()]
 
@@ -268,8 +272,12 @@ class TestOpen:
 
     @pytest.mark.parametrize("size", [0, 100], ids=["empty", "header"])
     def test_a_library_that_is_none(self, engine, size):
-        """In a process that has loaded none."""
-        replace_file(engine, LIBRARY, (engine / LIBRARY).read_bytes()[:size])
+        """In a process that has loaded none; what names no version is refused unopened."""
+        data = (engine / LIBRARY).read_bytes()[:size]
+        replace_file(engine, LIBRARY, data)
+        assert "is of another version of specc (interface none)" in load_elsewhere(engine)
+        mark = f"specc-interface:{native.interface_hash()}\0"
+        replace_file(engine, LIBRARY, data + mark.encode())
         assert "cannot be loaded" in load_elsewhere(engine)
 
     @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
@@ -317,8 +325,8 @@ class TestCache:
         assert count == len(native._sources()) + 1
         assert native.build(tmp_path / "cache") == library
         assert runs() == count
-        # nothing but the library is kept
-        assert files_in(tmp_path / "cache") == [library]
+        # nothing but the library and its hash is kept
+        assert sorted(files_in(tmp_path / "cache")) == with_hash(library)
 
     def test_whatever_a_library_is_made_of_is_in_its_key(self, runs, tmp_path, monkeypatch):
         sources = tmp_path / "sources"
@@ -347,7 +355,7 @@ class TestCache:
         found = [process.communicate(timeout=120)[0].strip() for process in processes]
         assert [process.returncode for process in processes] == [0, 0]
         assert found[0] == found[1]
-        assert files_in(tmp_path / "cache") == [Path(found[0])]
+        assert sorted(files_in(tmp_path / "cache")) == with_hash(Path(found[0]))
 
     def test_where_the_cache_lies(self, tmp_path, monkeypatch):
         monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "a"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specc.artifact import open_engine, read_manifest
 from specc.errors import EngineError
@@ -104,7 +105,10 @@ def test_altered_code_is_refused_and_does_not_run(engine: Path, tmp_path: Path, 
         load = partial(Engine.load, altered, verify=False)
     else:
         sha256 = hash_file(engine / model.package_file)
-        load = partial(CompiledProgram.load, altered / model.dir, [], sha256)
+        caches = [
+            (torch.zeros(1, 16, layer.num_kv_heads, layer.head_dim),) * 2 for layer in model.layers
+        ]
+        load = partial(CompiledProgram.load, altered / model.dir, caches, sha256)
     with pytest.raises(EngineError, match="as the manifest says"):
         load()
     assert not mark.exists()
