@@ -12,10 +12,9 @@ from typing import Any
 
 from specc.errors import RequestError
 from specc.metrics import SpecStats
-from specc.runtime.chat_template import load_template
 from specc.runtime.engine import Engine
 from specc.runtime.engine_core import EngineCore
-from specc.runtime.engine_tokenizer import Conversation, EngineTokenizer, template_of
+from specc.runtime.engine_tokenizer import Conversation, EngineTokenizer
 from specc.runtime.llm_options import Seeds, VllmOptions, engine_of
 from specc.runtime.logprobs import TokenLogprobs
 from specc.runtime.outputs import CompletionOutput, RequestOutput
@@ -92,6 +91,8 @@ class AsyncLLM:
         self._service: Service | None = Service(core=core, max_waiting=max_waiting)
         # request → its outputs
         self._open: dict[str, list[UpdateStream]] = {}
+        # open requests that were aborted, perhaps before all of their outputs were handed in
+        self._aborted: set[str] = set()
 
     @property
     def engine(self) -> Engine:
@@ -100,7 +101,7 @@ class AsyncLLM:
 
     def get_tokenizer(self) -> EngineTokenizer:
         """See `LLM.get_tokenizer`."""
-        return EngineTokenizer.of(self._running.core)
+        return EngineTokenizer(self._running.core)
 
     async def generate(
         self,
@@ -152,11 +153,14 @@ class AsyncLLM:
                         leader=streams[0].ticket if streams else None,
                     )
                 )
+                if name in self._aborted:
+                    streams[-1].cancel()
             async with contextlib.aclosing(_merged(name, streams)) as outputs:  # type: ignore[type-var]
                 async for output in outputs:
                     yield output
         finally:
             del self._open[name]
+            self._aborted.discard(name)
             for stream in streams:
                 if not stream.ticket.is_done:
                     stream.cancel()
@@ -179,7 +183,7 @@ class AsyncLLM:
         """
         core = self._running.core
         file = None if chat_template is None else Path(chat_template)
-        template = template_of(load_template(core.engine.directory, file))
+        template = core.chat_template(file)
         text = template.render(messages, add_generation_prompt, chat_template_kwargs)
         token_ids = core.requests.tokenize(text, has_special_tokens=True)
         prompt = {"prompt": text, "prompt_token_ids": token_ids}
@@ -187,6 +191,8 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request with what it has, and `finish_reason` abort; one that ended is left."""
+        if request_id in self._open:
+            self._aborted.add(request_id)
         for stream in self._open.get(request_id, ()):
             stream.cancel()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.errors import ConfigError, RequestError
+from specc.extras import install_command
 from specc.json_file import read_json
 from specc.runtime.bounded_child import ChildError, ChildLimits
 from specc.runtime.bounded_pool import BoundedPool
@@ -47,7 +48,9 @@ class ChatTemplate:
         # only chats need Jinja
         if importlib.util.find_spec("jinja2") is None:
             raise ConfigError(
-                "no package jinja2", "jinja2, which chat templates are written in", "install it"
+                "no package jinja2",
+                "jinja2, which chat templates are written in",
+                install_command("serve"),
             )
         if len(source) > _MAX_SOURCE:
             raise _unfit(f"a chat template of {len(source)} characters, at most {_MAX_SOURCE}")

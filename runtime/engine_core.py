@@ -6,6 +6,7 @@ from pathlib import Path
 
 from specc.errors import RequestError
 from specc.manifest import ON_GPU
+from specc.runtime.chat_template import ChatTemplate, load_template
 from specc.runtime.engine import Engine
 from specc.runtime.in_flight import InFlight
 from specc.runtime.named_policies import make_policy
@@ -51,6 +52,7 @@ class EngineCore:
                 "choose one of them, or compile the engine with this plan",
             )
         self.engine = engine
+        self._templates: dict[Path | None, ChatTemplate] = {}
         # captured steps are replayed as a whole, rectangular programs have rows of one length
         shares_pass = engine.backend in _FLAT_BACKENDS and all(
             hasattr(step, "draft") for step in engine.steps.values()
@@ -91,6 +93,24 @@ class EngineCore:
         self.num_iterations = 0
         # no request may go on
         self.is_closed = False
+
+    def chat_template(self, file: Path | None = None) -> ChatTemplate:
+        """The chat template of the engine, or that of a file; loaded once.
+
+        Raises:
+            RequestError: the engine has none.
+            ConfigError: the file cannot be read, or holds no template.
+        """
+        if (known := self._templates.get(file)) is not None:
+            return known
+        template = load_template(self.engine.directory, file)
+        if template is None:
+            raise RequestError(
+                "a chat, and an engine without a chat template",
+                "a chat template",
+                "pass chat_template=FILE, or render the prompt yourself and pass it to generate",
+            )
+        return self._templates.setdefault(file, template)
 
     @classmethod
     def load(

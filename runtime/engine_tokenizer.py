@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from specc.errors import RequestError
-from specc.runtime.chat_template import ChatTemplate, load_template
 
 if TYPE_CHECKING:
     from specc.runtime.engine_core import EngineCore
@@ -24,12 +23,11 @@ class EngineTokenizer:
 
     Args:
         core: of the engine.
-        template: of chats; None where the engine has none.
     Raises:
         RequestError: the engine has no tokenizer.
     """
 
-    def __init__(self, core: EngineCore, template: ChatTemplate | None) -> None:
+    def __init__(self, core: EngineCore) -> None:
         tokenizer = core.engine.tokenizer
         if tokenizer is None:
             raise RequestError(
@@ -39,20 +37,10 @@ class EngineTokenizer:
             )
         self.tokenizer: Tokenizer = tokenizer
         self._requests = core.requests
-        self._template = template
+        self._core = core
         self.bos_token_id = core.engine.bos_token_id
         self.eos_token_ids = sorted(core.engine.eos_token_ids)
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
-
-    @classmethod
-    def of(cls, core: EngineCore) -> EngineTokenizer:
-        """With the chat template of the engine's directory.
-
-        Raises:
-            RequestError: the engine has no tokenizer.
-            ConfigError: its chat template is malformed.
-        """
-        return cls(core, load_template(core.engine.directory))
 
     @property
     def vocab_size(self) -> int:
@@ -116,16 +104,6 @@ class EngineTokenizer:
         Raises:
             RequestError: the engine has no chat template, or it refuses the messages.
         """
-        text = template_of(self._template).render(conversation, add_generation_prompt, options)
+        template = self._core.chat_template()
+        text = template.render(conversation, add_generation_prompt, options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
-
-
-def template_of(template: ChatTemplate | None) -> ChatTemplate:
-    """Raises RequestError: there is none."""
-    if template is None:
-        raise RequestError(
-            "a chat, and an engine without a chat template",
-            "a chat template",
-            "pass chat_template=FILE, or render the prompt yourself and pass it to generate",
-        )
-    return template

@@ -391,5 +391,7 @@ def _can_run(sequence: Request, plan: SpecPlan) -> bool:
         return True
     params = sequence.params
     suits = params.is_greedy or params.rule_id in plan.rules
-    is_scored = plan.tile is not None and params.logprobs is not None
-    return params.speculative and suits and not is_scored
+    reads_logits = (
+        params.logprobs is not None or params.structured_outputs is not None or params.has_controls
+    )
+    return params.speculative and suits and not (plan.tile is not None and reads_logits)

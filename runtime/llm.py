@@ -15,10 +15,9 @@ from tokenizers import Tokenizer
 from specc.errors import RequestError
 from specc.metrics import SpecStats
 from specc.runtime.call_options import Call, read_call
-from specc.runtime.chat_template import load_template
 from specc.runtime.engine import Engine
 from specc.runtime.engine_core import EngineCore
-from specc.runtime.engine_tokenizer import Conversation, EngineTokenizer, template_of
+from specc.runtime.engine_tokenizer import Conversation, EngineTokenizer
 from specc.runtime.llm_options import Seeds, VllmOptions, engine_of
 from specc.runtime.outputs import RequestOutput, StreamOutput, joined
 from specc.runtime.policy import Policy
@@ -126,7 +125,7 @@ class LLM:
         Raises:
             RequestError: the engine has none.
         """
-        return EngineTokenizer.of(self._open)
+        return EngineTokenizer(self._open)
 
     def generate(
         self,
@@ -210,7 +209,7 @@ class LLM:
         core = self._open
         read_call(None, sampling_params, options, is_chat=True)
         file = None if chat_template is None else Path(chat_template)
-        template = template_of(load_template(core.engine.directory, file))
+        template = core.chat_template(file)
         is_one = not messages or isinstance(messages[0], Mapping)
         prompts = []
         for conversation in [messages] if is_one else messages:

@@ -121,7 +121,10 @@ class RequestMaker:
         controls = self._controls(params)
         structured = params.structured_outputs
         if structured is not None and grammar is None:
+            begin_s = time.monotonic()
             grammar = self._engine.grammars.start(structured)
+            if timeout_s is not None:
+                timeout_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
         number = str(next(self._numbers))
         return Sequence(
             number if request_id is None else request_id,

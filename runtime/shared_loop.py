@@ -134,6 +134,9 @@ class SharedLoop:
         try:
             while True:
                 with self._lock:
+                    # others may have done something between two iterations: closed all of it, say
+                    if is_served():
+                        return
                     try:
                         self._advance()
                     finally:

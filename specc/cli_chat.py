@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specc.cli_prompts import decode
 from specc.cli_run import Loading
 from specc.errors import ConfigError, EngineError, RequestError
 from specc.machine import check_threads
@@ -80,7 +81,15 @@ class Conversation:
 
     def _fit(self) -> list[int]:
         """Token ids of the prompt; the oldest turns are left out where there is no room."""
-        self.num_dropped = 0
+        kept, self.num_dropped = list(self.turns), 0
+        try:
+            return self._fitted()
+        except BaseException:
+            # what is refused costs the conversation nothing
+            self.turns, self.num_dropped = kept, 0
+            raise
+
+    def _fitted(self) -> list[int]:
         most = self.llm.engine.max_seq_len - 1
         while len(token_ids := self._token_ids()) > most:
             if len(self.turns) < 3:
@@ -171,7 +180,8 @@ def talk(conversation: Conversation) -> None:
 def _lines() -> Iterator[str]:
     """Lines of the input; a terminal shows a prompt, and arrow keys edit."""
     if not sys.stdin.isatty():
-        yield from sys.stdin
+        for line in sys.stdin.buffer:
+            yield decode(line, "standard input")
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401

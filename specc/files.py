@@ -166,7 +166,8 @@ def remove_stale(output: Path) -> None:
     """
     if not output.parent.is_dir():
         return
-    pattern = re.compile(rf"\.{re.escape(output.name)}\.(partial|old)-(\d+)")
+    # ids of processes; the twelve digits of an owned directory may happen to be decimal, too
+    pattern = re.compile(rf"\.{re.escape(output.name)}\.(partial|old)-(\d{{1,7}})")
     for path in output.parent.iterdir():
         match = pattern.fullmatch(path.name)
         if not match or _is_other_process(int(match[2])):

@@ -68,9 +68,10 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
     # go last, so that one without a lock has no owner
     name = re.compile(re.escape(prefix) + r"[0-9a-f]{12}")
     for directory in parent.glob(f"{glob.escape(prefix)}*"):
-        is_ours = name.fullmatch(directory.name) and directory.lstat().st_uid == os.geteuid()
-        if is_ours and not directory.with_name(f"{directory.name}{_SUFFIX}").exists():
-            shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(OSError):  # somebody else was quicker
+            is_ours = name.fullmatch(directory.name) and directory.lstat().st_uid == os.geteuid()
+            if is_ours and not directory.with_name(f"{directory.name}{_SUFFIX}").exists():
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def other_owned(parent: Path, prefix: str, own: Path) -> Path | None:

@@ -65,6 +65,7 @@ def create_app(
         lifespan=lambda _: _logging(metrics, config.log_every_s, endpoints),
     )
     app.state.metrics = metrics
+    app.state.endpoints = endpoints
     app.state.bodies = BodyBudget(config)
     _add_status_routes(app, service, metrics)
     _add_model_routes(app, config, service.engine.max_seq_len)

@@ -174,7 +174,8 @@ async def _counted(budget: BodyBudget) -> AsyncIterator[Callable[[int], None]]:
 
 
 async def _read(request: Request, config: ServeConfig, count: Callable[[int], None]) -> bytes:
-    limit, parts, size = config.max_body_bytes, [], 0
+    limit, size = config.max_body_bytes, 0
+    parts: list[bytes] = []
     begin_s = time.monotonic()
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
@@ -188,9 +189,16 @@ async def _read(request: Request, config: ServeConfig, count: Callable[[int], No
         if size > limit:
             await _drop(request)
             raise _too_large(limit)
-        count(size)
+        is_all = not message.get("more_body", False)
+        try:
+            count(size)
+        except ApiError:
+            parts.clear()  # there is no memory for it
+            if not is_all:
+                await _drop(request)
+            raise
         parts.append(part)
-        if not message.get("more_body", False):
+        if is_all:
             return b"".join(parts)
 
 

@@ -55,7 +55,8 @@ class Connections:
                 oldest = next(iter(self._waiting))
                 self.remove(oldest)
                 oldest.transport.abort()
-            else:
+            # there were more before, for the status: one that left makes no room for another
+            if len(self._open) > self.limits.max_connections:
                 protocol.answers_status_only()
         if len(self._open) > self.limits.max_connections + EXTRA_CONNECTIONS:
             self.remove(protocol)

@@ -59,6 +59,10 @@ class Endpoints:
             self._template.close()
         self._threads.close()
 
+    def wait(self) -> None:
+        """After `close`: until no thread works for a request any more."""
+        self._threads.wait()
+
     async def complete(self, request: Request) -> Response:
         """Of /v1/completions.
 

@@ -87,6 +87,7 @@ class Generation:
         self._service = service
         self._observe = observe
         self._options = options
+        self._begin_s = time.monotonic()
         self._streams: list[UpdateStream] = []
         self._readers: list[asyncio.Task[None]] = []
 
@@ -96,6 +97,7 @@ class Generation:
         Raises:
             SpeccError: as `Service.submit`.
         """
+        self._begin_s = time.monotonic()
         try:
             leaders: dict[int, UpdateStream] = {}
             for output in self.outputs:
@@ -180,13 +182,14 @@ class Generation:
     async def _submit(self, job: Job, leader: Ticket | None) -> UpdateStream:
         options = dict(self._options)
         if job.params.structured_outputs is not None:
-            timeout_s = options.get("timeout_s")
-            begin_s = time.monotonic()
             options["grammar"] = await start_grammar(
-                self._service.engine.grammars, job.params.structured_outputs, timeout_s
+                self._service.engine.grammars,
+                job.params.structured_outputs,
+                options.get("timeout_s"),
             )
-            if timeout_s is not None:
-                options["timeout_s"] = max(0.0, timeout_s - (time.monotonic() - begin_s))
+        if (timeout_s := options.get("timeout_s")) is not None:
+            # what the outputs before this one took counts, too
+            options["timeout_s"] = max(0.0, timeout_s - (time.monotonic() - self._begin_s))
         # ids alone: text would be kept for nobody
         submit = functools.partial(
             UpdateStream,

@@ -118,6 +118,9 @@ def serve(engine: Path, loading: Loading, place: Place, config: ServeConfig) -> 
             with _End() as end:
                 code = asyncio.run(end.after(process.run()))
                 service.close()
+                # within the time of `_End`: at its exit, Python would wait for them without end
+                app.state.endpoints.close()
+                app.state.endpoints.wait()
             return code
         finally:
             service.close()

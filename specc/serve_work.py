@@ -49,6 +49,11 @@ class PromptThreads:
         # these wait for the processes that render them
         self._chats = _Lane("chat", 4, 256)
 
+    def wait(self) -> None:
+        """Until nothing runs any more; what has not begun is dropped."""
+        for lane in (self._long, self._large, self._chats):
+            lane.threads.shutdown(wait=True, cancel_futures=True)
+
     async def run(self, size: int, work: Callable[[], Result], is_chat: bool = False) -> Result:
         """The result of some work; it is dropped, or not even begun, when the caller is cancelled.
 

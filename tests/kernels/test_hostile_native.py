@@ -94,8 +94,8 @@ class _Shim:
 
     def __init__(self, name: str) -> None:
         self.schema = getattr(torch.ops.specc_cpu, name).default._schema
-        library = ctypes.CDLL(str(native.build()))
-        self.function = getattr(library, f"aoti_torch_cpu_{name}")
+        # of what this process has loaded: a second copy would register the operators again
+        self.function = getattr(ctypes.CDLL(None), f"aoti_torch_cpu_{name}")
         self.function.restype = ctypes.c_int32
 
     def __call__(self, arguments: Arguments) -> Tensor | None:
