@@ -10,6 +10,7 @@ import pytest
 
 import specc
 from specc.errors import FaultError, RequestError
+from specc.runtime import async_llm
 from specc.runtime.async_llm import AsyncLLM
 from specc.runtime.llm import LLM
 from specc.runtime.outputs import RequestOutput
@@ -120,6 +121,31 @@ def test_abort_ends_a_request_with_what_it_has(llm: AsyncLLM, prompts) -> None:
     output = run(abort())
     assert output.finished
     assert output.outputs[0].finish_reason in ("abort", "length")
+
+
+def test_abort_reaches_outputs_that_are_not_handed_in_yet(llm: AsyncLLM, prompts, monkeypatch):
+    """Three of four outputs still wait for their turn when the request is aborted."""
+    handed_in = []
+
+    async def slowly(service, prompt, params, **options):
+        stream = await in_thread(service, prompt, params, **options)
+        handed_in.append(options["request_id"])
+        if len(handed_in) == 1:
+            await llm.abort("mine")
+        return stream
+
+    in_thread = async_llm._in_thread
+    monkeypatch.setattr(async_llm, "_in_thread", slowly)
+
+    async def abort() -> RequestOutput:
+        params = SamplingParams(max_tokens=90, ignore_eos=True, n=4, temperature=1.0, seed=1)
+        output = await last(llm.generate(prompts[0], params, "mine"))
+        await until_idle(llm)
+        return output
+
+    output = run(abort())
+    assert len(handed_in) == 4
+    assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 4
 
 
 def test_errors(llm: AsyncLLM, prompts) -> None:

@@ -117,8 +117,8 @@ def test_refusals(engine, tiny_engine, tmp_path):
     file = tmp_path / "t.jinja"
     file.write_text("{{")
     assert_refused(invoke("chat", engine, "--chat-template", file, stdin="a\n"), "Jinja")
-    assert_refused(invoke("chat", engine, "--top-p", 0, stdin="a\n"), "top_p")
-    assert_refused(invoke("chat", engine, "--max-tokens", 0, stdin="a\n"), "max_tokens")
+    assert_refused(invoke("chat", engine, "--top-p", 0, stdin="a\n"), "--top-p")
+    assert_refused(invoke("chat", engine, "--max-tokens", 0, stdin="a\n"), "--max-tokens")
     assert_refused(invoke("chat", engine, stdin=b"\xff\n"), "0xff", "not UTF-8")
 
 

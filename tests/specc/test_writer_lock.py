@@ -66,3 +66,11 @@ def test_a_leftover_with_the_number_of_a_living_process(tmp_path):
     (tmp_path / f".engine.partial-{os.getppid()}").mkdir()
     with EngineWriter(tmp_path / "engine"):
         pass
+
+
+def test_a_leftover_whose_name_is_digits_alone(tmp_path):
+    """Random names are hexadecimal: one in 300 looks like a number, and like no process."""
+    (tmp_path / ".engine.partial-123456789012").mkdir()
+    with EngineWriter(tmp_path / "engine"):
+        pass
+    assert list(tmp_path.iterdir()) == []
