@@ -13,7 +13,9 @@ from specc.plans import SpecPlan
 from specc.runtime.plan_constants import plan_constants
 from specc.tree import MAX_NODES
 
-_DTYPES = {"int32": torch.int32, "int64": torch.int64}
+_INTEGERS = {"int32": torch.int32, "int64": torch.int64}
+# of values that a graph computes with; no operator takes them for places
+_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # candidates of a plan
 _MOST = 4 * MAX_NODES
 _DO = "compile the engine again"
@@ -37,7 +39,8 @@ def step_constants(program: Mapping[str, Any], plan: SpecPlan) -> dict[str, Tens
         where = f"constant {name} of plan {plan.name}"
         value = constants[name] = _tensor(where, entry)
         if name not in stated[0]:
-            if value.numel() and not (value.min() >= -1 and value.max() <= _MOST):
+            is_place = not value.is_floating_point()
+            if is_place and value.numel() and not (value.min() >= -1 and value.max() <= _MOST):
                 raise EngineError(f"{where} is {_shown(value)}", f"-1 … {_MOST}", _DO)
             continue
         expected = [known[name] for known in stated]
@@ -47,11 +50,15 @@ def step_constants(program: Mapping[str, Any], plan: SpecPlan) -> dict[str, Tens
 
 
 def _tensor(where: str, entry: Any) -> Tensor:
-    needed = f"values of one of the types {', '.join(_DTYPES)}"
+    needed = f"values of one of the types {', '.join((*_INTEGERS, *_FLOATS))}"
     try:
-        dtype = _DTYPES[entry["dtype"]]
-        _check_integers(entry["values"])
-        return torch.tensor(entry["values"], dtype=dtype)
+        if (dtype := _FLOATS.get(entry["dtype"])) is None:
+            dtype = _INTEGERS[entry["dtype"]]
+            _check_integers(entry["values"])
+        value = torch.tensor(entry["values"], dtype=dtype)
+        if value.isnan().any():
+            raise ValueError("a value that is no number")
+        return value
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         found = f"{where}: {type(error).__name__}: {str(error)[:100]}"
         raise EngineError(found, needed, _DO) from error

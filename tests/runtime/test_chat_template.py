@@ -146,7 +146,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no JSON"):
         load_template(tmp_path)
     config.write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
-    with pytest.raises(ConfigError, match="nested too deeply"):
+    with pytest.raises(ConfigError, match="nested more than 64 levels"):
         load_template(tmp_path)
 
 

@@ -93,7 +93,7 @@ def test_no_tensorrt_at_all(monkeypatch):
         trt.facts()
     assert "No module named 'tensorrt'" in caught.value.found
     assert "No module named 'tensorrt_rtx'" in caught.value.found
-    assert "specc[tensorrt]" in caught.value.do
+    assert "tensorrt-rtx" in caught.value.do
 
 
 @pytest.mark.parametrize("text", ["8.9", "sm_89", "SM89", "sm89", " 8.9 "])
