@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -20,6 +21,9 @@ from typing import Any
 
 from specc import errors
 from specc.runtime import bounded_child_main
+
+# of calls that work again when others are done
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 # of the wall, for a second of the processor: a busy machine is not the job's fault
 WALL_TO_CPU = 4.0
@@ -92,11 +96,15 @@ class BoundedChild:
         limits: of each job.
     Raises:
         FaultError: no interpreter, or the target cannot be set up.
+        OverloadError: no files, processes or memory for another one at the moment.
     """
 
     def __init__(self, target: str, setup: bytes, limits: ChildLimits) -> None:
         self._limits = limits
-        own, theirs = socket.socketpair()
+        try:
+            own, theirs = socket.socketpair()
+        except OSError as error:
+            raise _no_room(error) from error
         try:
             self._process = subprocess.Popen(
                 [_interpreter(), "-P", "-S", bounded_child_main.__file__, str(theirs.fileno())],
@@ -110,6 +118,8 @@ class BoundedChild:
             )
         except OSError as error:
             own.close()
+            if error.errno in _NO_ROOM:
+                raise _no_room(error) from error
             raise _start_error(str(error)) from error
         finally:
             theirs.close()
@@ -258,6 +268,15 @@ def _error_of(reply: dict[str, Any]) -> Exception:
     if has_parts and isinstance(kind, type) and issubclass(kind, errors.SpeccError):
         return kind(*reply["parts"])
     return JobFailed(reply["error"], reply["message"])
+
+
+def _no_room(error: OSError) -> errors.OverloadError:
+    """Of a machine that has room again when others are done."""
+    return errors.OverloadError(
+        f"no room for a child process: {error.strerror}",
+        "a free process, files and memory",
+        "try again later; raise ulimit -n and ulimit -u where this happens often",
+    )
 
 
 def _start_error(reason: str) -> errors.FaultError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from specc.errors import FaultError, OverloadError, RequestError
+from specc.runtime import bounded_child
 from specc.runtime.bounded_child import (
     AnswerTooLarge,
     ChildDied,
@@ -286,3 +288,22 @@ def test_a_fork_leaves_the_children_to_the_parent():
     assert pool.pids == [before]
     pool.close()
     thread.join(10)
+
+
+@pytest.mark.parametrize("what", ["files for the sockets", "a process"])
+def test_no_room_for_a_child_is_overload(monkeypatch, what):
+    """Many connections may hold all files for a moment: the client should come again."""
+    pool = BoundedPool(TARGET, lambda: None, SMALL, num_children=1)
+
+    def fail(*arguments, **options):
+        raise OSError(errno.EMFILE if what != "a process" else errno.EAGAIN, "none left")
+
+    with monkeypatch.context() as patch:
+        if what == "a process":
+            patch.setattr(bounded_child.subprocess, "Popen", fail)
+        else:
+            patch.setattr(bounded_child.socket, "socketpair", fail)
+        with pytest.raises(OverloadError, match="no room for a child process: none left"):
+            pool.run(["echo", 1])
+    assert pool.run(["echo", 1]) == 1
+    pool.close()
