@@ -207,7 +207,8 @@ def _no_messages(found: str) -> RequestError:
 def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    config = read_json(file, ConfigError, "the tokenizer's configuration", "correct the file")
+    needed, do = "the tokenizer's configuration", "correct the file"
+    config = read_json(file, ConfigError, needed, do, max_bytes=_MAX_CONFIG)
     return config if isinstance(config, dict) else {}
 
 

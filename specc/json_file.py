@@ -54,7 +54,12 @@ def parse_json(text: str | bytes, exact: bool = False) -> Any:
 
 
 def read_json(
-    path: Path, error: type[SpeccError], needed: str, do: str, exact: bool = False
+    path: Path,
+    error: type[SpeccError],
+    needed: str,
+    do: str,
+    exact: bool = False,
+    max_bytes: int | None = None,
 ) -> Any:
     """Decode a JSON file.
 
@@ -64,10 +69,15 @@ def read_json(
         needed: what the file should have been, for them.
         do: what to do then, for them.
         exact: see `parse_json`.
+        max_bytes: of the file; None: any number.
     Raises:
-        SpeccError: `error`: the file cannot be read, or `parse_json` refuses what is in it.
+        SpeccError: `error`: the file cannot be read, is larger, or `parse_json` refuses what is in
+            it.
     """
     try:
+        size = path.stat().st_size
+        if max_bytes is not None and size > max_bytes:
+            raise error(f"{path} has {size} bytes, at most {max_bytes}", needed, do)
         return parse_json(path.read_bytes(), exact)
     except OSError as found:
         raise error(f"{path} cannot be read: {found.strerror}", needed, do) from found
