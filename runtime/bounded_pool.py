@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from specc.errors import OverloadError
-from specc.runtime.bounded_child import BoundedChild, ChildError, ChildLimits, JobFailed
+from specc.runtime.bounded_child import WALL_TO_CPU, BoundedChild, ChildLimits
+from specc.runtime.child_errors import ChildError, ChildStarved, ChildTimeout
+from specc.runtime.fork_server import ForkServer
+
+# seconds of the processor from which on a job counts as large: it begins again, among those
+SMALL_CPU_S = 0.1
+# of children with large jobs, beside that of all: they have what the others leave
+_LARGE_NICENESS = 14
 
 
 class JobCancelled(Exception):
@@ -52,21 +59,42 @@ class Cancellation:
 class _Turn:
     """One job that waits or runs."""
 
-    def __init__(self, is_large: bool) -> None:
-        self.is_large = is_large
+
+class _Lane:
+    """Jobs of one kind, and the children that they have.
+
+    Args:
+        num_places: jobs that run at a time.
+        niceness: of the children, beside that of all.
+    """
+
+    def __init__(self, num_places: int, niceness: int) -> None:
+        self.num_places = num_places
+        self.niceness = niceness
+        self.waiting: list[_Turn] = []
+        self.running: list[_Turn] = []
+        self.idle: list[BoundedChild] = []
+
+    def is_next(self, turn: _Turn) -> bool:
+        """Whether it may run now: there is a place, and nobody else has waited for longer."""
+        has_place = len(self.running) < self.num_places
+        return has_place and (not self.waiting or self.waiting[0] is turn)
 
 
 class BoundedPool:
     """Children that run one function of specc; started with the first job that needs them.
 
-    They end with this process, however it ends, and never keep it.
+    A job begins among small ones. Where it turns out to take long it is ended, and begins again
+    among the large, of which fewer run, and only with what small ones leave of the processor.
+    Children end with this process, however it ends, and never keep it.
 
     Args:
-        target: see `BoundedChild`.
+        target: see `ForkServer`.
         setup: makes the plain data that children are set up with, when the first one is started.
         limits: of each job.
-        num_children: at most; large jobs leave one of them to small ones.
-        max_waiting: jobs that wait for a child, at most.
+        num_small: small jobs that run at a time.
+        num_large: likewise of large ones.
+        max_waiting: jobs of one kind that wait for a child, at most.
         max_wait_s: seconds that a job waits for a child, at most.
     """
 
@@ -76,7 +104,8 @@ class BoundedPool:
         setup: Callable[[], Any],
         limits: ChildLimits,
         *,
-        num_children: int = 2,
+        num_small: int = 2,
+        num_large: int = 1,
         max_waiting: int = 64,
         max_wait_s: float = 10.0,
     ) -> None:
@@ -84,7 +113,7 @@ class BoundedPool:
         self._setup = setup
         self._setup_json: bytes | None = None
         self._limits = limits
-        self._num_children = num_children
+        self._num_places = num_small, num_large
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
         self._is_closed = False
@@ -104,92 +133,126 @@ class BoundedPool:
         Args:
             data: plain data, that the function takes.
             is_large: it takes long, as far as its size tells.
-            cpu_seconds: see `BoundedChild.call`.
+            cpu_seconds: of the processor, instead of those of the limits.
             cancellation: ends the wait, and the job.
             then: called here with the answer, while the job keeps its place among the few that
                 run; what it returns is returned. Not cancelled.
         Raises:
             SpeccError: as the function raised it.
             ChildError: there is no answer.
-            OverloadError: too many jobs wait, this one has waited for too long, or the pool was
-                closed.
+            OverloadError: too many jobs wait, this one has waited for too long or got too little
+                of the processor, or the pool was closed.
             FaultError: no child starts.
             JobCancelled: by `cancellation`.
         """
         if self._pid != os.getpid():  # a fork: the children are the parent's
             self._forget()
         cancellation = cancellation or Cancellation()
-        with self._turn(is_large, cancellation):
-            answer = self._answer(data, cpu_seconds, cancellation)
-            return answer if then is None else then(answer)
+        limit_s = self._limits.cpu_seconds if cpu_seconds is None else cpu_seconds
+        seconds = limit_s * WALL_TO_CPU
+        if not is_large and limit_s > SMALL_CPU_S:
+            try:
+                return self._run(self._small, data, SMALL_CPU_S, seconds, cancellation, then)
+            except ChildTimeout:
+                is_large = True
+        lane = self._large if is_large else self._small
+        return self._run(lane, data, limit_s, seconds, cancellation, then)
 
     def close(self) -> None:
         """End all children, and with them the jobs that wait or run."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._end_children()
+        self._end_all()
 
     @property
     def pids(self) -> list[int]:
-        """Of the children that live."""
+        """Of the children that work, or wait for work."""
         with self._changed:
-            return [child.pid for child in self._children if child.is_alive]
+            idle = {child for lane in (self._small, self._large) for child in lane.idle}
+            return [c.pid for c in self._children if c not in idle or c.is_alive]
 
-    def _answer(self, data: Any, cpu_seconds: float | None, cancellation: Cancellation) -> Any:
-        child = self._take()
+    @property
+    def num_open(self) -> tuple[int, int]:
+        """Jobs that run, and jobs that wait for a child."""
+        lanes = self._small, self._large
+        return sum(len(x.running) for x in lanes), sum(len(x.waiting) for x in lanes)
+
+    def _run(
+        self,
+        lane: _Lane,
+        data: Any,
+        cpu_seconds: float,
+        seconds: float,
+        cancellation: Cancellation,
+        then: Callable[[Any], Any] | None,
+    ) -> Any:
+        with self._turn(lane, cancellation):
+            answer = self._answer(lane, data, cpu_seconds, seconds, cancellation)
+            return answer if then is None else then(answer)
+
+    def _answer(
+        self,
+        lane: _Lane,
+        data: Any,
+        cpu_seconds: float,
+        seconds: float,
+        cancellation: Cancellation,
+    ) -> Any:
+        child = self._take(lane)
         try:
             with cancellation.calling(child.kill):
-                return child.call(data, cpu_seconds)
+                return child.call(data, cpu_seconds, seconds)
         except ChildError as error:
             if cancellation.is_cancelled:
                 raise JobCancelled from error
             if self._is_closed:
                 raise _closed() from error
-            if not isinstance(error, JobFailed):
-                # whoever cost the child its life waits for the next one, and nobody else
-                child = self._next_after(child)
+            if isinstance(error, ChildStarved):
+                raise _overloaded(f"{error}: others have the processor") from error
             raise
         finally:
-            self._give_back(child)
+            self._give_back(lane, child)
 
     def _forget(self) -> None:
         self._pid = os.getpid()
+        # one thread at a time sets up what forks
+        self._starting = threading.Lock()
         # guards what follows
         self._changed = threading.Condition()
+        self._servers: list[ForkServer] = []
         self._children: list[BoundedChild] = []
-        self._idle: list[BoundedChild] = []
-        self._waiting: list[_Turn] = []
-        self._running: list[_Turn] = []
+        num_small, num_large = self._num_places
+        self._small, self._large = _Lane(num_small, 0), _Lane(num_large, _LARGE_NICENESS)
         # before the interpreter ends, so that no warning of a child that lives is printed
-        self._end_children = weakref.finalize(self, _close_all, self._pid, self._children)
+        self._end_all = weakref.finalize(self, _close_all, self._pid, self._servers, self._children)
 
     @contextlib.contextmanager
-    def _turn(self, is_large: bool, cancellation: Cancellation) -> Iterator[None]:
-        turn = _Turn(is_large)
+    def _turn(self, lane: _Lane, cancellation: Cancellation) -> Iterator[None]:
+        turn = _Turn()
         with cancellation.calling(self._wake):
-            self._wait_for(turn, cancellation)
+            self._wait_for(lane, turn, cancellation)
         try:
             yield
         finally:
             with self._changed:
-                self._running.remove(turn)
+                lane.running.remove(turn)
                 self._changed.notify_all()
 
-    def _wait_for(self, turn: _Turn, cancellation: Cancellation) -> None:
+    def _wait_for(self, lane: _Lane, turn: _Turn, cancellation: Cancellation) -> None:
         def is_over() -> bool:
             return self._is_closed or cancellation.is_cancelled
 
         with self._changed:
-            if len(self._waiting) >= self._max_waiting and not self._is_next(turn):
-                raise _overloaded(f"{len(self._waiting)} of the same kind wait already")
-            self._waiting.append(turn)
+            if len(lane.waiting) >= self._max_waiting and not lane.is_next(turn):
+                raise _overloaded(f"{len(lane.waiting)} of the same kind wait already")
+            lane.waiting.append(turn)
             try:
                 is_in_time = self._changed.wait_for(
-                    lambda: is_over() or self._is_next(turn), self._max_wait_s
+                    lambda: is_over() or lane.is_next(turn), self._max_wait_s
                 )
             finally:
-                self._waiting.remove(turn)
+                lane.waiting.remove(turn)
                 self._changed.notify_all()
             if cancellation.is_cancelled:
                 raise JobCancelled
@@ -197,35 +260,22 @@ class BoundedPool:
                 raise _closed()
             if not is_in_time:
                 raise _overloaded(f"it has waited for {self._max_wait_s:g} s")
-            self._running.append(turn)
-
-    def _is_next(self, turn: _Turn) -> bool:
-        """First of those that may run now."""
-        if len(self._running) >= self._num_children:
-            return False
-        num_large = sum(other.is_large for other in self._running)
-        has_room = num_large < max(1, self._num_children - 1)
-        able = [other for other in self._waiting if has_room or not other.is_large]
-        return able[0] is turn if able else has_room or not turn.is_large
+            lane.running.append(turn)
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _take(self) -> BoundedChild:
-        with self._changed:
-            while self._idle:
-                child = self._idle.pop()
-                if child.is_alive:
-                    return child
-                self._drop(child)
-        return self._start()
-
-    def _start(self) -> BoundedChild:
-        if self._setup_json is None:
-            # once: a vocabulary takes a while, in which nothing else runs
-            self._setup_json = json.dumps(self._setup()).encode()
-        child = BoundedChild(self._target, self._setup_json, self._limits)
+    def _take(self, lane: _Lane) -> BoundedChild:
+        while True:
+            with self._changed:
+                child = lane.idle.pop() if lane.idle else None
+            if child is None:
+                break
+            if child.is_alive:
+                return child
+            self._drop(child)
+        child = BoundedChild(self._server(), self._limits, lane.niceness)
         with self._changed:
             self._children.append(child)
             is_late = self._is_closed
@@ -233,31 +283,50 @@ class BoundedPool:
             child.kill()
         return child
 
-    def _next_after(self, dead: BoundedChild) -> BoundedChild:
-        with contextlib.suppress(Exception):
-            child = self._start()
-            with self._changed:
-                self._drop(dead)
-            return child
-        return dead
+    def _server(self) -> ForkServer:
+        """What forks; started by the first that needs it."""
+        with self._starting:
+            while self._servers:
+                if self._servers[-1].is_alive:
+                    return self._servers[-1]
+                self._servers.pop().close()
+            if self._setup_json is None:
+                # once: a vocabulary takes a while, in which nothing else runs
+                self._setup_json = json.dumps(self._setup()).encode()
+            limits = self._limits
+            server = ForkServer(
+                self._target,
+                self._setup_json,
+                limits.start_seconds,
+                limits.memory_bytes,
+                limits.stack_bytes,
+            )
+            self._servers.append(server)
+        if self._is_closed:
+            server.close()
+            raise _closed()
+        return server
 
-    def _give_back(self, child: BoundedChild) -> None:
-        with self._changed:
-            if child.is_alive and not self._is_closed:
-                self._idle.append(child)
-            else:
-                self._drop(child)
+    def _give_back(self, lane: _Lane, child: BoundedChild) -> None:
+        if child.is_alive and not self._is_closed:
+            with self._changed:
+                lane.idle.append(child)
+        else:
+            self._drop(child)
 
     def _drop(self, child: BoundedChild) -> None:
         child.close()
-        if child in self._children:
-            self._children.remove(child)
+        with self._changed:
+            if child in self._children:
+                self._children.remove(child)
 
 
-def _close_all(pid: int, children: list[BoundedChild]) -> None:
+def _close_all(pid: int, servers: list[ForkServer], children: list[BoundedChild]) -> None:
     if pid == os.getpid():
-        for child in children:
+        for child in [*children]:
             child.kill()
+        for server in servers:
+            server.close()
 
 
 def _overloaded(found: str) -> OverloadError:

@@ -10,8 +10,9 @@ from typing import Any
 from specc.errors import ConfigError, RequestError
 from specc.extras import install_command
 from specc.json_file import read_json
-from specc.runtime.bounded_child import ChildError, ChildLimits
+from specc.runtime.bounded_child import ChildLimits
 from specc.runtime.bounded_pool import BoundedPool
+from specc.runtime.child_errors import ChildError
 
 # what a conversation holds: a dict with `role`, mostly `content`, and what else templates read
 Message = Mapping[str, Any]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specc.errors import OverloadError, RequestError
-from specc.runtime.bounded_child import ChildError
 from specc.runtime.bounded_pool import BoundedPool, Cancellation, JobCancelled
+from specc.runtime.child_errors import ChildError
 from specc.runtime.grammar import GrammarState
 from specc.runtime.grammar_child import LIMITS, STACK_BYTES, TARGET
 from specc.runtime.grammar_compile import (

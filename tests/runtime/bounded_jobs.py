@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -16,6 +17,8 @@ class Jobs:
         self._setup = setup
         if setup == "fails":
             raise ValueError("no such setup")
+        if setup == "threads":
+            threading.Thread(target=time.sleep, args=(60.0,), daemon=True).start()
 
     def __call__(self, data: list[Any]) -> Any:
         kind, *rest = data
@@ -41,6 +44,13 @@ class Jobs:
         while True:
             # one call that keeps the interpreter for seconds
             pow(3, 10**8)
+
+    def work(self, seconds: float) -> dict[str, float]:
+        begin_s = time.process_time()
+        while time.process_time() - begin_s < seconds:
+            pass
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        return {"seconds": time.process_time() - begin_s, "niceness": niceness}
 
     def take(self, num_bytes: int) -> int:
         return len("x" * num_bytes)

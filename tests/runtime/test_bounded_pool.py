@@ -14,15 +14,10 @@ from pathlib import Path
 import pytest
 
 from specc.errors import FaultError, OverloadError, RequestError
-from specc.runtime import bounded_child
-from specc.runtime.bounded_child import (
-    AnswerTooLarge,
-    ChildDied,
-    ChildLimits,
-    ChildTimeout,
-    JobFailed,
-)
+from specc.runtime import fork_server
+from specc.runtime.bounded_child import ChildLimits
 from specc.runtime.bounded_pool import BoundedPool, Cancellation, JobCancelled
+from specc.runtime.child_errors import AnswerTooLarge, ChildDied, ChildTimeout, JobFailed
 
 HERE = Path(__file__).resolve().parent
 TARGET = "bounded_jobs:Jobs"
@@ -139,7 +134,7 @@ def test_time_of_the_processor_is_bounded_while_the_interpreter_is_held(pool):
 
 
 def test_time_on_the_wall_is_bounded(pool):
-    with pytest.raises(ChildTimeout):
+    with pytest.raises(OverloadError, match=r"did not end within 0\.4 s"):
         pool.run(["sleep", 60.0], cpu_seconds=0.1)
     # and the limit of one job is not that of the next
     assert pool.run(["sleep", 0.6])
@@ -163,6 +158,52 @@ def test_a_setup_that_fails_is_no_fault_of_the_request():
     with pytest.raises(FaultError, match="no such setup"):
         pool.run(["echo", 1])
     assert pool.pids == []
+
+
+def test_what_takes_long_begins_again_where_small_jobs_do_not_wait_for_it(pool):
+    """Four that take long: one runs, by itself and with the least priority; others go on."""
+    cancellation = Cancellation()
+    long = [in_thread(lambda: pool.run(["spin"], cancellation=cancellation)) for _ in range(4)]
+    wait_for(lambda: len(pool._large.running) == 1 and len(pool._large.waiting) == 3)
+    begin_s = time.monotonic()
+    for number in range(20):
+        assert pool.run(["echo", number]) == number
+    assert time.monotonic() - begin_s < 5
+    assert len(pool._large.running) == 1
+    (large,) = [child for child in pool._children if child not in pool._small.idle]
+    assert os.getpriority(os.PRIO_PROCESS, large.pid) == 19
+    assert os.getpriority(os.PRIO_PROCESS, pool.run(["pid"])) < 19
+    cancellation.cancel()
+    for thread, ended in long:
+        thread.join(10)
+        assert [type(error) for error in ended] == [JobCancelled]
+
+
+def test_a_job_of_medium_length_ends_among_large_ones(pool):
+    taken = pool.run(["work", 0.3])
+    assert taken["niceness"] == 19
+    assert taken["seconds"] >= 0.3
+    assert pool.run(["work", 0.0])["niceness"] < 19
+
+
+def test_what_forks_is_replaced_when_it_has_died(pool):
+    before = pool.run(["pid"])
+    (server,) = pool._servers
+    os.kill(server._process.pid, signal.SIGKILL)
+    wait_for(lambda: not server.is_alive)
+    # the child that waits goes on; the next one needs another server
+    assert pool.run(["pid"]) == before
+    with pytest.raises(ChildDied):
+        pool.run(["crash"])
+    assert pool.run(["pid"]) != before
+    assert pool._servers != [server]
+
+
+def test_a_setup_that_starts_threads_is_refused():
+    """A fork has one thread: locks that others hold would be held for ever."""
+    pool = BoundedPool(TARGET, lambda: "threads", SMALL)
+    with pytest.raises(FaultError, match="2 threads"):
+        pool.run(["echo", 1])
 
 
 def test_a_running_job_is_cancelled(pool):
@@ -197,7 +238,7 @@ def test_places_are_bounded_and_one_is_for_small_jobs(pool):
         in_thread(lambda: pool.run(["sleep", 60.0], is_large=True, cancellation=cancellation))
         for _ in range(4)
     ]
-    wait_for(lambda: len(pool._waiting) == 3)
+    wait_for(lambda: len(pool._large.waiting) == 3)
     with pytest.raises(OverloadError, match="3 of the same kind wait"):
         pool.run(["echo", 1], is_large=True)
     assert pool.run(["echo", 1]) == 1
@@ -209,7 +250,7 @@ def test_places_are_bounded_and_one_is_for_small_jobs(pool):
 
 
 def test_a_job_does_not_wait_for_ever():
-    pool = BoundedPool(TARGET, lambda: None, SMALL, num_children=1, max_wait_s=0.2)
+    pool = BoundedPool(TARGET, lambda: None, SMALL, num_small=1, max_wait_s=0.2)
     thread, _ = in_thread(lambda: pool.run(["sleep", 60.0]))
     wait_for(lambda: pool.pids)
     with pytest.raises(OverloadError, match="waited"):
@@ -220,7 +261,7 @@ def test_a_job_does_not_wait_for_ever():
 
 def test_closing_ends_what_runs_and_what_waits(pool):
     jobs = [in_thread(lambda: pool.run(["sleep", 60.0])) for _ in range(4)]
-    wait_for(lambda: len(pool.pids) == 2 and len(pool._waiting) == 2)
+    wait_for(lambda: len(pool.pids) == 2 and len(pool._small.waiting) == 2)
     pids = pool.pids
     pool.close()
     for thread, ended in jobs:
@@ -267,11 +308,11 @@ def test_children_end_with_their_parent_and_never_keep_it(end):
 
 def test_a_fork_leaves_the_children_to_the_parent():
     """Two processes that talk to one child would read each other's answers."""
-    pool = BoundedPool(TARGET, lambda: None, SMALL, num_children=1, max_wait_s=2.0)
+    pool = BoundedPool(TARGET, lambda: None, SMALL, num_small=1, max_wait_s=2.0)
     before = pool.run(["pid"])
     # a place that is taken in the parent is free in the fork
     thread, _ = in_thread(lambda: pool.run(["sleep", 60.0]))
-    wait_for(lambda: pool._running)
+    wait_for(lambda: pool._small.running)
     read_end, write_end = os.pipe()
     fork = os.fork()
     if not fork:
@@ -293,16 +334,16 @@ def test_a_fork_leaves_the_children_to_the_parent():
 @pytest.mark.parametrize("what", ["files for the sockets", "a process"])
 def test_no_room_for_a_child_is_overload(monkeypatch, what):
     """Many connections may hold all files for a moment: the client should come again."""
-    pool = BoundedPool(TARGET, lambda: None, SMALL, num_children=1)
+    pool = BoundedPool(TARGET, lambda: None, SMALL, num_small=1)
 
     def fail(*arguments, **options):
         raise OSError(errno.EMFILE if what != "a process" else errno.EAGAIN, "none left")
 
     with monkeypatch.context() as patch:
         if what == "a process":
-            patch.setattr(bounded_child.subprocess, "Popen", fail)
+            patch.setattr(fork_server.subprocess, "Popen", fail)
         else:
-            patch.setattr(bounded_child.socket, "socketpair", fail)
+            patch.setattr(fork_server.socket, "socketpair", fail)
         with pytest.raises(OverloadError, match="no room for a child process: none left"):
             pool.run(["echo", 1])
     assert pool.run(["echo", 1]) == 1

@@ -67,7 +67,7 @@ def allows(state: GrammarState, text: str, tokenizer: Tokenizer) -> bool:
 
 def is_idle(made: Grammars) -> bool:
     pool = made.children
-    return not (pool._running or pool._waiting or made._in_work)
+    return not (any(pool.num_open) or made._in_work)
 
 
 def wait_for(condition: Any, seconds: float = 20.0) -> None:
@@ -116,7 +116,9 @@ def test_what_is_too_large_is_refused_unseen(options, found) -> None:
         pytest.param({"grammar": "start: " + "(" * 9_000 + '"x"' + ")" * 9_000}, "deep", id="lark"),
         pytest.param({"grammar": 'root ::= "a" ' + "(" * 9_000}, "recursion", id="gbnf"),
         # their masks take seconds, or fail, some tokens later
-        pytest.param({"regex": "(?:a{1000}){1000}"}, "others wait|too complex", id="masks"),
+        pytest.param(
+            {"regex": "(?:a{1000}){1000}"}, "others wait|too complex|of the processor", id="masks"
+        ),
         pytest.param(
             {"grammar": "start: " + " | ".join(f'"a{i}"' for i in range(3_000))},
             "too complex after",
@@ -152,11 +154,11 @@ def test_time_is_bounded_and_a_refusal_is_remembered(own) -> None:
 
 def test_a_child_is_small_and_quick_to_replace(shared) -> None:
     shared.start(SMALL)
-    (pid,) = shared.children.pids
-    loaded = Path(f"/proc/{pid}/maps").read_text()
-    assert "llguidance" in loaded
-    assert "torch" not in loaded
-    assert "numpy" not in loaded
+    for pid in shared.children.pids:
+        loaded = Path(f"/proc/{pid}/maps").read_text()
+        assert "llguidance" in loaded
+        assert "torch" not in loaded
+        assert "numpy" not in loaded
 
 
 def test_a_child_killed_by_hand_is_replaced(own, tokenizer) -> None:

@@ -48,11 +48,11 @@ def pool_of(server: Any) -> Any:
 
 def wait_until_idle(server: Any) -> None:
     pool = pool_of(server)
-    wait_for(lambda: not (pool._running or pool._waiting), "grammars are compiled for nobody")
+    wait_for(lambda: not any(pool.num_open), "grammars are compiled for nobody")
 
 
 def is_compiling(server: Any) -> bool:
-    return bool(pool_of(server)._running and pool_of(server).pids)
+    return bool(pool_of(server).num_open[0] and pool_of(server).pids)
 
 
 def test_chained_rules_end_no_server() -> None:
@@ -87,7 +87,7 @@ def test_too_many_at_once_are_refused_and_small_ones_go_on() -> None:
     with serve() as server:
         pool_of(server)._max_waiting = 2
         large = [beside(lambda i=i: ask(server, guided_grammar=slow(i))) for i in range(3)]
-        wait_for(lambda: len(pool_of(server)._waiting) == 2, "they do not wait")
+        wait_for(lambda: pool_of(server).num_open[1] == 2, "they do not wait")
         answer = ask(server, guided_grammar=slow(3))
         assert_error(answer, 503, "try again later")
         assert answer.headers["retry-after"] == "1"

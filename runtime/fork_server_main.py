@@ -1,13 +1,14 @@
-"""The process that `bounded_child.py` starts: it runs one function of specc over plain data.
+"""The process that `fork_server.py` starts: it is set up once, and forks what works on plain data.
 
 Run by its path, with nothing imported but the standard library; what else the function needs comes
-from the paths of the parent. Messages are a length and then JSON, in both directions of one
-socket. The process ends when the socket does, which is when its parent ends, however that happens.
+from the paths of the parent. Messages are a length and then JSON. The process ends when its socket
+does, which is when its parent ends, however that happens; and so does each fork, with its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import json
@@ -21,9 +22,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 _HEADER = struct.Struct(">Q")
+# what the parent asks for, with a niceness or a process id; and the answer: process id or exit
+# code, and error number
+COMMAND, ANSWER = struct.Struct(">ci"), struct.Struct(">ii")
+FORK, FORGET = b"F", b"E"
 # seconds of the processor and on the wall, ahead of each job
 SECONDS = struct.Struct(">dd")
 _MAX_REASON = 2000
@@ -36,13 +41,13 @@ def read_message(connection: socket.socket, max_bytes: int | None = None) -> byt
         ValueError: it is longer than `max_bytes`, and was not read.
         TimeoutError: it does not come within the socket's timeout.
     """
-    header = _read(connection, _HEADER.size)
+    header = read_exactly(connection, _HEADER.size)
     if header is None:
         return None
     (size,) = _HEADER.unpack(header)
     if max_bytes is not None and size > max_bytes:
         raise ValueError(f"a message of {size} bytes")
-    return _read(connection, size)
+    return read_exactly(connection, size)
 
 
 def write_message(connection: socket.socket, payload: bytes) -> None:
@@ -52,7 +57,8 @@ def write_message(connection: socket.socket, payload: bytes) -> None:
     connection.sendall(payload, socket.MSG_NOSIGNAL)
 
 
-def _read(connection: socket.socket, size: int) -> bytes | None:
+def read_exactly(connection: socket.socket, size: int) -> bytes | None:
+    """As many bytes; None where the other side has gone."""
     data = bytearray(size)
     view, have = memoryview(data), 0
     while have < size:
@@ -63,31 +69,89 @@ def _read(connection: socket.socket, size: int) -> bytes | None:
     return bytes(data)
 
 
-def main(connection: socket.socket) -> None:
-    """Read what is to be done, in the first thread, which also sees that the parent has gone."""
+def main(control: socket.socket) -> None:
+    """Set up, and fork until the parent has gone."""
     with contextlib.suppress(ValueError, OSError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # of what the machine runs, this is the least important, and the first to go without memory
         os.nice(5)
         Path("/proc/self/oom_score_adj").write_text("800")
-    jobs: SimpleQueue[bytes] = SimpleQueue()
-    first, data = read_message(connection), read_message(connection)
+    first, data = read_message(control), read_message(control)
     if first is None or data is None:
         return
     setup = json.loads(first)
+    reply = _attempt(lambda: _prepare(setup, json.loads(data)))
+    work: Callable[[Any], Any] = reply.pop("answer", None)
+    if "error" not in reply and (count := _num_threads()) != 1:
+        # a lock that another thread holds would be held for ever in a fork
+        reply = {"error": "RuntimeError", "parts": None, "message": f"{count} threads, to fork"}
+    write_message(control, json.dumps(reply | {"version": sys.version_info[:2]}).encode())
+    # pages that all forks share
+    gc.collect()
+    gc.freeze()
+    while (found := _next_command(control)) is not None:
+        (what, number), ends = found
+        answer = _forget(number) if what == FORGET else _fork(control, ends[0], number, setup, work)
+        control.sendall(answer, socket.MSG_NOSIGNAL)
+
+
+def _next_command(control: socket.socket) -> tuple[tuple[bytes, int], list[int]] | None:
+    data, ends, _, _ = socket.recv_fds(control, COMMAND.size, 1)
+    while data and len(data) < COMMAND.size:
+        rest = control.recv(COMMAND.size - len(data))
+        data = data + rest if rest else b""
+    return (COMMAND.unpack(data), ends) if data else None
+
+
+def _fork(
+    control: socket.socket, end: int, niceness: int, setup: dict[str, Any], work: Any
+) -> bytes:
+    try:
+        pid = os.fork()
+    except OSError as error:
+        os.close(end)
+        return ANSWER.pack(0, error.errno or 0)
+    if pid:
+        os.close(end)
+        return ANSWER.pack(pid, 0)
+    try:
+        control.close()
+        with contextlib.suppress(OSError):
+            os.nice(niceness)
+        _be_child(socket.socket(fileno=end), setup, work)
+    finally:
+        _leave()
+
+
+def _forget(pid: int) -> bytes:
+    """The exit code of a child that ends, as subprocess has it; its id is free from here on."""
+    try:
+        return ANSWER.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0)
+    except OSError as error:
+        return ANSWER.pack(0, error.errno or 0)
+
+
+def _be_child(connection: socket.socket, setup: dict[str, Any], work: Callable[[Any], Any]) -> None:
+    """Read what is to be done, in the first thread, which also sees that the parent has gone."""
+    jobs: SimpleQueue[bytes] = SimpleQueue()
     threading.stack_size(setup["stack_bytes"])
-    threading.Thread(target=_work, args=(connection, setup, data, jobs), daemon=True).start()
+    args = (connection, setup["memory_bytes"], work, jobs)
+    threading.Thread(target=_work, args=args, daemon=True).start()
     while (message := read_message(connection)) is not None:
         jobs.put(message)
 
 
 def _work(
-    connection: socket.socket, setup: dict[str, Any], data: bytes, jobs: SimpleQueue[bytes]
+    connection: socket.socket,
+    memory_bytes: int | None,
+    work: Callable[[Any], Any],
+    jobs: SimpleQueue[bytes],
 ) -> None:
-    reply = _attempt(lambda: _prepare(setup, json.loads(data)))
-    work: Callable[[Any], Any] = reply.pop("answer", None)
-    write_message(connection, json.dumps(reply | {"version": sys.version_info[:2]}).encode())
+    if memory_bytes is not None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     while True:
         message = jobs.get()
         cpu_seconds, seconds = SECONDS.unpack_from(message)
@@ -111,12 +175,7 @@ def _prepare(setup: dict[str, Any], data: Any) -> Callable[[Any], Any]:
     for name, directory in setup["packages"]:
         _load_package(name, Path(directory))
     module, _, name = setup["target"].partition(":")
-    work = getattr(importlib.import_module(module), name)(data)
-    if setup["memory_bytes"] is not None:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + setup["memory_bytes"]
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    return work
+    return getattr(importlib.import_module(module), name)(data)
 
 
 def _load_package(name: str, directory: Path) -> None:
@@ -135,6 +194,14 @@ def _load_package(name: str, directory: Path) -> None:
         setattr(sys.modules[parent], own, module)
 
 
+def _num_threads() -> int:
+    """Native ones included; 1 where the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 1
+
+
 def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
     """The answer; or the error, in plain data."""
     try:
@@ -149,9 +216,13 @@ def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
         }
 
 
+def _leave() -> NoReturn:
+    # whatever another thread is at: nobody waits for it any more
+    os._exit(0)
+
+
 if __name__ == "__main__":
     try:
         main(socket.socket(fileno=int(sys.argv[1])))
     finally:
-        # whatever the other thread is at: nobody waits for it any more
-        os._exit(0)
+        _leave()
