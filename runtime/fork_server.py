@@ -66,8 +66,9 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # Ctrl-C is for the parent
-                start_new_session=True,
+                # Ctrl-C is for the parent. Not a session of its own: Linux shares the processor
+                # out among sessions (autogroups), and niceness counts within one alone
+                process_group=0,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
         except OSError as error:

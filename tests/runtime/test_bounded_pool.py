@@ -173,6 +173,8 @@ def test_what_takes_long_begins_again_where_small_jobs_do_not_wait_for_it(pool):
     (large,) = [child for child in pool._children if child not in pool._small.idle]
     assert os.getpriority(os.PRIO_PROCESS, large.pid) == 19
     assert os.getpriority(os.PRIO_PROCESS, pool.run(["pid"])) < 19
+    # niceness counts between processes of one session
+    assert os.getsid(large.pid) == os.getsid(0)
     cancellation.cancel()
     for thread, ended in long:
         thread.join(10)
