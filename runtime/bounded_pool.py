@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from specc.errors import OverloadError
+from specc.errors import FaultError, OverloadError
 from specc.runtime.bounded_child import WALL_TO_CPU, BoundedChild, ChildLimits
 from specc.runtime.child_errors import ChildError, ChildStarved, ChildTimeout
 from specc.runtime.fork_server import ForkServer
@@ -164,6 +164,8 @@ class BoundedPool:
             self._is_closed = True
             self._changed.notify_all()
         self._end_all()
+        for server in self._servers:
+            server.close()
 
     @property
     def pids(self) -> list[int]:
@@ -199,7 +201,12 @@ class BoundedPool:
         seconds: float,
         cancellation: Cancellation,
     ) -> Any:
-        child = self._take(lane)
+        try:
+            child = self._take(lane)
+        except FaultError as error:
+            if self._is_closed:  # by what has ended the process that forks
+                raise _closed() from error
+            raise
         try:
             with cancellation.calling(child.kill):
                 return child.call(data, cpu_seconds, seconds)
@@ -326,7 +333,7 @@ def _close_all(pid: int, servers: list[ForkServer], children: list[BoundedChild]
         for child in [*children]:
             child.kill()
         for server in servers:
-            server.close()
+            server.kill()
 
 
 def _overloaded(found: str) -> OverloadError:

@@ -134,8 +134,8 @@ def test_time_of_the_processor_is_bounded_while_the_interpreter_is_held(pool):
 
 
 def test_time_on_the_wall_is_bounded(pool):
-    with pytest.raises(OverloadError, match=r"did not end within 0\.4 s"):
-        pool.run(["sleep", 60.0], cpu_seconds=0.1)
+    with pytest.raises(OverloadError, match=r"did not end within 0\.5 s"):
+        pool.run(["sleep", 60.0], cpu_seconds=0.05)
     # and the limit of one job is not that of the next
     assert pool.run(["sleep", 0.6])
 
