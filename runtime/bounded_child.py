@@ -21,8 +21,8 @@ from specc.runtime.child_errors import (
 from specc.runtime.fork_server import ForkServer, kill
 
 # of the wall, for a second of the processor: a busy machine is not the job's fault, and large jobs
-# have only what others leave
-WALL_TO_CPU = 10.0
+# get the rest that others leave
+WALL_TO_CPU = 15.0
 _SIGNALS = {
     signal.SIGSEGV: "it crashed (segmentation fault)",
     signal.SIGABRT: "it gave up, as native code does that gets no memory",

@@ -17,8 +17,8 @@ from specc.runtime.fork_server import ForkServer
 
 # seconds of the processor from which on a job counts as large: it begins again, among those
 SMALL_CPU_S = 0.1
-# of children with large jobs, beside that of all: they have what the others leave
-_LARGE_NICENESS = 14
+# of children with large jobs, beside that of all: they get a tenth of a busy core
+_LARGE_NICENESS = 5
 
 
 class JobCancelled(Exception):

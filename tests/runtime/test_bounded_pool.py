@@ -66,6 +66,10 @@ def is_gone(pid):
         return True
 
 
+def niceness_of(pid):
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
 def test_data_and_setup_arrive_and_the_child_stays(pool):
     value = {"text": "ä\u2028\x00", "list": [1, 2.5, None, True]}
     assert pool.run(["echo", value]) == value
@@ -134,7 +138,7 @@ def test_time_of_the_processor_is_bounded_while_the_interpreter_is_held(pool):
 
 
 def test_time_on_the_wall_is_bounded(pool):
-    with pytest.raises(OverloadError, match=r"did not end within 0\.5 s"):
+    with pytest.raises(OverloadError, match=r"did not end within 0\.75 s"):
         pool.run(["sleep", 60.0], cpu_seconds=0.05)
     # and the limit of one job is not that of the next
     assert pool.run(["sleep", 0.6])
@@ -171,8 +175,8 @@ def test_what_takes_long_begins_again_where_small_jobs_do_not_wait_for_it(pool):
     assert time.monotonic() - begin_s < 5
     assert len(pool._large.running) == 1
     (large,) = [child for child in pool._children if child not in pool._small.idle]
-    assert os.getpriority(os.PRIO_PROCESS, large.pid) == 19
-    assert os.getpriority(os.PRIO_PROCESS, pool.run(["pid"])) < 19
+    assert niceness_of(large.pid) == min(19, niceness_of(0) + 10)
+    assert niceness_of(pool.run(["pid"])) == min(19, niceness_of(0) + 5)
     # niceness counts between processes of one session
     assert os.getsid(large.pid) == os.getsid(0)
     cancellation.cancel()
@@ -183,9 +187,9 @@ def test_what_takes_long_begins_again_where_small_jobs_do_not_wait_for_it(pool):
 
 def test_a_job_of_medium_length_ends_among_large_ones(pool):
     taken = pool.run(["work", 0.3])
-    assert taken["niceness"] == 19
+    assert taken["niceness"] == min(19, niceness_of(0) + 10)
     assert taken["seconds"] >= 0.3
-    assert pool.run(["work", 0.0])["niceness"] < 19
+    assert pool.run(["work", 0.0])["niceness"] == min(19, niceness_of(0) + 5)
 
 
 def test_what_forks_is_replaced_when_it_has_died(pool):
