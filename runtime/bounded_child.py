@@ -119,11 +119,13 @@ class BoundedChild:
 
     def close(self) -> None:
         """End it, and wait for its end."""
-        self._end()
+        self.end()
         self._connection.close()
 
-    def _end(self) -> int:
+    def end(self) -> int:
+        """The same, for any thread; returns the exit code, which is negative for a signal."""
         with self._lock:
+            self._is_killed = True
             if self._exit_code is None:
                 self._exit_code = self._server.end(self.pid)
             return self._exit_code
@@ -154,7 +156,7 @@ class BoundedChild:
         raise self._error_of_end(cpu_seconds, seconds, is_late.is_set())
 
     def _error_of_end(self, cpu_seconds: float, seconds: float, is_late: bool) -> ChildError:
-        code = self._end()
+        code = self.end()
         if -code == signal.SIGPROF:
             return ChildTimeout(f"it took more than {cpu_seconds:g} s of the processor")
         if is_late or -code == signal.SIGALRM:

@@ -163,9 +163,11 @@ class BoundedPool:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._end_all()
+        for child in [*self._children]:
+            child.end()
         for server in self._servers:
             server.close()
+        self._end_all()
 
     @property
     def pids(self) -> list[int]:
