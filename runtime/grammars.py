@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 import weakref
@@ -119,8 +118,7 @@ class Grammars:
             JobCancelled: by `cancellation`.
         """
         cancellation = cancellation or Cancellation()
-        source = Source(*params.key)
-        key = _key(source)
+        source, key = Source(*params.key), params.digest
         while True:
             if (found := self._find(key, cancellation)) is not None:
                 return self._state_of(found)
@@ -138,7 +136,7 @@ class Grammars:
     def start_compiled(self, params: StructuredOutputsParams) -> GrammarState | None:
         """The same without any wait: None where the grammar has to be compiled first."""
         with self._changed:
-            found = self._look(_key(Source(*params.key)))
+            found = self._look(params.digest)
         return None if found is None else self._state_of(found)
 
     def close(self) -> None:
@@ -284,11 +282,6 @@ class _Held:
 
 def _give_back(returned: deque[int], num_bytes: int, _needs: object) -> None:
     returned.append(num_bytes)
-
-
-def _key(source: Source) -> bytes:
-    """Equal for equal grammars: their texts would be kept for nothing else."""
-    return hashlib.sha256(repr(source).encode("utf-8", "surrogatepass")).digest()
 
 
 def _too_costly(source: Source, reason: str) -> RequestError:

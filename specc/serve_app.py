@@ -36,6 +36,7 @@ from specc.serve_errors import (
     unknown_model,
 )
 from specc.serve_hosts import KnownHosts
+from specc.serve_memory import memory_kept_low
 from specc.serve_metrics import ServeMetrics
 from specc.serve_openapi import describe, of_health, of_model, of_text, request_body
 from specc.serve_page import page
@@ -180,7 +181,8 @@ async def _logging(
                 _log.info("%s", line)
 
     task = asyncio.ensure_future(log()) if every_s else None
-    yield
+    async with memory_kept_low():
+        yield
     if task is not None:
         task.cancel()
     endpoints.close()

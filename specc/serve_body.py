@@ -88,14 +88,14 @@ async def read_json(request: Request, config: ServeConfig) -> tuple[dict[str, An
 def _parse_long(body: bytes) -> dict[str, Any]:
     """Without what would hold the interpreter's lock for long, and so everybody up."""
     check_counts(body)
-    return parse_object(body)
+    return parse_object(body, is_flat=True)
 
 
 def check_counts(body: bytes) -> None:
     """Count what a body holds, before it is parsed: a parser holds the interpreter's lock.
 
     Raises:
-        ApiError: more values, fields, or lists and objects than requests need.
+        ApiError: more values, fields, or lists and objects than requests need, or more levels.
     """
     # each run of backslashes begins with one that is not escaped
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
@@ -113,11 +113,19 @@ def check_counts(body: bytes) -> None:
             raise bad_request(
                 f"a body of more than {limit} {what}", f"at most {limit}", "send less in a request"
             )
+    opened = (outside == ord("[")) | (outside == ord("{"))
+    closed = (outside == ord("]")) | (outside == ord("}"))
+    levels = np.cumsum(opened.view(np.int8) - closed.view(np.int8), dtype=np.int32)
+    if levels.max(initial=0) > MAX_DEPTH:
+        raise _too_deep()
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes, is_flat: bool = False) -> dict[str, Any]:
     """Parse a JSON object in UTF-8, without what only Python takes for JSON.
 
+    Args:
+        body: as it came.
+        is_flat: its levels are known to be few.
     Raises:
         ApiError: it is none.
     """
@@ -143,7 +151,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise bad_request(
             f"a body that is a JSON {_KIND_OF[type(data)]}", "a JSON object", "correct the body"
         )
-    _check_depth(data)
+    if not is_flat:
+        _check_depth(data)
     if _SURROGATE.search(body):
         try:
             json.dumps(data, ensure_ascii=False).encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,9 @@ from specc.serve_params import chat_params, completion_params, for_choices, is_p
 from specc.serve_protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from specc.serve_stream import open_stream
 from specc.serve_work import PromptThreads
+
+# what was asked for: the request, its options, token ids of its prompts, texts to begin with
+_Completion = tuple[CompletionRequest, SamplingParams, list[list[int]], tuple[str, ...] | None]
 
 
 class Endpoints:
@@ -72,11 +74,14 @@ class Endpoints:
             ClientGone: nobody waits for the answer.
         """
         data, size = await read_json(request, self._config)
-        wanted = parse(CompletionRequest, data)
-        self._check(wanted)
-        params = completion_params(wanted)
-        read = functools.partial(self._read_prompts, wanted)
-        token_ids, echo = await unless_gone(request, self._threads.run(size, read))
+
+        def read() -> _Completion:
+            wanted = parse(CompletionRequest, data)
+            self._check(wanted)
+            return wanted, completion_params(wanted), *self._read_prompts(wanted)
+
+        found = await unless_gone(request, self._threads.run(size, read))
+        wanted, params, token_ids, echo = found
         options = self._options(wanted, wanted.logprobs, echo)
         answer = CompletionAnswer(self._config.model_names[0], self._tokens, options)
         is_alone = is_prompt_alone(wanted)
@@ -91,15 +96,19 @@ class Endpoints:
             ClientGone: nobody waits for the answer.
         """
         data, size = await read_json(request, self._config)
-        wanted = parse(ChatRequest, data)
-        self._check(wanted)
-        params = chat_params(wanted, self._engine.max_seq_len)
-        self._check_count(wanted.n or 1)
-        read = functools.partial(self._read_chat, wanted)
-        token_ids = [await unless_gone(request, self._threads.run(size, read, is_chat=True))]
+
+        def read() -> tuple[ChatRequest, SamplingParams, list[int]]:
+            wanted = parse(ChatRequest, data)
+            self._check(wanted)
+            params = chat_params(wanted, self._engine.max_seq_len)
+            self._check_count(wanted.n or 1)
+            return wanted, params, self._read_chat(wanted)
+
+        found = await unless_gone(request, self._threads.run(size, read, is_chat=True))
+        wanted, params, token_ids = found
         options = self._options(wanted, params.logprobs)
         answer = ChatAnswer(self._config.model_names[0], self._tokens, options)
-        return await self._answer(request, wanted, token_ids, params, answer)
+        return await self._answer(request, wanted, [token_ids], params, answer)
 
     def _options(
         self, wanted: GenerationRequest, logprobs: int | None, echo: tuple[str, ...] | None = None

@@ -47,7 +47,7 @@ class PromptThreads:
         self._long = _Lane("long", 2, 256)
         self._large = _Lane("large", 1, 16)
         # these wait for the processes that render them
-        self._chats = _Lane("chat", 4, 256)
+        self._chats = _Lane("chat", 16, 256)
 
     def wait(self) -> None:
         """Until nothing runs any more; what has not begun is dropped."""

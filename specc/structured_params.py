@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json as json_
 import re
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ class StructuredOutputsParams:
     # what was given, and its text; `json_object` is a schema by then
     kind: str = field(init=False, default="")
     text: str = field(init=False, default="")
+    # equal for equal grammars: 32 bytes
+    digest: bytes = field(init=False, default=b"", repr=False)
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -62,6 +65,9 @@ class StructuredOutputsParams:
         object.__setattr__(self, "text", _TEXT_OF[kind](getattr(self, kind)))
         self._check_whitespace()
         self._check_size()
+        options = json_.dumps([self.kind, self.disable_any_whitespace, self.whitespace_pattern])
+        digest = hashlib.sha256(options.encode() + b"\n" + self.text.encode()).digest()
+        object.__setattr__(self, "digest", digest)
 
     @property
     def key(self) -> tuple[str, str, bool, str | None]:
@@ -117,21 +123,31 @@ def _schema(value: Any) -> str:
 
 
 def _choices(value: Any) -> str:
-    is_list = isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+    is_list = isinstance(value, (list, tuple)) and all(
+        issubclass(t, str) for t in {*map(type, value)}
+    )
     if not is_list or not value:
         raise _wrong("choice", value, "a list of at least one string")
-    for item in value:
-        _text("choice", item)
-    return json_.dumps(list(value))
+    # without a look at each: there can be 100,000 of them
+    if not all(value) or not _is_utf8("".join(value)):
+        for item in value:
+            _text("choice", item)
+    return json_.dumps(list(value), ensure_ascii=False)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise _wrong(name, value, "a string that is not empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise _wrong(name, value, "text that can be written as UTF-8") from error
+    if not _is_utf8(value):
+        raise _wrong(name, value, "text that can be written as UTF-8")
     return value
 
 

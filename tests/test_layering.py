@@ -144,6 +144,7 @@ LAYER_OF_FILE = {
     "serve_latencies": "serve",
     "serve_listener": "serve",
     "serve_log": "serve",
+    "serve_memory": "serve",
     "serve_logprobs": "serve",
     "serve_metrics": "serve",
     "serve_openapi": "serve",

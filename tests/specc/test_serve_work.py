@@ -80,6 +80,27 @@ def test_counts_are_those_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
                     check_counts(body.encode("utf-8", "surrogatepass"))
 
 
+def test_levels_are_counted_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets in strings are none, and lists beside each other are one level."""
+    chance = random.Random(1)
+
+    def value(depth: int) -> Any:
+        if not depth:
+            return chance.choice([1, "[[{", '\\"[', "]]"])
+        inner = [value(chance.randrange(depth)) for _ in range(chance.randrange(3))]
+        inner.append(value(depth - 1))
+        return inner if chance.random() < 0.5 else {f"[{i}": v for i, v in enumerate(inner)}
+
+    for depth in range(1, 9):
+        for _ in range(20):
+            body = json.dumps(value(depth)).encode()
+            monkeypatch.setattr(serve_body, "MAX_DEPTH", depth)
+            check_counts(body)
+            monkeypatch.setattr(serve_body, "MAX_DEPTH", depth - 1)
+            with pytest.raises(ApiError, match="levels"):
+                check_counts(body)
+
+
 @pytest.fixture(scope="module")
 def server():
     with serve() as running:
@@ -107,7 +128,7 @@ def test_too_many_parts_are_not_parsed(
 ) -> None:
     path = "/v1/chat/completions" if b"messages" in body[:20] else "/v1/completions"
 
-    def never(_: bytes) -> Any:
+    def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was parsed")
 
     monkeypatch.setattr(serve_body, "parse_object", never)

@@ -72,6 +72,7 @@ def test_keys_tell_grammars_apart() -> None:
         StructuredOutputsParams(choice=["a", "b"]),
     ]
     assert len({params.key for params in made}) == len(made)
+    assert len({params.digest for params in made}) == len(made)
     assert StructuredOutputsParams(json_object=True).key == made[0].key
 
 

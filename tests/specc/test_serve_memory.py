@@ -1,0 +1,71 @@
+"""What requests have freed goes back to the system."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+
+from specc.serve_memory import keep_memory_low
+
+MIB = 1 << 20
+# blocks that glibc does not map by themselves, all free but the last: nothing at the end is free
+FREED = """
+from specc.serve_memory import give_back, resident_bytes
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = libc.free.argtypes = [ctypes.c_size_t]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+blocks = [libc.malloc(60_000) for _ in range(2000)]
+for block in blocks:
+    libc.memset(block, 1, 60_000)
+for block in blocks[:-1]:
+    libc.free(block)
+before = resident_bytes()
+assert give_back()
+print((before - resident_bytes()) >> 20)
+"""
+
+
+def test_what_is_free_goes_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FREED], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) > 80
+
+
+def run(sizes: list[int | None], does_trim: bool = True) -> list[int]:
+    """The looks, by number, that were followed by a trim."""
+    looks, trims = iter(sizes), []
+    seen = -1
+
+    def resident() -> int | None:
+        nonlocal seen
+        seen += 1
+        size = next(looks, "end")
+        if size == "end":
+            raise StopAsyncIteration
+        return size  # type: ignore[return-value]
+
+    def trim() -> bool:
+        trims.append(seen)
+        return does_trim
+
+    with contextlib.suppress(RuntimeError, StopAsyncIteration):
+        asyncio.run(keep_memory_low(resident, trim, every_s=0.0))
+    return trims
+
+
+def test_growth_alone_costs_a_trim() -> None:
+    # the look after a trim is its result
+    assert run([400 * MIB, 440 * MIB, 460 * MIB, 410 * MIB, 450 * MIB, 459 * MIB]) == [2, 5]
+    assert run([400 * MIB] * 5) == []
+    # what stays is the new level, and what was given back, too
+    assert run([400 * MIB, 500 * MIB, 500 * MIB, 540 * MIB, 300 * MIB, 349 * MIB]) == [1, 5]
+
+
+def test_it_ends_where_it_is_of_no_use() -> None:
+    assert run([None, 400 * MIB, 600 * MIB]) == []
+    assert run([400 * MIB, 500 * MIB, 900 * MIB, 1900 * MIB], does_trim=False) == [1]
