@@ -173,7 +173,7 @@ class BoundedPool:
     def pids(self) -> list[int]:
         """Of the children that work, or wait for work."""
         with self._changed:
-            idle = {child for lane in (self._small, self._large) for child in lane.idle}
+            idle = self._small.idle
             return [c.pid for c in self._children if c not in idle or c.is_alive]
 
     @property
@@ -317,7 +317,8 @@ class BoundedPool:
         return server
 
     def _give_back(self, lane: _Lane, child: BoundedChild) -> None:
-        if child.is_alive and not self._is_closed:
+        # the memory of a large job goes with its child; a fork is quick
+        if lane is self._small and child.is_alive and not self._is_closed:
             with self._changed:
                 lane.idle.append(child)
         else:

@@ -63,6 +63,7 @@ def create_app(
         version=__version__,
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,
         lifespan=lambda _: _logging(metrics, config.log_every_s, endpoints),
     )
     app.state.metrics = metrics

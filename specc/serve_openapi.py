@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
 from specc.serve_protocol import ChatRequest, CompletionRequest
 
@@ -67,7 +69,11 @@ def of_text() -> dict[str, Any]:
 
 
 def describe(app: FastAPI) -> None:
-    """Add the schemas that `request_body` names to the application's description."""
+    """Add the application's description, with the schemas that `request_body` names.
+
+    Args:
+        app: made with `openapi_url=None`: FastAPI's own route writes it anew for each request.
+    """
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -87,3 +93,12 @@ def describe(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+    @functools.cache
+    def written() -> bytes:
+        return json.dumps(openapi(), ensure_ascii=False, separators=(",", ":")).encode()
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi_json() -> Response:
+        """The description; written once, as that takes milliseconds of the event loop."""
+        return Response(written(), media_type="application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from starlette.responses import HTMLResponse
@@ -15,6 +16,9 @@ _POLICY = (
 
 def page() -> HTMLResponse:
     """Live figures, asked for at /stats."""
-    return HTMLResponse(
-        _FILE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _POLICY}
-    )
+    return HTMLResponse(_read(), headers={"Content-Security-Policy": _POLICY})
+
+
+@functools.cache
+def _read() -> bytes:
+    return _FILE.read_bytes()

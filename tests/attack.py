@@ -78,14 +78,14 @@ class Process:
                     return
             await asyncio.sleep(0.2)
 
-    def rss(self) -> int:
-        """Bytes, with those of its children."""
+    def memory(self) -> int:
+        """Bytes, with those of its children: pages that several have count once."""
         pids, total = [self.process.pid], 0
         while pids:
             pid = pids.pop()
             with contextlib.suppress(OSError, IndexError):
-                pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
-                total += int(pages) * os.sysconf("SC_PAGE_SIZE")
+                sizes = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+                total += int(sizes.split("\nPss:")[1].split()[0]) << 10
                 for task in Path(f"/proc/{pid}/task").iterdir():
                     pids += map(int, (task / "children").read_text(encoding="ascii").split())
         return total
@@ -182,9 +182,9 @@ class Run:
 
     async def _quiet(self, seconds: float) -> None:
         self._phase = "quiet"
-        begin = len(self.figures.rss)
+        begin = len(self.figures.memory)
         await asyncio.sleep(seconds)
-        sizes = [size for _, size in self.figures.rss[begin:]]
+        sizes = [size for _, size in self.figures.memory[begin:]]
         # of the second half: what was in flight has gone
         self.figures.levels.append(int(median(sizes[len(sizes) // 2 :])))
         self.figures.threads.append(self._process.count("task"))
@@ -243,8 +243,9 @@ class Run:
 
     async def _look(self) -> None:
         while True:
-            self.figures.rss.append((self._phase, self._process.rss()))
-            await asyncio.sleep(0.25)
+            # reading it takes a while of what it is read from
+            self.figures.memory.append((self._phase, self._process.memory()))
+            await asyncio.sleep(1.0)
 
     def _tell(self) -> None:
         found = self.figures

@@ -29,7 +29,7 @@ class Figures:
     attacks: Counter[str] = field(default_factory=Counter)
     num_health_failures: int = 0
     # phase → resident bytes of the server and its children, once a look
-    rss: list[tuple[str, int]] = field(default_factory=list)
+    memory: list[tuple[str, int]] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
@@ -88,9 +88,9 @@ class Figures:
             "failures": dict(self.failures),
             "health_failures": self.num_health_failures,
             "attacks": dict(sorted(self.attacks.items())),
-            "rss_mib": {
+            "memory_mib": {
                 "quiet_phases": [level >> 20 for level in self.levels],
-                "peak": max(size for _, size in self.rss) >> 20,
+                "peak": max(size for _, size in self.memory) >> 20,
             },
             "threads": self.threads,
             "open_files": self.files,
