@@ -19,6 +19,7 @@ from specc.serve_logprobs import (
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
+    with_best,
 )
 
 
@@ -101,8 +102,10 @@ class Answer(abc.ABC):
         found: dict[str, Any] = {}
         if self._options.has_token_ids and is_first:
             found["prompt_token_ids"] = output.job.token_ids
-        if self._options.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs(self._tokens, output.prompt_logprobs)
+        count = self._options.prompt_logprobs
+        if count is not None and output.prompt_logprobs is not None:
+            scores = with_best(output.prompt_logprobs, count)
+            found["prompt_logprobs"] = prompt_logprobs(self._tokens, scores)
         return found
 
     def _echo(self, output: Output) -> str:
@@ -156,7 +159,9 @@ class CompletionAnswer(Answer):
             scores: Sequence[TokenLogprobs | None] = news.logprobs or []
             if is_first and self._repeats_scores(output):
                 ids = [*output.job.token_ids, *ids]
-                scores = [*(output.prompt_logprobs or ()), *scores]
+                # both this and `prompt_logprobs` may ask for them, with counts of their own
+                own = with_best(output.prompt_logprobs or [], self._options.logprobs)
+                scores = [*own, *scores]
             logprobs = completion_logprobs(self._tokens, ids, scores, offset)
         return {
             "index": index,

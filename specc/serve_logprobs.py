@@ -104,6 +104,20 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+def with_best(logprobs: PromptLogprobs, count: int) -> PromptLogprobs:
+    """Each token's own, and those of the best `count`, of lists that may have more."""
+    return [
+        None
+        if entries is None
+        else {
+            token: entry
+            for place, (token, entry) in enumerate(entries.items())
+            if not place or entry.rank <= count
+        }
+        for entries in logprobs
+    ]
+
+
 def prompt_logprobs(
     tokens: TokenTexts, logprobs: PromptLogprobs
 ) -> list[dict[str, dict[str, Any]] | None]:

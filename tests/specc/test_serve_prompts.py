@@ -50,6 +50,17 @@ def check_prompt(found: list[Any], ids: list[int], scores: list[torch.Tensor], c
     assert len(found) == len(ids)
 
 
+@pytest.mark.parametrize(("of_prompt", "of_output"), [(1, 3), (3, 1), (0, 2), (2, 0)])
+def test_both_counts_of_candidates_hold(server, of_prompt: int, of_output: int) -> None:
+    """A prompt's log probabilities in two places, each with as many candidates as asked for."""
+    counts = {"prompt_logprobs": of_prompt, "logprobs": of_output}
+    (both,) = server.complete(prompt=PROMPT, echo=True, **counts, **GREEDY)["choices"]
+    (own,) = server.complete(prompt=PROMPT, prompt_logprobs=of_prompt, **GREEDY)["choices"]
+    (echo,) = server.complete(prompt=PROMPT, echo=True, logprobs=of_output, **GREEDY)["choices"]
+    assert both["prompt_logprobs"] == own["prompt_logprobs"]
+    assert both["logprobs"] == echo["logprobs"]
+
+
 def test_prompt_logprobs(server, scores) -> None:
     """vLLM's: of each choice of a completion, and beside the choices of a chat."""
     answer = server.complete(prompt=[PROMPT, "ab"], n=2, prompt_logprobs=2, **GREEDY)
