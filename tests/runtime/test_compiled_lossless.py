@@ -99,7 +99,9 @@ def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: str) -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
+)
 def test_two_threads(zoo: Zoo, name: str) -> None:
     """A chunk of 64 tokens of each of five prompts is wider than what runs on one thread."""
     engine = zoo.engine(name, "noisy", block_size=16, prefill_chunk=512, **CPU)

@@ -158,17 +158,27 @@ def fail_with(
     return held
 
 
-@pytest.mark.parametrize("name", [ASSISTED, STATIC])
+ERRORS = (
+    (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "CUDA out of memory.)"),
+    (RuntimeError("\ncudagraph: captured\nmore"), "RuntimeError: cudagraph: captured)"),
+    (BackendCompilerFailed(print, ValueError("odd"), None), "BackendCompilerFailed: "),
+    (AssertionError(), "AssertionError"),
+    (ValueError("other vocabularies\nmore"), "refuses it (other vocabularies)"),
+)
+
+
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("name", "error", "words"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "CUDA out of memory.)"),
-        (RuntimeError("\ncudagraph: captured\nmore"), "RuntimeError: cudagraph: captured)"),
-        (BackendCompilerFailed(print, ValueError("odd"), None), "BackendCompilerFailed: "),
-        (AssertionError(), "AssertionError"),
-        (ValueError("other vocabularies\nmore"), "refuses it (other vocabularies)"),
+        pytest.param(
+            name,
+            *error,
+            id=f"{name}-{type(error[0]).__name__}",
+            marks=[pytest.mark.slow] if (i + j) % 2 else [],
+        )
+        for i, name in enumerate((ASSISTED, STATIC))
+        for j, error in enumerate(ERRORS)
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_one_that_fails_leaves_the_others(monkeypatch, name, error, words):
     """A note with the error's first line; what the run held and what was compiled is gone."""
