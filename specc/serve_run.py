@@ -29,6 +29,7 @@ from specc.serve_connections import Connections
 from specc.serve_hosts import choose_hosts
 from specc.serve_listener import address_error, bind, fit, raise_file_limit
 from specc.serve_log import LOG_LEVELS, start_logging
+from specc.serve_memory import forget_garbage
 
 # exit codes: the engine has failed for good; 128 + the signal for a second one
 DEAD = 1
@@ -115,6 +116,7 @@ def serve(engine: Path, loading: Loading, place: Place, config: ServeConfig) -> 
         try:
             app = create_app(service, config, template)
             process = _Process(app, service, listener, place)
+            forget_garbage()
             with _End() as end:
                 code = asyncio.run(end.after(process.run()))
                 service.close()

@@ -69,3 +69,22 @@ def test_growth_alone_costs_a_trim() -> None:
 def test_it_ends_where_it_is_of_no_use() -> None:
     assert run([None, 400 * MIB, 600 * MIB]) == []
     assert run([400 * MIB, 500 * MIB, 900 * MIB, 1900 * MIB], does_trim=False) == [1]
+
+
+FROZEN = """
+import gc
+from specc.serve_memory import forget_garbage
+kept = [[i] for i in range(300_000)]
+forget_garbage()
+print(gc.get_freeze_count(), len(gc.get_objects()))
+"""
+
+
+def test_what_is_there_is_never_collected_again() -> None:
+    """A full collection over the objects of torch holds everybody up for 0.2 s."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FROZEN], capture_output=True, text=True, check=True
+    )
+    frozen, left = map(int, done.stdout.split())
+    assert frozen > 300_000
+    assert left < 1000
