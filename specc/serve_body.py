@@ -16,7 +16,7 @@ from starlette.requests import Request
 from specc.serve_config import MAX_CONTAINERS, MAX_DEPTH, MAX_FIELDS, MAX_VALUES, ServeConfig
 from specc.serve_errors import ApiError, bad_request, shorten
 
-# from this size on, parsing is for another thread than the event loop's
+# from this size on, what a body holds is counted before it is parsed
 LONG_BODY_BYTES = 64 << 10
 # what is read and dropped of a body that is too large, so that the client gets to read the answer
 _DROPPED_BYTES, _DROP_S = 64 << 20, 2.0
@@ -38,8 +38,6 @@ class BodyBudget:
 
     def __init__(self, config: ServeConfig) -> None:
         self._num_free = _NUM_LARGEST * config.max_body_bytes
-        # one after the other, with others' work between
-        self.parsing = asyncio.Lock()
 
     def take(self, num_bytes: int) -> None:
         """Raises ApiError: there is not so much left."""
@@ -62,11 +60,12 @@ class ClientGone(Exception):
     """The client has closed the connection; nobody reads an answer."""
 
 
-async def read_json(request: Request, config: ServeConfig) -> tuple[dict[str, Any], int]:
-    """The JSON object that a request holds, and its size in bytes.
+@contextlib.asynccontextmanager
+async def read_body(request: Request, config: ServeConfig) -> AsyncIterator[bytes]:
+    """The body of a request; while this is open, it counts among those that are in memory.
 
     Raises:
-        ApiError: no JSON object, a body that is too large, or that does not come.
+        ApiError: no JSON by its name, a body that is too large, or that does not come.
         ClientGone: there is nobody any more.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -78,15 +77,18 @@ async def read_json(request: Request, config: ServeConfig) -> tuple[dict[str, An
             code="unsupported_media_type",
         )
     async with _counted(request.app.state.bodies) as count:
-        body = await _read(request, config, count)
-        if len(body) < LONG_BODY_BYTES:
-            return parse_object(body), len(body)
-        async with request.app.state.bodies.parsing:
-            return await asyncio.to_thread(_parse_long, body), len(body)
+        yield await _read(request, config, count)
 
 
-def _parse_long(body: bytes) -> dict[str, Any]:
-    """Without what would hold the interpreter's lock for long, and so everybody up."""
+def parse_body(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body.
+
+    Raises:
+        ApiError: it is none, or holds more than requests need.
+    """
+    if len(body) < LONG_BODY_BYTES:
+        return parse_object(body)
+    # without what would hold the interpreter's lock for long, and so everybody up
     check_counts(body)
     return parse_object(body, is_flat=True)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +13,7 @@ from specc.runtime.chat_template import ChatTemplate
 from specc.runtime.service import Service
 from specc.sampling_params import SamplingParams
 from specc.serve_answers import Answer, ChatAnswer, CompletionAnswer, Options
-from specc.serve_body import read_json
+from specc.serve_body import parse_body, read_body
 from specc.serve_chat import render
 from specc.serve_config import MAX_CHOICES, ServeConfig
 from specc.serve_errors import JSON, ApiError, bad_request, unknown_model
@@ -20,10 +21,17 @@ from specc.serve_generate import Generation, Job, Output, unless_gone
 from specc.serve_logprobs import TokenTexts
 from specc.serve_metrics import ServeMetrics
 from specc.serve_params import chat_params, completion_params, for_choices, is_prompt_alone
-from specc.serve_protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from specc.serve_protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    forget_long,
+    parse,
+)
 from specc.serve_stream import open_stream
 from specc.serve_work import PromptThreads
 
+Read = TypeVar("Read")
 # what was asked for: the request, its options, token ids of its prompts, texts to begin with
 _Completion = tuple[CompletionRequest, SamplingParams, list[list[int]], tuple[str, ...] | None]
 
@@ -73,14 +81,16 @@ class Endpoints:
             SpeccError: the same, before `api_error_of`.
             ClientGone: nobody waits for the answer.
         """
-        data, size = await read_json(request, self._config)
 
-        def read() -> _Completion:
-            wanted = parse(CompletionRequest, data)
+        def read(body: bytes) -> _Completion:
+            wanted = parse(CompletionRequest, parse_body(body))
             self._check(wanted)
-            return wanted, completion_params(wanted), *self._read_prompts(wanted)
+            params = completion_params(wanted)
+            prompts = self._read_prompts(wanted)
+            forget_long(wanted)
+            return wanted, params, *prompts
 
-        found = await unless_gone(request, self._threads.run(size, read))
+        found = await self._in_thread(request, read)
         wanted, params, token_ids, echo = found
         options = self._options(wanted, wanted.logprobs, echo)
         answer = CompletionAnswer(self._config.model_names[0], self._tokens, options)
@@ -95,20 +105,29 @@ class Endpoints:
             SpeccError: the same, before `api_error_of`.
             ClientGone: nobody waits for the answer.
         """
-        data, size = await read_json(request, self._config)
 
-        def read() -> tuple[ChatRequest, SamplingParams, list[int]]:
-            wanted = parse(ChatRequest, data)
+        def read(body: bytes) -> tuple[ChatRequest, SamplingParams, list[int]]:
+            wanted = parse(ChatRequest, parse_body(body))
             self._check(wanted)
             params = chat_params(wanted, self._engine.max_seq_len)
             self._check_count(wanted.n or 1)
-            return wanted, params, self._read_chat(wanted)
+            token_ids = self._read_chat(wanted)
+            forget_long(wanted)
+            return wanted, params, token_ids
 
-        found = await unless_gone(request, self._threads.run(size, read, is_chat=True))
+        found = await self._in_thread(request, read, is_chat=True)
         wanted, params, token_ids = found
         options = self._options(wanted, params.logprobs)
         answer = ChatAnswer(self._config.model_names[0], self._tokens, options)
         return await self._answer(request, wanted, [token_ids], params, answer)
+
+    async def _in_thread(
+        self, request: Request, read: Callable[[bytes], Read], is_chat: bool = False
+    ) -> Read:
+        """What the body of a request says; a long one is read beside the event loop."""
+        async with read_body(request, self._config) as body:
+            work = self._threads.run(len(body), functools.partial(read, body), is_chat)
+            return await unless_gone(request, work)
 
     def _options(
         self, wanted: GenerationRequest, logprobs: int | None, echo: tuple[str, ...] | None = None

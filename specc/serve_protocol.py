@@ -60,6 +60,7 @@ _BIAS = WithJsonSchema(
     }
 )
 
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # fields of OpenAI's API and of vLLM's that change no output here
 IGNORED = frozenset(
     (
@@ -240,6 +241,13 @@ def parse(kind: type[AnyRequest], data: Mapping[str, Any]) -> AnyRequest:
         return kind.model_validate(known)
     except ValidationError as error:
         raise _error_of(kind, error) from error
+
+
+def forget_long(request: GenerationRequest) -> None:
+    """Drop what may be long and was read: the request stays while its outputs are made."""
+    for name in ("prompt", "messages", "structured_outputs", "response_format", *_GUIDED):
+        if name in type(request).model_fields:
+            setattr(request, name, None)
 
 
 def _same(value: Any, other: Any) -> bool:
