@@ -4,8 +4,9 @@
      "commands": {"A": {"state", "seconds", …}},
      "parts": {"kernels": {"test_rows": {"state", "seconds", "results": {name: {"state", …}}}}}}
 
-States of tasks: `running`; `passed`; `failed` (a result failed, or the process crashed, hung or
-was cut off); `skipped` (nothing to check here, and `reason` says why); `dropped` (no time left).
+States of tasks: `running`; `passed`; `failed` (a result failed, or the process crashed or hung);
+`cut` (time ran out in it, and nothing had failed) and `dropped` (before it), which the next run
+goes on with; `skipped` (nothing to check here, and `reason` says why); `left` (not run).
 Results are `passed`, `failed` or `skipped`.
 """
 

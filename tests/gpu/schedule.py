@@ -27,7 +27,11 @@ STACK_S = 1.5
 # processes that go on with one task
 MOST_ATTEMPTS = 12
 CUT_OFF = "cut off: no time left"
-SANITIZER_OPTIONS = ("--tool", "memcheck", "--error-exitcode", "9")
+SANITIZER_OPTIONS = (
+    *("--tool", "memcheck", "--error-exitcode", "9"),
+    # not the compilers that Triton starts
+    *("--target-processes", "application-only"),
+)
 
 
 class Process:
@@ -140,7 +144,7 @@ class Scheduler:
     def run(self, name: str, stages: Sequence[Stage], limit_s: float) -> str:
         """Run the stages of a command within `limit_s`; returns its state.
 
-        That is `passed`, `failed`, or `incomplete`: nothing failed, and something was dropped.
+        That is `passed`, `failed`, or `incomplete`: nothing failed, but time ran out.
         """
         begin = time.monotonic()
         tasks = [task for stage in stages for task in stage.tasks]
@@ -164,7 +168,7 @@ class Scheduler:
             own |= {"seconds": round(time.monotonic() - begin, 1), "states": states}
             left = {*states.values()} - {*DONE}
             own["state"] = "passed" if not left else "failed"
-            if left == {"dropped"}:
+            if left and left <= {"dropped", "cut"}:
                 own["state"] = "incomplete"
             self._report.write()
         return str(own["state"])
@@ -283,6 +287,8 @@ class Scheduler:
         failed = [name for name, x in found["results"].items() if x["state"] == "failed"]
         is_whole = problem is None and found["results"] and not failed
         found["state"] = "passed" if is_whole else "failed"
+        if is_cut_off and not failed:
+            found["state"] = "cut"
         is_to_go_on = task.is_resumed and has_moved and self._attempts[title(task)] < MOST_ATTEMPTS
         if not is_to_go_on:
             words = f"{len(found['results'])} results, {len(failed)} failed"
