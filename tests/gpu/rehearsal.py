@@ -147,7 +147,8 @@ def main() -> int:
         from tests.gpu import importable, tasks
 
         environment = importable.environment(site) | {"TRITON_INTERPRET": "1"}
-        options = check.parse([*given.commands, "--output", str(given.output), "--again"])
+        more = ["--output", str(given.output), "--again", "--limit-s", str(given.limit_s)]
+        options = check.parse([*given.commands, *more])
         with tempfile.TemporaryDirectory(prefix="specc-rehearsal-") as scratch:
             stages = rehearsed(tasks.commands(), Path(scratch))
             begin = time.monotonic()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import check, importable, rehearsal
-from tests.gpu.tasks import Stage, kernel_tasks
+from tests.gpu.tasks import Stage, kernel_tasks, sanitizer_tasks
 
 # of the check's own times
 SCALE = 0.1
@@ -105,3 +105,34 @@ def test_time_ends_every_stage_and_the_next_run_goes_on(environment, tmp_path):
     begin = time.monotonic()
     assert run(stages, environment, output)[0] == 0
     assert time.monotonic() - begin < 1
+
+
+# what it is given before the command; then the command, and its own verdict
+TOOL = """#!/bin/sh
+echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" > "$0.called"
+while [ "$1" != {python} ]; do shift; done
+"$@" || exit
+echo "ERROR SUMMARY: {status} errors"
+exit {status}
+"""
+
+
+@pytest.mark.parametrize("status", [0, 9])
+def test_what_the_sanitizer_finds_fails_its_task(status, environment, tmp_path):
+    """Whatever the tests say that it watched."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL.format(python=sys.executable, status=status))
+    tool.chmod(0o755)
+    (task, *_) = sanitizer_tasks(str(tool))
+    arguments = {"path": str(tmp_path / "test_watched.py"), "runner": "stub"}
+    task = replace(task, arguments=arguments, least_s=1.0)
+    (tmp_path / "test_watched.py").write_text("def test_one(): pass\n")
+    found = run([Stage(300.0, (task,))], environment, tmp_path / "report.json")
+    own = found[1]["parts"]["sanitizer"][task.name]
+    assert own["results"]["test_one"]["state"] == "passed"
+    assert (found[0], own["state"]) == ((1, "failed") if status else (0, "passed"))
+    if status:
+        assert own["reason"].startswith("compute-sanitizer: status 9")
+        assert "ERROR SUMMARY: 9 errors" in own["reason"]
+    called = (tmp_path / "compute-sanitizer.called").read_text()
+    assert called.startswith("1 --tool memcheck --error-exitcode 9 --target-processes ")
