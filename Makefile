@@ -19,7 +19,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc
 
-.PHONY: help decode demo gpu-check test test-full sanitize lint clean distclean
+.PHONY: help decode demo gpu-check gpu-compiles gpu-rehearsal test test-full sanitize lint clean distclean
 # the oldest that pyproject.toml allows; tests/kernels/cuda/test_budgets.py compiles with it, too
 OLDEST_TRITON := 3.6.0
 # where there is a GPU: an interpreter with torch and Triton, nothing installed by make
@@ -31,7 +31,8 @@ help:
 	@echo "make test-full  the slow tests too"
 	@echo "make decode     build/decode: examples/decode.cpp, an engine without Python"
 	@echo "make sanitize   the C++ operators under GCC's sanitizers: their tests, and hostile calls"
-	@echo "make gpu-check  on a machine with a GPU: kernels, replays, output; JSON into docs/results"
+	@echo "make gpu-check  on a machine with a GPU: speed, replays, output, kernels; docs/cuda.md"
+	@echo "make gpu-rehearsal  the same without a GPU, with faults put into it"
 	@echo "make lint       formatting, lint and types only"
 	@echo "make clean      remove build outputs and caches; make distclean: and .venv"
 
@@ -57,8 +58,17 @@ sanitize: $(VENV)/.dev
 	@$(RUN) $(BIN)/python tests/kernels/sanitize.py -m "not slow" -n $(WORKERS) --dist loadfile \
 		$(PYTEST_ARGS)
 
+# COMMAND=A, B or C: each ends within 8 minutes; without it all three, one after the other
 gpu-check:
-	@$(GPU_PYTHON) -P tests/gpu/check.py
+	@$(GPU_PYTHON) -P tests/gpu/check.py $(COMMAND) $(ARGS)
+
+# the same on a simulated device, with tests that crash, hang and lose the device
+gpu-rehearsal: $(VENV)/.dev
+	@$(BIN)/python -P tests/gpu/rehearsal.py $(COMMAND) $(ARGS)
+
+# what Triton compiles for the check, counted without a GPU
+gpu-compiles: $(VENV)/.dev
+	@PYTHONPATH=. PYTHONSAFEPATH=1 $(RUN) $(BIN)/python -m tests.gpu.compiles $(ARGS)
 
 # specc is laid out as specc/ passes/ runtime/ kernels/ and imported as specc.*: links give the
 # type checker the same view

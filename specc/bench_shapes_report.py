@@ -13,7 +13,6 @@ import torch
 
 from specc.bench import (
     OFF,
-    SPECULATIVE,
     Contender,
     Difference,
     Measurement,
@@ -63,7 +62,7 @@ class ShapesSettings:
 
 @dataclass
 class ShapesBench:
-    """A finished benchmark, before it is turned into figures.
+    """A benchmark before it is turned into figures; `contenders` come when steps are measured.
 
     Args:
         programs: what ran.
@@ -80,11 +79,11 @@ class ShapesBench:
     engine: Engine
     settings: ShapesSettings
     prompts: list[list[int]]
-    contenders: Sequence[Contender]
-    measured: list[list[Measurement]]
-    steps: Mapping[str, StepFigures]
     bandwidth: dict[str, Any]
     compile_s: float
+    contenders: Sequence[Contender] = ()
+    measured: list[list[Measurement]] = field(default_factory=list)
+    steps: dict[str, StepFigures] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def measurements_of(self, name: str) -> list[Measurement]:
@@ -143,13 +142,11 @@ def _run(bench: ShapesBench, contender: Contender, measured: list[Measurement]) 
     plan = bench.engine.plans[contender.plan] if contender.plan else None
     off = bench.measurements_of(OFF)
     figures = summarize(measured, off, off if plan else bench.measurements_of(PLAIN))
-    probabilities = bench.settings.synthetic_acceptance
     synthetic: dict[str, Any] | None = None
-    expected = None
-    if contender.name == SPECULATIVE and probabilities is not None and plan is not None:
-        expected = expected_length(probabilities, plan.tree)
+    expected = _expected_length(bench, contender.plan) if contender.plan else None
+    if expected is not None:
         synthetic = {
-            "probabilities": probabilities,
+            "probabilities": bench.settings.synthetic_acceptance,
             "expected_acceptance_length": expected,
             "drawn_acceptance_length": figures["mean_acceptance_length"],
         }
@@ -161,22 +158,19 @@ def _run(bench: ShapesBench, contender: Contender, measured: list[Measurement]) 
     }
     step = None
     if contender.plan:
-        step = _step(bench, contender.plan, figures["ms_per_step"], expected)
+        step = step_report(bench, contender.plan, figures["ms_per_step"])
     return own | figures | _identity(bench, measured, synthetic) | {"step": step}
 
 
-def _step(
-    bench: ShapesBench, plan: str, generate_ms: float, expected: float | None
-) -> dict[str, Any]:
+def step_report(bench: ShapesBench, plan: str, generate_ms: float = 0.0) -> dict[str, Any]:
     """A plan's steps by themselves, beside what memory allows.
 
     Args:
-        bench: the finished benchmark.
+        bench: with the steps of this plan, and of off.
         plan: of the engine.
-        generate_ms: of a step of the rounds.
-        expected: acceptance length that dice lead to; None without dice.
+        generate_ms: of a step of the rounds; 0 before them.
     """
-    found = bench.steps[plan]
+    found, expected = bench.steps[plan], _expected_length(bench, plan)
     read = _bytes(bench, plan, found.context)
     floor_ms = read.total / 1e6 / bench.bandwidth["gb_s"]
     off = bench.steps[OFF]
@@ -206,6 +200,14 @@ def _step(
         "speedup_at_expected_length": None if expected is None else expected / break_even,
         "break_even_acceptance_length": break_even if plan != OFF else None,
     }
+
+
+def _expected_length(bench: ShapesBench, plan: str) -> float | None:
+    """Acceptance length that dice lead to; None without dice."""
+    probabilities, tree = bench.settings.synthetic_acceptance, bench.engine.plans[plan]
+    if probabilities is None or not tree.speculates:
+        return None
+    return expected_length(probabilities, tree.tree)
 
 
 def _bytes(bench: ShapesBench, plan: str, context: float) -> StepBytes:

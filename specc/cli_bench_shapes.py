@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +120,22 @@ def choose_shape_plans(
     return plans
 
 
-def measure_shapes(options: ShapesOptions, common: BenchOptions, phases: Phases) -> dict[str, Any]:
-    """Compile the shapes, draw weights, measure, and make the report."""
+def measure_shapes(
+    options: ShapesOptions,
+    common: BenchOptions,
+    phases: Phases,
+    on_steps: Callable[[str, dict[str, Any]], object] = lambda plan, figures: None,
+) -> dict[str, Any]:
+    """Compile the shapes, draw weights, measure, and make the report.
+
+    Steps by themselves come first, then rounds: what is cut off has them.
+
+    Args:
+        options: the shapes.
+        common: options of every benchmark.
+        phases: tells the listener how far this is.
+        on_steps: called with a plan and its part of the report as soon as its steps are measured.
+    """
     from specc.bench_shapes import parse_shapes
 
     assert options.synthetic is not None, "somebody named shapes"
@@ -133,7 +147,7 @@ def measure_shapes(options: ShapesOptions, common: BenchOptions, phases: Phases)
 
     from specc.bench_device import TimedGraphs, measure_copy_bandwidth, open_device
     from specc.bench_shapes_engine import check_memory, make_engine
-    from specc.bench_shapes_report import ShapesBench, make_shapes_report
+    from specc.bench_shapes_report import ShapesBench, make_shapes_report, step_report
     from specc.bench_steps import StepBench
 
     device, backend = open_device()
@@ -150,21 +164,22 @@ def measure_shapes(options: ShapesOptions, common: BenchOptions, phases: Phases)
     graphs = TimedGraphs(device)
     engine = make_engine(programs, weights, graphs, backend)
     prompts = _draw_prompts(programs, shape_options)
-    contenders, notes = _contenders(engine, programs, prompts, common, phases)
     steps = StepBench(engine, graphs, options.num_context, common.tokens)
-    notes += _capture(steps, programs, phases)
     bench = ShapesBench(
         programs=programs,
         engine=engine,
         settings=_settings(options, common),
         prompts=prompts,
-        contenders=contenders,
-        measured=_run_rounds(contenders, common, phases),
-        steps=_measure_steps(steps, programs, common.rounds, phases),
         bandwidth=bandwidth,
         compile_s=compile_s,
-        notes=notes,
     )
+    bench.notes += _capture(steps, programs, phases)
+    for plan, figures in _measure_steps(steps, programs, common.rounds, phases):
+        bench.steps[plan] = figures
+        on_steps(plan, step_report(bench, plan))
+    bench.contenders, notes = _contenders(engine, programs, prompts, common, phases)
+    bench.notes += notes
+    bench.measured = _run_rounds(bench.contenders, common, phases)
     return make_shapes_report(bench, shlex.join(["specc", *sys.argv[1:]]))
 
 
@@ -297,16 +312,18 @@ def _capture(bench: StepBench, programs: BenchPrograms, phases: Phases) -> list[
 
 def _measure_steps(
     bench: StepBench, programs: BenchPrograms, rounds: int, phases: Phases
-) -> dict[str, StepFigures]:
-    found = {}
-    for plan, step in programs.steps.items():
+) -> Iterator[tuple[str, StepFigures]]:
+    """Each plan and its figures: off first, which the others are compared with."""
+    from specc.bench import OFF
+
+    for plan in sorted(programs.steps, key=lambda name: name != OFF):
         with phases.phase(f"steps of {plan}"):
-            stages = [stage["name"] for stage in step["stages"]]
-            found[plan] = bench.measure(plan, stages, rounds)
-    return found
+            stages = [stage["name"] for stage in programs.steps[plan]["stages"]]
+            figures = bench.measure(plan, stages, rounds)
+        yield plan, figures
 
 
-def _run_rounds(contenders: list[Contender], common: BenchOptions, phases: Phases) -> list[Any]:
+def _run_rounds(contenders: Sequence[Contender], common: BenchOptions, phases: Phases) -> list[Any]:
     from specc.bench import run_rounds
 
     total = (common.rounds + common.warmup) * len(contenders)

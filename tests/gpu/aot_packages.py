@@ -1,6 +1,6 @@
 """Whether an engine of `--backend aot-inductor` runs, is captured, and says what the graphs say.
 
-    python -P -m tests.gpu.aot_packages
+    PYTHONPATH=. python -P -m tests.gpu.aot_packages
 
 prints JSON about the demo pair. A process of its own: a capture that fails may leave torch in any
 state.

@@ -11,6 +11,17 @@ from typing import Any
 import torch
 
 from tests.gpu.pair import pair_engine
+from tests.gpu.results import Device, Results, Skipped
+
+
+def check(results: Results, device: Device) -> None:
+    """Every answer is for the record, a no among them; only a process that dies is a failure."""
+    if device.kind != "cuda":
+        raise Skipped("questions for a GPU")
+    results.check("triton_operator_in_pt2", lambda: ask(triton_in_package))
+    results.check("graph_memory_mib", lambda: ask(graph_memory))
+    # last: a capture that fails may leave torch in any state
+    results.check("aot_program_twice_in_one_capture", lambda: ask(aot_twice))
 
 
 def ask(question: Callable[[], Any]) -> Any:

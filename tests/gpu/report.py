@@ -1,99 +1,110 @@
-"""The JSON of a run on a GPU, written after every check: a run that is cut off leaves those."""
+"""The JSON of the GPU check: what is known is in the file at once, whatever happens next.
+
+    {"device": …, "versions": …, "source": …,            facts that earlier results must share
+     "commands": {"A": {"state", "seconds", …}},
+     "parts": {"kernels": {"test_rows": {"state", "seconds", "results": {name: {"state", …}}}}}}
+
+States of tasks: `running`; `passed`; `failed` (a result failed, or the process crashed or hung);
+`cut` (time ran out in it, and nothing had failed) and `dropped` (before it), which the next run
+goes on with; `skipped` (nothing to check here, and `reason` says why); `left` (not run).
+Results are `passed`, `failed` or `skipped`.
+"""
 
 from __future__ import annotations
 
 import json
-import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+DONE = ("passed", "skipped")
+# what has to be equal for a result to hold still
+KEYS = ("source", "device", "versions")
+
 
 class Report:
-    """What all parts found.
+    """All that is known, and its file.
 
     Args:
         path: of the JSON file; its directory is made.
-        facts: of the machine and its versions, in front of the parts.
+        facts: of the machine, its versions and the source; `KEYS` are among them.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self.path = path
-        self.parts: dict[str, Part] = {}
-        self._facts = dict(facts)
+        self.facts = dict(facts)
+        self.commands: dict[str, dict[str, Any]] = {}
+        self.parts: dict[str, dict[str, dict[str, Any]]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.write()
 
-    @property
-    def has_failed(self) -> bool:
-        return any(part.state == "failed" for part in self.parts.values())
+    def take_over(self, paths: Iterable[Path]) -> list[str]:
+        """Take what earlier files of the same source, device and versions have.
+
+        A task that is done is not run again; of the others, results that passed are kept.
+
+        Returns:
+            a line for each file that was looked at.
+        """
+        lines = []
+        for path in dict.fromkeys(paths):
+            try:
+                earlier = json.loads(path.read_text(encoding="utf-8"))
+                differ = [key for key in KEYS if earlier[key] != self.facts[key]]
+                parts = earlier["parts"]
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                lines.append(f"{path}: not a report that can be read: {error!r}")
+                continue
+            if differ:
+                lines.append(f"{path}: of another {', '.join(differ)}; nothing is taken from it")
+                continue
+            taken = sum(self._take(part, tasks) for part, tasks in parts.items())
+            self.commands |= earlier.get("commands", {})
+            lines.append(f"{path}: {taken} results that hold still")
+        return lines
+
+    def _take(self, part: str, tasks: Mapping[str, Mapping[str, Any]]) -> int:
+        count = 0
+        for name, found in tasks.items():
+            if self.is_done(part, name):
+                continue
+            is_done = found["state"] in DONE
+            kept = {
+                key: value
+                for key, value in found["results"].items()
+                if is_done or value["state"] == "passed"
+            }
+            count += len(kept)
+            # what was running or failed then is to be run again
+            own = {**found, "results": kept} if is_done else {"state": "left", "results": kept}
+            self.parts.setdefault(part, {})[name] = own
+        return count
+
+    def is_done(self, part: str, name: str) -> bool:
+        return self.parts.get(part, {}).get(name, {}).get("state") in DONE
+
+    def task(self, part: str, name: str) -> dict[str, Any]:
+        """What is known of a task; changes to it are in the file after `write`."""
+        empty: dict[str, Any] = {"state": "left", "results": {}}
+        return self.parts.setdefault(part, {}).setdefault(name, empty)
+
+    def keep_if(self, part: str, name: str, code: str) -> None:
+        """Forget what is known of a task unless this code of the check found it."""
+        if self.task(part, name).get("code", code) != code:
+            del self.parts[part][name]
+        self.task(part, name)["code"] = code
+
+    def results(self) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+        """(part, task, name, result) of all that is known."""
+        for part, tasks in self.parts.items():
+            for task, found in tasks.items():
+                for name, result in found["results"].items():
+                    yield part, task, name, result
 
     def write(self) -> None:
-        parts = {name: part.to_json() for name, part in self.parts.items()}
-        text = json.dumps(self._facts | parts, indent=1) + "\n"
+        content = {**self.facts, "commands": self.commands, "parts": self.parts}
         # beside and renamed: a run that is killed while it writes leaves the file of before
         beside = self.path.with_suffix(".part")
-        beside.write_text(text, encoding="utf-8")
+        beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         beside.replace(self.path)
-
-    def run(self, name: str, part: Callable[[Part], None]) -> None:
-        """Run a part; what it does not catch itself fails it, and other parts go on."""
-        found = self.parts[name] = Part(self)
-        print(f"{name} …", flush=True)
-        try:
-            part(found)
-        except Exception:
-            found.fail("error", traceback.format_exc(limit=-6))
-        found.end()
-        print(f"{name}: {found.state} in {found.seconds} s", flush=True)
-
-
-class Part:
-    """What one part found: `running`, then `passed` unless a check failed or there was none."""
-
-    def __init__(self, report: Report) -> None:
-        self.state = "running"
-        self._report = report
-        self._begin = time.perf_counter()
-        self._values: dict[str, Any] = {}
-        self._has_failed = False
-        self.seconds = 0.0
-
-    def check(self, name: str, run: Callable[[], Any]) -> None:
-        """Note what a check returns; one that raises is noted and fails the part, which goes on."""
-        try:
-            value = run()
-        except Exception:
-            self.fail(name, traceback.format_exc(limit=-6))
-        else:
-            self.note(name, value)
-
-    def note(self, name: str, value: Any) -> None:
-        """Add a value, or replace one."""
-        self._values[name] = value
-        self._write()
-
-    def fail(self, name: str, value: Any) -> None:
-        """Add what is wrong."""
-        self._has_failed = True
-        self.note(name, value)
-
-    def skip(self, reason: str) -> None:
-        """Say why there is nothing to check here."""
-        self.state = "skipped"
-        self.note("reason", reason)
-
-    def end(self) -> None:
-        if self._has_failed or not self._values:
-            self.state = "failed"
-        elif self.state == "running":
-            self.state = "passed"
-        self._write()
-
-    def _write(self) -> None:
-        self.seconds = round(time.perf_counter() - self._begin, 1)
-        self._report.write()
-
-    def to_json(self) -> dict[str, Any]:
-        return {"state": self.state, "seconds": self.seconds} | self._values

@@ -1,34 +1,28 @@
 """Runs test files where there is no pytest, with the little of it that kernel tests use.
 
 A machine with a GPU may have torch and Triton and nothing else. `install` puts a module `pytest`
-in place; `run_file` runs the tests of a file with the fixtures of the conftest files above it.
+in place; `load` and `run` run the tests of a file with the fixtures of the conftest files above
+it. Tests have the names that pytest gives them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.machinery
+import importlib.util
 import inspect
 import itertools
-import math
-import re
-import sys
 import time
 import traceback
-import types
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.stub_pytest import BUILT_IN, Mark, Param, Skipped, install
 
-class Skipped(Exception):
-    """Raised by `pytest.skip`."""
-
-
-class Failed(AssertionError):
-    """Raised where an expected exception does not come."""
+__all__ = ["Outcome", "Test", "install", "load", "run", "text_of"]
 
 
 @dataclass(frozen=True)
@@ -42,125 +36,81 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Mark:
+class Test:
+    """A function with values for its parameters."""
+
     name: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and inspect.isfunction(args[0]):
-            return _decorate(args[0], self)
-        made = _Mark(self.name, args, kwargs)
-
-        def decorate(function: Any) -> Any:
-            return _decorate(function, made)
-
-        decorate.mark = made  # type: ignore[attr-defined]
-        return decorate
-
-
-def _decorate(function: Any, mark: _Mark) -> Any:
-    function.marks = [*getattr(function, "marks", []), mark]
-    return function
-
-
-class _Marks:
-    def __getattr__(self, name: str) -> _Mark:
-        return _Mark(name)
+    function: Any
+    values: dict[str, Any]
+    marks: Sequence[Mark]
 
 
 @dataclass(frozen=True)
-class _Param:
-    values: tuple[Any, ...]
-    id: str | None = None
-    marks: Any = ()
+class File:
+    tests: Sequence[Test]
+    fixtures: dict[str, Any]
 
 
-class _Raises(contextlib.AbstractContextManager):
-    def __init__(self, kind: Any, match: str | None = None) -> None:
-        self.kind, self.match = kind, match
-        self.value: Any = None
-
-    def __exit__(self, kind: Any, value: Any, trace: Any) -> bool:
-        if value is None:
-            raise Failed(f"no {self.kind} was raised")
-        if not isinstance(value, self.kind):
-            return False
-        if self.match is not None and not re.search(self.match, str(value)):
-            raise Failed(f"{value!s} does not match {self.match}") from value
-        self.value = value
-        return True
-
-
-class _Approx:
-    def __init__(self, value: float, rel: float = 1e-6, abs: float = 1e-12) -> None:
-        self.value, self.rel, self.abs = value, rel, abs
-
-    def __eq__(self, other: Any) -> bool:
-        return math.isclose(self.value, other, rel_tol=self.rel, abs_tol=self.abs)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _fixture(function: Any = None, **options: Any) -> Any:
-    def decorate(inner: Any) -> Any:
-        inner.fixture = options
-        return inner
-
-    return decorate(function) if function is not None else decorate
-
-
-def _skip(reason: str = "", **_: Any) -> None:
-    raise Skipped(reason)
-
-
-def install() -> None:
-    """Make `import pytest` give what is here; call it before any test file is imported."""
-    module: Any = types.ModuleType("pytest")
-    module.mark = _Marks()
-    module.param = lambda *values, id=None, marks=(): _Param(values, id, marks)
-    module.raises = _Raises
-    module.fixture = _fixture
-    module.skip = _skip
-    module.approx = _Approx
-    module.FixtureRequest = module.TempPathFactory = module.MonkeyPatch = object
-    # libraries ask whether pytest is there
-    module.__spec__ = importlib.machinery.ModuleSpec("pytest", None)
-    sys.modules["pytest"] = module
-
-
-def run_file(
-    path: Path, root: Path, report: Callable[[Outcome], object] = lambda outcome: None
-) -> list[Outcome]:
-    """Run the tests of a file.
+def load(path: Path, root: Path) -> File:
+    """Import a file, and list its tests.
 
     Args:
         path: of the file.
-        root: directory that `tests` lies in; conftest files between the two are read.
-        report: called with each outcome.
+        root: directory that `tests` lies in; conftest files between the two are read. A file that
+            lies elsewhere is imported by itself, with the conftest of `tests`.
     """
-    parts = path.relative_to(root).with_suffix("").parts
-    names = [".".join([*parts[:i], "conftest"]) for i in range(1, len(parts))]
-    fixtures: dict[str, Any] = {}
-    for name in names:
-        if (root / Path(*name.split("."))).with_suffix(".py").is_file():
-            fixtures |= _fixtures_of(importlib.import_module(name))
-    module = importlib.import_module(".".join(parts))
+    fixtures: dict[str, Any] = dict(BUILT_IN)
+    if path.is_relative_to(root):
+        parts = path.relative_to(root).with_suffix("").parts
+        names = [".".join([*parts[:i], "conftest"]) for i in range(1, len(parts))]
+        for name in names:
+            if (root / Path(*name.split("."))).with_suffix(".py").is_file():
+                fixtures |= _fixtures_of(importlib.import_module(name))
+        module = importlib.import_module(".".join(parts))
+    else:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     fixtures |= _fixtures_of(module)
     common = getattr(module, "pytestmark", [])
-    common = [item.mark for item in (common if isinstance(common, list) else [common])]
-    outcomes = []
-    session: dict[str, Any] = {}
+    common = [
+        getattr(item, "mark", item) for item in (common if isinstance(common, list) else [common])
+    ]
+    tests = []
     for name, function in vars(module).items():
         if not name.startswith("test_") or not inspect.isfunction(function):
             continue
-        marks = [*common, *getattr(function, "marks", [])]
-        for label, values in _cases(marks):
-            full = f"{path.stem}::{name}{label}"
-            outcome = _run(full, function, values, marks, fixtures, session)
-            outcomes.append(outcome)
-            report(outcome)
-    return outcomes
+        marks = [*getattr(function, "marks", []), *common]
+        for label, values, more in _cases(marks):
+            tests.append(Test(f"{name}{label}", function, values, [*marks, *more]))
+    return File(tests, fixtures)
+
+
+def run(
+    file: File,
+    report: Callable[[Outcome], object],
+    takes: Callable[[str], bool] = lambda name: True,
+    synchronize: Callable[[], object] = lambda: None,
+) -> None:
+    """Run the tests of a file.
+
+    Args:
+        file: loaded.
+        report: called with each outcome.
+        takes: called with the name of each test before it runs; where it says no, it does not.
+        synchronize: called at the end of each test, as a part of it.
+    """
+    session: dict[str, Any] = {}
+    with contextlib.ExitStack() as last:
+        for test in file.tests:
+            if takes(test.name):
+                report(_run(test, file.fixtures, session, last, synchronize))
+
+
+def text_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error, limit=-6))
 
 
 def _fixtures_of(module: Any) -> dict[str, Any]:
@@ -168,53 +118,104 @@ def _fixtures_of(module: Any) -> dict[str, Any]:
     return {name: f for name, f in found if inspect.isfunction(f) and hasattr(f, "fixture")}
 
 
-def _cases(marks: Sequence[_Mark]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every combination of the parametrizations, with its label."""
+def _cases(marks: Sequence[Mark]) -> Iterator[tuple[str, dict[str, Any], list[Mark]]]:
+    """Every combination of the parametrizations: its label, its values, and marks of its own."""
     axes = []
     for mark in marks:
-        if mark.name != "parametrize":
-            continue
-        names, values = mark.args[:2]
-        names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
-        axis = []
-        for index, value in enumerate(values):
-            given = value if isinstance(value, _Param) else None
-            row = given.values if given else (value if len(names) > 1 else (value,))
-            label = given.id if given and given.id else str(index)
-            axis.append((label, dict(zip(names, row, strict=True))))
-        axes.append(axis)
+        if mark.name == "parametrize":
+            axes.append(_axis(*mark.args, **mark.kwargs))
     for combination in itertools.product(*axes):
-        labels = "-".join(label for label, _ in combination)
-        values = {key: value for _, row in combination for key, value in row.items()}
-        yield (f"[{labels}]" if labels else ""), values
+        labels = "-".join(label for label, _, _ in combination)
+        values = {key: value for _, row, _ in combination for key, value in row.items()}
+        more = [item for _, _, own in combination for item in own]
+        yield (f"[{labels}]" if labels else ""), values, more
+
+
+def _axis(
+    argnames: Any, argvalues: Iterable[Any], ids: Any = None, **_: Any
+) -> list[tuple[str, dict[str, Any], list[Mark]]]:
+    """(label, values by name, marks) of one parametrization."""
+    names = [n.strip() for n in argnames.split(",")] if isinstance(argnames, str) else argnames
+    listed = None if ids is None or callable(ids) else list(ids)
+    axis, labels = [], []
+    for index, value in enumerate(argvalues):
+        given = value if isinstance(value, Param) else None
+        row = given.values if given else (value if len(names) > 1 else (value,))
+        if given and given.id is not None:
+            label = _escaped(given.id)
+        elif listed is not None and listed[index] is not None:
+            label = _escaped(str(listed[index]))
+        else:
+            function = ids if callable(ids) else lambda value: None
+            label = "-".join(
+                _label(value, name, index, function) for name, value in zip(names, row, strict=True)
+            )
+        marks = [] if given is None else given.marks
+        marks = list(marks) if isinstance(marks, list | tuple) else [marks]
+        labels.append(label)
+        axis.append((dict(zip(names, row, strict=True)), [getattr(m, "mark", m) for m in marks]))
+    return [(label, *rest) for label, rest in zip(_unique(labels), axis, strict=True)]
+
+
+def _label(value: Any, name: str, index: int, function: Callable[[Any], Any]) -> str:
+    """As pytest does."""
+    own = function(value)
+    for found in (own, value):
+        if isinstance(found, str):
+            return _escaped(found)
+        if found is None and found is own and value is not None:
+            continue
+        if found is None or isinstance(found, bool | int | float | complex):
+            return str(found)
+        if isinstance(getattr(found, "__name__", None), str):
+            return found.__name__
+    return f"{name}{index}"
+
+
+def _escaped(label: str) -> str:
+    return label.encode("unicode_escape").decode("ascii")
+
+
+def _unique(labels: list[str]) -> list[str]:
+    counts, seen = Counter(labels), Counter[str]()
+    made = []
+    for label in labels:
+        if counts[label] > 1:
+            separator = "_" if label[-1:].isdigit() else ""
+            made.append(f"{label}{separator}{seen[label]}")
+            seen[label] += 1
+        else:
+            made.append(label)
+    return made
 
 
 def _run(
-    name: str,
-    function: Any,
-    values: dict[str, Any],
-    marks: Sequence[_Mark],
+    test: Test,
     fixtures: dict[str, Any],
     session: dict[str, Any],
+    last: contextlib.ExitStack,
+    synchronize: Callable[[], object],
 ) -> Outcome:
     begin = time.perf_counter()
     state, message = "passed", ""
     try:
-        for mark in marks:
-            if mark.name == "skipif" and mark.args[0]:
+        for mark in test.marks:
+            if mark.name == "skip" or (mark.name == "skipif" and mark.args[0]):
                 raise Skipped(mark.kwargs.get("reason", ""))
         with contextlib.ExitStack() as stack:
-            made: dict[str, Any] = dict(values)
+            made: dict[str, Any] = dict(test.values)
             wanted = [key for key, item in fixtures.items() if item.fixture.get("autouse")]
-            wanted += [key for mark in marks if mark.name == "usefixtures" for key in mark.args]
-            for key in [*wanted, *inspect.signature(function).parameters]:
-                _make(key, made, fixtures, session, stack)
-            function(**{key: made[key] for key in inspect.signature(function).parameters})
+            wanted += [n for mark in test.marks if mark.name == "usefixtures" for n in mark.args]
+            parameters = inspect.signature(test.function).parameters
+            for key in [*wanted, *parameters]:
+                _make(key, made, fixtures, session, stack, last)
+            test.function(**{key: made[key] for key in parameters})
+            synchronize()
     except Skipped as reason:
         state, message = "skipped", str(reason)
-    except Exception:
-        state, message = "failed", traceback.format_exc(limit=-4)
-    return Outcome(name, state, time.perf_counter() - begin, message)
+    except Exception as error:
+        state, message = "failed", text_of(error)
+    return Outcome(test.name, state, time.perf_counter() - begin, message)
 
 
 def _make(
@@ -223,6 +224,7 @@ def _make(
     fixtures: dict[str, Any],
     session: dict[str, Any],
     stack: contextlib.ExitStack,
+    last: contextlib.ExitStack,
 ) -> None:
     if key in made:
         return
@@ -232,16 +234,19 @@ def _make(
     if key not in fixtures:
         raise LookupError(f"no fixture {key}")
     function = fixtures[key]
+    if "params" in function.fixture:
+        raise LookupError(f"fixture {key} has params, which only pytest knows")
     parameters = inspect.signature(function).parameters
     for other in parameters:
-        _make(other, made, fixtures, session, stack)
+        _make(other, made, fixtures, session, stack, last)
     given = {other: made[other] for other in parameters}
+    is_lasting = function.fixture.get("scope") in ("session", "module", "package")
     if inspect.isgeneratorfunction(function):
         generator = function(**given)
         made[key] = next(generator)
         # torn down as after a test that passed: a failure is not the fixture's business
-        stack.callback(next, generator, None)
+        (last if is_lasting else stack).callback(next, generator, None)
     else:
         made[key] = function(**given)
-        if function.fixture.get("scope") in ("session", "module"):
-            session[key] = made[key]
+    if is_lasting:
+        session[key] = made[key]

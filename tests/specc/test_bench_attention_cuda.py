@@ -92,8 +92,8 @@ def test_wrong_numbers_have_no_time(script, monkeypatch):
     """A contender that sees one key too many is an error, and the others keep their figures."""
     contenders = script.Problem.contenders
 
-    def wrong(self: Any) -> Any:
-        calls = contenders(self)
+    def wrong(self: Any, names: Any) -> Any:
+        calls = contenders(self, names)
         mask = self.mask.clone()
         mask[..., self.case.context + 1] = True
 

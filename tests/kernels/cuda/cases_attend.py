@@ -179,13 +179,18 @@ def make_call(case: Case, device: torch.device) -> Call:
     table[used] = blocks
     caches = []
     for size in case.sizes:
-        slab = torch.full((2, 2, len(blocks) + 2, block_size, num_kv_heads, size), NAN)
-        cache = slab.to(case.dtype)[1, len(caches)]
+        # gigabytes of it on a GPU, where one thread of the host would take seconds
+        shape = (2, 2, len(blocks) + 2, block_size, num_kv_heads, size)
+        cache = torch.full(shape, NAN, dtype=case.dtype, device=device)[1, len(caches)]
         b, slot = seen.nonzero(as_tuple=True)
-        values = torch.randn(len(b), num_kv_heads, size, generator=generator)
+        shape = (len(b), num_kv_heads, size)
+        if device.type == "cpu":
+            values = torch.randn(shape, generator=generator)
+        else:
+            values = torch.randn(shape, device=device)
         place = table[b, slot // block_size].long(), slot % block_size
-        cache[place] = values.to(case.dtype)
-        caches.append(cache.to(device) if device.type != "cpu" else cache)
+        cache[tuple(index.to(device) for index in place)] = values.to(case.dtype)
+        caches.append(cache)
 
     # queries as a slice of one fused projection; those of dead tokens are NaN
     width = num_heads * case.sizes[0]

@@ -1,0 +1,56 @@
+"""`specc` and `tests` without an installation: a folder of links for PYTHONPATH."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def importable() -> Iterator[Path]:
+    """The folder; this process and those that get it on PYTHONPATH import from it.
+
+    `tests` is a package of its own here: another one may be installed, and would win over a folder
+    without `__init__.py` wherever that lies on the path.
+    """
+    site = Path(tempfile.mkdtemp(prefix="specc-site-"))
+    try:
+        (site / "specc").mkdir()
+        folders = [ROOT / name for name in ("passes", "runtime", "kernels")]
+        for item in [*(ROOT / "specc").iterdir(), *folders]:
+            (site / "specc" / item.name).symlink_to(item)
+        (site / "tests").mkdir()
+        text = f"__path__ = [{str(ROOT / 'tests')!r}]\n"
+        (site / "tests" / "__init__.py").write_text(text, encoding="utf-8")
+        sys.path.insert(0, str(site))
+        yield site
+    finally:
+        sys.path[:] = [path for path in sys.path if path != str(site)]
+        shutil.rmtree(site, ignore_errors=True)
+
+
+def environment(site: Path) -> dict[str, str]:
+    """Variables of the check's processes: nothing that changes what is checked comes along."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SPECC_", "PYTEST_", "TRITON_INTERPRET"))
+        and name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_LAUNCH_BLOCKING")
+    }
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    defaults = {"TRITON_CACHE_DIR": str(ROOT / "build/gpu-check/triton")}
+    return {
+        **defaults,
+        **kept,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        # what a machine has beside pytest is none of the tests' business
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }

@@ -1,0 +1,181 @@
+"""One file of kernel tests in a process: with pytest where it is, else with what stands in for it.
+
+Every test ends with a wait for the device, so that what fails there fails the test that did it.
+Once the device is lost the process ends, and another one goes on with the tests that are left.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.results import LONGEST, Device, Results
+
+IMPORT = "import of the file"
+
+
+def run(
+    results: Results,
+    device: Device,
+    path: str,
+    shard: Sequence[int] = (0, 1),
+    left_out: Sequence[str] = (),
+    runner: str | None = None,
+) -> None:
+    """Run the tests of a file.
+
+    Args:
+        results: get a result for each test, under its name in pytest without the file.
+        device: that is waited for after each test.
+        path: of the file.
+        shard: (index, count): every count-th test alone.
+        left_out: tests whose parameters have one of these names are not run.
+        runner: `pytest` or `stub`; None is pytest where it can be imported.
+    """
+    if runner is None:
+        runner = "pytest" if importlib.util.find_spec("pytest") is not None else "stub"
+    count = count_compiles(device)
+    results.note(runner=runner, path=Path(path).name)
+    choice = Choice(results, shard, left_out)
+    if runner == "pytest":
+        _run_pytest(results, device, Path(path), choice)
+    else:
+        _run_stub(results, device, Path(path), choice)
+    results.note(num_tests=choice.num_tests, compiles=count())
+
+
+class Choice:
+    """Which tests of a file are run here; they are asked for in the order of the file."""
+
+    def __init__(self, results: Results, shard: Sequence[int], left_out: Sequence[str]) -> None:
+        self.num_tests = 0
+        self._results = results
+        self._index, self._count = shard
+        self._left_out = left_out
+
+    def takes(self, name: str) -> bool:
+        label = name.partition("[")[2].rstrip("]")
+        if label in self._left_out:
+            return False
+        self.num_tests += 1
+        is_mine = (self.num_tests - 1) % self._count == self._index
+        return is_mine and name not in self._results.known
+
+
+def _run_pytest(results: Results, device: Device, path: Path, choice: Choice) -> None:
+    import pytest
+
+    from tests.gpu.tasks import ROOT
+
+    plugin = _Plugin(results, device, choice)
+    options = ["--import-mode=importlib", "-q", "-s", "-p", "no:cacheprovider"]
+    options += ["-o", "addopts=", "-c", str(ROOT / "pyproject.toml"), "--tb=short"]
+    status = pytest.main([*options, str(path)], plugins=[plugin])
+    # nothing collected is what is left when all is known
+    if status not in (0, 1, 5) and not plugin.has_failed:
+        raise RuntimeError(f"pytest ended with status {int(status)}")
+
+
+class _Plugin:
+    """Tells results of pytest as they come."""
+
+    def __init__(self, results: Results, device: Device, choice: Choice) -> None:
+        self.has_failed = False
+        self._results = results
+        self._device = device
+        self._choice = choice
+        self._worst: Any = None
+        self._seconds = 0.0
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.has_failed = True
+            self._results.end(IMPORT, "failed", str(report.longrepr)[-LONGEST:])
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        items[:] = [item for item in items if self._choice.takes(item.name)]
+        for item in items:
+            item.obj = _waiting(item.obj, self._device)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._worst, self._seconds = None, 0.0
+        self._results.begin(nodeid.partition("::")[2])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self._seconds += report.duration
+        if self._worst is None or (report.failed and not self._worst.failed) or report.skipped:
+            self._worst = report
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        name, worst = nodeid.partition("::")[2], self._worst
+        if worst.failed:
+            self._results.end(name, "failed", worst.longreprtext[-LONGEST:], self._seconds)
+            if self._device.is_lost():
+                self._results.lose()
+        elif worst.skipped:
+            reason = worst.longrepr[2] if isinstance(worst.longrepr, tuple) else worst.longrepr
+            self._results.end(name, "skipped", str(reason), self._seconds)
+        else:
+            self._results.end(name, "passed", seconds=self._seconds)
+
+
+def _run_stub(results: Results, device: Device, path: Path, choice: Choice) -> None:
+    from tests.gpu import runner
+    from tests.gpu.tasks import ROOT
+
+    runner.install()
+
+    def report(outcome: runner.Outcome) -> None:
+        value = outcome.message[-LONGEST:] or None
+        results.end(outcome.name, outcome.state, value, outcome.seconds)
+        if outcome.state == "failed" and device.is_lost():
+            results.lose()
+
+    def takes(name: str) -> bool:
+        if is_taken := choice.takes(name):
+            results.begin(name)
+        return is_taken
+
+    try:
+        tests = runner.load(path, ROOT)
+    except Exception as error:
+        results.end(IMPORT, "failed", runner.text_of(error)[-LONGEST:])
+        return
+    runner.run(tests, report, takes, device.synchronize)
+
+
+def _waiting(function: Any, device: Device) -> Any:
+    """A test that waits for the device at its end."""
+
+    @functools.wraps(function)
+    def test(*args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)
+        device.synchronize()
+
+    return test
+
+
+def count_compiles(device: Device) -> Any:
+    """Count what Triton compiles from now on; the function that is returned says how much it was.
+
+    Where this Triton tells nobody, or nothing has imported it, that is None.
+    """
+    if device.kind != "cuda":
+        return lambda: None
+    try:
+        from triton import knobs
+
+        found = {"compiled": 0, "from_cache": 0, "seconds": 0.0}
+
+        def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
+            found["from_cache" if cache_hit else "compiled"] += 1
+            found["seconds"] = round(found["seconds"] + times.total / 1e6, 2)
+
+        knobs.compilation.listener = listen
+    except (ImportError, AttributeError) as error:
+        reason = repr(error)
+        return lambda: reason
+    return lambda: found

@@ -1,0 +1,185 @@
+"""Replays of a captured step equal the same operators one by one, bit for bit, every time.
+
+Inputs and caches are the same before each; 50 of them show what a race or memory that nobody
+wrote does only now and then.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.kernel_tests import count_compiles
+from tests.gpu.pair import pair_engine
+from tests.gpu.results import Device, Results
+
+REPLAYS = 50
+BATCHES = (1, 3, 8)
+SEED = 3
+# the same shapes as those of the step benchmark: what it has compiled is used again
+SHAPES = "llama-3.1-8b/llama-3.2-1b"
+CHAIN, CONTEXT, TOKENS = 5, 1024, 96
+# ways of drawing tokens: greedy, filtered, penalized, and each rule of trees
+KINDS = 6
+
+
+def check_pair(results: Results, device: Device) -> None:
+    """The demo pair in float32: all plans, several batch sizes, mixed sampling options."""
+    device.prepare()
+    import torch
+
+    from specc.runtime.cuda_backend import CaptureLimits
+    from tests.mixed_sampling import mixed_sampling
+
+    count = count_compiles(device)
+    with tempfile.TemporaryDirectory() as scratch:
+        # each graph when it is asked for: what is found first is not behind all of them
+        engine = pair_engine(Path(scratch) / "pair", "float32", CaptureLimits.lazy())
+        shape = engine.cache.shape
+        table = torch.arange(shape.num_blocks, dtype=torch.int32).view(shape.max_num_seqs, -1)
+        for plan, step in engine.steps.items():
+            for batch in BATCHES:
+                rows = [(5 + b, 9 + b, 11 + 7 * b) for b in range(batch)]
+                inputs = (rows, table[:batch], *mixed_sampling(batch))
+                run = partial(compare, engine, step, inputs, device)
+                results.check(f"{plan}, {batch} sequences", run)
+                results.note(compiles=count())
+
+
+def check_8b(results: Results, device: Device) -> None:
+    """8B and 1B shapes in bfloat16, each way of drawing tokens."""
+    device.prepare()
+    from specc.bench_device import open_device
+    from specc.bench_shapes_engine import make_engine
+    from specc.bench_weights import make_weights
+    from specc.runtime.batch_rows import last_tokens_of
+    from tests.mixed_sampling import mixed_sampling
+
+    count = count_compiles(device)
+    results.begin("compile")
+    graphs, backend = open_device()
+    programs = compile_8b()
+    results.begin("draw weights")
+    weights = {
+        model.entry.name: make_weights(model, graphs.device, seed)
+        for seed, model in enumerate(programs.models)
+    }
+    engine = make_engine(programs, weights, graphs, backend)
+    num_last = last_tokens_of(engine.plans.values())
+    table = _blocks(engine)
+    for plan, step in engine.steps.items():
+        for kind in range(KINDS):
+            rows = [(*range(7, 7 + num_last), CONTEXT)]
+            inputs = (rows, table, *mixed_sampling(1, first=kind))
+            run = partial(compare, engine, step, inputs, device)
+            results.check(f"{plan}, options {kind}", run)
+            results.note(compiles=count())
+
+
+def compile_8b() -> Any:
+    """Programs of the shapes, as the step benchmark compiles them but for its dice."""
+    from specc.bench_compile import ShapeOptions, compile_shapes, load_config
+    from specc.bench_shapes import parse_shapes
+    from specc.plans import SpecPlan
+    from specc.progress import Phases
+
+    shapes = [shape for shape in parse_shapes(SHAPES) if shape is not None]
+    configs = [s.make_config() if s.directory is None else load_config(s.directory) for s in shapes]
+    for config in configs:
+        config.bos_token_id = config.eos_token_id = None
+    plans = (SpecPlan.from_widths((1,) * CHAIN),)
+    options = ShapeOptions(plans, "bfloat16", 1, CONTEXT, TOKENS, is_lowered=True)
+    return compile_shapes([shape.label for shape in shapes], configs, options, Phases())
+
+
+def compare(engine: Any, step: Any, inputs: Any, device: Device) -> dict[str, Any]:
+    """Fill the caches, and hold each replay to the step without a graph.
+
+    Raises:
+        AssertionError: a replay differs in a result or in a cache; or there is no graph.
+    """
+    from specc.runtime.program import StepInputs
+
+    fill(engine.cache.environment, engine.vocab_size)
+    return replays_alike(step, engine.cache.environment, StepInputs(*inputs), device)
+
+
+def fill(slabs: Mapping[str, Any], vocab_size: int) -> None:
+    """Caches of other rows than a step writes, all of them seen by it or by none."""
+    import torch
+
+    for name, slab in slabs.items():
+        generator = torch.Generator(device=slab.device).manual_seed(SEED)
+        if name == "history":
+            slab.random_(0, vocab_size, generator=generator)
+        else:
+            slab.normal_(generator=generator)
+
+
+def replays_alike(
+    step: Any, slabs: Mapping[str, Any], inputs: Any, device: Device, count: int = REPLAYS
+) -> dict[str, Any]:
+    """Run a step once without its graph, then replay it; caches are put back each time.
+
+    Args:
+        step: captured, or to be captured.
+        slabs: name → cache.
+        inputs: of the step.
+        device: that is waited for.
+        count: replays.
+    Raises:
+        AssertionError: which replay differs, and where.
+    """
+    bucket = step.bucket_of(len(inputs.rows))
+    step.capture(bucket)
+    key = (bucket, step.is_split)
+    require_graphs(step)
+    captured = step._captured[key]
+    before = {name: slab.clone() for name, slab in slabs.items()}
+    step._captured[key] = None
+    try:
+        wanted = step.advance(inputs, slabs)[:4]
+        device.synchronize()
+    finally:
+        step._captured[key] = captured
+    after = {name: slab.clone() for name, slab in slabs.items()}
+    for number in range(1, count + 1):
+        for name, slab in slabs.items():
+            slab.copy_(before[name])
+        found = step.advance(inputs, slabs)[:4]
+        device.synchronize()
+        assert found == wanted, f"replay {number} of {count}: {found}; without a graph {wanted}"
+        for name, slab in slabs.items():
+            differ = _differences(slab, after[name])
+            assert not differ, f"replay {number} of {count}: {differ} elements of {name} differ"
+    tokens = sum(1 + accepted for accepted in wanted[0])
+    return {"replays": count, "sequences": len(inputs.rows), "tokens": tokens, "is_captured": True}
+
+
+def require_graphs(step: Any) -> None:
+    """Raises AssertionError: a capture fell back to operators, now or while the engine loaded."""
+    tried = step._captured
+    assert tried, f"{step.plan.name}: nothing was captured"
+    left = [f"{size} sequences" for (size, _), graphs in tried.items() if graphs is None]
+    assert not left, f"{step.plan.name} runs operator by operator for {', '.join(left)}"
+
+
+def _differences(found: Any, wanted: Any) -> int:
+    """Elements whose bits differ; a NaN equals itself, and -0 is not 0."""
+    import torch
+
+    if found.is_floating_point():
+        bits = {2: torch.int16, 4: torch.int32}[found.element_size()]
+        found, wanted = found.view(bits), wanted.view(bits)
+    return int((found != wanted).sum())
+
+
+def _blocks(engine: Any) -> Any:
+    import torch
+
+    shape = engine.cache.shape
+    blocks = torch.arange(shape.num_blocks, dtype=torch.int32)
+    return blocks.view(shape.max_num_seqs, shape.blocks_per_sequence)

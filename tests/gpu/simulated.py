@@ -1,0 +1,56 @@
+"""What stands for a GPU while the check is rehearsed: a device on the CPU, and models it can run.
+
+Steps are captured and replayed by `tests.runtime.simulated_device`; Triton's interpreter or the
+oracles compute.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+VOCAB = 211
+
+
+def prepare() -> None:
+    """Let the check's parts find the simulated device, and be small; for this process."""
+    import torch
+
+    from specc import bench_device
+    from specc.runtime import engine
+    from tests.gpu import benchmark, replay, sampling
+    from tests.models import tiny_config
+    from tests.runtime.simulated_device import SimulatedDevice
+
+    torch.set_num_threads(1)
+    device = SimulatedDevice()
+    replace: Any = setattr
+    replace(bench_device, "open_device", lambda: (device, "cuda"))
+    replace(engine, "cuda_device", lambda: device)
+    # engines for CUDA are not loaded where there is none
+    replace(torch.cuda, "is_available", lambda: True)
+    bench_device.COPY_BYTES["cpu"] = 1 << 20
+    root = Path(tempfile.mkdtemp(prefix="specc-shapes-"))
+    for name, layers in (("t", 2), ("d", 1)):
+        config = tiny_config("llama", num_hidden_layers=layers, architectures=["LlamaForCausalLM"])
+        config.save_pretrained(root / name)
+    for module in (benchmark, replay):
+        replace(module, "SHAPES", f"{root}/t,{root}/d")
+        replace(module, "CONTEXT", 20)
+        replace(module, "TOKENS", 13)
+    replace(replay, "BATCHES", (1, 3))
+    replace(replay, "REPLAYS", 3)
+    replace(benchmark, "ATTENTION_ROUNDS", 1)
+    load = benchmark.load_example
+
+    def tiny(name: str) -> Any:
+        module = load(name)
+        module.CASES = module.TINY[1:]
+        return module
+
+    replace(benchmark, "load_example", tiny)
+    replace(sampling, "VOCAB", VOCAB)
+    replace(sampling, "BATCHES", (2,))
+    replace(sampling, "ROUNDS", 1)
+    replace(sampling, "CALLS", 1)

@@ -1,0 +1,167 @@
+"""What the three commands of the GPU check run, and how long each piece may take.
+
+    A  the step benchmark, replays, output
+    B  every test of the Triton kernels
+    C  attention, sampling, compute-sanitizer, open questions, then what compares with others
+
+A command is stages, one after the other; the tasks of a stage run beside each other. A stage ends
+at the latest when it and those before it have had their seconds: what it leaves, the next ones
+have more. So a command ends in time whatever its tasks do.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# seconds of a command: 8 of the 10 minutes that a command may have
+LIMIT_S = 480.0
+# of those, to look at the machine, and to end processes and write the rest
+OVERHEAD_S = 30.0
+# of 16 cores
+WORKERS = 12
+# a test or a measurement takes longer: it hangs
+RESULT_S = 150.0
+# files whose tests compile more than a process gets done in time, and in how many parts they run
+SHARDS = {"test_attend": 4, "test_accept": 3}
+# of kernel tests; the others are about the interpreter, the compiler and TensorRT's plugins
+NOT_ON_A_GPU = ("test_interpreter", "test_budgets")
+SANITIZED = ("commit_kv", "write_kv", "attend", "rope_write", "accept", "node_winners")
+# sizes of real models take the sanitizer minutes, and hold no other code
+TOO_LARGE = "GPU_CASES"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process.
+
+    Args:
+        part: of the report.
+        name: unique in it.
+        entry: module:function, called with results, device and `arguments`.
+        arguments: JSON.
+        least_s: with less time left it does not start.
+        result_s: without a result for so long it hangs.
+        is_resumed: a process that crashed, hung or lost its device is followed by another one,
+            which does what is left.
+        environment: variables besides those of the check.
+        sanitizer: run under compute-sanitizer.
+    """
+
+    part: str
+    name: str
+    entry: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    least_s: float = 20.0
+    result_s: float = RESULT_S
+    is_resumed: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+    sanitizer: str | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Tasks that run beside each other, `workers` at a time, for `seconds` at most."""
+
+    seconds: float
+    tasks: tuple[Task, ...]
+    workers: int = WORKERS
+
+
+def chosen(stage: Stage, parts: Sequence[str] | None) -> Stage:
+    """A stage with the tasks of these parts alone; None are all of them."""
+    if parts is None:
+        return stage
+    return replace(stage, tasks=tuple(task for task in stage.tasks if task.part in parts))
+
+
+def kernel_files() -> list[Path]:
+    files = sorted((ROOT / "tests/kernels/cuda").glob("test_*.py"))
+    return [path for path in files if path.stem not in NOT_ON_A_GPU]
+
+
+def kernel_tasks(files: Sequence[Path]) -> tuple[Task, ...]:
+    """A task for each file, or for each part of a long one; the long ones first."""
+    tasks = []
+    for path in sorted(files, key=lambda path: -SHARDS.get(path.stem, 1)):
+        count = SHARDS.get(path.stem, 1)
+        for index in range(count):
+            name = path.stem if count == 1 else f"{path.stem} {index + 1} of {count}"
+            arguments = {"path": str(path), "shard": [index, count]}
+            entry = "tests.gpu.kernel_tests:run"
+            tasks.append(Task("kernels", name, entry, arguments, 10.0, is_resumed=True))
+    return tuple(tasks)
+
+
+def sanitizer_tasks(tool: str | None) -> tuple[Task, ...]:
+    """Kernel tests under memcheck: every allocation of torch's is one of CUDA's then."""
+    left_out = large_cases()
+    return tuple(
+        Task(
+            "sanitizer",
+            name,
+            "tests.gpu.kernel_tests:run" if tool else "tests.gpu.sanitizer:skip",
+            {
+                "path": str(ROOT / f"tests/kernels/cuda/test_{name}.py"),
+                "left_out": left_out,
+            }
+            if tool
+            else {},
+            is_resumed=True,
+            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            sanitizer=tool,
+        )
+        for name in SANITIZED
+    )
+
+
+def large_cases() -> list[str]:
+    """Names of the cases of `attend` that only a GPU computes in time; nothing is imported."""
+    tree = ast.parse((ROOT / "tests/kernels/cuda/cases_attend.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == TOO_LARGE:
+            assert isinstance(node.value, ast.Dict)
+            return [str(ast.literal_eval(key)) for key in node.value.keys if key is not None]
+    raise LookupError(f"no {TOO_LARGE} in cases_attend.py")
+
+
+def command_a() -> list[Stage]:
+    # all that a step compiles comes before its first result
+    measured = Task("steps", "8b-1b", "tests.gpu.benchmark:measure_steps", {}, 60.0, 240.0)
+    replays = [
+        Task("replay", "float32", "tests.gpu.replay:check_pair", {}, 40.0, 200.0),
+        Task("replay", "bf16-8b", "tests.gpu.replay:check_8b", {}, 60.0, 200.0),
+    ]
+    output = [
+        Task("output", dtype, "tests.gpu.output:check", {"dtype": dtype}, 40.0, 200.0)
+        for dtype in ("float32", "bfloat16")
+    ]
+    # alone on the machine while it measures
+    return [Stage(240.0, (measured,), 1), Stage(200.0, (*replays, *output))]
+
+
+def command_b(files: Sequence[Path] | None = None) -> list[Stage]:
+    return [Stage(440.0, kernel_tasks(kernel_files() if files is None else files))]
+
+
+def command_c(tool: str | None) -> list[Stage]:
+    """Measurements are alone on the machine; `tool` is compute-sanitizer, None where it is not."""
+    benchmark = "tests.gpu.benchmark"
+    questions = Task("questions", "torch", "tests.gpu.questions:check")
+    return [
+        Stage(70.0, (Task("attention", "sdpa", f"{benchmark}:measure_attention"),), 1),
+        Stage(50.0, (Task("sampling", "accept", "tests.gpu.sampling:measure"),), 1),
+        Stage(150.0, (*sanitizer_tasks(tool), questions)),
+        Stage(70.0, (Task("attention", "flex", f"{benchmark}:measure_flex"),), 1),
+        Stage(110.0, (Task("transformers", "8b-1b", f"{benchmark}:measure_transformers"),), 1),
+    ]
+
+
+def commands(
+    tool: str | None = None, files: Sequence[Path] | None = None
+) -> dict[str, list[Stage]]:
+    return {"A": command_a(), "B": command_b(files), "C": command_c(tool)}

@@ -1,0 +1,138 @@
+"""The short form of `make gpu-rehearsal`: faults in the check's processes cost their test alone.
+
+No process here imports torch, so this takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import check, importable, rehearsal
+from tests.gpu.tasks import Stage, kernel_tasks, sanitizer_tasks
+
+# of the check's own times
+SCALE = 0.1
+HANG_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def environment() -> Any:
+    before = list(sys.path)
+    with importable.importable() as site:
+        yield importable.environment(site)
+    sys.path[:] = before
+
+
+def run(stages: Any, environment: Any, output: Path, *more: str) -> Any:
+    """Run command B; its exit status and the report."""
+    options = check.parse(["B", "--output", str(output), *more])
+    status = check.run(options, rehearsal.FACTS, environment, "simulated", {"B": stages}, SCALE)
+    return status, json.loads(output.read_text())
+
+
+@pytest.mark.parametrize("runner", ["pytest", "stub"])
+def test_faults_cost_their_test_alone(runner, environment, tmp_path):
+    tasks = rehearsal.fault_tasks(tmp_path, runner, HANG_S / SCALE)
+    begin = time.monotonic()
+    status, report = run([Stage(300.0, tuple(tasks), 4)], environment, tmp_path / "report.json")
+    assert time.monotonic() - begin < 60
+    assert status == 1
+    assert rehearsal.problems(report["parts"]["kernels"]) == []
+    assert report["commands"]["B"]["state"] == "failed"
+    assert {x["runner"] for x in report["parts"]["kernels"].values()} == {runner}
+    assert not is_alive(int((tmp_path / "test_hangs.pid").read_text()))
+    # two processes where the first one did not get to the end
+    attempts = {name: task["attempts"] for name, task in report["parts"]["kernels"].items()}
+    assert attempts == {
+        **dict.fromkeys(("test_aborts", "test_hangs", "test_loses_its_device"), 2),
+        **dict.fromkeys(("test_fails", "test_no_import", "test_late_exit"), 1),
+    }
+
+
+def is_alive(pid: int) -> bool:
+    """One that has ended may wait for somebody to ask how."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return text.rpartition(")")[2].split()[0] != "Z"
+
+
+SLEEPY = """
+import time
+import pytest
+
+@pytest.mark.parametrize("i", range(40))
+def test_one(i):
+    time.sleep(0.12)
+"""
+
+
+def test_time_ends_every_stage_and_the_next_run_goes_on(environment, tmp_path):
+    """What was found stays; what was not started says so; nothing is done twice."""
+    for name in ("test_a", "test_b"):
+        (tmp_path / f"{name}.py").write_text(SLEEPY)
+    tasks = kernel_tasks([tmp_path / "test_a.py", tmp_path / "test_b.py"])
+    tasks = [replace(t, arguments={**t.arguments, "runner": "stub"}) for t in tasks]
+    stages = [Stage(30.0, (task,), 1) for task in tasks]
+    output = tmp_path / "report.json"
+    begin = time.monotonic()
+    # 3 s for a, and the other 3 s of 6 are not given to b
+    assert run(stages, environment, output, "--limit-s", "35")[0] == 3
+    assert time.monotonic() - begin < 6
+    report = json.loads(output.read_text())
+    a, b = (report["parts"]["kernels"][name] for name in ("test_a", "test_b"))
+    assert report["commands"]["B"]["state"] == "incomplete"
+    assert a["state"] == "cut"
+    assert a["reason"].startswith("cut off: no time left, at test_one[")
+    assert b == {"state": "dropped", "results": {}} | {k: b[k] for k in ("code", "reason")}
+    assert 3 <= len(a["results"]) < 40
+    assert {result["state"] for result in a["results"].values()} == {"passed"}
+    first = a["results"]
+    status, report = run([Stage(600.0, (task,), 1) for task in tasks], environment, output)
+    assert status == 0
+    a, b = (report["parts"]["kernels"][name] for name in ("test_a", "test_b"))
+    assert (len(a["results"]), len(b["results"])) == (40, 40)
+    assert {name: a["results"][name] for name in first} == first
+    assert "reason" not in a
+    begin = time.monotonic()
+    assert run(stages, environment, output)[0] == 0
+    assert time.monotonic() - begin < 1
+
+
+# what it is given before the command; then the command, and its own verdict
+TOOL = """#!/bin/sh
+echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" > "$0.called"
+while [ "$1" != {python} ]; do shift; done
+"$@" || exit
+echo "ERROR SUMMARY: {status} errors"
+exit {status}
+"""
+
+
+@pytest.mark.parametrize("status", [0, 9])
+def test_what_the_sanitizer_finds_fails_its_task(status, environment, tmp_path):
+    """Whatever the tests say that it watched."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL.format(python=sys.executable, status=status))
+    tool.chmod(0o755)
+    (task, *_) = sanitizer_tasks(str(tool))
+    arguments = {"path": str(tmp_path / "test_watched.py"), "runner": "stub"}
+    task = replace(task, arguments=arguments, least_s=1.0)
+    (tmp_path / "test_watched.py").write_text("def test_one(): pass\n")
+    found = run([Stage(300.0, (task,))], environment, tmp_path / "report.json")
+    own = found[1]["parts"]["sanitizer"][task.name]
+    assert own["results"]["test_one"]["state"] == "passed"
+    assert (found[0], own["state"]) == ((1, "failed") if status else (0, "passed"))
+    if status:
+        assert own["reason"].startswith("compute-sanitizer: status 9")
+        assert "ERROR SUMMARY: 9 errors" in own["reason"]
+    called = (tmp_path / "compute-sanitizer.called").read_text()
+    assert called.startswith("1 --tool memcheck --error-exitcode 9 --target-processes ")
