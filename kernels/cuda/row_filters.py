@@ -27,7 +27,7 @@ from specc.kernels.cuda.row_options import (
     is_sampled,
 )
 from specc.kernels.cuda.sampling import log_split, split_float
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.tree_context import has_penalty, scores_at
 from specc.kernels.cuda.tree_expand import DTYPES
 from specc.sampling_rows import Rule
@@ -174,7 +174,17 @@ def _move(low, high, above, pivot, measure, needed):
     return tl.where(is_low, tl.maximum(low, pivot), low), high, above
 
 
-@triton.jit(do_not_specialize=["first_node"])
+@triton.jit(
+    do_not_specialize=[
+        "value_stride",
+        "word_stride",
+        "len_stride",
+        "token_stride",
+        "parent_stride",
+        "num_rows",
+        "first_node",
+    ]
+)
 def row_filters_kernel(
     logits,
     values,
@@ -360,7 +370,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 "IS_TREE": is_tree,
                 **config(131072),
             }
-            yield Bounded(
+            item = Bounded(
                 name=f"{kind}-{TYPE_NAMES[dtype]}",
                 kernel=row_filters_kernel,
                 signature=signature | (tree if is_tree else {}),
@@ -373,3 +383,4 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     *("row_stride", "vocab", *(tree if is_tree else ())),
                 ),
             )
+            yield from with_any_vocab(item)

@@ -290,7 +290,8 @@ def _run(self: GridExecutor, *args: Any, **options: Any) -> None:
         self.specc_run(*args, **options)
         return
     name = self.fn.__name__
-    given = dict(zip(self.arg_names, args, strict=False)) | options
+    given = dict(zip(self.arg_names, args, strict=False))
+    given |= {key: x for key, x in options.items() if key in self.arg_names}
     tensors = {key: x for key, x in given.items() if isinstance(x, torch.Tensor)}
     grid = self.grid(given) if callable(self.grid) else self.grid
     grid = (*grid, *(1,) * (3 - len(grid)))
