@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ class CudaGraphs:
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
-        self._pool = torch.cuda.graph_pool_handle()
+        # None: a graph gets one of its own
+        self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)
 
     def active(self) -> torch.cuda.device:
@@ -44,19 +45,33 @@ class CudaGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
-            except BaseException:
-                self._abandon(graph)
+            except BaseException as error:
+                self._abandon(graph, error)
                 raise
             graph.capture_end()
         return graph
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed; its pool may be in any state: the next graphs get another."""
-        with contextlib.suppress(RuntimeError):
-            graph.capture_end()
-        # torch 2.11 forgets this where ending the capture is an error
-        with contextlib.suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+    def _abandon(self, graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
+        """End a capture that failed; its pool may be in any state: the next graphs get another.
+
+        Nothing that fails here takes the place of `error`: it becomes a note of it.
+        """
+        pool, self._pool = self._pool, None
+        # torch 2.11 forgets the second where ending the capture is an error
+        for what, undo in (
+            ("ending the capture", graph.capture_end),
+            ("leaving its pool", lambda: _leave_pool(self.device, pool)),
+            ("making another pool", self._make_pool),
+        ):
+            try:
+                undo()
+            except RuntimeError:
+                # how torch says that a capture is invalid, or has left its pool already
+                continue
+            except Exception as second:
+                error.add_note(f"{what} failed, too: {type(second).__name__}: {second}")
+
+    def _make_pool(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def stream_handle(self) -> int:
@@ -74,6 +89,10 @@ class CudaGraphs:
         # torch keeps what was freed, and takes it from no other process
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
+
+
+def _leave_pool(device: torch.device, pool: Any) -> None:
+    torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def _refuse_host_reads(run: Callable[[], object]) -> None:

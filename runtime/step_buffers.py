@@ -16,6 +16,8 @@ from specc.sampling_rows import Value, Word
 # writes nothing, and stays negative however many steps the device counts on
 PADDING = -(1 << 30)
 _PADDING_OF = {"cache_len": PADDING}
+# of tensors, in units of int32: what Triton specializes pointers on, 16 bytes
+_ALIGNMENT = 4
 # results of a step that the host has not read yet, and inputs that the device has not read yet
 NUM_STAGES = 2
 
@@ -75,7 +77,7 @@ class StepBuffers:
         self.max_batch = max_batch
         self.result_width = result_width
         self._graphs = graphs
-        # columns of a row by name; those of int64 first, because their view needs an even offset
+        # columns of a row by name
         self._columns = {
             "last_tokens": (num_last, torch.int64),
             "sampling_words": (len(Word), torch.int64),
@@ -89,7 +91,9 @@ class StepBuffers:
         self._sizes = [
             max_batch * width * (dtype.itemsize // 4) for width, dtype in self._columns.values()
         ]
-        total = sum(self._sizes)
+        # kernels are compiled, and compiled ahead of time, for pointers that are aligned
+        self._places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
+        total = sum(self._places)
         self._device = torch.zeros(total, dtype=torch.int32, device=graphs.device)
         self.inputs = self._views(self._device)
         self.last_tokens, self.cache_len = self.inputs["last_tokens"], self.inputs["cache_len"]
@@ -170,8 +174,8 @@ class StepBuffers:
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         views = {}
-        parts = flat.split(self._sizes)
-        for (name, (width, dtype)), part in zip(self._columns.items(), parts, strict=True):
-            view = part.view(dtype)
+        parts = zip(flat.split(self._places), self._sizes, strict=True)
+        for (name, (width, dtype)), (part, size) in zip(self._columns.items(), parts, strict=True):
+            view = part[:size].view(dtype)
             views[name] = view if name == "cache_len" else view.view(self.max_batch, width)
         return views

@@ -26,7 +26,7 @@ from specc.kernels.cuda.row_options import (
     factor_of,
     is_sampled,
 )
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.tree_context import has_penalty
 from specc.kernels.cuda.tree_expand import DTYPES, NO_KEY, token_of
 from specc.kernels.cuda.tried_probs import draft_probs, sample_rest, target_probs
@@ -39,7 +39,23 @@ WARPS = 8
 MAX_REGISTERS = 255
 
 
-@triton.jit(do_not_specialize=["num_columns", "num_drafts", "max_depth"])
+@triton.jit(
+    do_not_specialize=[
+        "token_stride",
+        "parent_stride",
+        "image_stride",
+        "q_stride",
+        "draft_stride",
+        "value_stride",
+        "word_stride",
+        "len_stride",
+        "num_nodes",
+        "num_columns",
+        "num_drafts",
+        "max_depth",
+        "num_parts",
+    ]
+)
 def accept_walk_kernel(
     best,
     logits,
@@ -308,14 +324,14 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability."""
     for dtype in DTYPES:
         for block_n in (16, 64):
-            yield _shipped(dtype, block_n, block_n, 16, has_drafts=False)
-            yield _shipped(dtype, block_n, block_n, 16, has_drafts=True)
+            yield from _shipped(dtype, block_n, block_n, 16, has_drafts=False)
+            yield from _shipped(dtype, block_n, block_n, 16, has_drafts=True)
         # a merged tree
-        yield _shipped(dtype, 64, 128, 16, has_drafts=True)
-        yield _shipped(dtype, 16, 16, 16, has_drafts=False, is_tried=False)
+        yield from _shipped(dtype, 64, 128, 16, has_drafts=True)
+        yield from _shipped(dtype, 16, 16, 16, has_drafts=False, is_tried=False)
     for block_n, block_d in ((256, 16), (1024, 64), (1024, 1024)):
-        yield _shipped(torch.bfloat16, block_n, block_n, block_d, has_drafts=False)
-        yield _shipped(torch.bfloat16, block_n, block_n, block_d, has_drafts=True)
+        yield from _shipped(torch.bfloat16, block_n, block_n, block_d, has_drafts=False)
+        yield from _shipped(torch.bfloat16, block_n, block_n, block_d, has_drafts=True)
 
 
 def _shipped(
@@ -326,7 +342,7 @@ def _shipped(
     *,
     has_drafts: bool,
     is_tried: bool = True,
-) -> Shipped:
+) -> Iterator[Shipped]:
     kind = "drafts" if has_drafts else "alone" if is_tried else "roots"
     is_merged = block_t != block_n
     columns = f"-columns{block_t}" if is_merged else ""
@@ -343,7 +359,7 @@ def _shipped(
     pointers = {name: kind for name, kind in pointers.items() if name not in absent}
     strides = ("row", "token", "parent", "image", "q", "draft", "value", "word", "len")
     counts = ("num_nodes", "num_columns", "num_drafts", "max_depth", "num_parts")
-    return Bounded(
+    item = Bounded(
         name=f"walk-{kind}-{TYPE_NAMES[dtype]}-nodes{block_n}{columns}-depth{block_d}",
         kernel=accept_walk_kernel,
         signature={
@@ -360,5 +376,7 @@ def _shipped(
         num_warps=WARPS,
         num_stages=3,
         max_registers=MAX_REGISTERS,
-        divisible=(*pointers, "row_stride", "vocab"),
+        # a root is the last column of a step's tokens: not aligned
+        divisible=(*(x for x in pointers if is_tried or x != "tokens"), "row_stride", "vocab"),
     )
+    return with_any_vocab(item)

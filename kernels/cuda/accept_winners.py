@@ -13,7 +13,9 @@ from specc.kernels.cuda.shipped import Shipped
 from specc.tree import MAX_NODES
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["winner_stride", "token_stride", "parent_stride", "num_nodes", "max_depth"]
+)
 def walk_kernel(
     winners,
     tokens,

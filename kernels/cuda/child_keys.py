@@ -33,7 +33,7 @@ from specc.kernels.cuda.row_options import (
     is_sampled,
 )
 from specc.kernels.cuda.sampling import LANES, gumbel_of_bits
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.tree_context import scores_at
 from specc.kernels.cuda.tree_expand import (
     DTYPES,
@@ -75,7 +75,18 @@ def _sum_of_exps(b_value, best):
     return tl.sum(tl.where(b_value == -float("inf"), 0.0, tl.exp(b_value - best)), 0)
 
 
-@triton.jit(do_not_specialize=["k", "depth"])
+@triton.jit(
+    do_not_specialize=[
+        "len_stride",
+        "column_stride",
+        "value_stride",
+        "word_stride",
+        "num_rows",
+        "num_parts",
+        "k",
+        "depth",
+    ]
+)
 def draft_parts_kernel(
     logits,
     cache_len,
@@ -166,7 +177,9 @@ def draft_parts_kernel(
             tl.store(p_sums + 1, total)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(
+    do_not_specialize=["len_stride", "value_stride", "word_stride", "num_rows", "num_parts", "k"]
+)
 def draft_merge_kernel(
     logits,
     cache_len,
@@ -332,23 +345,23 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability."""
     for dtype in DTYPES:
         for num_children in (1, 2, 4, 8, 16):
-            yield _parts(dtype, num_children, scored=False)
+            yield from _parts(dtype, num_children, scored=False)
         for num_children in (8, 16):
-            yield _parts(dtype, num_children, scored=True)
+            yield from _parts(dtype, num_children, scored=True)
     # a sort takes long to compile
-    yield _parts(torch.bfloat16, 64, scored=False)
+    yield from _parts(torch.bfloat16, 64, scored=False)
     for vocab, num_children in SHIPPED_MERGES:
-        yield _merge(None, vocab, num_children)
+        yield from _merge(None, vocab, num_children)
     for dtype in DTYPES:
         for num_children in (8, 10):
-            yield _merge(dtype, 131072, num_children)
+            yield from _merge(dtype, 131072, num_children)
 
 
 # vocabularies leave different numbers of candidates
 SHIPPED_MERGES = [(131072, k) for k in (1, 2, 4, 8, 16, 64)] + [(32768, 4), (262144, 4)]
 
 
-def _parts(dtype: torch.dtype, num_children: int, *, scored: bool) -> Shipped:
+def _parts(dtype: torch.dtype, num_children: int, *, scored: bool) -> Iterator[Shipped]:
     sizes = config(131072, num_children)
     pointers = {
         "logits": f"*{TYPE_NAMES[dtype]}",
@@ -358,7 +371,7 @@ def _parts(dtype: torch.dtype, num_children: int, *, scored: bool) -> Shipped:
         **({"sums": "*fp32"} if scored else {}),
     }
     strides = ("row_stride", "len_stride", "column_stride", "value_stride", "word_stride")
-    return Bounded(
+    item = Bounded(
         name=f"parts-{TYPE_NAMES[dtype]}-k{num_children}{'-scored' * scored}",
         kernel=draft_parts_kernel,
         signature={
@@ -374,9 +387,10 @@ def _parts(dtype: torch.dtype, num_children: int, *, scored: bool) -> Shipped:
         divisible=(*pointers, "row_stride", "vocab"),
         max_registers=_most_registers(sizes["part_warps"]),
     )
+    return with_any_vocab(item)
 
 
-def _merge(dtype: torch.dtype | None, vocab: int, num_children: int) -> Shipped:
+def _merge(dtype: torch.dtype | None, vocab: int, num_children: int) -> Iterator[Shipped]:
     """Scored where it has a dtype."""
     sizes = config(vocab, num_children)
     scoring = {"sums": "*fp32", "scores": "*fp32"}
@@ -387,7 +401,7 @@ def _merge(dtype: torch.dtype | None, vocab: int, num_children: int) -> Shipped:
     }
     strides = ("row_stride", "len_stride", "value_stride", "word_stride")
     kind = "" if dtype is None else f"-scored-{TYPE_NAMES[dtype]}"
-    return Bounded(
+    item = Bounded(
         name=f"merge{kind}-v{vocab}-k{num_children}",
         kernel=draft_merge_kernel,
         signature={
@@ -403,3 +417,4 @@ def _merge(dtype: torch.dtype | None, vocab: int, num_children: int) -> Shipped:
         divisible=(*pointers, "row_stride", "vocab"),
         max_registers=_most_registers(sizes["merge_warps"]),
     )
+    return with_any_vocab(item)

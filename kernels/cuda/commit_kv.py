@@ -32,7 +32,20 @@ def cache_rows(b_slot, table, table_stride, num_slots, num_blocks, block_size):
     return tl.where(m_slot, b_block.to(tl.int64) * block_size + o_slot % block_size, -1)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "source_stride",
+        "source_step",
+        "target_stride",
+        "target_step",
+        "table_stride",
+        "table_step",
+        "num_moves",
+        "num_slots",
+        "num_blocks",
+        "block_size",
+    ]
+)
 def commit_kv_kernel(
     slab,
     source,

@@ -33,7 +33,17 @@ def tokens_at(b_place, history, p_table, block_size, num_columns, num_blocks):
     return tl.where(b_row >= 0, b_token, NO_TOKEN)
 
 
-@triton.jit(do_not_specialize=["num_last", "ngram", "num_parts"])
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "num_columns",
+        "num_blocks",
+        "block_size",
+        "num_last",
+        "ngram",
+        "num_parts",
+    ]
+)
 def lookup_parts_kernel(
     history,
     block_table,
@@ -73,7 +83,17 @@ def lookup_parts_kernel(
     tl.store(keys + i_b * num_parts + i_p, tl.max(b_key, 0))
 
 
-@triton.jit(do_not_specialize=["num_last", "num_tokens", "num_parts"])
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "num_columns",
+        "num_blocks",
+        "block_size",
+        "num_last",
+        "num_tokens",
+        "num_parts",
+    ]
+)
 def lookup_tokens_kernel(
     history,
     block_table,

@@ -20,7 +20,7 @@ from specc.tree import MAX_NODES, WORD_BITS
 MAX_CANDIDATES = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "parent_stride", "start_stride", "num_nodes"])
 def merge_trees_kernel(
     tokens,
     parents,
@@ -75,7 +75,7 @@ def merge_trees_kernel(
     tl.store(image + i_b * T + o_t, b_image, mask=o_t < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "parent_stride", "score_stride", "num_candidates"])
 def rerank_tree_kernel(
     tokens,
     parents,
@@ -118,7 +118,7 @@ def rerank_tree_kernel(
     tl.store(kept + o_out, o_m, mask=m_kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parent_stride", "num_nodes", "num_words"])
 def ancestor_words_kernel(
     parents,
     words,

@@ -26,7 +26,7 @@ from specc.kernels.cuda.row_options import (
     is_sampled,
 )
 from specc.kernels.cuda.sampling import LANES
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.tree_context import has_penalty, scores_at
 from specc.kernels.cuda.tree_expand import DTYPES, NO_KEY, order_key
 
@@ -35,6 +35,8 @@ MAX_PROGRAMS = 2048
 # noise takes more registers than comparisons
 COUNTERS = 128
 MAX_REGISTERS = 80
+# of rows that are not aligned: sm_100 spills with fewer
+MAX_ODD_REGISTERS = 96
 
 
 @triton.jit
@@ -53,7 +55,19 @@ def _best_token(row, first, num_blocks, BV: tl.constexpr):
     return tl.max(order_key(b_best, b_token), 0)
 
 
-@triton.jit(do_not_specialize=["first_node", "num_parts", "num_blocks"])
+@triton.jit(
+    do_not_specialize=[
+        "value_stride",
+        "word_stride",
+        "len_stride",
+        "token_stride",
+        "parent_stride",
+        "num_rows",
+        "first_node",
+        "num_parts",
+        "num_blocks",
+    ]
+)
 def node_best_kernel(
     logits,
     values,
@@ -197,7 +211,7 @@ def node_best(
         BV=sizes["BV"],
         BQ=sizes["BQ"],
         num_warps=sizes["num_warps"],
-        maxnreg=MAX_REGISTERS,
+        maxnreg=MAX_ODD_REGISTERS if vocab % ALIGNMENT else MAX_REGISTERS,
         enable_fp_fusion=False,
     )
     return best
@@ -207,7 +221,9 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability."""
     for dtype in DTYPES:
         for all_rules in (False, True):
-            yield Bounded(
+            # a root is the last column of a step's tokens: not aligned
+            tokens = () if all_rules else ("tokens",)
+            item = Bounded(
                 name=f"{'roots' if all_rules else 'nodes'}-{TYPE_NAMES[dtype]}",
                 kernel=node_best_kernel,
                 signature={
@@ -229,7 +245,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 num_stages=3,
                 max_registers=MAX_REGISTERS,
                 divisible=(
-                    *("logits", "values", "stats", "words", "tokens", "best", "cache_len"),
+                    *("logits", "values", "stats", "words", "best", "cache_len", *tokens),
                     *("depths", "counts", "parents", "row_stride", "vocab"),
                 ),
             )
+            yield from with_any_vocab(item, max_registers=MAX_ODD_REGISTERS)

@@ -23,7 +23,7 @@ from specc.kernels.cuda.tree_expand import NO_KEY, token_of
 from specc.sampling_rows import Rule
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["vocab", "num_parts"])
 def winners_kernel(best, depths, winners, vocab, num_parts, BS: tl.constexpr):
     i_r = tl.program_id(0).to(tl.int64)
     winner = tl.full([], -1, tl.int64)
@@ -98,5 +98,5 @@ def shipped(capability: int) -> Iterator[Shipped]:
         constexprs={"BS": PARTS},
         num_warps=1,
         num_stages=3,
-        divisible=("best", "depths", "winners", "vocab"),
+        divisible=("best", "depths", "winners"),
     )

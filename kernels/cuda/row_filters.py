@@ -26,7 +26,8 @@ from specc.kernels.cuda.row_options import (
     has_filter,
     is_sampled,
 )
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.sampling import log_split, split_float
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.tree_context import has_penalty, scores_at
 from specc.kernels.cuda.tree_expand import DTYPES
 from specc.sampling_rows import Rule
@@ -68,12 +69,19 @@ def _kth_of_block(b_value, k, top):
 
 @triton.jit
 def _cut_of_min_p(best, top, min_p):
-    """The lowest order whose weight is at least min_p; the best's is, whatever min_p says."""
+    """The lowest order whose weight is at least min_p; the best's is, whatever min_p says.
+
+    Weights are compared by their logarithms: a GPU's exp is not monotone, a difference is, and the
+    logarithm is the one that noise is made with, the same to the last bit wherever it runs.
+    """
+    # a weight that is half a unit below min_p is rounded to it; below are no normal numbers
+    b_f, b_e = split_float(tl.maximum(min_p, 1.1754943508222875e-38))
+    least = log_split(b_f, b_e) - 2.9802322387695312e-08
     low = tl.full([], NO_NUMBER, tl.int64)
     high = top
     while high - low > 1:
         middle = (low + high) >> 1
-        is_kept = tl.exp(_number(middle) - best) >= min_p
+        is_kept = _number(middle) - best >= least
         high = tl.where(is_kept, middle, high)
         low = tl.where(is_kept, low, middle)
     return high
@@ -166,7 +174,17 @@ def _move(low, high, above, pivot, measure, needed):
     return tl.where(is_low, tl.maximum(low, pivot), low), high, above
 
 
-@triton.jit(do_not_specialize=["first_node"])
+@triton.jit(
+    do_not_specialize=[
+        "value_stride",
+        "word_stride",
+        "len_stride",
+        "token_stride",
+        "parent_stride",
+        "num_rows",
+        "first_node",
+    ]
+)
 def row_filters_kernel(
     logits,
     values,
@@ -352,7 +370,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 "IS_TREE": is_tree,
                 **config(131072),
             }
-            yield Bounded(
+            item = Bounded(
                 name=f"{kind}-{TYPE_NAMES[dtype]}",
                 kernel=row_filters_kernel,
                 signature=signature | (tree if is_tree else {}),
@@ -365,3 +383,4 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     *("row_stride", "vocab", *(tree if is_tree else ())),
                 ),
             )
+            yield from with_any_vocab(item)

@@ -14,7 +14,7 @@ from specc.kernels.cuda.shipped import Shipped
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["len_stride", "node_stride", "depth_stride", "num_nodes", "count"])
 def tree_rows_kernel(
     cache_len,
     nodes,
@@ -39,7 +39,17 @@ def tree_rows_kernel(
     tl.store(position + o, tl.maximum(b_len + b_depth, 0).to(tl.int64), mask=m)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(
+    do_not_specialize=[
+        "path_stride",
+        "len_stride",
+        "slot_stride",
+        "slot_step",
+        "num_nodes",
+        "width",
+        "batch",
+    ]
+)
 def commit_rows_kernel(
     path,
     cache_len,
@@ -72,7 +82,16 @@ def commit_rows_kernel(
     tl.store(length + o_b, b_len + b_kept, mask=m_b)
 
 
-@triton.jit(do_not_specialize=["columns", "count"])
+@triton.jit(
+    do_not_specialize=[
+        "last_stride",
+        "output_stride",
+        "accepted_stride",
+        "width",
+        "columns",
+        "count",
+    ]
+)
 def next_tokens_kernel(
     last_tokens,
     output_tokens,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels import reference_sampling as facts
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.tree_expand import DTYPES, NO_KEY, check_logits, order_key, token_of
 
 
@@ -83,7 +83,7 @@ def token_bits(seed, offset, o_counter):
     return tl.philox(seed, o_counter.to(tl.uint32), TOKEN_NOISE, offset.to(tl.uint32), high)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_stride", "seed_stride", "offset_stride", "num_parts"])
 def sample_parts_kernel(
     logits,
     temperature,
@@ -134,7 +134,7 @@ def sample_parts_kernel(
     tl.store(best + i_r * num_parts + i_p, tl.max(b_best, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "num_rows"])
 def sample_merge_kernel(best, out, num_parts, num_rows, BR: tl.constexpr, BS: tl.constexpr):
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
     o_s = tl.arange(0, BS)
@@ -208,7 +208,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability."""
     for dtype in DTYPES:
         for num_blocks in (1, 2, 4, 8, 16, 32, 64, 128):
-            yield Unfused(
+            parts = Unfused(
                 name=f"parts-{TYPE_NAMES[dtype]}-blocks{num_blocks}",
                 kernel=sample_parts_kernel,
                 signature={
@@ -225,6 +225,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     *("logits", "temperature", "seed", "offset", "best", "row_stride", "vocab"),
                 ),
             )
+            yield from with_any_vocab(parts)
     for block_s in (1, 2, 4, 8, 16, 32, 64, 128):
         yield Shipped(
             name=f"merge-parts{block_s}",

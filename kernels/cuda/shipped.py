@@ -7,8 +7,8 @@ of time and looks at registers, spills and shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ TYPE_NAMES = {
 }
 # alignment of tensors from torch's allocator, and what Triton specializes integers on
 ALIGNMENT = 16
+# integers of a launch that are multiples of 16 if the size of the vocabulary is one
+VOCAB_INTEGERS = ("row_stride", "vocab")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Shipped:
         constexprs: argument → value; None for an absent pointer.
         num_warps: warps of a program.
         num_stages: stages of its software pipeline.
-        divisible: arguments that are multiples of 16 (pointers: aligned to 16 bytes).
+        divisible: arguments that are multiples of 16 (pointers: aligned to 16 bytes). Integers that
+            never are, or not always, are among `do_not_specialize` of the kernel: Triton would
+            compile it anew for a 1, and for a multiple of 16, and no table would have that.
     """
 
     name: str
@@ -72,3 +76,17 @@ class Shipped:
             )
         signature = {name: given[name] for name in names}
         return ASTSource(self.kernel, signature, dict(self.constexprs), self.attrs)
+
+
+def with_any_vocab(item: Shipped, **odd: Any) -> Iterator[Shipped]:
+    """A configuration, and the same for vocabularies that are no multiple of 16.
+
+    50257 tokens are none, nor are 32000 and one for padding: rows of logits are not aligned then.
+    Float32 and float16 are left out: their loads are as wide as bfloat16's or wider. `odd` replaces
+    fields of the second.
+    """
+    yield item
+    if item.signature.get("logits", "*bf16") != "*bf16":
+        return
+    divisible = tuple(name for name in item.divisible if name not in VOCAB_INTEGERS)
+    yield replace(item, name=f"{item.name}-odd", divisible=divisible, **odd)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.row_options import FREQUENCY, NUM_PROMPT, PRESENCE, REPETITION
-from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.shipped import ALIGNMENT, Shipped, with_any_vocab
 
 # tokens of the vocabulary whose counts a program owns, at least; more than MAX_SLICES gain nothing
 SLICE = 2048
@@ -41,7 +41,22 @@ def _history_tokens(history, p_table, o_p, last, history_stride, num_blocks, blo
     return tl.load(p_row + o_p % block_size, mask=m_p, other=-1)
 
 
-@triton.jit(do_not_specialize=["max_depth"])
+@triton.jit(
+    do_not_specialize=[
+        "parent_stride",
+        "len_stride",
+        "value_stride",
+        "word_stride",
+        "history_stride",
+        "table_stride",
+        "num_nodes",
+        "max_depth",
+        "num_slices",
+        "num_blocks",
+        "block_size",
+        "table_width",
+    ]
+)
 def tree_context_kernel(
     parents,
     cache_len,
@@ -154,9 +169,11 @@ def scores_at(o_t, row):
 def config(num_nodes: int, vocab: int) -> dict[str, int]:
     """Slices of the vocabulary that programs count, and blocks of nodes and of tokens."""
     num_slices = min(MAX_SLICES, triton.cdiv(vocab, SLICE))
+    # aligned rows of any vocabulary; the last slices may be empty then
+    slice_size = triton.cdiv(triton.cdiv(vocab, num_slices), ALIGNMENT) * ALIGNMENT
     return {
         "num_slices": num_slices,
-        "slice_size": triton.cdiv(vocab, num_slices),
+        "slice_size": slice_size,
         "BN": max(16, triton.next_power_of_2(num_nodes)),
         "BV": 1024,
     }
@@ -218,7 +235,7 @@ def tree_context(
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: integers alone."""
     for block_n in (16, 64, 256, 1024):
-        yield Shipped(
+        context = Shipped(
             name=f"context-nodes{block_n}",
             kernel=tree_context_kernel,
             signature={
@@ -236,6 +253,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
             num_stages=3,
             divisible=(
                 *("parents", "cache_len", "history", "block_table", "depths", "counts"),
-                *("values", "words", "vocab", "slice_size", "num_slices", "block_size"),
+                *("values", "words", "vocab", "slice_size"),
             ),
         )
+        yield from with_any_vocab(context)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
 
 MAX_CHILDREN = 128
 # what one program holds
@@ -54,7 +54,7 @@ def best_keys(b_key, K: tl.constexpr, BK: tl.constexpr, MAX_ROUNDS: tl.constexpr
     return b_best  # [BK]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def tree_expand_parts_kernel(
     logits,
     keys,
@@ -77,7 +77,7 @@ def tree_expand_parts_kernel(
     tl.store(keys + (i_r * num_parts + i_p) * K + o_k, b_best, mask=o_k < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_candidates"])
 def tree_expand_merge_kernel(
     keys,
     out,
@@ -178,7 +178,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
         sizes = config(131072, num_children)
         constexprs = {"K": num_children, "BK": sizes["BK"], "MAX_ROUNDS": MAX_ROUNDS}
         for dtype in DTYPES:
-            yield Shipped(
+            parts = Shipped(
                 name=f"parts-{TYPE_NAMES[dtype]}-k{num_children}",
                 kernel=tree_expand_parts_kernel,
                 signature={
@@ -193,6 +193,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 num_stages=3,
                 divisible=("logits", "keys", "row_stride", "vocab"),
             )
+            yield from with_any_vocab(parts)
         # vocabularies of 32k, 128k and 256k leave different numbers of candidates
         for vocab in (32768, 131072, 262144):
             sizes = config(vocab, num_children)

@@ -29,7 +29,7 @@ def token_places(b_place, p_table, block_size, num_columns, num_blocks):
     return tl.where(m_block, b_block.to(tl.int64) * block_size + b_place % block_size, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["image_stride", "slot_stride", "num_own", "num_nodes"])
 def image_slots_kernel(
     image,
     slots,
@@ -88,7 +88,17 @@ def vote_chain_kernel(
         b_agree = (m_agree & (b_own == token)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_last", "count"])
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "num_last",
+        "width",
+        "num_columns",
+        "num_blocks",
+        "block_size",
+        "count",
+    ]
+)
 def record_tokens_kernel(
     history,
     block_table,

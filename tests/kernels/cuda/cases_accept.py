@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,11 @@ from specc.kernels.reference_accept import (
     process_reference,
 )
 from specc.sampling_rows import Rule
+from tests.kernels.cuda.near_ties import (
+    check_equal_or_near,
+    is_permitted_cut,
+    permitted_walks,
+)
 from tests.kernels.cuda.typed_trees import (
     Forest,
     Row,
@@ -60,14 +66,32 @@ def run(inputs: Forest, device: torch.device, *, is_small: bool = False) -> list
 def check_accept(
     inputs: Forest, device: torch.device, *, is_small: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Equal to the oracle's; returns paths, and how many tokens each sequence has accepted."""
+    """Equal to the oracle's; returns paths, and how many tokens each sequence has accepted.
+
+    On a GPU a walk that ends differently by a near tie is as good.
+    """
     wanted = accept_reference(*inputs.arguments())
+    before = copy.deepcopy(inputs)
     spoil_padding(inputs)
     found = run(inputs, device, is_small=is_small)
     for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == other.dtype
-        assert one.tolist() == other.tolist()
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+    walks = _walks(*found)
+
+    def is_permitted(b: int) -> bool:
+        path, num_accepted, output = walks[b]
+        is_counted = num_accepted == sum(node >= 0 for node in path[1:])
+        return is_counted and (path, output) in permitted_walks(before, b)
+
+    check_equal_or_near(walks, _walks(*wanted), device, is_permitted)
     return wanted[0], wanted[1]
+
+
+def _walks(
+    path: Tensor, num_accepted: Tensor, output: Tensor
+) -> list[tuple[tuple[int, ...], int, tuple[int, ...]]]:
+    rows = zip(path.tolist(), num_accepted.tolist(), output.tolist(), strict=True)
+    return [(tuple(nodes), count, tuple(tokens)) for nodes, count, tokens in rows]
 
 
 def check_filters(
@@ -81,7 +105,7 @@ def check_filters(
     """Best, tokens kept and their mass; returns how many tokens were dropped."""
     values, words, cache_len = options_of(rows, 1)
     per_row = len(logits) // len(rows)
-    wide = (tensor.repeat_interleave(per_row, 0) for tensor in (values, words))
+    wide = [tensor.repeat_interleave(per_row, 0) for tensor in (values, words)]
     wanted = process_reference(logits, *wide)
     with sizes(**(SMALL if is_small else {})):
         stats = row_filters.row_filters(
@@ -100,9 +124,14 @@ def check_filters(
         best, cut, mass = stats[r]
         assert best == plain.max()
         # what has no probability before it cannot be cut
-        assert torch.equal((plain >= cut) & (plain > -torch.inf), scores > -torch.inf)
+        kept = (plain >= cut) & (plain > -torch.inf)
+        options = [tensor[r] for tensor in wide]
+        check_equal_or_near(
+            *([kept.tolist()], [(scores > -torch.inf).tolist()], device),
+            lambda _, args=(kept, logits[r], *options): is_permitted_cut(*args),
+        )
         if row.rule in weighed:
-            exact = (scores - best).double().exp().sum()
+            exact = (plain[kept] - best).double().exp().sum()
             torch.testing.assert_close(mass.double(), exact, rtol=1e-5, atol=0.0)
         num_dropped += int((scores == -torch.inf).sum())
     return num_dropped

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from specc.kernels.cuda import node_best
 from specc.kernels.cuda.node_winners import node_winners
 from specc.kernels.reference_accept import node_winners_reference
 from tests.kernels.cuda.cases_accept import SMALL
+from tests.kernels.cuda.near_ties import check_equal_or_near, permitted_winners
 from tests.kernels.cuda.typed_trees import (
     PADDING,
     Forest,
@@ -23,7 +26,7 @@ from tests.kernels.cuda.typed_trees import (
 def check_node_winners(
     inputs: Forest, tile: int, device: torch.device, *, is_small: bool = False
 ) -> Tensor:
-    """Tile by tile equal to the oracle; returns winners [B, N]."""
+    """Tile by tile equal to the oracle, on a GPU but for near ties; returns winners [B, N]."""
     batch, num_nodes = inputs.tokens.shape
     by_node = inputs.logits.view(batch, num_nodes, -1)
     rows = ("values", "words", "cache_len", "history", "block_table")
@@ -35,6 +38,7 @@ def check_node_winners(
         )
         for first, logits in tiles
     ]
+    before = copy.deepcopy(inputs)
     spoil_padding(inputs)
     shared = inputs.parents.stride(0) == 0
     parents = inputs.parents.to(device) if shared else inside(inputs.parents, 0, device)
@@ -50,7 +54,13 @@ def check_node_winners(
                 *(*options, inputs.cache_len.to(device), *paged),
             )
         assert found.dtype == want.dtype
-        assert found.tolist() == want.tolist()
+        width = logits.shape[1]
+        check_equal_or_near(
+            *(found.tolist(), want.tolist(), device),
+            lambda r, found=found, first=first, width=width: (
+                int(found[r]) in permitted_winners(before, r // width, first + r % width)
+            ),
+        )
     return torch.cat([want.view(batch, -1) for want in wanted], dim=1)
 
 

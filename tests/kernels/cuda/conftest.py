@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.kernels.cuda.interpreter import patch_bf16
 
     patch_bf16()
+
+
+@pytest.fixture(autouse=True)
+def watched_launches(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail where programs of a launch race; run them in a shuffled order (`races`)."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from tests.kernels.cuda.races import watched
+
+    with watched(request.node.nodeid):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -44,16 +44,17 @@ _TYPES = {**TYPE_NAMES, torch.int8: "i8", torch.int16: "i16"}
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch, as far as the compiler knows it.
+    """One launch, as the compiler knows it: equal ones share a binary.
 
     Args:
-        compiled: kernel, types, constexprs and options: equal for what shares a binary, but for
-            what is known of integers.
+        compiled: kernel, types, constexprs and options.
         divisible: integers that the compiler takes for multiples of 16.
+        folded: integers that it takes for constants, because they are 1.
     """
 
     compiled: tuple[Any, ...]
     divisible: frozenset[str]
+    folded: frozenset[str] = frozenset()
 
 
 def shipped_launch(item: Shipped) -> Launch:
@@ -71,6 +72,15 @@ def _compiled(
     return (kernel.__name__, *(tuple(sorted(part.items())) for part in parts))
 
 
+def specialized(kernel: Any) -> list[str]:
+    """Arguments of a kernel that Triton compiles anew for a 1, and for multiples of 16."""
+    is_interpreted = type(kernel).__name__ == "InterpretedFunction"
+    fixed = (kernel.kwargs if is_interpreted else vars(kernel))["do_not_specialize"] or ()
+    parameters = inspect.signature(kernel.fn).parameters
+    assert set(fixed) <= set(parameters), "names, and those of arguments"
+    return [name for name in parameters if name not in fixed]
+
+
 class _Recorder:
     """Takes the place of a kernel."""
 
@@ -79,10 +89,7 @@ class _Recorder:
         parameters = inspect.signature(kernel.fn).parameters
         self.names = list(parameters)
         self.constexprs = [n for n, p in parameters.items() if "constexpr" in str(p.annotation)]
-        is_interpreted = type(kernel).__name__ == "InterpretedFunction"
-        options = kernel.kwargs if is_interpreted else vars(kernel)
-        fixed = options["do_not_specialize"] or ()
-        self.specialized = [name for name in self.names if name not in fixed]
+        self.specialized = specialized(kernel)
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return self._launch
@@ -96,8 +103,9 @@ class _Recorder:
         signature = {name: _type(value) for name, value in others.items()}
         integers = [n for n in others if n in self.specialized and isinstance(given[n], int)]
         divisible = frozenset(name for name in integers if given[name] % ALIGNMENT == 0)
+        folded = frozenset(name for name in integers if given[name] == 1)
         compiled = _compiled(self.kernel, signature, constant, options)
-        self.launches.append(Launch(compiled, divisible))
+        self.launches.append(Launch(compiled, divisible, folded))
 
 
 def _type(value: Any) -> str:
@@ -132,11 +140,16 @@ def _heads(num_tokens: int, num_heads: int, size: int, dtype: torch.dtype) -> Te
 
 
 def _rows_calls() -> Iterator[Any]:
+    # one sequence, one node, one column, too: what is 1 must not make another binary
+    for batch, num_nodes in ((4, 7), (1, 1), (16, 16)):
+        nodes = _meta(num_nodes, dtype=I32)
+        yield rows.tree_rows(_meta(batch, dtype=I32), nodes, nodes)
     length = _meta(4, dtype=I32)
-    yield rows.tree_rows(length, _meta(7, dtype=I32), _meta(7, dtype=I32))
     for width in (1, 8, 64, 1024):
         yield rows.commit_rows(_meta(4, width, dtype=I32), length, _meta(70, dtype=I32))
-    yield rows.next_tokens(_meta(4, 2, dtype=I64), _meta(4, 5, dtype=I64), length)
+    for batch, width in ((4, 5), (1, 1), (16, 16)):
+        last, output = _meta(batch, 1, dtype=I64), _meta(batch, width, dtype=I64)
+        yield rows.next_tokens(last, output, _meta(batch, dtype=I32))
 
 
 def _commit_kv_calls() -> Iterator[Any]:
@@ -190,7 +203,8 @@ def _rms_norm_calls() -> Iterator[Any]:
 
 def _sampling_calls() -> Iterator[Any]:
     for dtype in FLOATS:
-        for vocab in (32768, 131072, 262144):
+        odd = (131071, 262143) if dtype == torch.bfloat16 else ()
+        for vocab in (32768, 131072, 262144, *odd):
             for batch in (1, 64, 256, 512, 1024, 2048):
                 logits = _meta(batch, vocab, dtype=dtype)
                 seed = _meta(batch, dtype=I64)
@@ -208,7 +222,8 @@ def _accept_winners_calls() -> Iterator[Any]:
 
 def _tree_expand_calls() -> Iterator[Any]:
     for dtype in FLOATS:
-        for vocab in (32768, 131072, 262144):
+        odd = (131071,) if dtype == torch.bfloat16 else ()
+        for vocab in (32768, 131072, 262144, *odd):
             for num_children in (1, 2, 3, 4, 6, 8, 10, 16, 32, 64):
                 yield tree_expand.tree_expand(_meta(4, vocab, dtype=dtype), num_children)
 

@@ -47,6 +47,13 @@ SAMPLED_ATTEND = (
     "sm_100/attend/attend-fp16-d64-rows64-page16-causal",
     "sm_120/attend/attend-bf16-d128-rows16-page16-tree",
 )
+# vocabularies that are no multiple of 16
+SAMPLED_ODD = (
+    "sm_80/row_filters/nodes-bf16-odd",
+    "sm_90/child_keys/parts-bf16-k4-odd",
+    "sm_100/node_best/nodes-bf16-odd",
+    "sm_120/accept_walk/walk-drafts-bf16-nodes64-depth16-odd",
+)
 
 every_table = pytest.mark.parametrize(
     ("version", "capability"), CONDITIONS, ids=[f"{v}-sm_{c}" for v, c in CONDITIONS]
@@ -97,15 +104,35 @@ def test_what_ships_is_what_is_launched(
     name: str, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module(f"specc.kernels.cuda.{name}")
-    items = [(item.name, launches.shipped_launch(item)) for item in module.shipped(capability)]
-    listed = {launch.compiled: key for key, launch in items}
-    assert len(listed) == len(items), "two names of one configuration"
-    launched = launches.record(module, capability, monkeypatch)
-    for key, launch in items:
-        equal = [other for other in launched if other.compiled == launch.compiled]
-        assert equal, f"{key} is never launched"
-        assert any(launch.divisible <= other.divisible for other in equal), f"{key}: not divisible"
-    assert {launch.compiled for launch in launched} == set(listed)
+    items = {launches.shipped_launch(item): item.name for item in module.shipped(capability)}
+    assert len(items) == len(list(module.shipped(capability))), "two names of one configuration"
+    launched = set(launches.record(module, capability, monkeypatch))
+    assert [name for launch, name in items.items() if launch not in launched] == []
+    assert launched - set(items) == set()
+
+
+# integers that Triton compiles a kernel anew for, if they are 1 or a multiple of 16: what all loads
+# of a row are aligned by. None is 1 while a vocabulary has two tokens and a head eight columns.
+ALIGNING = {
+    *("row_stride", "vocab", "slice_size", "size", "D", "inner", "outer"),
+    *("x_inner", "x_outer", "residual_inner", "residual_outer"),
+    *("stride_qh", "stride_qt", "stride_kh", "stride_kt", "stride_vh", "stride_vt"),
+    *("stride_kb", "stride_ks", "stride_vb", "stride_vs", "stride_cos", "stride_sin"),
+    *("stride_kcb", "stride_kcs", "stride_kch", "stride_vcb", "stride_vcs", "stride_vch"),
+}
+
+
+@every_capability
+def test_no_integer_makes_another_binary_but_those_that_align(capability: int) -> None:
+    """A batch of 1, or of 16, must launch what was compiled for 4."""
+    for name, item in shipped(capability).items():
+        integers = {key for key, kind in item.signature.items() if kind in ("i32", "i64")}
+        special = integers & set(launches.specialized(item.kernel))
+        assert special <= ALIGNING, f"{name}: do_not_specialize {sorted(special - ALIGNING)}"
+        # a tail of the name says which do not align
+        unaligned = special - set(item.divisible)
+        assert unaligned <= {"row_stride", "vocab"}, name
+        assert bool(unaligned) == name.endswith("-odd"), name
 
 
 def test_every_file_with_kernels_is_compiled() -> None:
@@ -188,7 +215,7 @@ def test_a_measured_number_that_moves_is_named() -> None:
 @pytest.fixture(scope="module")
 def compiled_sample(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Usage]:
     """One configuration of every kernel, the capabilities in turn; the slow tier compiles all."""
-    names = list(SAMPLED_ATTEND)
+    names = [*SAMPLED_ATTEND, *SAMPLED_ODD]
     for place, capability in enumerate(CAPABILITIES):
         by_kernel: dict[str, list[str]] = {}
         for name, item in shipped(capability).items():
@@ -199,6 +226,7 @@ def compiled_sample(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int,
             f"sm_{capability}/{by_kernel[kernel][place * len(by_kernel[kernel]) // 4]}"
             for kernel in chosen
         ]
+    names = sorted(set(names))
     found = compile_kernels(tmp_path_factory.mktemp("aot"), ["--names", *names], PINNED)
     assert len(found) == len(names) > 20
     return found
