@@ -106,8 +106,11 @@ def walks_of(inputs: Forest) -> list[tuple]:
         ((2,), {"num_sources": 2, "seed": 1}),
         ((1, 2), {"kind": "given", "seed": 2}),
         ((2, 2), {"kind": "holes", "seed": 3}),
+        ((2, 1), {"max_depth": 1}),
+        ((6,), {"seed": 4}),
+        ((6,), {"seed": 5}),
     ],
-    ids=["drawn", "some", "merged", "given", "holes"],
+    ids=["drawn", "some", "merged", "given", "holes", "cut", "six", "six-more"],
 )
 def test_walks_without_a_near_tie_are_the_oracles_alone(widths, options):
     inputs = forest(MIXED, widths, 40, torch.float32, **options)
