@@ -38,6 +38,8 @@ _ALLOCATIONS = {aten.empty, aten.new_empty, aten.empty_like, aten.empty_strided}
 _ALLOCATIONS |= {aten.new_empty_strided, aten.detach, aten.lift_fresh}
 # of the first argument only rows are read
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
+# arguments that are caches as a whole
+_CACHES = ("k_cache", "v_cache", "slab")
 _ATTENTION = ("attend", "tree_attention")
 
 
@@ -50,8 +52,8 @@ class Node:
         operator: that launches it.
         kind: `product`, `attend` or `other`.
         model: whose pass it belongs to; empty between passes.
-        num_bytes: read and written, caches by the rows that are in use; of an operator with
-            several launches the first has them all.
+        num_bytes: read and written, caches by the rows that are in use; of attention with several
+            launches the first has these.
     """
 
     name: str
@@ -64,7 +66,7 @@ class Node:
 class Launches:
     """Runs operators as a GPU's: `recorded` notes launches, `kernels` has what launches them."""
 
-    def __init__(self, recorded: Callable[[], Any], kernels: Mapping[str, Callable]) -> None:
+    def __init__(self, recorded: Callable[[Any], Any], kernels: Mapping[str, Callable]) -> None:
         self.recorded = recorded
         self.kernels = kernels
 
@@ -92,10 +94,8 @@ def step_nodes(
     counter = _Counter(context, launches)
     modules = {model.entry.name: _CountedModel(model, cache, counter) for model in programs.models}
     bound = _bind(programs, plan, cache, modules)
-    with launches.recorded() as names, torch.inference_mode():
-        counter.launched = names
-        with counter:
-            bound.run()
+    with launches.recorded(counter.note), torch.inference_mode(), counter:
+        bound.run()
     return counter.nodes
 
 
@@ -181,7 +181,9 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.nodes: list[Node] = []
         self.model = ""
-        self.launched: list[str] = []
+        self._operator = ""
+        # bytes of the cache that the next launch reads
+        self._pending = 0
         self._context = context
         self._kernels = launches.kernels
 
@@ -202,21 +204,25 @@ class _Counter(TorchDispatchMode):
             self._add(name, name, kind, _moved(func, args, kwargs, result))
         return result
 
+    def note(self, kernel: str, tensors: Mapping[str, Tensor]) -> None:
+        """A launch of the operator that is running."""
+        operator = self._operator
+        moved = sum(_bytes(x) for name, x in tensors.items() if name not in _CACHES)
+        kind = ATTEND if operator in _ATTENTION else OTHER
+        if "weight" in tensors and tensors["weight"].dim() == 2:
+            kind = PRODUCT
+        self._add(kernel, operator, kind, moved + self._pending)
+        self._pending = 0
+
     def _launch(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        first = len(self.nodes)
-        launched = len(self.launched)
-        with self:  # what a kernel's Python makes with torch is a node, too
-            result = self._kernels[name](*args, **kwargs)
-        kind = ATTEND if name in _ATTENTION else OTHER
-        for kernel in self.launched[launched:]:
-            self._add(kernel, name, kind, 0)
-        if len(self.nodes) > first:
-            moved = _moved(func, args, kwargs, result)
-            if name in _ATTENTION:
-                moved += self._rows_read(func, args, kwargs)
-            old = self.nodes[first]
-            self.nodes[first] = Node(old.name, old.operator, old.kind, old.model, moved)
-        return result
+        before, self._operator = self._operator, name
+        if name in _ATTENTION:
+            self._pending = self._rows_read(func, args, kwargs)
+        try:
+            with self:  # what a kernel's Python makes with torch is a node, too
+                return self._kernels[name](*args, **kwargs)
+        finally:
+            self._operator = before
 
     def _rows_read(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
         """Bytes of K and V that attention reads."""
@@ -231,20 +237,11 @@ class _Counter(TorchDispatchMode):
 
 
 def _moved(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
-    """Bytes of operands and results; caches are not operands as a whole."""
+    """Bytes of operands and results; of what is looked up, its rows."""
     results = sum(_bytes(x) for x in _tensors(result))
     if func.overloadpacket in _LOOKUPS:
         return 2 * results
-    schema = func._schema.arguments
-    given = dict(zip((item.name for item in schema), args, strict=False)) | kwargs
-    skipped = {item.name for item in schema if item.alias_info and item.alias_info.is_write}
-    if func.namespace == "specc":
-        skipped |= {"k_cache", "v_cache", "slab"}
-    read = [value for name, value in given.items() if name not in skipped]
-    written = [value for name, value in given.items() if name in skipped]
-    if func.namespace == "aten":
-        results += sum(_bytes(x) for x in _tensors(written))
-    return results + sum(_bytes(x) for x in _tensors(read))
+    return results + sum(_bytes(x) for x in _tensors((args, kwargs)))
 
 
 def _bytes(value: Tensor) -> int:

@@ -7,13 +7,14 @@ only the launch itself is replaced. Whatever else a thread launches meanwhile is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from specc.kernels.cuda import attend
+from specc.kernels.cuda import attend, few_rows
 
 
 @dataclass(frozen=True)
@@ -28,27 +29,40 @@ class Machine:
 H200 = Machine(90, 132)
 
 
+# name of a kernel, and its tensors by the names of its arguments
+Note = Callable[[str, Mapping[str, Tensor]], object]
+
+
 @contextlib.contextmanager
-def recorded(machine: Machine = H200) -> Iterator[list[str]]:
+def recorded(note: Note, machine: Machine = H200, tile: int | None = 0) -> Iterator[None]:
     """Note launches of this process instead of running them.
 
     Args:
+        note: called at each launch.
         machine: that operators believe to launch on.
-    Yields:
-        names of the launched kernels, in order, as they come.
+        tile: number of the tile that products of few rows take; None is the library's product.
     """
-    names: list[str] = []
 
-    def note(kernel: Any, grid: Any) -> Callable[..., None]:
+    def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         del grid
-        return lambda *args, **options: names.append(kernel.__name__)
+
+        def noted(*args: Any, **options: Any) -> None:
+            given = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+            tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+            note(kernel.__name__, tensors)
+
+        return noted
 
     def known(device: object) -> tuple[int, int]:
         del device
         return machine.capability, machine.num_sms
 
-    with _replaced(KernelInterface, "__getitem__", note), _replaced(attend, "machine", known):
-        yield names
+    with (
+        few_rows.forced(tile),
+        _replaced(KernelInterface, "__getitem__", launch),
+        _replaced(attend, "machine", known),
+    ):
+        yield
 
 
 @contextlib.contextmanager
