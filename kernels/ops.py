@@ -15,6 +15,7 @@ from specc.kernels import (
     reference,
     reference_accept,
     reference_fused,
+    reference_products,
     reference_rectangular,
     reference_sampling,
     reference_trees,
@@ -180,6 +181,49 @@ def _act_and_mul_fake(gate_up: Tensor, activation: str) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
+def _add_norm_linear_fake(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(*x.shape[:-1], weight.shape[0]), x.new_empty(x.shape)
+
+
+def _add_norm_gate_up_fake(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2), x.new_empty(x.shape)
+
+
+def _add_norm_rope_write_fake(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    *args: object,
+) -> tuple[Tensor, Tensor]:
+    kv_heads, head_dim = k_cache.shape[2:]
+    num_heads = weight.shape[0] // head_dim - 2 * kv_heads
+    q = x.new_empty(cos.shape[0], num_heads, head_dim)
+    return q.transpose(0, 1), x.new_empty(x.shape)
+
+
 def _cache_write_fake(cache: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
     return cache.new_empty(cache.shape)
 
@@ -334,6 +378,25 @@ add_rms_norm = _define(
     " -> (Tensor, Tensor)",
     reference_fused.add_rms_norm_reference,
     _add_rms_norm_fake,
+)
+add_norm_linear = _define(
+    "add_norm_linear(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
+    " Tensor weight, Tensor? bias) -> (Tensor y, Tensor total)",
+    reference_products.add_norm_linear_reference,
+    _add_norm_linear_fake,
+)
+add_norm_gate_up = _define(
+    "add_norm_gate_up(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
+    " Tensor weight, str activation) -> (Tensor y, Tensor total)",
+    reference_products.add_norm_gate_up_reference,
+    _add_norm_gate_up_fake,
+)
+add_norm_rope_write = _define(
+    "add_norm_rope_write(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
+    " Tensor weight, Tensor? bias, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+    " Tensor q_start, Tensor slot, Tensor block_table) -> (Tensor q, Tensor total)",
+    reference_products.add_norm_rope_write_reference,
+    _add_norm_rope_write_fake,
 )
 act_and_mul = _define(
     "act_and_mul(Tensor gate_up, str activation) -> Tensor",

@@ -45,7 +45,7 @@ def attention_reads_caches(program: Program) -> bool:
     for node in program.graph.nodes:
         if node.target is ops.tree_attention:
             return False
-        if node.target in (ops.write_kv, ops.rope_write):
+        if node.target in (ops.write_kv, ops.rope_write, ops.add_norm_rope_write):
             bound = bind_args(node)
             written |= {bound["k_cache"], bound["v_cache"]}
         elif node.target is ops.attend:

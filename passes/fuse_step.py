@@ -174,21 +174,35 @@ def _accept_commit_stage(
     path, num_accepted, output_tokens = _walk(g, plan)
     outputs = {"path": path, "num_accepted": num_accepted, "output_tokens": output_tokens}
 
-    width = g.arange(0, max_depth + 1, 1, torch.int32)
-    targets = g.call(aten.add.Tensor, g.call(aten.unsqueeze.default, g["cache_len"], 1), width)
+    moves_rows = not _is_chain(plan)
+    if moves_rows:
+        width = g.arange(0, max_depth + 1, 1, torch.int32)
+        targets = g.call(aten.add.Tensor, g.call(aten.unsqueeze.default, g["cache_len"], 1), width)
     g.constant(slots_name(TARGET), torch.arange(num_nodes, dtype=torch.int32))
     for model in (TARGET, *plan.models):
         source, length = g.parts(
             specc.commit_rows.default, 2, path, g["cache_len"], g[slots_name(model)]
         )
         outputs["next_cache_len" if model == TARGET else f"{model}_len"] = length
-        for i in range(slabs[model]):
+        for i in range(slabs[model] if moves_rows else 0):
             slab = g[slab_name(model, i)]
             g.call(specc.commit_kv.default, slab, source, targets, g["block_table"])
     run = (g["last_tokens"], output_tokens, num_accepted)
     g.call(specc.record_tokens.default, g[HISTORY], g["block_table"], g["cache_len"], *run)
     outputs["next_last_tokens"] = g.call(specc.next_tokens.default, *run)
     return g.finish(**outputs)
+
+
+def _is_chain(plan: SpecPlan) -> bool:
+    """Whether node d of a path is always node d of the tree: its rows lie where they have to be.
+
+    A model holds node d in row d behind the committed ones, or in none, also where the tree is
+    data: a lookup's chain ends early, and of a voted one a draft has the nodes up to where it
+    proposed another.
+    """
+    if plan.dynamic is not None or plan.combine == MERGE:
+        return False
+    return list(plan.shape.parents) == list(range(-1, plan.num_nodes - 1))
 
 
 def _walk(g: StepGraph, plan: SpecPlan) -> list[fx.Node]:

@@ -11,6 +11,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specc.kernels import ops
+from specc.passes.fuse_add_norm import FuseAddNorm
 from specc.passes.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
 from specc.passes.fuse_swiglu import FuseSwiGLU
@@ -20,8 +21,9 @@ from specc.passes.program import Program, is_update
 CUDA_PHASES: Phases = (
     ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
     ("gates", (FuseSwiGLU,)),
-    # last: from here on operators communicate through the caches, in the order of the graph
+    # from here on operators communicate through the caches, in the order of the graph
     ("caches", (FuseRopeWrite, SplitTreeAttention)),
+    ("products", (FuseAddNorm,)),
 )
 # what to count with, for every dynamic size; one token would make some copies look like none
 _ENTRIES = 8

@@ -31,6 +31,12 @@ ATTENTION = {
     "write_kv": (2, 0),
     "rope_write": (3, 2),
 }
+# residual addition, norm and product; operands of tokens by name, then tables
+ADD_NORM: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "add_norm_linear": (("x", "residual"), ()),
+    "add_norm_gate_up": (("x", "residual"), ()),
+    "add_norm_rope_write": (("x", "residual"), ("cos", "sin")),
+}
 PRODUCTS = frozenset(("linear", "mm", "bmm", "matmul", "addmm", "baddbmm"))
 # element by element, and yet without the tag; `repeat` of tokens would change their number
 POINTWISE = frozenset(

@@ -113,6 +113,8 @@ class _Proof:
             return routed
         if name in operators.ATTENTION:
             return self._attention(node, *operators.ATTENTION[name])
+        if name in operators.ADD_NORM:
+            return self._add_norm(node, *operators.ADD_NORM[name])
         self._refuse_uses(node, name, states)
         if rule := self._rule(node, name):
             return rule(node, name)
@@ -361,6 +363,29 @@ class _Proof:
             return None
         state = self._states[node.args[0]]
         return replace(self._result(node, state), is_position=False)
+
+    def _add_norm(self, node: fx.Node, rows: tuple[str, ...], tables: tuple[str, ...]) -> Any:
+        """Rows of tokens that are normalized and multiplied; what else is read has none of them."""
+        bound = bind_args(node)
+        states = {
+            name: self._states[item] for name, item in bound.items() if isinstance(item, fx.Node)
+        }
+        first = states[rows[0]]
+        for name in rows:
+            state = states[name]
+            if not isinstance(state, Tokens) or (state.scale, state.order) != (1, None):
+                raise self._refuse(node, f"{bound[name].name} is not a row for each token")
+            if state.right == -1 or state.right != first.right:
+                raise self._mixes(node)
+        for name in tables:
+            state = states[name]
+            is_plain = isinstance(state, Tokens) and (state.scale, state.order) == (1, None)
+            if not is_plain or (state.dim, state.ndim) != (0, 2):
+                raise self._refuse(node, f"{bound[name].name} is not [tokens, columns]")
+        for name in ("gamma", "weight", "bias"):
+            if states.get(name) is not None:
+                raise self._mixes(node)
+        return self._result(node, replace(first, role="", is_position=False))
 
     def _mixes(self, node: fx.Node) -> UnsupportedGraphError:
         return self._refuse(node, f"{target_name(node.target)} mixes tokens outside attention")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from specc.plans import SUFFIX, VOTE, SpecPlan
 from specc.runtime.aot_cuda_program import load_model
 from specc.runtime.batch_rows import last_tokens_of
 from specc.runtime.captured_step import CapturedStep
+from specc.runtime.choose_products import choose_products
 from specc.runtime.graph_device import GraphDevice
 from specc.runtime.kv_cache import KVCache
 from specc.runtime.mapped_weights import MappedWeights
@@ -137,6 +138,7 @@ def load_programs(
         )
         for model in manifest.models
     }
+    choose_on_gpu(models.values(), graphs)
     max_batch = cache.shape.max_num_seqs
     buffers = make_buffers(graphs, cache, [entry.plan for entry in manifest.plans], len(models))
     steps = {
@@ -154,6 +156,17 @@ def load_programs(
     order = sorted(steps, key=lambda name: name != manifest.default_plan)
     capture_within(limits, [steps[name] for name in order], graphs)
     return {name: DeviceModel(model, graphs) for name, model in models.items()}, steps
+
+
+def choose_on_gpu(models: Iterable[ModelProgram], graphs: GraphDevice) -> list[dict[str, Any]]:
+    """Measure which products are the fastest, before a step is captured with them.
+
+    Elsewhere than on a GPU nothing is measured, and the library's stay.
+
+    Returns:
+        what was found, see `choose_products`.
+    """
+    return choose_products(models, graphs) if graphs.device.type == "cuda" else []
 
 
 def make_buffers(

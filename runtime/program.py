@@ -148,6 +148,20 @@ class ModelProgram(nn.Module):
             )
         self._graph = place(graph, torch.device(device))
 
+    @property
+    def graph(self) -> fx.Graph:
+        return self._graph.graph
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights, constants and caches by the names of the graph's inputs."""
+        names = [node.target for node in self.graph.find_nodes(op="placeholder")]
+        first = len(names) - len(self._caches)
+        return {
+            **dict(zip(names, self._weights, strict=False)),
+            **dict(zip(names[first:], self._caches, strict=True)),
+        }
+
     @classmethod
     def load(cls, directory: Path, caches: Sequence[tuple[Tensor, Tensor]]) -> ModelProgram:
         """Bind the weights of an engine's model directory without copying them.

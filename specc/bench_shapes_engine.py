@@ -16,6 +16,7 @@ from specc.files import format_bytes
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.runtime.batch_rows import last_tokens_of
 from specc.runtime.captured_step import CapturedStep
+from specc.runtime.cuda_backend import choose_on_gpu
 from specc.runtime.engine import Engine
 from specc.runtime.graph_device import GraphDevice
 from specc.runtime.kv_cache import CacheShape, KVCache
@@ -77,6 +78,7 @@ def make_engine(
         )
         for model in programs.models
     }
+    choose_on_gpu(models.values(), graphs)
     depth = max(plan.max_depth for plan in programs.plans)
     buffers = StepBuffers(
         graphs,

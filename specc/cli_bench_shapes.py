@@ -41,6 +41,7 @@ class ShapesOptions:
         trees: plans, such as `3,2,1`.
         num_speculative_tokens: length of a chain, instead of trees.
         dtype: of weights and caches; None is bfloat16 on a GPU and float32 on a CPU.
+        estimate: count nodes and bytes of steps on a GPU instead of measuring here.
     """
 
     synthetic: str | None = None
@@ -48,6 +49,7 @@ class ShapesOptions:
     trees: tuple[str, ...] = ()
     num_speculative_tokens: int | None = None
     dtype: str | None = None
+    estimate: bool = False
 
     @property
     def num_context(self) -> int:
@@ -60,6 +62,7 @@ class ShapesOptions:
             "--tree": self.trees,
             "--num-speculative-tokens": self.num_speculative_tokens,
             "--dtype": self.dtype,
+            "--estimate": self.estimate or None,
         }
 
 
@@ -72,6 +75,11 @@ def run_shapes_bench(options: ShapesOptions, common: BenchOptions) -> None:
     common.check()
     if options.num_context < 1:
         raise ConfigError(f"--context {options.context}", "1 or more", "raise --context")
+    if options.estimate:
+        from specc.cli_bench_estimate import run_estimate
+
+        run_estimate(options, common)
+        return
     with make_listener() as listen:
         report = measure_shapes(options, common, Phases(listen))
     from specc.cli_bench import put_out
@@ -136,13 +144,6 @@ def measure_shapes(
         phases: tells the listener how far this is.
         on_steps: called with a plan and its part of the report as soon as its steps are measured.
     """
-    from specc.bench_shapes import parse_shapes
-
-    assert options.synthetic is not None, "somebody named shapes"
-    acceptance = common.settings().synthetic_acceptance
-    shapes = [shape for shape in parse_shapes(options.synthetic) if shape is not None]
-    plans = choose_shape_plans(options, acceptance, len(shapes) > 1)
-    _require_transformers(options.synthetic)
     import torch
 
     from specc.bench_device import TimedGraphs, measure_copy_bandwidth, open_device
@@ -153,8 +154,7 @@ def measure_shapes(
     device, backend = open_device()
     if common.threads is not None:
         torch.set_num_threads(common.threads)
-    shape_options = _shape_options(options, common, plans, is_lowered=backend == "cuda")
-    programs = _compile(shapes, shape_options, phases)
+    programs = compile_for(options, common, phases, is_lowered=backend == "cuda")
     compile_s = sum(phases.seconds.values())
     check_memory(programs, _extra_bytes(programs, common, device), device.free_bytes())
     with phases.phase("copy bandwidth"):
@@ -163,7 +163,7 @@ def measure_shapes(
         weights = _draw_weights(programs.models, device.device)
     graphs = TimedGraphs(device)
     engine = make_engine(programs, weights, graphs, backend)
-    prompts = _draw_prompts(programs, shape_options)
+    prompts = _draw_prompts(programs, common.batch_size, options.num_context)
     steps = StepBench(engine, graphs, options.num_context, common.tokens)
     bench = ShapesBench(
         programs=programs,
@@ -181,6 +181,24 @@ def measure_shapes(
     bench.notes += notes
     bench.measured = _run_rounds(bench.contenders, common, phases)
     return make_shapes_report(bench, shlex.join(["specc", *sys.argv[1:]]))
+
+
+def compile_for(
+    options: ShapesOptions, common: BenchOptions, phases: Phases, is_lowered: bool
+) -> BenchPrograms:
+    """Programs of the shapes and steps of the plans that were asked for.
+
+    Raises:
+        SpeccError: of an option or of a shape.
+    """
+    from specc.bench_shapes import parse_shapes
+
+    assert options.synthetic is not None, "somebody named shapes"
+    acceptance = common.settings().synthetic_acceptance
+    shapes = [shape for shape in parse_shapes(options.synthetic) if shape is not None]
+    plans = choose_shape_plans(options, acceptance, len(shapes) > 1)
+    _require_transformers(options.synthetic)
+    return _compile(shapes, _shape_options(options, common, plans, is_lowered), phases)
 
 
 def _shape_options(
@@ -265,11 +283,11 @@ def _draw_weights(models: Sequence[BenchModel], device: Any) -> dict[str, dict[s
     }
 
 
-def _draw_prompts(programs: BenchPrograms, options: ShapeOptions) -> list[list[int]]:
+def _draw_prompts(programs: BenchPrograms, batch_size: int, context: int) -> list[list[int]]:
     import torch
 
     generator = torch.Generator().manual_seed(_SEED)
-    shape = (options.batch_size, options.context)
+    shape = (batch_size, context)
     vocab_size = programs.models[0].entry.vocab_size
     return torch.randint(0, vocab_size, shape, generator=generator).tolist()
 

@@ -46,6 +46,14 @@ def bench(
             help="With --synthetic: dtype of the weights; without it, what suits the device.",
         ),
     ] = None,
+    estimate: Annotated[
+        bool,
+        typer.Option(
+            "--estimate",
+            help="With --synthetic: nodes, bytes and estimated time of a step on an H200; needs no"
+            " GPU and measures nothing.",
+        ),
+    ] = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -139,6 +147,7 @@ def bench(
       specc bench engine/ --plan chain-4 --plan tree-3-2-1 --batch-size 8
       specc bench engine/ --synthetic-acceptance 0.7,0.1,0.05
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --synthetic-acceptance .8
+      specc bench --synthetic llama-3.1-8b/llama-3.2-1b --tree 3,2,1 --estimate
     """  # noqa: D301
     from specc.cli_bench import BenchOptions, choose_subject
     from specc.cli_bench_shapes import ShapesOptions
@@ -160,7 +169,9 @@ def bench(
         plot=plot,
         verify=verify,
     )
-    shapes = ShapesOptions(synthetic, context, tuple(tree or ()), num_speculative_tokens, dtype)
+    shapes = ShapesOptions(
+        synthetic, context, tuple(tree or ()), num_speculative_tokens, dtype, estimate
+    )
     choose_subject(engine, shapes, options)
 
 

@@ -112,12 +112,12 @@ def _act_and_mul_kernel(
     p_gate = gate_up + o_row[:, None] + o_i[None, :]
     b_gate = tl.load(p_gate, mask=m_ri, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate + size, mask=m_ri, other=0.0).to(tl.float32)
-    b_out = _activate(b_gate, ACTIVATION) * b_up
+    b_out = activate(b_gate, ACTIVATION) * b_up
     tl.store(out + o_r[:, None] * size + o_i[None, :], b_out.to(out.dtype.element_ty), mask=m_ri)
 
 
 @triton.jit
-def _activate(b_x, ACTIVATION: tl.constexpr):
+def activate(b_x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         b_y = b_x / (1.0 + tl.exp(-b_x))
     elif ACTIVATION == "gelu":

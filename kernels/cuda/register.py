@@ -15,6 +15,9 @@ from specc.kernels import ops as _ops  # noqa: F401  defines the operators
 from specc.kernels.cuda.accept import accept
 from specc.kernels.cuda.accept_winners import accept_winners
 from specc.kernels.cuda.act_and_mul import act_and_mul
+from specc.kernels.cuda.add_norm_gate_up import add_norm_gate_up
+from specc.kernels.cuda.add_norm_linear import add_norm_linear
+from specc.kernels.cuda.add_norm_rope_write import add_norm_rope_write
 from specc.kernels.cuda.attend import attend
 from specc.kernels.cuda.commit_kv import commit_kv
 from specc.kernels.cuda.draft_children import draft_children
@@ -71,6 +74,7 @@ KERNELS: dict[str, Callable] = {
         *(rms_norm, rope_write, tree_attention, tree_expand, tree_rows, write_kv),
         *(ancestor_words, image_slots, lookup, merge_trees, record_tokens, rerank_tree, vote_chain),
         *(accept, draft_children, node_winners),
+        *(add_norm_gate_up, add_norm_linear, add_norm_rope_write),
     )
 }
 _registered: dict[str, torch.library.Library] = {}

@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import specc.passes.fuse_step
 from specc.graph_io import graph_from_json
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.passes.fuse_step import STEP_OUTPUTS, fuse_step
 from specc.passes.step_graph import HISTORY, STEP_INPUTS, slab_name, slots_name
 from specc.plans import OFF, SpecPlan
 from specc.tree import TokenTree
+from tests.passes.stepped_plan import Stepped, requests_of
 
 VOCAB, BLOCK, ROWS = 31, 4, 96
 NAMES = ("tokens", "positions", "q_start", "slot", "cache_len", "ancestors", "block_table", "rows")
@@ -344,6 +347,63 @@ def test_every_slab_is_committed():
     assert slabs == [slab_name("target", i) for i in (0, 1)] + [
         slab_name("draft_0", i) for i in (0, 1, 2)
     ]
+
+
+CHAINS = (
+    OFF,
+    SpecPlan.from_widths((1,)),
+    SpecPlan.from_widths((1, 1, 1, 1)),
+    SpecPlan.from_widths((1, 1, 1), ("lookup-2",)),
+    SpecPlan.from_widths((1, 1, 1), ("suffix",)),
+    SpecPlan.from_widths((1, 1, 1, 1), ("draft_0", "draft_1", "lookup-2"), "vote"),
+)
+NO_CHAINS = (
+    SpecPlan.from_widths((2, 1)),
+    SpecPlan.from_widths((1, 2)),
+    SpecPlan.from_widths((1, 1), ("draft_0", "draft_1"), "merge"),
+)
+
+
+class Moves(TorchDispatchMode):
+    """Counts the commits of a step, and how many of them change a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commits = self.changes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_commit = func is torch.ops.specc.commit_kv.default
+        before = args[0].clone() if is_commit else None
+        result = func(*args, **(kwargs or {}))
+        if is_commit:
+            self.commits += 1
+            self.changes += not torch.equal(args[0], before)
+        return result
+
+
+def moves_of(plan: SpecPlan, seed: int, steps: int = 2) -> Moves:
+    stepped = Stepped(plan, requests_of(plan, seed), seed)
+    with Moves() as moves:
+        for _ in range(steps):
+            stepped.take(stepped.step())
+    return moves
+
+
+@pytest.mark.parametrize("plan", CHAINS, ids=lambda plan: plan.name)
+def test_a_chain_has_nothing_to_move(plan, monkeypatch):
+    """With its commits left in, no step of it changes a cache by them; so none are made."""
+    assert moves_of(plan, 1).commits == 0
+    monkeypatch.setattr(specc.passes.fuse_step, "_is_chain", lambda plan: False)
+    moves = moves_of(plan, 1)
+    assert moves.commits == 2 * (1 + len(plan.models))
+    assert moves.changes == 0
+
+
+@pytest.mark.parametrize("plan", NO_CHAINS, ids=lambda plan: plan.name)
+def test_other_plans_move_rows(plan):
+    found = [moves_of(plan, seed) for seed in (1, 2)]
+    assert all(moves.commits == 2 * (1 + len(plan.models)) for moves in found)
+    assert sum(moves.changes for moves in found) > 0
 
 
 def test_stages_read_documented_names_only():

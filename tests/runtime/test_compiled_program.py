@@ -175,8 +175,14 @@ BROKEN = {
 
 # with two threads: tests/kernels/test_threads_native.py; here they would stall beside other work
 @pytest.mark.parametrize("threads", [1], indirect=True, ids=["1-thread"])
-@pytest.mark.parametrize("plan", ["off", "tree-2-2-1"])
-@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize(
+    ("broken", "plan"),
+    [
+        # a step that moves no rows takes no slab
+        *((name, "off") for name in BROKEN if "slab" not in name),
+        *((name, "tree-2-2-1") for name in BROKEN),
+    ],
+)
 def test_a_good_step_after_one_that_failed(
     pair: Pair, threads: int, broken: str, plan: str
 ) -> None:

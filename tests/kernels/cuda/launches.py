@@ -31,7 +31,7 @@ from specc.kernels.cuda import (
     write_kv,
 )
 from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped
-from tests.kernels.cuda import launches_typed
+from tests.kernels.cuda import launches_products, launches_typed
 
 # multiprocessors of the device that is launched on
 NUM_SMS = 132
@@ -309,4 +309,5 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "trees": _trees_calls,
     "write_kv": _write_kv_calls,
     **launches_typed.CALLS,
+    **launches_products.CALLS,
 }

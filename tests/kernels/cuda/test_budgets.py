@@ -55,6 +55,9 @@ SAMPLED_ODD = (
     "sm_120/accept_walk/walk-drafts-bf16-nodes64-depth16-odd",
 )
 
+# products of half precision besides attention
+PRODUCTS = tuple(f"_add_norm_{name}_kernel" for name in ("linear", "gate_up", "rope_write"))
+
 every_table = pytest.mark.parametrize(
     ("version", "capability"), CONDITIONS, ids=[f"{v}-sm_{c}" for v, c in CONDITIONS]
 )
@@ -196,7 +199,10 @@ def test_products_of_half_precision_use_tensor_cores_and_no_others(
 ) -> None:
     table = read_table(version, capability)
     for name, item in shipped(capability).items():
-        is_half = item.kernel.__name__ == "attend_kernel" and _type_of(item) != "fp32"
+        is_product = item.kernel.__name__ in PRODUCTS and not _is_of_floats(item)
+        is_half = is_product or (
+            item.kernel.__name__ == "attend_kernel" and _type_of(item) != "fp32"
+        )
         assert (table[name].tensor_core > 0) == is_half, name
 
 
@@ -277,6 +283,10 @@ def compile_kernels(
     lines: dict[Any, dict[str, Any]] = aot.read_lines(output)
     assert {found for found, _, _ in lines} == {version}
     return {(c, name): aot.usage_of(line) for (_, c, name), line in lines.items()}
+
+
+def _is_of_floats(item: Shipped) -> bool:
+    return item.signature["weight"] == "*fp32"
 
 
 def _type_of(item: Shipped) -> str:

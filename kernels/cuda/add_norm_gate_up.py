@@ -1,0 +1,145 @@
+"""`specc::add_norm_gate_up`: the first half of a feed-forward layer, one launch for few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from specc.kernels.cuda.act_and_mul import act_and_mul, activate
+from specc.kernels.cuda.few_rows import (
+    BLOCK_TOTAL,
+    MAX_ROWS,
+    TILES,
+    Tile,
+    check_product,
+    in_rows,
+    normed_pair,
+    precision,
+    store_sum,
+    tile_for,
+)
+from specc.kernels.cuda.launch import launcher
+from specc.kernels.cuda.rms_norm import add_rms_norm
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.strided_rows import FLOATS, check
+from specc.kernels.reference_fused import ACTIVATIONS
+
+NAME = "add_norm_gate_up"
+
+
+def add_norm_gate_up(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """See `add_norm_gate_up_reference`."""
+    check_product(NAME, x, residual, gamma, weight, None)
+    check(activation in ACTIVATIONS, NAME, activation, f"one of {', '.join(ACTIVATIONS)}")
+    check(
+        weight.shape[0] % 2 == 0,
+        NAME,
+        f"weight {list(weight.shape)}",
+        "[2 I, K], a gate before as many rows to multiply",
+    )
+    tile = tile_for(NAME, x, weight)
+    if tile is None:
+        normed, total = add_rms_norm(x, residual, gamma, eps, unit_offset)
+        return act_and_mul(functional.linear(normed, weight), activation), total
+    out, total = x.new_empty(*x.shape[:-1], weight.shape[0] // 2), x.new_empty(x.shape)
+    if x.numel():
+        _launch(x, residual, gamma, eps, unit_offset, weight, activation, out, total, tile)
+    return out, total
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    activation: str,
+    out: Tensor,
+    total: Tensor,
+    tile: Tile,
+) -> None:
+    x, residual = in_rows(x), in_rows(residual)
+    size = weight.shape[0] // 2
+    launcher(_add_norm_gate_up_kernel)[(triton.cdiv(size, tile.block_n),)](
+        *(x, residual, gamma, weight, out, total),
+        *(x.shape[0], size, x.shape[1], float(eps), float(unit_offset)),
+        ACTIVATION=activation,
+        BM=MAX_ROWS,
+        BN=tile.block_n,
+        BK=tile.block_k,
+        BT=BLOCK_TOTAL,
+        COPIES=tile.copies(gamma.dtype),
+        PRECISION=precision(x.dtype),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """Every tile and activation; the same for all capabilities."""
+    given = ("x", "residual", "gamma", "weight", "out", "total")
+    for dtype in FLOATS:
+        pointer = f"*{TYPE_NAMES[dtype]}"
+        for tile in TILES[dtype]:
+            for activation in ACTIVATIONS:
+                yield Shipped(
+                    name=f"{pointer[1:]}-{activation}-n{tile.block_n}",
+                    kernel=_add_norm_gate_up_kernel,
+                    signature=dict.fromkeys(given, pointer)
+                    | dict.fromkeys(("num_rows", "size", "K"), "i32")
+                    | {"eps": "fp32", "offset": "fp32"},
+                    constexprs={"ACTIVATION": activation, "PRECISION": precision(dtype)}
+                    | {"BM": MAX_ROWS, "BN": tile.block_n, "BK": tile.block_k, "BT": BLOCK_TOTAL}
+                    | {"COPIES": tile.copies(dtype)},
+                    num_warps=tile.num_warps,
+                    num_stages=tile.num_stages,
+                    divisible=(*given, "size", "K"),
+                )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_norm_gate_up_kernel(
+    x,
+    residual,
+    gamma,
+    weight,
+    out,
+    total,
+    num_rows,
+    size,
+    K,
+    eps,
+    offset,
+    ACTIVATION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BT: tl.constexpr,
+    COPIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    i_n = tl.program_id(0)
+    o_i = i_n * BN + tl.arange(0, BN)
+    o_gate = tl.minimum(o_i, size - 1)
+    b_gate, b_up = normed_pair(
+        *(x, residual, gamma, weight, o_gate, o_gate + size),
+        *(num_rows, K, eps, offset, BM, BN, BK, COPIES, PRECISION),
+    )
+    b_out = activate(b_gate, ACTIVATION) * b_up
+    o_m = tl.arange(0, BM)[:, None]
+    m_out = (o_m < num_rows) & (o_i < size)[None, :]
+    tl.store(out + o_m * size + o_i[None, :], b_out.to(out.dtype.element_ty), mask=m_out)
+    store_sum(x, residual, total, num_rows, K, i_n, tl.num_programs(0), BM, BT)

@@ -1,0 +1,142 @@
+"""`specc::add_norm_linear`: residual addition, norm and product, one launch for few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from specc.kernels.cuda.few_rows import (
+    BLOCK_TOTAL,
+    MAX_ROWS,
+    TILES,
+    Tile,
+    check_product,
+    in_rows,
+    normed_pair,
+    precision,
+    store_sum,
+    tile_for,
+)
+from specc.kernels.cuda.launch import launcher
+from specc.kernels.cuda.rms_norm import add_rms_norm
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.strided_rows import FLOATS
+
+NAME = "add_norm_linear"
+
+
+def add_norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """See `add_norm_linear_reference`."""
+    check_product(NAME, x, residual, gamma, weight, bias)
+    tile = tile_for(NAME, x, weight)
+    if tile is None:
+        normed, total = add_rms_norm(x, residual, gamma, eps, unit_offset)
+        return functional.linear(normed, weight, bias), total
+    out, total = x.new_empty(*x.shape[:-1], weight.shape[0]), x.new_empty(x.shape)
+    if x.numel():
+        _launch(x, residual, gamma, eps, unit_offset, weight, bias, out, total, tile)
+    return out, total
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    tile: Tile,
+) -> None:
+    x, residual = in_rows(x), in_rows(residual)
+    size = weight.shape[0]
+    launcher(_add_norm_linear_kernel)[(triton.cdiv(size, 2 * tile.block_n),)](
+        *(x, residual, gamma, weight, bias, out, total),
+        *(x.shape[0], size, x.shape[1], float(eps), float(unit_offset)),
+        BM=MAX_ROWS,
+        BN=tile.block_n,
+        BK=tile.block_k,
+        BT=BLOCK_TOTAL,
+        COPIES=tile.copies(gamma.dtype),
+        PRECISION=precision(x.dtype),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """Every tile, with and without a bias; the same for all capabilities."""
+    for dtype in FLOATS:
+        pointer = f"*{TYPE_NAMES[dtype]}"
+        for tile in TILES[dtype]:
+            for has_bias in (False, True):
+                biases = ("bias",) if has_bias else ()
+                given = ("x", "residual", "gamma", "weight", "out", "total", *biases)
+                yield Shipped(
+                    name=f"{pointer[1:]}-n{tile.block_n}{'-bias' if has_bias else ''}",
+                    kernel=_add_norm_linear_kernel,
+                    signature=dict.fromkeys(given, pointer)
+                    | dict.fromkeys(("num_rows", "size", "K"), "i32")
+                    | {"eps": "fp32", "offset": "fp32"},
+                    constexprs=({} if has_bias else {"bias": None})
+                    | {"BM": MAX_ROWS, "BN": tile.block_n, "BK": tile.block_k, "BT": BLOCK_TOTAL}
+                    | {"COPIES": tile.copies(dtype)}
+                    | {"PRECISION": precision(dtype)},
+                    num_warps=tile.num_warps,
+                    num_stages=tile.num_stages,
+                    divisible=(*given, "size", "K"),
+                )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_norm_linear_kernel(
+    x,
+    residual,
+    gamma,
+    weight,
+    bias,
+    out,
+    total,
+    num_rows,
+    size,
+    K,
+    eps,
+    offset,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BT: tl.constexpr,
+    COPIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    i_n = tl.program_id(0)
+    o_a = i_n * 2 * BN + tl.arange(0, BN)
+    o_b = o_a + BN
+    last = size - 1
+    b_a, b_b = normed_pair(
+        *(x, residual, gamma, weight, tl.minimum(o_a, last), tl.minimum(o_b, last)),
+        *(num_rows, K, eps, offset, BM, BN, BK, COPIES, PRECISION),
+    )
+    if bias is not None:
+        b_a += tl.load(bias + o_a, mask=o_a < size, other=0.0).to(tl.float32)[None, :]
+        b_b += tl.load(bias + o_b, mask=o_b < size, other=0.0).to(tl.float32)[None, :]
+    o_m = tl.arange(0, BM)[:, None]
+    m_a = (o_m < num_rows) & (o_a < size)[None, :]
+    m_b = (o_m < num_rows) & (o_b < size)[None, :]
+    tl.store(out + o_m * size + o_a[None, :], b_a.to(out.dtype.element_ty), mask=m_a)
+    tl.store(out + o_m * size + o_b[None, :], b_b.to(out.dtype.element_ty), mask=m_b)
+    store_sum(x, residual, total, num_rows, K, i_n, tl.num_programs(0), BM, BT)

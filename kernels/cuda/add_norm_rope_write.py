@@ -1,0 +1,283 @@
+"""`specc::add_norm_rope_write`: a layer up to its attention, one launch for few rows.
+
+A program owns columns of both halves of one head, which a rotation turns into each other. Heads of
+q come first, then those of k and of v, which go to the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from specc.kernels.cuda.few_rows import (
+    BLOCK_TOTAL,
+    MAX_ROWS,
+    TILES,
+    Tile,
+    check_product,
+    in_rows,
+    normed_pair,
+    precision,
+    store_sum,
+    tile_for,
+)
+from specc.kernels.cuda.launch import launcher
+from specc.kernels.cuda.rms_norm import add_rms_norm
+from specc.kernels.cuda.rope_write import rope_write
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.strided_rows import FLOATS, check
+from specc.kernels.cuda.write_kv import cache_rows, check_cache
+
+NAME = "add_norm_rope_write"
+# sequences that one step of the search looks at
+_SEARCH = 16
+_COUNTS: tuple[str, ...] = (
+    "num_rows",
+    "num_seqs",
+    "num_heads",
+    "num_kv_heads",
+    "num_blocks",
+    "num_pages",
+)
+_COUNTS += ("block_size", "stride_table")
+_STRIDES: tuple[str, ...] = ("stride_cos", "stride_sin", "stride_kcb", "stride_kcs", "stride_kch")
+_STRIDES += ("stride_vcb", "stride_vcs", "stride_vch")
+
+
+def add_norm_rope_write(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `add_norm_rope_write_reference`."""
+    check_product(NAME, x, residual, gamma, weight, bias)
+    num_tokens, (kv_heads, head_dim) = slot.shape[0], k_cache.shape[2:]
+    num_heads = weight.shape[0] // head_dim - 2 * kv_heads
+    check(
+        num_heads > 0 and weight.shape[0] % head_dim == 0 and x.shape[:-1].numel() == num_tokens,
+        NAME,
+        f"x {list(x.shape)}, weight {list(weight.shape)}, k_cache {list(k_cache.shape)}",
+        f"{num_tokens} rows, and heads of q besides {2 * kv_heads} of k and v of {head_dim} each",
+    )
+    tile = tile_for(NAME, x, weight)
+    if tile is None:
+        normed, total = add_rms_norm(x, residual, gamma, eps, unit_offset)
+        y = functional.linear(normed, weight, bias)
+        heads = y.view(num_tokens, -1, head_dim).transpose(0, 1)
+        q, k, v = heads.split([num_heads, kv_heads, kv_heads])
+        places = (k_cache, v_cache, q_start, slot, block_table)
+        return rope_write(q, k, v, cos, sin, *places), total
+    out, total = x.new_empty(num_tokens, num_heads, head_dim), x.new_empty(x.shape)
+    _check_places(x, cos, sin, k_cache, v_cache, q_start, slot, block_table)
+    if x.numel():
+        operands = (x, residual, gamma, eps, unit_offset, weight, bias)
+        places = (k_cache, v_cache, q_start, slot, block_table)
+        _launch(*operands, cos, sin, *places, out, total, tile)
+    return out.transpose(0, 1), total
+
+
+def _check_places(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> None:
+    num_tokens, (kv_heads, head_dim) = slot.shape[0], k_cache.shape[2:]
+    # k and v in the shape that they are written in
+    like = x.new_empty(kv_heads, num_tokens, head_dim)
+    check_cache(NAME, like, like, k_cache, v_cache, q_start, slot, block_table)
+    for name, table in (("cos", cos), ("sin", sin)):
+        is_table = table.shape == (num_tokens, head_dim) and table.stride(-1) == 1
+        check(
+            is_table and table.dtype in FLOATS and head_dim % 2 == 0,
+            NAME,
+            f"{name} {table.dtype} {list(table.shape)}",
+            f"[{num_tokens}, {head_dim}], columns side by side",
+        )
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    total: Tensor,
+    tile: Tile,
+) -> None:
+    x, residual = in_rows(x), in_rows(residual)
+    num_blocks, block_size, kv_heads, head_dim = k_cache.shape
+    num_seqs, num_pages = block_table.shape
+    num_heads = out.shape[1]
+    per_head = triton.cdiv(head_dim // 2, tile.block_n)
+    launcher(_add_norm_rope_write_kernel)[((num_heads + 2 * kv_heads) * per_head,)](
+        *(x, residual, gamma, weight, bias, cos, sin, k_cache, v_cache),
+        *(q_start, slot, block_table, out, total),
+        *(x.shape[0], num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size),
+        *(block_table.stride(0), head_dim, x.shape[1], float(eps), float(unit_offset)),
+        *(cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3]),
+        BM=MAX_ROWS,
+        BN=tile.block_n,
+        BK=tile.block_k,
+        BT=BLOCK_TOTAL,
+        COPIES=tile.copies(gamma.dtype),
+        BB=_SEARCH,
+        PRECISION=precision(x.dtype),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """Every tile, with and without a bias; the same for all capabilities."""
+    for dtype in FLOATS:
+        pointer = f"*{TYPE_NAMES[dtype]}"
+        for tile in TILES[dtype]:
+            for has_bias in (False, True):
+                given = ("x", "residual", "gamma", "weight", "cos", "sin", "k_cache", "v_cache")
+                given += ("out", "total", *(("bias",) if has_bias else ()))
+                places = ("q_start", "slot", "block_table")
+                yield Shipped(
+                    name=f"{pointer[1:]}-n{tile.block_n}{'-bias' if has_bias else ''}",
+                    kernel=_add_norm_rope_write_kernel,
+                    signature=dict.fromkeys(given, pointer)
+                    | dict.fromkeys(places, "*i32")
+                    | dict.fromkeys((*_COUNTS, "D", "K", *_STRIDES), "i32")
+                    | {"eps": "fp32", "offset": "fp32"},
+                    constexprs=({} if has_bias else {"bias": None})
+                    | {"BM": MAX_ROWS, "BN": tile.block_n, "BK": tile.block_k, "BT": BLOCK_TOTAL}
+                    | {"COPIES": tile.copies(dtype)}
+                    | {"BB": _SEARCH, "PRECISION": precision(dtype)},
+                    num_warps=tile.num_warps,
+                    num_stages=tile.num_stages,
+                    divisible=(*given, *places, "D", "K", *_STRIDES),
+                )
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _add_norm_rope_write_kernel(
+    x,
+    residual,
+    gamma,
+    weight,
+    bias,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    q_start,
+    slot,
+    block_table,
+    out,
+    total,
+    num_rows,
+    num_seqs,
+    num_heads,
+    num_kv_heads,
+    num_blocks,
+    num_pages,
+    block_size,
+    stride_table,
+    D,
+    K,
+    eps,
+    offset,
+    stride_cos,
+    stride_sin,
+    stride_kcb,
+    stride_kcs,
+    stride_kch,
+    stride_vcb,
+    stride_vcs,
+    stride_vch,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BT: tl.constexpr,
+    COPIES: tl.constexpr,
+    BB: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    i_n = tl.program_id(0)
+    half = D // 2
+    per_head = (half + BN - 1) // BN
+    i_h = i_n // per_head
+    o_d = (i_n % per_head) * BN + tl.arange(0, BN)  # [BN]
+    m_d = (o_d < half)[None, :]
+    o_a = i_h * D + tl.minimum(o_d, half - 1)
+    b_a, b_b = normed_pair(
+        *(x, residual, gamma, weight, o_a, o_a + half),
+        *(num_rows, K, eps, offset, BM, BN, BK, COPIES, PRECISION),
+    )
+    if bias is not None:
+        b_a += tl.load(bias + o_a).to(tl.float32)[None, :]
+        b_b += tl.load(bias + o_a + half).to(tl.float32)[None, :]
+    o_m = tl.arange(0, BM)
+    m_m = o_m < num_rows
+    m_out = m_m[:, None] & m_d
+    o_m2 = o_m[:, None].to(tl.int64)
+    if i_h < num_heads + num_kv_heads:
+        p_cos = cos + o_m2 * stride_cos + o_d[None, :]  # [BM, BN]
+        p_sin = sin + o_m2 * stride_sin + o_d[None, :]
+        b_cos = tl.load(p_cos, mask=m_out, other=0.0).to(tl.float32)
+        b_sin = tl.load(p_sin, mask=m_out, other=0.0).to(tl.float32)
+        b_cos2 = tl.load(p_cos + half, mask=m_out, other=0.0).to(tl.float32)
+        b_sin2 = tl.load(p_sin + half, mask=m_out, other=0.0).to(tl.float32)
+        b_turned = b_a * b_cos - b_b * b_sin
+        b_b = b_b * b_cos2 + b_a * b_sin2
+        b_a = b_turned
+    # rounded to the dtype of the activations first, whatever the cache has
+    b_a = b_a.to(x.dtype.element_ty)
+    b_b = b_b.to(x.dtype.element_ty)
+    if i_h < num_heads:
+        p_out = out + (o_m2 * num_heads + i_h) * D + o_d[None, :]
+        tl.store(p_out, b_a, mask=m_out)
+        tl.store(p_out + half, b_b, mask=m_out)
+    else:
+        b_block, b_row, m_live = cache_rows(
+            *(q_start, slot, block_table, o_m, m_m, num_seqs, num_blocks, num_pages),
+            *(block_size, stride_table, BB),
+        )
+        m_kv = m_live[:, None] & m_d
+        if i_h < num_heads + num_kv_heads:
+            i_kv = (i_h - num_heads).to(tl.int64)
+            p_row = k_cache + b_block * stride_kcb + b_row * stride_kcs + i_kv * stride_kch
+            p_kc = p_row[:, None] + o_d[None, :]
+            tl.store(p_kc, b_a.to(k_cache.dtype.element_ty), mask=m_kv)
+            tl.store(p_kc + half, b_b.to(k_cache.dtype.element_ty), mask=m_kv)
+        else:
+            i_kv = (i_h - num_heads - num_kv_heads).to(tl.int64)
+            p_row = v_cache + b_block * stride_vcb + b_row * stride_vcs + i_kv * stride_vch
+            p_vc = p_row[:, None] + o_d[None, :]
+            tl.store(p_vc, b_a.to(v_cache.dtype.element_ty), mask=m_kv)
+            tl.store(p_vc + half, b_b.to(v_cache.dtype.element_ty), mask=m_kv)
+    store_sum(x, residual, total, num_rows, K, i_n, tl.num_programs(0), BM, BT)

@@ -1,0 +1,227 @@
+"""Products of few rows with what stands around them: common parts of the `add_norm_*` operators.
+
+Up to MAX_ROWS rows a product takes as long as reading its weights, and every launch next to it
+takes as long again as some megabytes of them. So one kernel adds the residual, normalizes,
+multiplies, and does what follows. A program owns two blocks of rows of the weight (gate and up, or
+both halves of a head), which it reads once, and reads all of the few rows of x. On that way it
+sums their squares: the scale of the norm is common to a row, so it multiplies the result, while
+gamma multiplies x before the product.
+
+Whether that beats the library's product beside its own kernels is measured, not assumed: an
+operator launches the kernel only where `choices` names a tile for its shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specc.kernels.cuda.strided_rows import FLOATS, check
+
+MAX_ROWS = 16
+# columns of the sum that a program stores at a time
+BLOCK_TOTAL = 64
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch parameters.
+
+    Args:
+        block_n: rows of each of a program's two blocks of the weight.
+        block_k: columns of a step.
+        num_warps: of a program.
+        num_stages: steps in flight.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def copies(self, dtype: torch.dtype) -> int:
+        """Copies of a step's gamma that a load has: 4 bytes a thread, fewer are not prefetched."""
+        return max(1, 4 * 32 * self.num_warps // (self.block_k * dtype.itemsize))
+
+
+# tiles to choose from, the smaller first
+TILES = {
+    torch.bfloat16: (Tile(16, 128, 4, 5), Tile(32, 128, 4, 4)),
+    # operands as float32 take twice the registers: with 32 rows ptxas spills on sm_120
+    torch.float16: (Tile(16, 128, 4, 5),),
+    torch.float32: (Tile(16, 32, 4, 3),),
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a choice is made for.
+
+    Args:
+        operator: name.
+        dtype: of activations and weight.
+        shape: of the weight [N, K].
+        rows: of x, rounded up to a power of two.
+    """
+
+    operator: str
+    dtype: torch.dtype
+    shape: tuple[int, int]
+    rows: int
+
+    @classmethod
+    def of(cls, operator: str, x: Tensor, weight: Tensor) -> Product:
+        num_rows = x.shape[:-1].numel()
+        n, k = weight.shape
+        return cls(operator, x.dtype, (n, k), triton.next_power_of_2(max(1, num_rows)))
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """What its kernel may be launched with; none beyond MAX_ROWS."""
+        return TILES[self.dtype] if self.rows <= MAX_ROWS else ()
+
+
+# what was measured in this process, or read from what was measured before: tile, None for the
+# library; what is not here is the library's
+choices: dict[Product, Tile | None] = {}
+_forced: ContextVar[tuple[int | None] | None] = ContextVar("specc_forced_tile", default=None)
+
+
+def tile_for(operator: str, x: Tensor, weight: Tensor) -> Tile | None:
+    """The tile to launch a kernel with; None is the library's product and separate kernels."""
+    product = Product.of(operator, x, weight)
+    forced = _forced.get()
+    if forced is None:
+        return choices.get(product)
+    (number,) = forced
+    return None if number is None or number >= len(product.tiles) else product.tiles[number]
+
+
+@contextlib.contextmanager
+def forced(number: int | None) -> Iterator[None]:
+    """Let operators of this thread take the tile of this number, or the library's for None.
+
+    Operators that have no tile of this number, as those of many rows, take the library's.
+    """
+    token = _forced.set((number,))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def check_product(
+    operator: str, x: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, bias: Tensor | None
+) -> None:
+    """Raises ValueError: what the kernels would misread."""
+    size = x.shape[-1] if x.dim() else 0
+    needed = f"that of x, {x.dtype} {list(x.shape)}"
+    check(
+        x.dtype in FLOATS and size > 0, operator, f"x {x.dtype} {list(x.shape)}", "rows of floats"
+    )
+    check(
+        residual.shape == x.shape and residual.dtype == x.dtype,
+        operator,
+        f"residual {residual.dtype} {list(residual.shape)}",
+        needed,
+    )
+    check(
+        gamma.shape == (size,) and gamma.dtype in FLOATS and gamma.is_contiguous(),
+        operator,
+        f"gamma {gamma.dtype} {list(gamma.shape)}",
+        f"a contiguous [{size}]",
+    )
+    is_matrix = weight.dim() == 2 and weight.shape[1] == size and weight.is_contiguous()
+    check(
+        is_matrix and weight.dtype == x.dtype,
+        operator,
+        f"weight {weight.dtype} {list(weight.shape)}, strides {weight.stride()}",
+        f"a contiguous [N, {size}] of {x.dtype}",
+    )
+    if bias is not None:
+        check(
+            bias.shape == weight.shape[:1] and bias.dtype == x.dtype and bias.is_contiguous(),
+            operator,
+            f"bias {bias.dtype} {list(bias.shape)}",
+            f"a contiguous {list(weight.shape[:1])} of {x.dtype}",
+        )
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """[..., K] as [rows, K], columns side by side."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How operands are multiplied.
+
+    x times gamma leaves float16's range where the norm's scale would bring it back: TF32 has the
+    range of float32 and float16's mantissa.
+    """
+    return "ieee" if dtype == torch.float32 else "tf32" if dtype == torch.float16 else "half"
+
+
+@triton.jit
+def normed_pair(
+    x, residual, gamma, weight, o_a, o_b, num_rows, K, eps, offset,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COPIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """norm(x + residual) times rows o_a and o_b of the weight: two [BM, BN] in float32.
+
+    o_a and o_b [BN] are inside the weight.
+    """
+    o_m = tl.arange(0, BM)
+    o_k = tl.arange(0, BK)
+    m_m = (o_m < num_rows)[:, None]
+    p_x = x + o_m[:, None] * K + o_k[None, :]
+    p_residual = residual + o_m[:, None] * K + o_k[None, :]
+    p_a = weight + o_a.to(tl.int64)[:, None] * K + o_k[None, :]
+    p_b = weight + o_b.to(tl.int64)[:, None] * K + o_k[None, :]
+    p_gamma = gamma + tl.zeros([COPIES, 1], tl.int32) + o_k[None, :]  # [COPIES, BK]
+    b_a = tl.zeros([BM, BN], tl.float32)
+    b_b = tl.zeros([BM, BN], tl.float32)
+    b_squares = tl.zeros([BM], tl.float32)
+    for k in range(0, K, BK):
+        m_k = o_k[None, :] < K - k  # [1, BK]
+        b_x = tl.load(p_x + k, mask=m_m & m_k, other=0.0).to(tl.float32)
+        b_x += tl.load(p_residual + k, mask=m_m & m_k, other=0.0).to(tl.float32)
+        # the next layers read the rounded sum: normalize what they see
+        b_x = b_x.to(x.dtype.element_ty).to(tl.float32)  # [BM, BK]
+        b_squares += tl.sum(b_x * b_x, 1)
+        b_gamma = tl.max(tl.load(p_gamma + k, mask=m_k, other=0.0).to(tl.float32), 0) + offset
+        b_x = b_x * b_gamma[None, :]
+        b_wa = tl.load(p_a + k, mask=m_k, other=0.0)  # [BN, BK]
+        b_wb = tl.load(p_b + k, mask=m_k, other=0.0)
+        if PRECISION == "half":
+            b_y = b_x.to(weight.dtype.element_ty)
+            b_a = tl.dot(b_y, tl.trans(b_wa), b_a)
+            b_b = tl.dot(b_y, tl.trans(b_wb), b_b)
+        else:
+            b_wa = tl.trans(b_wa.to(tl.float32))
+            b_wb = tl.trans(b_wb.to(tl.float32))
+            b_a = tl.dot(b_x, b_wa, b_a, input_precision=PRECISION)
+            b_b = tl.dot(b_x, b_wb, b_b, input_precision=PRECISION)
+    b_scale = tl.rsqrt(b_squares / K + eps)[:, None]
+    return b_a * b_scale, b_b * b_scale
+
+
+@triton.jit
+def store_sum(
+    x, residual, total, num_rows, K, i_n, num_programs, BM: tl.constexpr, BT: tl.constexpr
+):
+    """Columns of x + residual, each of one program."""
+    o_m = tl.arange(0, BM)[:, None]
+    for i in range(i_n * BT, K, num_programs * BT):
+        o_k = i + tl.arange(0, BT)[None, :]
+        m_k = (o_m < num_rows) & (o_k < K)
+        b_x = tl.load(x + o_m * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_x += tl.load(residual + o_m * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        tl.store(total + o_m * K + o_k, b_x.to(total.dtype.element_ty), mask=m_k)

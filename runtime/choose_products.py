@@ -1,0 +1,225 @@
+"""Which product runs for which shape: measured while an engine loads, before anything is captured.
+
+The operators `add_norm_*` have kernels for few rows beside the library's product. Nobody knows
+which is faster on a GPU before it has run both, so each shape is timed with each number of rows,
+over the weights of all layers in turn, as a step reads them: a kernel takes the library's place
+only where it was faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from specc.runtime.graph_device import GraphDevice
+
+OPERATORS = ("add_norm_linear", "add_norm_gate_up", "add_norm_rope_write")
+# rows that are measured; others are rounded up to one of them
+ROWS = (1, 2, 4, 8, 16)
+# a kernel that saves less than this share may be as fast as the library's: it is not chosen
+_LEAST_GAIN = 0.01
+_REPEATS, _REPLAYS = 3, 5
+
+
+class ProductWarning(UserWarning):
+    """A kernel that does not run here; the library's product takes its place."""
+
+
+class Program(Protocol):
+    """What is read of a model's program on a device: its graph, and the values of its inputs."""
+
+    @property
+    def graph(self) -> fx.Graph: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator in a model's graph, with the tensors that do not change.
+
+    Args:
+        operator: its name.
+        eps: of the norm.
+        unit_offset: of the norm.
+        gamma: of the norm.
+        weight: [N, K].
+        last: bias or activation, whatever follows the weight.
+        caches: k and v cache of `add_norm_rope_write`.
+    """
+
+    operator: str
+    eps: float
+    unit_offset: bool
+    gamma: Tensor
+    weight: Tensor
+    last: Any
+    caches: tuple[Tensor, ...]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for calls that run the same code."""
+        last = type(self.last).__name__ if isinstance(self.last, Tensor) else self.last
+        shapes = tuple(cache.shape[2:] for cache in self.caches)
+        return self.operator, self.weight.dtype, tuple(self.weight.shape), last, shapes
+
+    def bind(self, rows: int) -> Callable[[], object]:
+        """The call for this many rows, which writes no row of a cache."""
+        device, dtype, size = self.weight.device, self.weight.dtype, self.weight.shape[1]
+        operator = getattr(torch.ops.specc, self.operator)
+        x = torch.ones(1, rows, size, dtype=dtype, device=device)
+        args = [x, x, self.gamma, self.eps, self.unit_offset, self.weight, self.last]
+        if self.caches:
+            table = torch.zeros(rows, self.caches[0].shape[3], dtype=dtype, device=device)
+            args += [table, table, *self.caches]
+            args += [
+                torch.tensor([0, rows], dtype=torch.int32, device=device),
+                torch.full((rows,), -1, dtype=torch.int32, device=device),
+                torch.zeros(1, 1, dtype=torch.int32, device=device),
+            ]
+        return lambda: operator(*args)
+
+
+def calls_of(program: Program) -> Iterator[Call]:
+    """Calls of the operators in a model's graph, in order."""
+    tensors = program.tensors
+
+    def value(argument: Any) -> Any:
+        return tensors[argument.target] if isinstance(argument, fx.Node) else argument
+
+    for node in program.graph.nodes:
+        packet = getattr(node.target, "overloadpacket", None)
+        name = getattr(packet, "__name__", "")
+        if getattr(node.target, "namespace", "") != "specc" or name not in OPERATORS:
+            continue
+        _, _, gamma, eps, unit_offset, weight, last = node.args[:7]
+        caches = node.args[9:11] if name == "add_norm_rope_write" else ()
+        yield Call(
+            name,
+            float(eps),
+            bool(unit_offset),
+            value(gamma),
+            value(weight),
+            value(last),
+            tuple(value(cache) for cache in caches),
+        )
+
+
+# seconds of some work, which may be captured
+Timer = Callable[[Callable[[], object]], float]
+
+
+def graph_timer(graphs: GraphDevice) -> Timer:
+    """Times replays by the host's clock, several at a time: launches cost nothing then."""
+
+    def seconds(run: Callable[[], object]) -> float:
+        run()
+        graph = graphs.capture(run)
+        graph.replay()
+        found = []
+        for _ in range(_REPEATS):
+            graphs.record_event().synchronize()
+            begin = time.perf_counter()
+            for _ in range(_REPLAYS):
+                graph.replay()
+            graphs.record_event().synchronize()
+            found.append((time.perf_counter() - begin) / _REPLAYS)
+        return statistics.median(found)
+
+    return seconds
+
+
+def choose_products(
+    programs: Iterable[Program],
+    graphs: GraphDevice,
+    timer: Timer | None = None,
+    rows: Iterable[int] = ROWS,
+) -> list[dict[str, Any]]:
+    """Measure every shape of these programs that was not measured before, and choose.
+
+    Args:
+        programs: of the models, on the device.
+        graphs: the device.
+        timer: what measures; None replays graphs.
+        rows: numbers of rows to measure.
+    Returns:
+        what was found, ready for JSON: `operator`, `shape` [N, K], `dtype`, `rows`, `ms` of all
+        layers' calls by candidate (`library`, and the number of each tile), and `chosen`.
+    """
+    # Triton is optional where an engine runs on any other backend
+    from specc.kernels.cuda import few_rows
+
+    timer = timer or graph_timer(graphs)
+    groups: dict[tuple[Any, ...], list[Call]] = {}
+    for program in programs:
+        for call in calls_of(program):
+            groups.setdefault(call.kind, []).append(call)
+    report = []
+    with graphs.active(), torch.inference_mode():
+        for calls in groups.values():
+            for count in rows:
+                first = calls[0]
+                x = first.weight.new_empty(1, count, first.weight.shape[1])
+                product = few_rows.Product.of(first.operator, x, first.weight)
+                if product in few_rows.choices:
+                    continue
+                bound = [call.bind(count) for call in calls]
+                found = _measure(bound, len(product.tiles), timer)
+                best = _best(found)
+                few_rows.choices[product] = None if best is None else product.tiles[best]
+                report.append(
+                    {
+                        "operator": product.operator,
+                        "shape": list(product.shape),
+                        "dtype": str(product.dtype).removeprefix("torch."),
+                        "rows": product.rows,
+                        "ms": {_name(number): 1e3 * s for number, s in found.items()},
+                        "chosen": _name(best),
+                    }
+                )
+    return report
+
+
+def _measure(
+    bound: list[Callable[[], object]], num_tiles: int, timer: Timer
+) -> dict[int | None, float]:
+    """Seconds of all calls by number of a tile; None is the library's product."""
+    from specc.kernels.cuda import few_rows
+
+    def run() -> None:
+        for call in bound:
+            call()
+
+    found: dict[int | None, float] = {}
+    for number in (None, *range(num_tiles)):
+        with few_rows.forced(number):
+            try:
+                found[number] = timer(run)
+            except Exception as error:
+                if number is None:
+                    raise
+                # whatever ails it: the step runs without this kernel
+                warnings.warn(
+                    f"a kernel for few rows does not run on this device and is not used: {error}",
+                    ProductWarning,
+                    stacklevel=4,
+                )
+    return found
+
+
+def _best(found: Mapping[int | None, float]) -> int | None:
+    """The fastest, where it is clearly faster than the library's product."""
+    best = min(found, key=lambda number: found[number])
+    return best if found[best] < (1 - _LEAST_GAIN) * found[None] else None
+
+
+def _name(number: int | None) -> str:
+    return "library" if number is None else f"tile-{number}"

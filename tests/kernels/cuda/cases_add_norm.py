@@ -1,0 +1,203 @@
+"""Cases of the `add_norm_*` kernels and how one is checked, without pytest.
+
+Sizes are no multiples of tiles; all tiles of a dtype are checked, and so is the path without one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.kernels.cuda import few_rows
+from specc.kernels.cuda.add_norm_gate_up import add_norm_gate_up
+from specc.kernels.cuda.add_norm_linear import add_norm_linear
+from specc.kernels.cuda.add_norm_rope_write import add_norm_rope_write
+from specc.kernels.reference_fused import ACTIVATIONS
+from specc.kernels.reference_products import (
+    add_norm_gate_up_reference,
+    add_norm_linear_reference,
+    add_norm_rope_write_reference,
+)
+from tests.kernels.cuda.cases_write_kv import Case, break_rows, split_slabs
+from tests.kernels.cuda.cases_write_kv import make_rows as make_cache_rows
+
+EPS = 1e-3
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = (BF16, F16, F32)
+# x times gamma is rounded to the operands' type, and the result to its own; both relative to the
+# largest result of a row
+TOLERANCE = {F32: 1e-5, F16: 2e-3, BF16: 1.2e-2}
+# (rows as dimensions, K, N or I): odd, less than a tile, several tiles, one program, all 16 rows
+SHAPES = (
+    ((1, 1), 64, 48),
+    ((1, 5), 200, 70),
+    ((16,), 130, 33),
+    ((1, 3), 33, 16),
+    ((2, 4), 264, 7),
+    ((1, 11), 96, 130),
+)
+# number of a tile, by dtype; None is the library's product
+TILES = tuple(
+    (dtype, number) for dtype in DTYPES for number in (*range(len(few_rows.TILES[dtype])), None)
+)
+LINEAR = tuple(
+    (*SHAPES[i % len(SHAPES)], dtype, number, bool(i % 2), bool(i // 2 % 2))
+    for i, (dtype, number, _) in enumerate((*tile, j) for tile in TILES for j in range(3))
+)
+GATED = tuple(
+    (*SHAPES[i % len(SHAPES)], dtype, number, activation)
+    for i, ((dtype, number), activation) in enumerate(itertools.product(TILES, ACTIVATIONS))
+)
+ROTATED = {
+    "decode": Case(((1, 30), (1, 0), (1, 47))),
+    "one-token": Case(((1, 5),), (2, 1), (128, 128)),
+    "tree": Case(((7, 30), (0, 3), (9, 15)), (2, 1), (80, 80), angle_dtype=F32),
+    "odd-half": Case(((2, 9),), (4, 2), (36, 36)),
+    "odd-pages": Case(((9, 4), (3, 6)), (2, 2), (64, 64), block_size=3),
+    "dense": Case(((4, 77), (2, 10)), (4, 4), (64, 64), block_size=0),
+    "dead-tokens": Case(((5, 30), (2, 4), (3, 9)), dead=(1, 5, 6, 9), tail=3),
+    "many-sequences": Case(((0, 0),) * 40 + ((2, 9), (0, 3), (1, 0)), (2, 1), (16, 16)),
+    "wider-cache": Case(((3, 8),), cache_dtype=F32, angle_dtype=F32),
+}
+
+
+def make_operands(
+    rows: tuple[int, ...],
+    size: int,
+    num_out: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_bias: bool = False,
+) -> dict[str, Any]:
+    """x, residual, gamma, weight and bias; rows differ in scale, so that a wrong one shows."""
+    torch.manual_seed(size * 31 + num_out)
+    scales = torch.logspace(-1, 1, torch.Size(rows).numel()).view(*rows, 1)
+    x, residual = torch.randn(*rows, size) * scales, torch.randn(*rows, size) * scales
+    operands: dict[str, Any] = {
+        "x": x.to(dtype).to(device),
+        "residual": residual.to(dtype).to(device),
+        "gamma": (torch.randn(size) + 1.5).to(dtype).to(device),
+        "eps": EPS,
+        "unit_offset": False,
+        "weight": torch.randn(num_out, size).to(dtype).to(device),
+    }
+    if has_bias:
+        operands["bias"] = (3 * torch.randn(num_out)).to(dtype).to(device)
+    return operands
+
+
+def check_linear(
+    rows: tuple[int, ...],
+    size: int,
+    num_out: int,
+    dtype: torch.dtype,
+    number: int | None,
+    has_bias: bool,
+    unit_offset: bool,
+    device: torch.device,
+) -> None:
+    operands = make_operands(rows, size, num_out, dtype, device, has_bias)
+    operands |= {"unit_offset": unit_offset, "bias": operands.get("bias")}
+    _check(add_norm_linear, add_norm_linear_reference, operands, number)
+
+
+def check_gate_up(
+    rows: tuple[int, ...],
+    size: int,
+    num_out: int,
+    dtype: torch.dtype,
+    number: int | None,
+    activation: str,
+    device: torch.device,
+) -> None:
+    operands = make_operands(rows, size, 2 * num_out, dtype, device)
+    _check(
+        add_norm_gate_up,
+        add_norm_gate_up_reference,
+        operands | {"activation": activation},
+        number,
+    )
+
+
+def make_rotation(
+    case: Case, dtype: torch.dtype, has_bias: bool, device: torch.device
+) -> dict[str, Any]:
+    """Arguments of `add_norm_rope_write`, and the slabs."""
+    args = make_cache_rows(case, device)
+    del args["k"], args["v"]
+    for name in ("k", "v"):
+        slab = args[f"{name}_slab"].to(case.cache_dtype or dtype)
+        args |= {f"{name}_slab": slab, f"{name}_cache": slab[1, 0 if name == "k" else 1]}
+    num_tokens, head_dim = args["slot"].shape[0], case.sizes[0]
+    num_out = (case.heads[0] + 2 * case.heads[1]) * head_dim
+    operands = make_operands((1, num_tokens), 72, num_out, dtype, device, has_bias)
+    # columns of its own for each half, and rows of a wider table
+    wide = torch.randn(2, num_tokens, head_dim + 8, device=device).clamp(-2, 2)
+    cos, sin = wide.to(case.angle_dtype or dtype)[..., :head_dim]
+    return {"bias": None} | operands | {"cos": cos, "sin": sin} | args
+
+
+def check_rotated(
+    case: Case, dtype: torch.dtype, number: int | None, has_bias: bool, device: torch.device
+) -> None:
+    """Compare queries, the sum, and all of the slabs with the oracle's."""
+    args, slabs = split_slabs(make_rotation(case, dtype, has_bias, device))
+    expected, expected_slabs = split_slabs(make_rotation(case, dtype, has_bias, device))
+    _check(add_norm_rope_write, add_norm_rope_write_reference, args, number, expected)
+    for slab, other in zip(slabs, expected_slabs, strict=True):
+        is_written = other != slab.new_tensor(12288.0)
+        assert torch.equal(slab[~is_written], other[~is_written])
+        assert_close(slab, other, dtype)
+
+
+def check_bad_places(number: int, device: torch.device) -> None:
+    """Rows without a place are not written; queries are computed all the same."""
+    case = Case(((2, 30), (3, 20), (2, 12)))
+    args, slabs = split_slabs(break_rows(make_rotation(case, F32, False, device)))
+    expected, expected_slabs = split_slabs(make_rotation(case, F32, False, device))
+    expected["slot"][:2] = -1
+    expected["slot"][5:] = -1
+    _check(add_norm_rope_write, add_norm_rope_write_reference, args, number, expected)
+    for slab, other in zip(slabs, expected_slabs, strict=True):
+        assert_close(slab, other, F32)
+
+
+def check_large_values(device: torch.device) -> None:
+    """Products of x and gamma leave float16's range; the norm does not."""
+    operands = make_operands((1, 3), 64, 16, F16, device) | {"bias": None}
+    operands["x"] = (torch.randn(1, 3, 64) * 8000).to(F16).to(device)
+    operands["gamma"] = torch.full((64,), 40.0).to(F16).to(device)
+    operands["weight"] = operands["weight"] / 64
+    want, _ = add_norm_linear_reference(**operands)
+    assert torch.isfinite(want).all()
+    for number in range(len(few_rows.TILES[F16])):
+        _check(add_norm_linear, add_norm_linear_reference, operands, number)
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    largest = want.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-3)
+    error = ((got.float() - want.float()).abs() / largest).max()
+    assert error <= TOLERANCE[dtype], f"{error} of the largest in a row"
+
+
+def _check(
+    operator: Callable[..., tuple[Tensor, Tensor]],
+    reference: Callable[..., tuple[Tensor, Tensor]],
+    operands: dict[str, Any],
+    number: int | None,
+    expected: dict[str, Any] | None = None,
+) -> None:
+    want, want_total = reference(**(expected or operands))
+    with few_rows.forced(number):
+        got, total = operator(**operands)
+    dtype = operands["x"].dtype
+    assert (got.dtype, got.shape) == (dtype, want.shape)
+    is_heads = operator is add_norm_rope_write
+    assert (got.transpose(0, 1) if is_heads else got).is_contiguous()
+    # the stream is exact: every later layer reads it
+    assert torch.equal(total, want_total)
+    assert_close(got, want, dtype)

@@ -1,0 +1,65 @@
+"""Calls of the products with norm and epilogue, on tensors without data; see `launches`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.kernels.cuda import add_norm_gate_up, add_norm_linear, add_norm_rope_write, few_rows
+from specc.kernels.reference_fused import ACTIVATIONS
+
+I32 = torch.int32
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_HIDDEN, _TOKENS = 4096, 5
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _operands(num_out: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    x = _meta(1, _TOKENS, _HIDDEN, dtype=dtype)
+    weight = _meta(num_out, _HIDDEN, dtype=dtype)
+    return x, x, _meta(_HIDDEN, dtype=dtype), 1e-6, False, weight
+
+
+def _tiles() -> Iterator[torch.dtype]:
+    """Every dtype, once for each of its tiles, which operators take meanwhile."""
+    for dtype in FLOATS:
+        for number in range(len(few_rows.TILES[dtype])):
+            with few_rows.forced(number):
+                yield dtype
+
+
+def _linear_calls() -> Iterator[Any]:
+    for dtype in _tiles():
+        for bias in (None, _meta(6144, dtype=dtype)):
+            yield add_norm_linear.add_norm_linear(*_operands(6144, dtype), bias)
+
+
+def _gate_up_calls() -> Iterator[Any]:
+    for dtype in _tiles():
+        for activation in ACTIVATIONS:
+            yield add_norm_gate_up.add_norm_gate_up(*_operands(28672, dtype), activation)
+
+
+def _rope_write_calls() -> Iterator[Any]:
+    for dtype in _tiles():
+        table = _meta(_TOKENS, 128, dtype=dtype)
+        cache = _meta(300, 16, 8, 128, dtype=dtype)
+        places = (_meta(2, dtype=I32), _meta(_TOKENS, dtype=I32), _meta(1, 256, dtype=I32))
+        for bias in (None, _meta(6144, dtype=dtype)):
+            operands = _operands(6144, dtype)
+            yield add_norm_rope_write.add_norm_rope_write(
+                *operands, bias, table, table, cache, cache, *places
+            )
+
+
+CALLS: dict[str, Callable[[], Iterator[Any]]] = {
+    "add_norm_gate_up": _gate_up_calls,
+    "add_norm_linear": _linear_calls,
+    "add_norm_rope_write": _rope_write_calls,
+}

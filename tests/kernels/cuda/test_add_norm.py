@@ -1,0 +1,151 @@
+"""Products with norm and residual before, and gate or rotation behind, equal their oracles."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from specc.kernels.cuda import few_rows
+from specc.kernels.cuda.add_norm_gate_up import add_norm_gate_up
+from specc.kernels.cuda.add_norm_linear import add_norm_linear
+from specc.kernels.cuda.few_rows import Product, forced, tile_for
+from tests.kernels.cuda.cases_add_norm import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    GATED,
+    LINEAR,
+    ROTATED,
+    TILES,
+    check_bad_places,
+    check_gate_up,
+    check_large_values,
+    check_linear,
+    check_rotated,
+    make_operands,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
+
+
+def _id(value: object) -> str:
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return str(value).removeprefix("torch.")
+
+
+def ids(cases: tuple[tuple, ...]) -> list[str]:
+    return ["-".join(map(_id, case)) for case in cases]
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=ids(LINEAR))
+def test_add_norm_linear(case, device):
+    check_linear(*case, device)
+
+
+@pytest.mark.parametrize("case", GATED, ids=ids(GATED))
+def test_add_norm_gate_up(case, device):
+    check_gate_up(*case, device)
+
+
+PAIRS = tuple(itertools.product(ROTATED, TILES))
+
+
+def _check_pair(name, tile, device):
+    place = list(ROTATED).index(name) + TILES.index(tile)
+    check_rotated(ROTATED[name], *tile, bool(place % 2), device)
+
+
+# every tile and every case; the slow tier has all pairs of them
+@pytest.mark.parametrize(("name", "tile"), PAIRS[::5], ids=[f"{n}-{t}" for n, t in PAIRS[::5]])
+def test_add_norm_rope_write(name, tile, device):
+    _check_pair(name, tile, device)
+
+
+def test_the_quick_tier_has_every_tile_and_case():
+    assert {name for name, _ in PAIRS[::5]} == set(ROTATED)
+    assert {tile for _, tile in PAIRS[::5]} == set(TILES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tile"), PAIRS, ids=[f"{n}-{t}" for n, t in PAIRS])
+def test_add_norm_rope_write_with_every_tile(name, tile, device):
+    _check_pair(name, tile, device)
+
+
+@pytest.mark.parametrize("number", range(len(few_rows.TILES[F32])))
+def test_bad_places(number, device):
+    check_bad_places(number, device)
+
+
+def test_values_beyond_float16(device):
+    check_large_values(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=ids(tuple((d,) for d in DTYPES)))
+def test_no_rows(dtype, device):
+    operands = make_operands((0,), 8, 6, dtype, device)
+    with forced(0):
+        out, total = add_norm_linear(**operands, bias=None)
+        gated, _ = add_norm_gate_up(**operands, activation="silu")
+    assert (out.shape, total.shape, gated.shape) == ((0, 6), (0, 8), (0, 3))
+
+
+def test_the_library_has_what_nobody_measured(device):
+    operands = make_operands((1, 4), 16, 8, BF16, device)
+    x, weight = operands["x"], operands["weight"]
+    assert tile_for("add_norm_linear", x, weight) is None
+    product = Product.of("add_norm_linear", x, weight)
+    few_rows.choices[product] = product.tiles[1]
+    try:
+        assert tile_for("add_norm_linear", x, weight) == few_rows.TILES[BF16][1]
+        # rows of one bucket share a choice; other rows, shapes and operators do not
+        assert tile_for("add_norm_linear", x[:, :3], weight) == few_rows.TILES[BF16][1]
+        assert tile_for("add_norm_linear", x[:, :2], weight) is None
+        assert tile_for("add_norm_gate_up", x, weight) is None
+        assert tile_for("add_norm_linear", x, weight[:4]) is None
+        with forced(None):
+            assert tile_for("add_norm_linear", x, weight) is None
+    finally:
+        del few_rows.choices[product]
+
+
+def test_many_rows_are_the_librarys(device):
+    operands = make_operands((17,), 16, 8, F16, device)
+    with forced(0):
+        assert tile_for("add_norm_linear", operands["x"], operands["weight"]) is None
+        assert tile_for("add_norm_linear", operands["x"][:16], operands["weight"]) is not None
+        check_linear((17,), 16, 8, F16, 0, True, False, device)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"residual": torch.zeros(1, 3, 16)}, "found residual"),
+        ({"gamma": torch.zeros(15)}, "found gamma"),
+        ({"weight": torch.zeros(8, 15)}, "found weight"),
+        ({"weight": torch.zeros(16, 8).T}, "found weight"),
+        ({"bias": torch.zeros(7)}, "found bias"),
+        ({"x": torch.zeros(1, 4, 16, dtype=torch.float64)}, "found x"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_refused(change, found, device):
+    operands = make_operands((1, 4), 16, 8, F32, device) | {"bias": None}
+    with pytest.raises(ValueError, match=found):
+        add_norm_linear(**(operands | {k: v.to(device) for k, v in change.items()}))
+
+
+def test_bad_gates_are_refused(device):
+    operands = make_operands((1, 4), 16, 7, F32, device)
+    with pytest.raises(ValueError, match=r"needed \[2 I, K\]"):
+        add_norm_gate_up(**operands, activation="silu")
+    operands = make_operands((1, 4), 16, 8, F32, device)
+    with pytest.raises(ValueError, match="found swish"):
+        add_norm_gate_up(**operands, activation="swish")

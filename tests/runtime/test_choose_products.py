@@ -1,0 +1,161 @@
+"""Products are chosen by what was measured, and a kernel that is no faster is never launched."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from specc.kernels.cuda import few_rows
+from specc.kernels.cuda.register import register, unregister
+from specc.passes.lower_cuda import CUDA_PHASES
+from specc.passes.pipeline import Pipeline
+from specc.runtime import choose_products as chosen
+from specc.runtime.choose_products import ProductWarning, calls_of, choose_products
+from tests.models import build_model
+from tests.passes.modules import Runner, compiled
+from tests.runtime.simulated_device import SimulatedDevice
+
+
+class Lowered:
+    """A model's program as a device has it."""
+
+    def __init__(self, name: str = "llama") -> None:
+        model = build_model(name)
+        program, _ = compiled(model)
+        Pipeline(CUDA_PHASES).run(program)
+        self.graph = program.graph
+        runner = Runner(program, model)
+        names = [node.target for node in program.graph.find_nodes(op="placeholder")]
+        values = zip(names, runner._values, strict=True)
+        self.tensors = {name: x for name, x in values if isinstance(x, torch.Tensor)}
+
+
+@pytest.fixture(scope="module")
+def program() -> Lowered:
+    return Lowered()
+
+
+@pytest.fixture(autouse=True)
+def no_choices(monkeypatch):
+    monkeypatch.setattr(few_rows, "choices", {})
+
+
+class FakeTimer:
+    """Says how long work takes by the tile that is forced meanwhile; runs it if it is asked to."""
+
+    def __init__(self, seconds: dict[int | None, float], runs: bool = False) -> None:
+        self.seconds, self.runs = seconds, runs
+        self.asked: list[int | None] = []
+
+    def __call__(self, run: Any) -> float:
+        forced = few_rows._forced.get()
+        assert forced is not None, "what runs is not up to the timer"
+        self.asked.append(forced[0])
+        if self.runs:
+            run()
+        value = self.seconds[forced[0]]
+        if value < 0:
+            raise RuntimeError("out of resources")
+        return value
+
+
+def tile(operator: str, program: Lowered, rows: int) -> Any:
+    call = next(c for c in calls_of(program) if c.operator == operator)
+    x = call.weight.new_empty(1, rows, call.weight.shape[1])
+    return few_rows.tile_for(operator, x, call.weight)
+
+
+def test_calls_of_a_llama(program) -> None:
+    calls = list(calls_of(program))
+    assert [c.operator for c in calls] == [
+        *("add_norm_gate_up", "add_norm_rope_write", "add_norm_gate_up"),
+    ]
+    assert [len(c.caches) for c in calls] == [0, 2, 0]
+    assert calls[0].kind == calls[2].kind != calls[1].kind
+    assert calls[0].weight is not calls[2].weight
+
+
+def test_the_fastest_is_chosen(program) -> None:
+    timer = FakeTimer({None: 2.0, 0: 1.0})
+    report = choose_products([program], SimulatedDevice(), timer, rows=(1, 4))
+    # every operator, every number of rows, every candidate, once
+    assert timer.asked == [None, 0] * 2 * 2
+    assert {(item["operator"], item["rows"], item["chosen"]) for item in report} == {
+        (name, rows, "tile-0")
+        for name in ("add_norm_gate_up", "add_norm_rope_write")
+        for rows in (1, 4)
+    }
+    assert report[0]["ms"] == {"library": 2000.0, "tile-0": 1000.0}
+    assert tile("add_norm_gate_up", program, 4) == few_rows.TILES[torch.float32][0]
+    assert tile("add_norm_gate_up", program, 3) == few_rows.TILES[torch.float32][0]
+    # what was not measured is the library's
+    assert tile("add_norm_gate_up", program, 8) is None
+    assert tile("add_norm_gate_up", program, 40) is None
+
+
+@pytest.mark.parametrize("seconds", [2.0, 1.999, 3.0])
+def test_a_kernel_that_is_no_faster_is_not_taken(program, seconds) -> None:
+    timer = FakeTimer({None: 2.0, 0: seconds})
+    report = choose_products([program], SimulatedDevice(), timer, rows=(1,))
+    assert {item["chosen"] for item in report} == {"library"}
+    assert tile("add_norm_gate_up", program, 1) is None
+    assert set(few_rows.choices.values()) == {None}
+
+
+def test_the_best_of_several_tiles() -> None:
+    assert chosen._best({None: 3.0, 0: 2.0, 1: 1.0}) == 1
+    assert chosen._best({None: 3.0, 0: 1.0, 1: 2.0}) == 0
+    assert chosen._best({None: 1.0, 0: 1.1, 1: 2.0}) is None
+    assert chosen._best({None: 1.0}) is None
+
+
+def test_a_kernel_that_fails_is_not_taken(program) -> None:
+    with pytest.warns(ProductWarning, match="out of resources"):
+        report = choose_products(
+            [program], SimulatedDevice(), FakeTimer({None: 2.0, 0: -1.0}), rows=(1,)
+        )
+    assert {item["chosen"] for item in report} == {"library"}
+    assert "tile-0" not in report[0]["ms"]
+
+
+def test_a_library_that_fails_is_an_error(program) -> None:
+    with pytest.raises(RuntimeError, match="out of resources"):
+        choose_products([program], SimulatedDevice(), FakeTimer({None: -1.0, 0: 1.0}), rows=(1,))
+
+
+def test_nothing_is_measured_twice(program) -> None:
+    timer = FakeTimer({None: 2.0, 0: 1.0})
+    choose_products([program, program], SimulatedDevice(), timer, rows=(1,))
+    assert len(timer.asked) == 4
+    assert choose_products([program], SimulatedDevice(), timer, rows=(1,)) == []
+    assert len(timer.asked) == 4
+
+
+def test_real_calls_run_and_write_no_row(program) -> None:
+    """Both candidates of every call, through the interpreter, on the caches of the engine."""
+    caches = [c for call in calls_of(program) for c in call.caches]
+    before = [cache.clone() for cache in caches]
+    timer = FakeTimer({None: 2.0, 0: 1.0}, runs=True)
+    register("CPU")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            choose_products([program], SimulatedDevice(), timer, rows=(2,))
+    finally:
+        unregister("CPU")
+    assert len(timer.asked) == 4
+    assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
+
+
+def test_replays_are_timed_on_the_device(program) -> None:
+    device = SimulatedDevice()
+    ran = []
+    seconds = chosen.graph_timer(device)(lambda: ran.append(torch.zeros(3) + 1))
+    assert seconds > 0
+    # once to compile, once to capture
+    assert len(ran) == 2
+    assert len(device.tapes) == 1
+    assert device.num_waits == 2 * chosen._REPEATS
