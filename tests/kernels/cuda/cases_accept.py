@@ -30,7 +30,8 @@ from tests.kernels.cuda.typed_trees import (
 # several blocks a part, a pass and a search, in vocabularies that an interpreter gets through
 SMALL = {
     "MAX_PROGRAMS": (node_best, 8),
-    "BLOCK": (row_filters, 128),
+    "LOADS": (row_filters, 32),
+    "MAX_PARTS": (row_filters, 4),
     "LISTED": (row_filters, 16),
     "SLICE": (tree_context, 64),
 }
@@ -76,14 +77,21 @@ def check_filters(
     device: torch.device,
     *,
     is_small: bool = False,
+    listed: int | None = None,
     weighed: tuple[Rule, ...] = tuple(Rule),
 ) -> int:
-    """Best, tokens kept and their mass; returns how many tokens were dropped."""
+    """Best, tokens kept and their mass; returns how many tokens were dropped.
+
+    `listed` is what a program holds at the end of a search: with fewer, rounds and passes follow.
+    """
     values, words, cache_len = options_of(rows, 1)
     per_row = len(logits) // len(rows)
     wide = (tensor.repeat_interleave(per_row, 0) for tensor in (values, words))
     wanted = process_reference(logits, *wide)
-    with sizes(**(SMALL if is_small else {})):
+    small = SMALL if is_small else {}
+    if listed is not None:
+        small = {**small, "LISTED": (row_filters, listed)}
+    with sizes(**small):
         stats = row_filters.row_filters(
             inside(logits, float("nan"), device),
             *(values.to(device), words.to(device), cache_len.to(device)),
