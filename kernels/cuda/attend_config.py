@@ -10,8 +10,10 @@ import torch
 import triton
 
 MAX_SPLITS = 128
-# what the choice of splits assumes where there is no GPU
-INTERPRETER_SMS = 4
+# programs of a launch over those that run at a time, where there are more than a few
+MAX_WAVES = 4
+# what the choice of splits assumes where there is no GPU, and every program takes its time
+INTERPRETER_SMS = 1
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,23 @@ def _family(capability: int) -> int:
     return 120 if capability in (86, 89) or capability >= 120 else capability // 10 * 10
 
 
-def choose_splits(num_programs: int, slots: int, max_splits: int) -> int:
-    """Fewest splits that keep the machine busy: within 15 % of the best fill of its waves.
+def choose_splits(num_programs: int, slots: int, max_splits: int, *, is_even: bool = False) -> int:
+    """How many splits of the keys a launch has programs for; how many are used a device finds out.
+
+    Programs that fill half of the machine or more are cut up to fill it up to `MAX_WAVES` times:
+    rows of a batch that are padding, and short sequences, then leave room that the parts of others
+    take, and the last wave is a small share. Fewer than that are cut up to fill it once: fewest
+    splits within 15 % of the best fill.
 
     Args:
-        num_programs: programs of one split.
+        num_programs: programs of one split, padding among them.
         slots: programs that run at a time.
         max_splits: splits that the longest sequence is worth.
+        is_even: a chunk of a prompt: nothing is padding, and the longest programs start first.
     """
     max_splits = max(1, min(max_splits, MAX_SPLITS, slots))
+    if num_programs >= 0.5 * slots and not is_even:
+        return max(1, min(max_splits, MAX_WAVES * slots // num_programs))
     if num_programs >= 0.8 * slots:
         return 1
 
