@@ -33,8 +33,8 @@ from specc.kernels.cuda.tree_expand import DTYPES, NO_KEY, order_key
 # programs beyond this many gain nothing: parts of rows grow instead
 MAX_PROGRAMS = 2048
 # noise takes more registers than comparisons
-COUNTERS = 128
-MAX_REGISTERS = 80
+COUNTERS = 512
+MAX_REGISTERS = 160
 
 
 @triton.jit

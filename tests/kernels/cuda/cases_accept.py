@@ -141,9 +141,9 @@ def check_bound(device: torch.device) -> None:
     assert (out[1].cpu()[scores.abs() < 1e4] == 1).float().mean() < 0.3
 
 
-def check_many_blocks(device: torch.device) -> None:
+def check_many_blocks(vocab: int, num_blocks: int, device: torch.device) -> None:
     """One program a row: its best lies in any of its blocks, and beats those before by little."""
-    rows, vocab = [Row(length=length) for length in range(8)], 3000
+    rows = [Row(length=length) for length in range(8)]
     values, words, cache_len = options_of(rows, 2)
     logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(6)) * 0.2
     inputs = Forest(
@@ -152,7 +152,7 @@ def check_many_blocks(device: torch.device) -> None:
         *(torch.zeros(1, 4).int(), torch.zeros(len(rows), 1).int()),
     )
     with sizes(MAX_PROGRAMS=(node_best, 1)):
-        assert node_best.config(len(rows), vocab)["num_blocks"] == 8
+        assert node_best.config(len(rows), vocab)["num_blocks"] == num_blocks
         check_accept(inputs, device)
 
 

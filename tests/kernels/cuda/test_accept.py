@@ -57,8 +57,10 @@ def test_a_bound_of_noise_passes_over_no_best(device):
     cases.check_bound(device)
 
 
-def test_the_best_of_a_row_in_any_of_its_blocks(device):
-    cases.check_many_blocks(device)
+# blocks are larger, and a thread draws more noise at a time, where a vocabulary is large
+@pytest.mark.parametrize(("vocab", "num_blocks"), [(3000, 8), (6500, 4)])
+def test_the_best_of_a_row_in_any_of_its_blocks(vocab, num_blocks, device):
+    cases.check_many_blocks(vocab, num_blocks, device)
 
 
 def test_tree_of_1024_nodes(device):
