@@ -243,7 +243,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
     for dtype in _DTYPES:
         for head_dim in _SHIPPED_HEAD_DIMS:
             yield from _shipped_merges(TYPE_NAMES[dtype], head_dim)
-            configs = {config(dtype, head_dim, rows, capability) for rows in (1, 64, 4096)}
+            configs = {config(dtype, head_dim, rows, capability) for rows in (1, 32, 64, 4096)}
             for c in sorted(configs, key=lambda c: c.block_m):
                 # where key blocks are no longer than pages, paged and dense caches are the same
                 for page in sorted({_page(*sizes, c.block_n) for sizes in _SHIPPED_PAGES}):

@@ -43,9 +43,12 @@ class Config:
 # (bytes of an element, padded head size, rows) → Config; rows are the largest of a tile
 _TABLE = {
     (2, 64, 16): Config(16, 64, 4, 5),
+    # chains: six nodes of four query heads
+    (2, 64, 32): Config(32, 64, 4, 5),
     (2, 64, 64): Config(64, 64, 4, 5),
     (2, 64, 128): Config(128, 64, 8, 5, 1),
     (2, 128, 16): Config(16, 64, 4, 5),
+    (2, 128, 32): Config(32, 32, 4, 5),
     (2, 128, 64): Config(64, 32, 4, 5),
     (2, 128, 128): Config(128, 64, 8, 5, 1),
     (2, 256, 16): Config(16, 32, 8, 5, 1),
@@ -66,6 +69,7 @@ _EXCEPTIONS = {
     # 100 KiB of a multiprocessor hold two programs with two key blocks each, not with four; of
     # head size 64 ptxas makes three fit, as above
     **{(120, 2, size, 16): Config(16, 64, 4, 3) for size in (64, 128)},
+    (120, 2, 128, 32): Config(32, 32, 4, 4),
 }
 
 

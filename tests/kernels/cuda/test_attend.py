@@ -35,6 +35,16 @@ def test_the_covering_holds_every_pair() -> None:
 RUN = {**CASES, **COVERING_CASES, **(GPU_CASES if torch.cuda.is_available() else {})}
 
 
+def test_tiles_of_every_height_are_run() -> None:
+    heights = set()
+    for case in {**CASES, **COVERING_CASES}.values():
+        num_tokens = sum(tokens for tokens, _ in case.seqs) + case.tail
+        rows = -(-num_tokens // len(case.seqs)) * (case.heads[0] // case.heads[1])
+        if case.dtype != torch.float32:
+            heights.add(attend_config.config(case.dtype, max(case.sizes), rows, 90).block_m)
+    assert heights == {16, 32, 64, 128}
+
+
 @pytest.mark.parametrize("name", RUN)
 def test_attend(name: str, device: torch.device) -> None:
     check_attend(RUN[name], device)
