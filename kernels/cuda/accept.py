@@ -1,10 +1,11 @@
-"""`specc::accept`: five launches, six where proposals were drawn from drafts' logits.
+"""`specc::accept`: seven launches, eleven where proposals were drawn from drafts' logits.
 
 What each program has to do it reads from its row's sampling options, so one captured graph serves
 all requests: programs of greedy rows compare logits, and leave every other launch at once.
 
 1. `tree_context`: depths of nodes; counts of tokens, for rows with penalties.
-2. `row_filters` of the target: rows with filters, and MSS and SWOR rows. 3. Of the drafts: these.
+2. `row_filters` of the target, four launches: rows with filters, and MSS and SWOR rows.
+3. The same of the drafts: MSS and SWOR rows.
 4. `node_best`: best tokens of parts of all rows. 5. `accept_walk`.
 """
 

@@ -34,7 +34,7 @@ from specc.kernels.cuda.tried_probs import draft_probs, sample_rest, target_prob
 # parts of rows whose keys one load takes
 PARTS = 128
 # tokens of a block of a pass over the vocabulary, and counters, of four tokens, of one with noise
-BLOCK, COUNTERS = 2048, 256
+BLOCK, COUNTERS = 2048, 1024
 WARPS = 8
 MAX_REGISTERS = 255
 

@@ -26,6 +26,8 @@ NO_WINDOW = 1 << 30
 # (rows of a program, splits of a step): few rows leave the machine empty unless each has a program
 _MERGE_FEW, _MERGE_MANY = (1, 32), (8, 4)
 _MERGE_WARPS = 4
+# packed rows of a sequence that are no chunk of a prompt: 64 nodes × 8 heads
+LARGEST_DECODE = 512
 # sequences, or tokens, that one step of a search looks at
 _SEARCH = 256
 
@@ -65,7 +67,9 @@ def attend(
     if num_splits is None:
         num_programs = num_seqs * triton.cdiv(rows, c.block_m) * num_kv_heads
         max_splits = triton.cdiv(num_pages * block_size, c.block_n) // c.min_blocks
-        num_splits = choose_splits(num_programs, c.programs_per_sm * num_sms, max_splits)
+        slots = c.programs_per_sm * num_sms
+        is_prompt = rows > LARGEST_DECODE
+        num_splits = choose_splits(num_programs, slots, max_splits, is_even=is_prompt)
     is_split = num_splits > 1
     # absent, in the type they have else: one kernel for both
     partial = lse = q.new_empty(0, dtype=torch.float32)
@@ -239,7 +243,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
     for dtype in _DTYPES:
         for head_dim in _SHIPPED_HEAD_DIMS:
             yield from _shipped_merges(TYPE_NAMES[dtype], head_dim)
-            configs = {config(dtype, head_dim, rows, capability) for rows in (1, 64, 4096)}
+            configs = {config(dtype, head_dim, rows, capability) for rows in (1, 32, 64, 4096)}
             for c in sorted(configs, key=lambda c: c.block_m):
                 # where key blocks are no longer than pages, paged and dense caches are the same
                 for page in sorted({_page(*sizes, c.block_n) for sizes in _SHIPPED_PAGES}):

@@ -10,8 +10,10 @@ import torch
 import triton
 
 MAX_SPLITS = 128
-# what the choice of splits assumes where there is no GPU
-INTERPRETER_SMS = 4
+# programs of a launch over those that run at a time, where there are more than a few
+MAX_WAVES = 4
+# what the choice of splits assumes where there is no GPU, and every program takes its time
+INTERPRETER_SMS = 1
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,12 @@ class Config:
 # (bytes of an element, padded head size, rows) → Config; rows are the largest of a tile
 _TABLE = {
     (2, 64, 16): Config(16, 64, 4, 5),
+    # chains: six nodes of four query heads
+    (2, 64, 32): Config(32, 64, 4, 5),
     (2, 64, 64): Config(64, 64, 4, 5),
     (2, 64, 128): Config(128, 64, 8, 5, 1),
     (2, 128, 16): Config(16, 64, 4, 5),
+    (2, 128, 32): Config(32, 32, 4, 5),
     (2, 128, 64): Config(64, 32, 4, 5),
     (2, 128, 128): Config(128, 64, 8, 5, 1),
     (2, 256, 16): Config(16, 32, 8, 5, 1),
@@ -64,6 +69,7 @@ _EXCEPTIONS = {
     # 100 KiB of a multiprocessor hold two programs with two key blocks each, not with four; of
     # head size 64 ptxas makes three fit, as above
     **{(120, 2, size, 16): Config(16, 64, 4, 3) for size in (64, 128)},
+    (120, 2, 128, 32): Config(32, 32, 4, 4),
 }
 
 
@@ -89,15 +95,23 @@ def _family(capability: int) -> int:
     return 120 if capability in (86, 89) or capability >= 120 else capability // 10 * 10
 
 
-def choose_splits(num_programs: int, slots: int, max_splits: int) -> int:
-    """Fewest splits that keep the machine busy: within 15 % of the best fill of its waves.
+def choose_splits(num_programs: int, slots: int, max_splits: int, *, is_even: bool = False) -> int:
+    """How many splits of the keys a launch has programs for; how many are used a device finds out.
+
+    Programs that fill half of the machine or more are cut up to fill it up to `MAX_WAVES` times:
+    rows of a batch that are padding, and short sequences, then leave room that the parts of others
+    take, and the last wave is a small share. Fewer than that are cut up to fill it once: fewest
+    splits within 15 % of the best fill.
 
     Args:
-        num_programs: programs of one split.
+        num_programs: programs of one split, padding among them.
         slots: programs that run at a time.
         max_splits: splits that the longest sequence is worth.
+        is_even: a chunk of a prompt: nothing is padding, and the longest programs start first.
     """
     max_splits = max(1, min(max_splits, MAX_SPLITS, slots))
+    if num_programs >= 0.5 * slots and not is_even:
+        return max(1, min(max_splits, MAX_WAVES * slots // num_programs))
     if num_programs >= 0.8 * slots:
         return 1
 

@@ -1,7 +1,7 @@
-"""`specc::draft_children` in three launches: filters, best keys of parts of rows, best of those.
+"""`specc::draft_children` in six launches: filters, best keys of parts of rows, best of those.
 
 What each program has to do it reads from its row's sampling options: those of rows without filters
-leave the first launch at once, and greedy rows make no noise.
+leave the first four launches at once, and greedy rows make no noise.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ from specc.kernels.cuda.tree_expand import DTYPES, NO_KEY, order_key
 # programs beyond this many gain nothing: parts of rows grow instead
 MAX_PROGRAMS = 2048
 # noise takes more registers than comparisons
-COUNTERS = 128
-MAX_REGISTERS = 80
-# of rows that are not aligned: sm_100 spills with fewer
-MAX_ODD_REGISTERS = 96
+COUNTERS = 512
+MAX_REGISTERS = 160
+# of rows that are not aligned: sm_120 spills with fewer, and as many programs are resident
+MAX_ODD_REGISTERS = 168
 
 
 @triton.jit

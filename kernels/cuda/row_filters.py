@@ -1,275 +1,72 @@
 """What filters leave of a row of logits: one number, the cut, and the tokens no less than it.
 
-One program a row, nothing is sorted: pivots narrow an interval of s until the tokens inside of it
-fit one program's registers, which then hold the rest of the search. Rows that need none leave at
-once.
+Four launches of several programs a row; nothing is sorted, and rows that need none leave at once.
+
+1. Best, least and mass of parts of rows.
+2. Numbers and masses of tokens above sixteen pivots, evenly between what bounds the cut and best.
+3. The same between the two of them that the cut is between; only where more tokens are there than
+   a list holds.
+4. The tokens that are left are listed. The last program of a row finds the cut among them.
+
+Where too many are left even then, equal ones as a rule, one program goes on with passes over the
+whole row, of which twelve are enough whatever the numbers are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.row_noise import order_of, value_of
-from specc.kernels.cuda.row_options import (
-    MIN_P,
-    NUM_PROMPT,
-    RULE,
-    TOP_K,
-    TOP_P,
-    Bounded,
-    factor_of,
-    has_filter,
-    is_sampled,
+from specc.kernels.cuda.row_cut import row_cut_kernel
+from specc.kernels.cuda.row_options import Bounded
+from specc.kernels.cuda.row_parts import (
+    NUM_BOUNDS,
+    NUM_FACTS,
+    row_parts_kernel,
+    row_pivots_kernel,
 )
-from specc.kernels.cuda.sampling import log_split, split_float
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
-from specc.kernels.cuda.tree_context import has_penalty, scores_at
+from specc.kernels.cuda.row_scan import NUM_PIVOTS
+from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.tree_expand import DTYPES
 from specc.sampling_rows import Rule
 
-# tokens of a pass's block, and of the interval that a program holds at the end of a search
-BLOCK, LISTED = 1024, 4096
-WARPS = 16
+# loads of a pass's block, and tokens of the list that a program holds at the end of a search
+LOADS, LISTED = 256, 4096
+# parts of a row; programs beyond MAX_PROGRAMS gain nothing: parts grow instead
+MAX_PARTS, MAX_PROGRAMS = 16, 2048
+# maxima of a part, of which the bound of top_k is one
+MAXIMA = 64
+# bytes that a thread takes at a time, where rows are aligned
+LOAD_BYTES = 16
+WARPS = 8
 MAX_REGISTERS = 128
+ROUNDS = 2
 # best, cut, mass
 NUM_STATS = 3
-# orders of -inf and of the least number
-NO_NUMBER = tl.constexpr(-0x7F800001)
-LEAST_NUMBER = tl.constexpr(-0x7F800000)
 
 
-@triton.jit
-def _number(order):
-    return value_of(order.to(tl.int32))
-
-
-@triton.jit
-def _between(pivot, low, high):
-    """Order of a pivot, moved to one between low and high, which are further apart."""
-    return tl.minimum(tl.maximum(order_of(pivot).to(tl.int64), low + 1), high - 1)
-
-
-@triton.jit
-def _kth_of_block(b_value, k, top):
-    """Order of the k-th largest of at least k numbers."""
-    low = tl.full([], NO_NUMBER, tl.int64)
-    high = top + 1
-    while high - low > 1:
-        middle = (low + high) >> 1
-        is_low = tl.sum((b_value >= _number(middle)).to(tl.int32), 0) >= k
-        low = tl.where(is_low, middle, low)
-        high = tl.where(is_low, high, middle)
-    return low
-
-
-@triton.jit
-def _cut_of_min_p(best, top, min_p):
-    """The lowest order whose weight is at least min_p; the best's is, whatever min_p says.
-
-    Weights are compared by their logarithms: a GPU's exp is not monotone, a difference is, and the
-    logarithm is the one that noise is made with, the same to the last bit wherever it runs.
-    """
-    # a weight that is half a unit below min_p is rounded to it; below are no normal numbers
-    b_f, b_e = split_float(tl.maximum(min_p, 1.1754943508222875e-38))
-    least = log_split(b_f, b_e) - 2.9802322387695312e-08
-    low = tl.full([], NO_NUMBER, tl.int64)
-    high = top
-    while high - low > 1:
-        middle = (low + high) >> 1
-        is_kept = _number(middle) - best >= least
-        high = tl.where(is_kept, middle, high)
-        low = tl.where(is_kept, low, middle)
-    return high
-
-
-@triton.jit
-def _mass_of(row, best, cut, BV: tl.constexpr):
-    """Sum of the weights of tokens that are no less than the cut."""
-    b_sum = tl.zeros([BV], tl.float32)
-    for start in range(0, row[1], BV):
-        b_score = scores_at(start + tl.arange(0, BV), row)
-        b_sum += tl.where(b_score >= _number(cut), tl.exp(b_score - best), 0.0)
-    return tl.sum(b_sum, 0)
-
-
-@triton.jit
-def _search(
-    row, p_list, best, top, low, needed, IS_MASS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr
-):
-    """The highest order with a measure of at least `needed`; that of `low` is.
-
-    The measure of an order is the mass of the tokens that are no less, or their number. `needed`
-    is a float64, so that a share of equal weights is not rounded to fewer of them.
-    """
-    vocab = row[1]
-    high = top + 1
-    above = tl.full([], 0.0, tl.float32)  # measure of `high`
-    inside = tl.full([], BC + 1, tl.int32)
-    while (inside > BC) & (high - low > 1):
-        # three pivots evenly by value; one by order, so that there is an end
-        floor = _number(tl.maximum(low, LEAST_NUMBER))
-        step = (_number(high - 1) - floor) * 0.25
-        t_0 = _between(floor + step, low, high)
-        t_1 = _between(floor + 2.0 * step, low, high)
-        t_2 = _between(floor + 3.0 * step, low, high)
-        t_3 = (low + high) >> 1
-        b_0 = tl.zeros([BV], tl.float32)
-        b_1 = tl.zeros([BV], tl.float32)
-        b_2 = tl.zeros([BV], tl.float32)
-        b_3 = tl.zeros([BV], tl.float32)
-        inside = tl.full([], 0, tl.int32)
-        # what an earlier search wrote has been read
-        tl.debug_barrier()
-        for start in range(0, vocab, BV):
-            o_t = start + tl.arange(0, BV)
-            b_score = scores_at(o_t, row)
-            # nothing that compares lies beyond the vocabulary
-            b_score = tl.where(o_t < vocab, b_score, float("nan"))
-            if inside <= BC:
-                m_in = (b_score >= _number(low)) & (b_score < _number(high))
-                found = tl.sum(m_in.to(tl.int32), 0)
-                if found > 0:
-                    o_place = inside + tl.cumsum(m_in.to(tl.int32), 0) - 1
-                    tl.store(p_list + o_place, b_score, mask=m_in & (o_place < BC))
-                inside += found
-            b_weight = tl.full([BV], 1.0, tl.float32)
-            if IS_MASS:
-                b_weight = tl.exp(b_score - best)
-            b_0 += tl.where(b_score >= _number(t_0), b_weight, 0.0)
-            b_1 += tl.where(b_score >= _number(t_1), b_weight, 0.0)
-            b_2 += tl.where(b_score >= _number(t_2), b_weight, 0.0)
-            b_3 += tl.where(b_score >= _number(t_3), b_weight, 0.0)
-        if inside > BC:
-            low, high, above = _move(low, high, above, t_0, tl.sum(b_0, 0), needed)
-            low, high, above = _move(low, high, above, t_1, tl.sum(b_1, 0), needed)
-            low, high, above = _move(low, high, above, t_2, tl.sum(b_2, 0), needed)
-            low, high, above = _move(low, high, above, t_3, tl.sum(b_3, 0), needed)
-    if high - low > 1:
-        tl.debug_barrier()
-        o_c = tl.arange(0, BC)
-        b_score = tl.load(p_list + o_c, mask=o_c < inside, other=float("nan"))
-        b_weight = tl.full([BC], 1.0, tl.float32)
-        if IS_MASS:
-            b_weight = tl.exp(b_score - best)
-        while high - low > 1:
-            middle = (low + high) >> 1
-            b_kept = tl.where(b_score >= _number(middle), b_weight, 0.0)
-            is_low = (above + tl.sum(b_kept, 0)).to(tl.float64) >= needed
-            low = tl.where(is_low, middle, low)
-            high = tl.where(is_low, high, middle)
-    return low
-
-
-@triton.jit
-def _move(low, high, above, pivot, measure, needed):
-    """Bounds of a search after the measure of a pivot."""
-    is_low = measure.to(tl.float64) >= needed
-    above = tl.where(is_low | (pivot >= high), above, measure)
-    high = tl.where(is_low, high, tl.minimum(high, pivot))
-    return tl.where(is_low, tl.maximum(low, pivot), low), high, above
-
-
-@triton.jit(
-    do_not_specialize=[
-        "value_stride",
-        "word_stride",
-        "len_stride",
-        "token_stride",
-        "parent_stride",
-        "num_rows",
-        "first_node",
-    ]
-)
-def row_filters_kernel(
-    logits,
-    values,
-    words,
-    cache_len,
-    stats,
-    listed,
-    depths,
-    counts,
-    tokens,
-    parents,
-    row_stride,
-    value_stride,
-    word_stride,
-    len_stride,
-    token_stride,
-    parent_stride,
-    vocab,
-    num_rows,
-    first_node,
-    FILTERED: tl.constexpr,
-    WEIGHED: tl.constexpr,
-    IS_TREE: tl.constexpr,
-    BV: tl.constexpr,
-    BC: tl.constexpr,
-):
-    i_r = tl.program_id(0).to(tl.int64)
-    i_b = i_r // num_rows
-    p_values = values + i_b * value_stride
-    p_words = words + i_b * word_stride
-    length = tl.load(cache_len + i_b * len_stride)
-    rule = tl.load(p_words + RULE)
-    is_weighed = ((WEIGHED >> rule) & 1) != 0
-    is_filtered = ((FILTERED >> rule) & 1) != 0
-    is_wanted = is_weighed | (is_filtered & has_filter(p_values, p_words, vocab))
-    is_wanted = is_wanted & (length >= 0) & is_sampled(p_values)
-    row = (logits + i_r * row_stride, vocab, factor_of(p_values))
-    if IS_TREE:
-        depth = tl.load(depths + i_r)
-        is_wanted = is_wanted & (depth >= 0)
-        num_prompt = tl.load(p_words + NUM_PROMPT)
-        p_tokens = tokens + i_b * token_stride
-        p_parents = parents + i_b * parent_stride
-        node = first_node + (i_r - i_b * num_rows).to(tl.int32)
-        p_counts = counts + i_b * vocab
-        context = (p_counts, p_tokens, p_parents, p_values, num_prompt, node, length + depth)
-        row = (row[0], row[1], row[2], has_penalty(p_values), context)  # type: ignore[assignment]
-    if is_wanted:
-        p_list = listed + i_r * BC
-        b_best = tl.full([BV], -float("inf"), tl.float32)
-        for start in range(0, vocab, BV):
-            b_best = tl.maximum(b_best, scores_at(start + tl.arange(0, BV), row))
-        best = tl.max(b_best, 0)
-        top = order_of(best).to(tl.int64)
-        cut = tl.full([], NO_NUMBER, tl.int64)
-        top_k = tl.load(p_words + TOP_K)
-        if (top_k > 0) & (top_k < vocab):
-            # of maxima of parts, the k-th largest is not above the row's
-            if top_k <= BV:
-                cut = _kth_of_block(b_best, top_k, top)
-            needed = top_k.to(tl.float64)
-            cut = _search(row, p_list, best, top, cut, needed, False, BV, BC)
-        min_p = tl.load(p_values + MIN_P)
-        if min_p > 0.0:
-            cut = tl.maximum(cut, _cut_of_min_p(best, top, min_p))
-        top_p = tl.load(p_values + TOP_P)
-        if top_p < 1.0:
-            total = _mass_of(row, best, cut, BV)
-            # all tokens of less than this weight are, together, half of what top_p drops
-            least = (1.0 - top_p) * total / vocab * 0.5
-            low = order_of(best + tl.log(least) - 1e-3).to(tl.int64)
-            low = tl.minimum(tl.maximum(cut, low), top)
-            # a share of 0 keeps the best
-            needed = tl.maximum(top_p.to(tl.float64) * total, 1e-30)
-            cut = _search(row, p_list, best, top, low, needed, True, BV, BC)
-        mass = tl.full([], 0.0, tl.float32)
-        if is_weighed:
-            mass = _mass_of(row, best, cut, BV)
-        tl.store(stats + i_r * 3, best)
-        tl.store(stats + i_r * 3 + 1, _number(cut))
-        tl.store(stats + i_r * 3 + 2, mass)
-
-
-def config(vocab: int) -> dict[str, int]:
-    return {"BV": min(BLOCK, max(512, triton.next_power_of_2(vocab))), "BC": LISTED}
+def config(num_rows: int, vocab: int, dtype: torch.dtype) -> dict[str, int]:
+    """Blocks of a part, parts of a row, and constants of the kernels."""
+    # neighbors that no load takes at once would be spread over threads, with sums of each
+    width = 1 if vocab % ALIGNMENT else LOAD_BYTES // dtype.itemsize
+    height = min(LOADS, max(64, triton.next_power_of_2(triton.cdiv(vocab, width))))
+    total = triton.cdiv(vocab, height * width)
+    num_blocks = triton.cdiv(total, MAX_PARTS)
+    while num_blocks < total and num_rows * triton.cdiv(total, num_blocks) > MAX_PROGRAMS:
+        num_blocks *= 2
+    return {
+        "num_blocks": num_blocks,
+        "num_parts": triton.cdiv(total, num_blocks),
+        "W": width,
+        "BR": height,
+        "BM": min(MAXIMA, height),
+        "BP": triton.next_power_of_2(MAX_PARTS),
+        "BC": LISTED,
+    }
 
 
 def row_filters(
@@ -283,7 +80,7 @@ def row_filters(
     tree: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     first_node: int = 0,
 ) -> Tensor:
-    """What filters leave of rows of logits, in one launch.
+    """What filters leave of rows of logits, in four launches.
 
     Args:
         logits: [B * F, V].
@@ -298,43 +95,49 @@ def row_filters(
         first_node: of the F nodes.
     Returns:
         [B * F, 3] float32 best s, the cut (tokens with s of at least the cut are kept), and the
-        sum of exp(s - best) over tokens kept, 0 where not weighed. Nothing is written to rows
-        that are not looked at, greedy ones among them.
+        sum of exp(s - best) over tokens kept. Nothing is written to rows that are not looked at,
+        greedy ones among them.
     """
     num_rows, vocab = logits.shape
-    batch = len(cache_len)
-    sizes = config(vocab)
-    stats = torch.empty(num_rows, NUM_STATS, dtype=torch.float32, device=logits.device)
-    listed = torch.empty(num_rows, sizes["BC"], dtype=torch.float32, device=logits.device)
+    device = logits.device
+    sizes = config(num_rows, vocab, logits.dtype)
+    num_parts = sizes["num_parts"]
+    # scratch of the caller's pool: a replay finds it where the capture had it
+    facts = torch.empty(num_rows, num_parts, NUM_FACTS, dtype=torch.float32, device=device)
+    maxima = torch.empty(num_rows, num_parts, sizes["BM"], dtype=torch.float32, device=device)
+    bounds = torch.empty(num_rows, NUM_BOUNDS, dtype=torch.float32, device=device)
+    shape = (num_rows, ROUNDS, num_parts, NUM_PIVOTS)
+    numbers = torch.empty(shape, dtype=torch.int32, device=device)
+    masses = torch.empty(shape, dtype=torch.float32, device=device)
+    listed = torch.empty(num_rows, sizes["BC"], dtype=torch.float32, device=device)
+    arrived = torch.empty(num_rows, dtype=torch.int32, device=device)
+    stats = torch.empty(num_rows, NUM_STATS, dtype=torch.float32, device=device)
     depths, counts, tokens, parents = tree or (None, None, None, None)
-    row_filters_kernel[(num_rows,)](
-        logits,
-        values,
-        words,
-        cache_len,
-        stats,
-        listed,
-        depths,
-        counts,
-        tokens,
-        parents,
-        logits.stride(0),
-        values.stride(0),
-        words.stride(0),
-        cache_len.stride(0),
+    rows = (logits, values, words, cache_len, depths, counts, tokens, parents)
+    numbers_of_rows = (
+        *(logits.stride(0), values.stride(0), words.stride(0), cache_len.stride(0)),
         0 if tokens is None else tokens.stride(0),
         0 if parents is None else parents.stride(0),
-        vocab,
-        num_rows // batch,
-        first_node,
-        FILTERED=_bits(filtered),
-        WEIGHED=_bits(weighed),
-        IS_TREE=tree is not None,
-        BV=sizes["BV"],
-        BC=sizes["BC"],
-        num_warps=WARPS,
-        maxnreg=MAX_REGISTERS,
-        enable_fp_fusion=False,
+        *(vocab, num_rows // len(cache_len), first_node, num_parts, sizes["num_blocks"]),
+        *(_bits(filtered), _bits(weighed)),
+    )
+    constants: dict[str, Any] = {name: sizes[name] for name in ("BR", "W")}
+    constants |= {"IS_TREE": tree is not None, "num_warps": WARPS, "maxnreg": MAX_REGISTERS}
+    constants["enable_fp_fusion"] = False
+    grid = (num_rows * num_parts,)
+    row_parts_kernel[grid](
+        *(*rows, facts, maxima, arrived, *numbers_of_rows), BM=sizes["BM"], **constants
+    )
+    for i_round in range(ROUNDS):
+        row_pivots_kernel[grid](
+            *(*rows, facts, maxima, bounds, numbers, masses, *numbers_of_rows, i_round),
+            **{name: sizes[name] for name in ("BM", "BP", "BC")},
+            **constants,
+        )
+    row_cut_kernel[grid](
+        *(*rows, bounds, numbers, masses, listed, arrived, stats, *numbers_of_rows),
+        **{name: sizes[name] for name in ("BP", "BC")},
+        **constants,
     )
     return stats
 
@@ -343,44 +146,53 @@ def _bits(rules: Collection[Rule]) -> int:
     return sum(1 << rule for rule in rules)
 
 
+_KERNELS = {
+    "parts": (row_parts_kernel, ("facts", "maxima", "arrived"), ("BM",)),
+    "pivots": (
+        row_pivots_kernel,
+        ("facts", "maxima", "bounds", "numbers", "masses"),
+        ("BM", "BP", "BC"),
+    ),
+    "cut": (
+        row_cut_kernel,
+        ("bounds", "numbers", "masses", "listed", "arrived", "stats"),
+        ("BP", "BC"),
+    ),
+}
+
+
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability."""
-    walked, tried = (Rule.COUPLED, Rule.DELTA), (Rule.MSS, Rule.SWOR)
-    kinds: dict[str, tuple[Collection[Rule], Collection[Rule]]] = {
-        "nodes": (walked, tried),
-        "roots": (tuple(Rule), ()),
-        "drawn": ((), tried),
-        "draft": ((Rule.COUPLED, *tried), ()),
-    }
     for dtype in DTYPES:
-        for kind, (filtered, weighed) in kinds.items():
-            is_tree = kind in ("nodes", "roots")
-            signature = {
-                "logits": f"*{TYPE_NAMES[dtype]}",
-                **dict.fromkeys(("values", "stats", "listed"), "*fp32"),
-                **{"words": "*i64", "cache_len": "*i32"},
-                **dict.fromkeys(("row_stride", "value_stride", "word_stride"), "i32"),
-                **dict.fromkeys(("len_stride", "token_stride", "parent_stride"), "i32"),
-                **dict.fromkeys(("vocab", "num_rows", "first_node"), "i32"),
-            }
-            tree = {"depths": "*i32", "counts": "*i32", "tokens": "*i64", "parents": "*i32"}
-            constexprs: dict[str, object] = {
-                "FILTERED": _bits(filtered),
-                "WEIGHED": _bits(weighed),
-                "IS_TREE": is_tree,
-                **config(131072),
-            }
-            item = Bounded(
-                name=f"{kind}-{TYPE_NAMES[dtype]}",
-                kernel=row_filters_kernel,
-                signature=signature | (tree if is_tree else {}),
-                constexprs=constexprs | ({} if is_tree else dict.fromkeys(tree)),
-                num_warps=WARPS,
-                num_stages=3,
-                max_registers=MAX_REGISTERS,
-                divisible=(
-                    *("logits", "values", "words", "cache_len", "stats", "listed"),
-                    *("row_stride", "vocab", *(tree if is_tree else ())),
-                ),
-            )
-            yield from with_any_vocab(item)
+        sizes, odd = (config(1, vocab, dtype) for vocab in (131072, 131071))
+        for name, (kernel, scratch, constants) in _KERNELS.items():
+            for is_tree in (True, False):
+                tree = {"depths": "*i32", "counts": "*i32", "tokens": "*i64", "parents": "*i32"}
+                pointers = {
+                    **{"logits": f"*{TYPE_NAMES[dtype]}", "values": "*fp32"},
+                    **{"words": "*i64", "cache_len": "*i32"},
+                    **dict.fromkeys(scratch, "*fp32"),
+                    **dict.fromkeys({"arrived", "numbers"} & set(scratch), "*i32"),
+                    **(tree if is_tree else {}),
+                }
+                strides = ("row", "value", "word", "len", "token", "parent")
+                integers = [f"{stride}_stride" for stride in strides]
+                integers += ["vocab", "num_rows", "first_node", "num_parts", "num_blocks"]
+                integers += ["filtered", "weighed", *(["i_round"] if name == "pivots" else [])]
+                constexprs = {key: sizes[key] for key in ("BR", "W", *constants)}
+                item = Bounded(
+                    name=f"{name}-{'tree' if is_tree else 'draft'}-{TYPE_NAMES[dtype]}",
+                    kernel=kernel,
+                    signature={**pointers, **dict.fromkeys(integers, "i32")},
+                    constexprs={
+                        **constexprs,
+                        **({} if is_tree else dict.fromkeys(tree)),
+                        "IS_TREE": is_tree,
+                    },
+                    num_warps=WARPS,
+                    num_stages=3,
+                    max_registers=MAX_REGISTERS,
+                    divisible=(*pointers, "row_stride", "vocab"),
+                )
+                others = {key: odd[key] for key in ("BR", "W", *constants)}
+                yield from with_any_vocab(item, constexprs={**item.constexprs, **others})

@@ -87,8 +87,8 @@ def test_every_pass_of_the_draft_counts_and_layers_end_with_their_pass() -> None
 
 def test_a_second_stage_of_attention_is_a_node_where_the_machine_has_room_for_it() -> None:
     launches = Launches(functools.partial(recorded, machine=Machine(90, 1)), KERNELS)
-    small = step_nodes(compiled(), CHAIN, CONTEXT, launches)
-    assert nodes_per_layer(small, "target") == [len(LLAMA_LAYER) - 1] * 3
+    full = step_nodes(compiled(batch_size=16), OFF, CONTEXT, launches)
+    assert nodes_per_layer(full, "target") == [len(LLAMA_LAYER) - 1] * 3
 
 
 def test_unfused_graphs_have_more_nodes() -> None:

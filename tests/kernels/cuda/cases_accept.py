@@ -36,7 +36,8 @@ from tests.kernels.cuda.typed_trees import (
 # several blocks a part, a pass and a search, in vocabularies that an interpreter gets through
 SMALL = {
     "MAX_PROGRAMS": (node_best, 8),
-    "BLOCK": (row_filters, 128),
+    "LOADS": (row_filters, 64),
+    "MAX_PARTS": (row_filters, 2),
     "LISTED": (row_filters, 16),
     "SLICE": (tree_context, 64),
 }
@@ -100,14 +101,21 @@ def check_filters(
     device: torch.device,
     *,
     is_small: bool = False,
+    listed: int | None = None,
     weighed: tuple[Rule, ...] = tuple(Rule),
 ) -> int:
-    """Best, tokens kept and their mass; returns how many tokens were dropped."""
+    """Best, tokens kept and their mass; returns how many tokens were dropped.
+
+    `listed` is what a program holds at the end of a search: with fewer, rounds and passes follow.
+    """
     values, words, cache_len = options_of(rows, 1)
     per_row = len(logits) // len(rows)
     wide = [tensor.repeat_interleave(per_row, 0) for tensor in (values, words)]
     wanted = process_reference(logits, *wide)
-    with sizes(**(SMALL if is_small else {})):
+    small = SMALL if is_small else {}
+    if listed is not None:
+        small = {**small, "LISTED": (row_filters, listed)}
+    with sizes(**small):
         stats = row_filters.row_filters(
             inside(logits, float("nan"), device),
             *(values.to(device), words.to(device), cache_len.to(device)),
@@ -162,9 +170,9 @@ def check_bound(device: torch.device) -> None:
     assert (out[1].cpu()[scores.abs() < 1e4] == 1).float().mean() < 0.3
 
 
-def check_many_blocks(device: torch.device) -> None:
+def check_many_blocks(vocab: int, num_blocks: int, device: torch.device) -> None:
     """One program a row: its best lies in any of its blocks, and beats those before by little."""
-    rows, vocab = [Row(length=length) for length in range(8)], 3000
+    rows = [Row(length=length) for length in range(8)]
     values, words, cache_len = options_of(rows, 2)
     logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(6)) * 0.2
     inputs = Forest(
@@ -173,7 +181,7 @@ def check_many_blocks(device: torch.device) -> None:
         *(torch.zeros(1, 4).int(), torch.zeros(len(rows), 1).int()),
     )
     with sizes(MAX_PROGRAMS=(node_best, 1)):
-        assert node_best.config(len(rows), vocab)["num_blocks"] == 8
+        assert node_best.config(len(rows), vocab)["num_blocks"] == num_blocks
         check_accept(inputs, device)
 
 

@@ -264,10 +264,10 @@ def _history_arguments() -> tuple[Tensor, ...]:
 
 
 def _attend_calls() -> Iterator[Any]:
-    # one token, a tree and a chunk of a prompt; dense rows and pages of 16
+    # one token, a chain, a tree and a chunk of a prompt; dense rows and pages of 16
     for dtype in FLOATS:
         for size in (64, 80, 96, 128, 256):
-            for num_tokens in (1, 16, 512):
+            for num_tokens in (1, 8, 16, 512):
                 for pages in ((1, 4096), (256, 16)):
                     for is_tree in (True, False):
                         for splits in (1, 5):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specc.kernels.cuda import node_best, row_filters, tree_context
+from specc.kernels.cuda import node_best, tree_context
 from specc.kernels.cuda.accept import accept
 from specc.sampling_rows import Rule
 from tests.kernels.cuda import cases_accept as cases
-from tests.kernels.cuda.typed_trees import MIXED, PADDING, PLAIN, Row, forest
+from tests.kernels.cuda.typed_trees import MIXED, PLAIN, Row, forest
 
 # the interpreter takes logarithms of 0
 pytestmark = [
@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
+slow = pytest.mark.slow
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -24,25 +25,36 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
     ("rows", "widths", "vocab", "dtype", "is_small", "options"),
     [
         pytest.param(MIXED, (2, 1), 600, F32, False, {}, id="mixed-v600"),
-        pytest.param(MIXED, (3,), 37, BF16, False, {"kind": "some"}, id="mixed-bf16-v37-some"),
+        pytest.param(
+            MIXED, (3,), 37, BF16, False, {"kind": "some"}, id="mixed-bf16-v37-some", marks=slow
+        ),
         pytest.param(
             MIXED,
             (2,),
-            530,
+            528,
             F16,
             True,
             {"num_sources": 2, "seed": 1},
-            id="mixed-fp16-v530-merged",
+            id="mixed-fp16-v528-merged",
         ),
         pytest.param(
-            MIXED, (1, 2), 7, F32, False, {"kind": "given", "seed": 2}, id="mixed-v7-given"
+            MIXED,
+            (1, 2),
+            7,
+            F32,
+            False,
+            {"kind": "given", "seed": 2},
+            id="mixed-v7-given",
+            marks=slow,
         ),
         pytest.param(PLAIN, (2, 2), 1300, BF16, True, {"kind": "holes"}, id="bf16-v1300-holes"),
         pytest.param(PLAIN, (1, 1, 1), 40, F32, False, {"max_depth": 1}, id="walk-is-cut"),
         pytest.param(PLAIN, (2,), 50, F16, False, {"max_depth": 0}, id="fp16-no-level"),
         pytest.param(PLAIN, (), 70, BF16, False, {}, id="bf16-roots-alone"),
         pytest.param(PLAIN, (1, 1), 1, F32, False, {}, id="v1"),
-        pytest.param(MIXED, (1, 1), 12, F32, False, {"num_sources": 3}, id="merged-3-v12"),
+        pytest.param(
+            MIXED, (1, 1), 12, F32, False, {"num_sources": 3}, id="merged-3-v12", marks=slow
+        ),
     ],
 )
 def test_accept(rows, widths, vocab, dtype, is_small, options, device):
@@ -57,8 +69,10 @@ def test_a_bound_of_noise_passes_over_no_best(device):
     cases.check_bound(device)
 
 
-def test_the_best_of_a_row_in_any_of_its_blocks(device):
-    cases.check_many_blocks(device)
+# blocks are larger, and a thread draws more noise at a time, where a vocabulary is large
+@pytest.mark.parametrize(("vocab", "num_blocks"), [(3000, 8), (6500, 4)])
+def test_the_best_of_a_row_in_any_of_its_blocks(vocab, num_blocks, device):
+    cases.check_many_blocks(vocab, num_blocks, device)
 
 
 def test_tree_of_1024_nodes(device):
@@ -77,58 +91,6 @@ def test_tree_of_1024_nodes(device):
     inputs.logits, inputs.q_rows, inputs.draft_logits = logits.flatten(0, 1), None, []
     _, accepted = cases.check_accept(inputs, device)
     assert int(accepted.max()) >= 4
-
-
-FILTERS = (
-    Row(top_p=0.9, length=1),
-    Row(top_p=0.3, temperature=0.5),
-    Row(Rule.MSS, top_k=1),
-    Row(top_k=5, temperature=2.0),
-    Row(top_k=300),
-    Row(Rule.DELTA, min_p=0.1),
-    Row(min_p=1.0),
-    Row(Rule.SWOR, top_p=0.0),
-    Row(top_p=0.8, min_p=0.01, top_k=60),
-    Row(top_p=0.999, top_k=7, temperature=1e-4),
-    Row(Rule.MSS),
-    Row(top_p=0.99999, temperature=3.0),
-    Row(temperature=0.0, top_p=0.5),
-    Row(top_p=0.5, length=PADDING),
-)
-
-
-@pytest.mark.parametrize(
-    ("vocab", "kind", "dtype", "is_small"),
-    [
-        (700, "normal", F32, True),
-        (700, "ties", BF16, True),
-        (700, "normal", F32, False),
-        (300, "masked", F16, True),
-        (600, "equal", F32, True),
-        (200, "tiny", F32, True),
-        (150, "below", F32, True),
-        (1, "normal", F32, False),
-    ],
-)
-def test_filters_keep_what_the_oracle_keeps(vocab, kind, dtype, is_small, device):
-    generator = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(len(FILTERS), vocab, generator=generator) * 2
-    if kind == "ties":
-        logits = (logits * 2).round() / 2
-    elif kind == "masked":
-        logits[torch.rand(logits.shape, generator=generator) < 0.97] = -torch.inf
-        logits[:, vocab // 2] = 1.0
-    elif kind == "equal":
-        logits[:] = -3.0
-    elif kind == "tiny":
-        # far closer to 0 than to each other's neighbors in value: -0 and 0 are one
-        logits = logits * 1e-30
-        logits[:, ::7], logits[:, 1::7] = 0.0, -0.0
-    elif kind == "below":
-        # the best is -0
-        logits = torch.where(logits > 1.5, -0.0, -logits.abs())
-    num_dropped = cases.check_filters(FILTERS, logits.to(dtype), device, is_small=is_small)
-    assert vocab == 1 or kind == "equal" or num_dropped > 3 * vocab
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
@@ -199,7 +161,6 @@ def test_parts_tile_the_vocabulary(num_rows, vocab):
     assert c["BV"] % (4 * c["BQ"]) == 0
     slices = tree_context.config(1, vocab)
     assert slices["num_slices"] * slices["slice_size"] >= vocab
-    assert row_filters.config(vocab)["BV"] <= row_filters.BLOCK
 
 
 def inputs_of(**change) -> dict:

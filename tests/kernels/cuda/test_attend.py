@@ -35,6 +35,16 @@ def test_the_covering_holds_every_pair() -> None:
 RUN = {**CASES, **COVERING_CASES, **(GPU_CASES if torch.cuda.is_available() else {})}
 
 
+def test_tiles_of_every_height_are_run() -> None:
+    heights = set()
+    for case in {**CASES, **COVERING_CASES}.values():
+        num_tokens = sum(tokens for tokens, _ in case.seqs) + case.tail
+        rows = -(-num_tokens // len(case.seqs)) * (case.heads[0] // case.heads[1])
+        if case.dtype != torch.float32:
+            heights.add(attend_config.config(case.dtype, max(case.sizes), rows, 90).block_m)
+    assert heights == {16, 32, 64, 128}
+
+
 @pytest.mark.parametrize("name", RUN)
 def test_attend(name: str, device: torch.device) -> None:
     check_attend(RUN[name], device)
@@ -90,7 +100,9 @@ def test_refuses_large_heads(device: torch.device) -> None:
     [
         pytest.param(8, 2000, 225, 264, id="batch-1-fills-the-machine"),
         pytest.param(128, 2000, 225, 264, id="batch-16"),
-        pytest.param(300, 2000, 300, 300, id="full-without"),
+        pytest.param(300, 2000, 900, 1056, id="more-than-the-machine"),
+        pytest.param(2000, 2000, 2000, 2000, id="many-waves-without"),
+        pytest.param(300, 2, 600, 600, id="more-than-the-machine-short-cache"),
         pytest.param(1, 2000, 108, 128, id="one-program"),
         pytest.param(8, 3, 8, 24, id="short-cache"),
     ],
@@ -99,6 +111,21 @@ def test_choose_splits(num_programs: int, max_splits: int, least: int, most: int
     splits = attend_config.choose_splits(num_programs, 2 * 132, max_splits)
     assert 1 <= splits <= max_splits
     assert least <= num_programs * splits <= most
+
+
+@pytest.mark.parametrize("num_live", range(17, 33))
+def test_sequences_of_a_half_empty_bucket_fill_the_machine(num_live: int) -> None:
+    """17 to 24 sequences of 8 KV heads in a batch of 32 filled 52 to 73 % of 132 processors."""
+    slots, num_heads, bucket = 2 * 132, 8, 32
+    splits = attend_config.choose_splits(bucket * num_heads, slots, 500)
+    waves = num_live * num_heads * splits / slots
+    assert 2 < waves <= attend_config.MAX_WAVES
+    assert waves / -(-waves // 1) > 0.68
+
+
+def test_chunks_of_prompts_are_not_cut_up_where_they_fill_the_machine() -> None:
+    for num_programs in (110, 132, 152, 264):
+        assert attend_config.choose_splits(num_programs, 132, 500, is_even=True) == 1
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
