@@ -117,7 +117,7 @@ def test_what_ships_is_what_is_launched(
 # integers that Triton compiles a kernel anew for, if they are 1 or a multiple of 16: what all loads
 # of a row are aligned by. None is 1 while a vocabulary has two tokens and a head eight columns.
 ALIGNING = {
-    *("row_stride", "vocab", "slice_size", "size", "D", "inner", "outer"),
+    *("row_stride", "vocab", "slice_size", "size", "D", "K", "inner", "outer"),
     *("x_inner", "x_outer", "residual_inner", "residual_outer"),
     *("stride_qh", "stride_qt", "stride_kh", "stride_kt", "stride_vh", "stride_vt"),
     *("stride_kb", "stride_ks", "stride_vb", "stride_vs", "stride_cos", "stride_sin"),
