@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 # bytes more than there were after the last time, and seconds between two looks
-_GROWTH_BYTES, _EVERY_S = 48 << 20, 3.0
+_GROWTH_BYTES, _EVERY_S = 8 << 20, 5.0
 
 
 def resident_bytes() -> int | None:

@@ -51,6 +51,8 @@ def environment(site: Path) -> dict[str, str]:
         **kept,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
+        # nothing that a check needs is elsewhere; a look for it there may wait for minutes
+        "HF_HUB_OFFLINE": "1",
         # what a machine has beside pytest is none of the tests' business
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }

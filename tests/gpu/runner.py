@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.stub_pytest import BUILT_IN, Mark, Param, Skipped, install
+from tests.gpu.stub_pytest import BUILT_IN, Mark, Node, Param, Request, Skipped, install
 
 __all__ = ["Outcome", "Test", "install", "load", "run", "text_of"]
 
@@ -207,6 +207,7 @@ def _run(
             wanted = [key for key, item in fixtures.items() if item.fixture.get("autouse")]
             wanted += [n for mark in test.marks if mark.name == "usefixtures" for n in mark.args]
             parameters = inspect.signature(test.function).parameters
+            made["request"] = Request(Node(test.name))
             for key in [*wanted, *parameters]:
                 _make(key, made, fixtures, session, stack, last)
             test.function(**{key: made[key] for key in parameters})

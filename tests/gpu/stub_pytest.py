@@ -243,6 +243,20 @@ def tmp_path(tmp_path_factory: TempPathFactory) -> Path:
 BUILT_IN = {f.__name__: f for f in (monkeypatch, tmp_path_factory, tmp_path)}
 
 
+@dataclass(frozen=True)
+class Node:
+    """A test, as fixtures know it."""
+
+    nodeid: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What asks for a fixture: of pytest's, the test alone."""
+
+    node: Node
+
+
 def install() -> None:
     """Make `import pytest` give what is here; call it before any test file is imported."""
     module: Any = types.ModuleType("pytest")
@@ -256,7 +270,7 @@ def install() -> None:
     module.approx = _Approx
     module.MonkeyPatch = MonkeyPatch
     module.TempPathFactory = TempPathFactory
-    module.FixtureRequest = object
+    module.FixtureRequest = Request
     # libraries ask whether pytest is there
     module.__spec__ = importlib.machinery.ModuleSpec("pytest", None)
     sys.modules["pytest"] = module

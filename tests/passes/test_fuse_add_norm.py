@@ -44,7 +44,8 @@ class Shuffled(nn.Module):
         self.inner = inner
 
     def forward(self, x):
-        return self.inner(x).view(*x.shape[:-1], 4, -1).flip(-2).flatten(-2)
+        heads = self.inner(x).view(*x.shape[:-1], 2, 2, 16)
+        return heads.transpose(-3, -2).reshape(*x.shape[:-1], 64)
 
 
 class Wide(nn.Module):

@@ -60,10 +60,10 @@ def run(sizes: list[int | None], does_trim: bool = True) -> list[int]:
 
 def test_growth_alone_costs_a_trim() -> None:
     # the look after a trim is its result
-    assert run([400 * MIB, 440 * MIB, 460 * MIB, 410 * MIB, 450 * MIB, 459 * MIB]) == [2, 5]
+    assert run([400 * MIB, 404 * MIB, 410 * MIB, 401 * MIB, 408 * MIB, 410 * MIB]) == [2, 5]
     assert run([400 * MIB] * 5) == []
     # what stays is the new level, and what was given back, too
-    assert run([400 * MIB, 500 * MIB, 500 * MIB, 540 * MIB, 300 * MIB, 349 * MIB]) == [1, 5]
+    assert run([400 * MIB, 500 * MIB, 500 * MIB, 505 * MIB, 300 * MIB, 309 * MIB]) == [1, 5]
 
 
 def test_it_ends_where_it_is_of_no_use() -> None:
