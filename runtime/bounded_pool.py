@@ -116,6 +116,8 @@ class BoundedPool:
         self._num_places = num_small, num_large
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
+        # more, where the first job of each child has something to prepare
+        self.small_cpu_s = SMALL_CPU_S
         self._is_closed = False
         self._forget()
 
@@ -150,9 +152,9 @@ class BoundedPool:
         cancellation = cancellation or Cancellation()
         limit_s = self._limits.cpu_seconds if cpu_seconds is None else cpu_seconds
         seconds = limit_s * WALL_TO_CPU
-        if not is_large and limit_s > SMALL_CPU_S:
+        if not is_large and limit_s > self.small_cpu_s:
             try:
-                return self._run(self._small, data, SMALL_CPU_S, seconds, cancellation, then)
+                return self._run(self._small, data, self.small_cpu_s, seconds, cancellation, then)
             except ChildTimeout:
                 is_large = True
         lane = self._large if is_large else self._small

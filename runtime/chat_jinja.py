@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -36,12 +37,14 @@ class ChatRenderer:
     def __call__(self, variables: Mapping[str, Any] | None) -> dict[str, str]:
         """One of these, with what there is to say about it.
 
-        `text`, rendered; `malformed`, the template; `refusal`, of the template's own; `costs`, what
-        it takes too much of; `failure`.
+        `text`, rendered, or with the `seconds` of the processor that compiling it took;
+        `malformed`, the template; `refusal`, of the template's own; `costs`, what it takes too much
+        of; `failure`.
 
         Args:
             variables: of the template; None only compiles it.
         """
+        begin_s = time.process_time()
         try:
             if self._template is None:
                 self._template = _environment().from_string(self._source)
@@ -51,7 +54,9 @@ class ChatRenderer:
             return {"malformed": str(error)}
         except Exception as error:  # of Python's compiler, about what Jinja has made
             return {"malformed": type(error).__name__}
-        return {"text": ""} if variables is None else self._render(self._template, variables)
+        if variables is None:
+            return {"text": "", "seconds": str(time.process_time() - begin_s)}
+        return self._render(self._template, variables)
 
     def _render(self, template: jinja2.Template, variables: Mapping[str, Any]) -> dict[str, str]:
         parts, left = [], self._max_characters

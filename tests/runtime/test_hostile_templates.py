@@ -122,6 +122,22 @@ def test_the_next_messages_are_rendered_again() -> None:
         time.sleep(0.02)
 
 
+def test_a_long_template_is_no_large_job_each_time() -> None:
+    """60 KB take longer to compile than small jobs may; rendering them takes a millisecond."""
+    part = "{% if message.x %}{{ 'a' + message.role + message.content }}{% endif %}\n"
+    source = "{% for message in messages %}" + part * (60_000 // len(part)) + "{% endfor %}D"
+    template = ChatTemplate(source, {})
+    try:
+        assert template._pool.small_cpu_s > 0.1
+        assert template.render(USER).endswith("D")
+        first = template._pool.pids
+        assert template.render(USER).endswith("D")
+        assert first
+        assert template._pool.pids == first
+    finally:
+        template.close()
+
+
 def test_side_files_that_are_no_help(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     config.write_text('{"chat_template": ["a", {"name": "default", "template": "D{{bos_token}}"}],'
