@@ -72,6 +72,10 @@ def _compile(
         "CXX": compiler,
         "TMPDIR": str(temporary),
         "TORCHINDUCTOR_CACHE_DIR": str(inductor),
+        # a quarter of the time, in an empty directory: a pool of processes that gets no work, and
+        # trial compilations for each instruction set, all of which `find_compiler`'s oldest knows
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
     }
     # -P: the working directory may hold folders called kernels or passes
     command = [sys.executable, "-P", "-m", __name__, str(source), str(made)]

@@ -15,6 +15,8 @@ _DO = "correct this value"
 # what is refused unseen: characters, and rules or references, each of which may lead to the next
 MAX_CHARS = 2 << 20
 MAX_RULES = 10_000
+# choices that become text in one call
+_MOST_AT_ONCE = 2000
 _RULE = re.compile(r"^[ \t]*[?!]*\w[\w.\-]*[ \t]*:", re.MULTILINE)
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"')
 
@@ -132,7 +134,9 @@ def _choices(value: Any) -> str:
     if not all(value) or not _is_utf8("".join(value)):
         for item in value:
             _text("choice", item)
-    return json_.dumps(list(value), ensure_ascii=False)
+    # in parts: the encoder holds the interpreter's lock for as long as a call of it takes
+    parts = [value[i : i + _MOST_AT_ONCE] for i in range(0, len(value), _MOST_AT_ONCE)]
+    return f"[{', '.join(json_.dumps(list(part), ensure_ascii=False)[1:-1] for part in parts)}]"
 
 
 def _is_utf8(text: str) -> bool:

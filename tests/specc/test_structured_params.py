@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from specc.errors import RequestError
@@ -74,6 +76,13 @@ def test_keys_tell_grammars_apart() -> None:
     assert len({params.key for params in made}) == len(made)
     assert len({params.digest for params in made}) == len(made)
     assert StructuredOutputsParams(json_object=True).key == made[0].key
+
+
+@pytest.mark.parametrize("count", [1, 1999, 2000, 2001, 4000, 5001])
+def test_many_choices_are_the_same_text(count) -> None:
+    choices = [f'"{i}\\ ä, [' for i in range(count)]
+    for given in (choices, tuple(choices)):
+        assert StructuredOutputsParams(choice=given).text == json.dumps(choices, ensure_ascii=False)
 
 
 def test_sampling_params_take_nothing_else() -> None:
