@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,27 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 SEED = 42
+# imports after which it is time for `_freeze_garbage` again, and modules that there were then
+_MANY_MODULES = 100
+_num_modules = 0
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _freeze_garbage()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _garbage() -> None:
+    if len(sys.modules) > _num_modules + _MANY_MODULES:
+        _freeze_garbage()
+
+
+def _freeze_garbage() -> None:
+    """Leave what is there out of collections: over torch and thousands of tests each takes 1 s."""
+    global _num_modules
+    _num_modules = len(sys.modules)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
