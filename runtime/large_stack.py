@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from specc.runtime.thread_niceness import be_nice
 
 Result = TypeVar("Result")
 
@@ -32,7 +32,7 @@ def with_large_stack(call: Callable[[], Result], stack_bytes: int, niceness: int
         if not is_large:
             return
         try:
-            _be_nice(niceness)
+            be_nice(niceness)
             results.append(call())
         except BaseException as error:
             errors.append(error)
@@ -55,12 +55,3 @@ def with_large_stack(call: Callable[[], Result], stack_bytes: int, niceness: int
     if errors:
         raise errors[0]
     return results[0]
-
-
-def _be_nice(niceness: int) -> None:
-    """Of this thread alone, as Linux has it."""
-    if niceness:
-        with contextlib.suppress(OSError, AttributeError):
-            own = threading.get_native_id()
-            now = os.getpriority(os.PRIO_PROCESS, own)
-            os.setpriority(os.PRIO_PROCESS, own, now + niceness)

@@ -17,7 +17,7 @@ from specc.serve_config import MAX_CONTAINERS, MAX_DEPTH, MAX_FIELDS, MAX_VALUES
 from specc.serve_errors import ApiError, bad_request, shorten
 
 # from this size on, what a body holds is counted before it is parsed
-LONG_BODY_BYTES = 64 << 10
+COUNTED_BODY_BYTES = 64 << 10
 # what is read and dropped of a body that is too large, so that the client gets to read the answer
 _DROPPED_BYTES, _DROP_S = 64 << 20, 2.0
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -86,7 +86,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     Raises:
         ApiError: it is none, or holds more than requests need.
     """
-    if len(body) < LONG_BODY_BYTES:
+    if len(body) < COUNTED_BODY_BYTES:
         return parse_object(body)
     # without what would hold the interpreter's lock for long, and so everybody up
     check_counts(body)
@@ -174,7 +174,7 @@ async def _counted(budget: BodyBudget) -> AsyncIterator[Callable[[int], None]]:
 
     def count(size: int) -> None:
         nonlocal taken
-        more = max(0, size - LONG_BODY_BYTES - taken)
+        more = max(0, size - COUNTED_BODY_BYTES - taken)
         budget.take(more)
         taken += more
 

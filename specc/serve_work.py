@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from specc.errors import OverloadError
+from specc.runtime.thread_niceness import be_nice
 
 # bytes of a body from which on its prompts are not for the event loop, and from which on they
 # take seconds: those wait for each other, and for nobody else
 LONG_BODY_BYTES, LARGE_BODY_BYTES = 8 << 10, 256 << 10
+# of their threads: the engine's steps, which all requests wait for, go first
+_NICENESS = 5
 
 Result = TypeVar("Result")
 
@@ -26,15 +29,19 @@ class _Lane:
         name: of its threads.
         num_threads: that do it.
         max_open: of it that runs or waits.
+        niceness: of the threads, beside that of the process.
     """
 
     name: str
     num_threads: int
     max_open: int
+    niceness: int = 0
     num_open: int = 0
 
     def __post_init__(self) -> None:
-        self.threads = ThreadPoolExecutor(self.num_threads, f"specc-{self.name}-prompts")
+        self.threads = ThreadPoolExecutor(
+            self.num_threads, f"specc-{self.name}-prompts", be_nice, (self.niceness,)
+        )
 
     def leave(self) -> None:
         self.num_open -= 1
@@ -44,8 +51,8 @@ class PromptThreads:
     """Where requests become tokens; for one event loop."""
 
     def __init__(self) -> None:
-        self._long = _Lane("long", 2, 256)
-        self._large = _Lane("large", 1, 16)
+        self._long = _Lane("long", 2, 256, _NICENESS)
+        self._large = _Lane("large", 1, 16, _NICENESS)
         # these wait for the processes that render them
         self._chats = _Lane("chat", 16, 256)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -227,6 +229,24 @@ async def until(is_so) -> None:
             return
         await asyncio.sleep(0.005)
     raise AssertionError("it does not come")
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+def test_the_engine_goes_before_long_prompts() -> None:
+    async def scenario() -> None:
+        threads, before = PromptThreads(), niceness()
+        assert await threads.run(LONG, niceness) == min(before + 5, 19)
+        assert await threads.run(LARGE_BODY_BYTES, niceness) == min(before + 5, 19)
+        # these wait for others, and are soon done
+        assert await threads.run(LONG, niceness, is_chat=True) == before
+        assert niceness() == before
+        threads.close()
+
+    asyncio.run(scenario())
 
 
 def test_prompts_wait_for_their_turn() -> None:
