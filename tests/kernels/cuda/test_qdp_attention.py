@@ -144,6 +144,7 @@ def test_parameters_that_nobody_passes_are_taken_out():
         (ENTRY + ENTRY, 2, "2 entries"),
         ("", 2, "0 entries"),
     ],
+    ids=["another-parameter", "one-too-many", "some-too-few", "two-entries", "no-entry"],
 )
 def test_code_that_tensorrt_could_not_launch(ptx, count, word):
     with pytest.raises(TensorRTError) as error:
