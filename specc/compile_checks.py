@@ -23,6 +23,8 @@ from specc.errors import (
 )
 from specc.manifest import RECTANGULAR
 from specc.passes import hf_model
+from specc.passes.plan_tiles import tile_plan
+from specc.plans import OFF
 from specc.safetensors_io import SafetensorsReader, TensorReader
 from specc.weights import MemoryReader
 
@@ -157,6 +159,22 @@ def check_lengths(config: CompileConfig, models: Sequence[Candidate]) -> None:
     """Raises ConfigError: `max_seq_len` is beyond what a configuration says."""
     known = {model.name: model.max_position for model in models}
     check_seq_len(config.max_seq_len, {name: most for name, most in known.items() if most})
+
+
+def check_logits(config: CompileConfig, target: Candidate, dtype: str) -> None:
+    """Compare the limit of logits with what one token of each sequence takes.
+
+    Args:
+        config: with the limit.
+        target: one without a configuration is looked at when it is traced.
+        dtype: of the target.
+    Raises:
+        ConfigError: not even those fit.
+    """
+    if target.config is not None:
+        num_ids = target.config.get_text_config().vocab_size
+        row_bytes = {"target": num_ids * getattr(torch, dtype).itemsize}
+        tile_plan(OFF, row_bytes, config.max_batch_size, config.max_logits_mb)
 
 
 def check_seq_len(max_seq_len: int | None, longest: dict[str, int]) -> None:

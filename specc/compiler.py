@@ -22,6 +22,7 @@ from specc.compile_checks import (
     advice_for,
     check_dump,
     check_lengths,
+    check_logits,
     choose_dtypes,
     errors_of,
     open_models,
@@ -158,6 +159,7 @@ def build(
             dtypes, told = choose_dtypes(config, candidates, backend)
             tensorrt = check_tensorrt(config, dtypes) if backend == "tensorrt" else None
             check_lengths(config, candidates)
+            check_logits(config, candidates[0], dtypes[0])
             tokens = check_tokenizers(candidates, tokenizer)
             warnings = [*tokens.warnings, *told, *warnings]
         with phases.phase("load models"):

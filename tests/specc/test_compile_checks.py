@@ -97,6 +97,19 @@ def test_auto_of_a_module(tmp_path):
     assert build(module, None, tmp_path / "e", options(dtype="auto")).manifest.dtype == "bfloat16"
 
 
+def test_logits_that_do_not_fit(models, tmp_path):
+    """Of 300,000 tokens in float32, or in bfloat16 of as many sequences again."""
+    config = json.loads((models / "full" / "config.json").read_text()) | {"vocab_size": 300_000}
+    for name, dtype, batch in (("full", "float32", 2), ("brain", "bfloat16", 4)):
+        changed = tmp_path / name
+        shutil.copytree(models / name, changed)
+        (changed / "config.json").write_text(json.dumps(config))
+        given = options(max_batch_size=batch, dtype=dtype, max_logits_mb=2)
+        error = refused(ConfigError, tmp_path / "e", changed, None, given)
+        assert error.found.startswith("--max-logits-mb 2")
+        assert error.do == "pass --max-logits-mb 3, or lower --max-batch-size"
+
+
 def test_the_context_is_longer_than_the_models(models, tmp_path):
     error = refused(
         ConfigError, tmp_path / "e", models / "full", None, options(max_seq_len=100_000)
