@@ -12,6 +12,8 @@ from pathlib import Path
 
 # bytes more than there were after the last time, and seconds between two looks
 _GROWTH_BYTES, _EVERY_S = 8 << 20, 5.0
+# M_ARENA_MAX of glibc's malloc.h
+_ARENA_MAX = -8
 
 
 def resident_bytes() -> int | None:
@@ -31,6 +33,20 @@ def forget_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def share_heaps() -> bool:
+    """Let all threads to come share two heaps of the C library; False where it has no such setting.
+
+    Else each of them has one, and keeps in it what lies between what requests have freed. What the
+    user has set (MALLOC_ARENA_MAX) stays.
+    """
+    if os.environ.get("MALLOC_ARENA_MAX"):
+        return True
+    try:
+        return bool(ctypes.CDLL(None).mallopt(_ARENA_MAX, 2))
+    except (AttributeError, OSError):
+        return False
 
 
 def give_back() -> bool:

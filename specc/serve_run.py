@@ -29,7 +29,7 @@ from specc.serve_connections import Connections
 from specc.serve_hosts import choose_hosts
 from specc.serve_listener import address_error, bind, fit, raise_file_limit
 from specc.serve_log import LOG_LEVELS, start_logging
-from specc.serve_memory import forget_garbage
+from specc.serve_memory import forget_garbage, share_heaps
 
 # exit codes: the engine has failed for good; 128 + the signal for a second one
 DEAD = 1
@@ -100,6 +100,8 @@ def serve(engine: Path, loading: Loading, place: Place, config: ServeConfig) -> 
         )
     check_threads(loading.threads)
     start_logging(place.log_level)
+    # before there are threads
+    share_heaps()
     num_files = raise_file_limit()
     # first of all: loading takes longer than finding out that the port is taken
     listener = bind(place.host, place.port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 
@@ -34,6 +35,48 @@ def test_what_is_free_goes_back() -> None:
         [sys.executable, "-P", "-c", FREED], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) > 80
+
+
+# pieces that live in four threads at a time; the library's own report of its heaps
+SHARED = """
+import ctypes, sys, threading
+from specc.serve_memory import share_heaps
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]
+libc.fclose.argtypes = [ctypes.c_void_p]
+assert sys.argv[1] == "each" or share_heaps()
+barrier = threading.Barrier(4)
+def take():
+    libc.malloc(10_000)
+    barrier.wait()
+threads = [threading.Thread(target=take) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+report = libc.fdopen(1, b"w")
+libc.malloc_info(0, report)
+libc.fclose(report)
+"""
+
+
+def num_heaps(how: str, **environment: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SHARED, how],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | environment,
+    )
+    return done.stdout.count("<heap nr=")
+
+
+def test_threads_share_two_heaps() -> None:
+    assert num_heaps("each") >= 4
+    assert num_heaps("shared") <= 2
+    # whoever has chosen a number keeps it
+    assert num_heaps("shared", MALLOC_ARENA_MAX="3") == 3
 
 
 def run(sizes: list[int | None], does_trim: bool = True) -> list[int]:
