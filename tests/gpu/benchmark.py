@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.gpu.kernel_tests import count_compiles
+from tests.gpu.count_compiles import count_compiles
 from tests.gpu.results import Device, Results
 
 ROOT = Path(__file__).resolve().parents[2]

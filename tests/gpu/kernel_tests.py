@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.count_compiles import count_compiles
+from tests.gpu.importable import ROOT
 from tests.gpu.results import LONGEST, Device, Results
 
 IMPORT = "import of the file"
@@ -68,8 +70,6 @@ class Choice:
 def _run_pytest(results: Results, device: Device, path: Path, choice: Choice) -> None:
     import pytest
 
-    from tests.gpu.tasks import ROOT
-
     plugin = _Plugin(results, device, choice)
     options = ["--import-mode=importlib", "-q", "-s", "-p", "no:cacheprovider"]
     options += ["-o", "addopts=", "-c", str(ROOT / "pyproject.toml"), "--tb=short"]
@@ -124,7 +124,6 @@ class _Plugin:
 
 def _run_stub(results: Results, device: Device, path: Path, choice: Choice) -> None:
     from tests.gpu import runner
-    from tests.gpu.tasks import ROOT
 
     runner.install()
 
@@ -156,26 +155,3 @@ def _waiting(function: Any, device: Device) -> Any:
         device.synchronize()
 
     return test
-
-
-def count_compiles(device: Device) -> Any:
-    """Count what Triton compiles from now on; the function that is returned says how much it was.
-
-    Where this Triton tells nobody, or nothing has imported it, that is None.
-    """
-    if device.kind != "cuda":
-        return lambda: None
-    try:
-        from triton import knobs
-
-        found = {"compiled": 0, "from_cache": 0, "seconds": 0.0}
-
-        def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
-            found["from_cache" if cache_hit else "compiled"] += 1
-            found["seconds"] = round(found["seconds"] + times.total / 1e6, 2)
-
-        knobs.compilation.listener = listen
-    except (ImportError, AttributeError) as error:
-        reason = repr(error)
-        return lambda: reason
-    return lambda: found

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.kernel_tests import count_compiles
+from tests.gpu.count_compiles import count_compiles
 from tests.gpu.pair import pair_engine
 from tests.gpu.results import Device, Results
 
