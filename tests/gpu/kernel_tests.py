@@ -34,7 +34,7 @@ def run(
         device: that is waited for after each test.
         path: of the file.
         shard: (index, count): every count-th test alone.
-        left_out: tests whose parameters have one of these names are not run.
+        left_out: tests of these names, and those whose parameters have one, are not run.
         runner: `pytest` or `stub`; None is pytest where it can be imported.
     """
     if runner is None:
@@ -59,8 +59,8 @@ class Choice:
         self._left_out = left_out
 
     def takes(self, name: str) -> bool:
-        label = name.partition("[")[2].rstrip("]")
-        if label in self._left_out:
+        function, _, label = name.partition("[")
+        if function in self._left_out or label.rstrip("]") in self._left_out:
             return False
         self.num_tests += 1
         is_mine = (self.num_tests - 1) % self._count == self._index

@@ -26,13 +26,21 @@ OVERHEAD_S = 30.0
 WORKERS = 12
 # a test or a measurement takes longer: it hangs
 RESULT_S = 150.0
+# of a process that shows whether compute-sanitizer works: without a sign of life it does not
+PROBE_S = 60.0
 # files whose tests compile more than a process gets done in time, and in how many parts they run
-SHARDS = {"test_attend": 4, "test_accept": 3}
+SHARDS = {"test_attend": 4, "test_accept": 3, "test_add_norm": 3}
 # of kernel tests; the others are about the interpreter, the compiler and TensorRT's plugins
 NOT_ON_A_GPU = ("test_interpreter", "test_budgets")
-SANITIZED = ("commit_kv", "write_kv", "attend", "rope_write", "accept", "node_winners")
+SANITIZED = (
+    *("commit_kv", "write_kv", "attend", "rope_write", "add_norm", "accept", "node_winners"),
+)
+# what memcheck says of the probe
+PLANTED_FAULT = "Invalid __global__ write"
 # sizes of real models take the sanitizer minutes, and hold no other code
 TOO_LARGE = "GPU_CASES"
+# tests that have the code of others once more, with other data
+TOO_MANY = ("test_add_norm_rope_write_with_every_tile",)
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,10 @@ class Task:
             which does what is left.
         environment: variables besides those of the check.
         sanitizer: run under compute-sanitizer.
+        needs: name of a task of the same part that has to pass first; where it does not, this one
+            is `not available`, too.
+        says: what the process has to print; one that does not, or fails, is `not available`: it
+            asks what the machine can do.
     """
 
     part: str
@@ -61,6 +73,8 @@ class Task:
     is_resumed: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     sanitizer: str | None = None
+    needs: str | None = None
+    says: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,25 +112,29 @@ def kernel_tasks(files: Sequence[Path]) -> tuple[Task, ...]:
 
 
 def sanitizer_tasks(tool: str | None) -> tuple[Task, ...]:
-    """Kernel tests under memcheck: every allocation of torch's is one of CUDA's then."""
-    left_out = large_cases()
-    return tuple(
+    """Kernel tests under memcheck: every allocation of torch's is one of CUDA's then.
+
+    Before them a probe: some machines refuse the tool, or let it see nothing.
+    """
+    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    probe = Task("sanitizer", "probe", "tests.gpu.sanitizer:skip")
+    if tool is not None:
+        entry = "tests.gpu.sanitizer:probe"
+        probe = Task("sanitizer", "probe", entry, {}, 20.0, PROBE_S, False, environment, tool)
+        probe = replace(probe, says=PLANTED_FAULT)
+    left_out = [*large_cases(), *TOO_MANY]
+    tests = (
         Task(
-            "sanitizer",
-            name,
-            "tests.gpu.kernel_tests:run" if tool else "tests.gpu.sanitizer:skip",
-            {
-                "path": str(ROOT / f"tests/kernels/cuda/test_{name}.py"),
-                "left_out": left_out,
-            }
-            if tool
-            else {},
+            *("sanitizer", name, "tests.gpu.kernel_tests:run"),
+            {"path": str(ROOT / f"tests/kernels/cuda/test_{name}.py"), "left_out": left_out},
             is_resumed=True,
-            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            environment=environment,
             sanitizer=tool,
+            needs=probe.name,
         )
         for name in SANITIZED
     )
+    return (probe, *tests)
 
 
 def large_cases() -> list[str]:
