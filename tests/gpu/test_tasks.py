@@ -174,6 +174,21 @@ def test_processes_import_this_tree_and_inherit_nothing(tmp_path, monkeypatch):
     assert done.stdout.strip() == f'[["{ROOT}/tests"], []]'
 
 
+def test_kernels_are_kept_here_or_where_files_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(importable, "ROOT", tmp_path)
+    own = tmp_path / "build/gpu-check/triton"
+    assert importable.environment(tmp_path)["TRITON_CACHE_DIR"] == str(own)
+    assert list(own.iterdir()) == []
+    own.rmdir()
+    own.write_text("no folder")
+    other = Path(importable.environment(tmp_path)["TRITON_CACHE_DIR"])
+    assert other.parent.is_dir()
+    assert not other.is_relative_to(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/chosen")
+    assert importable.environment(tmp_path)["TRITON_CACHE_DIR"] == "/chosen"
+
+
 def test_the_source_is_what_is_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "ROOT", tmp_path)
     monkeypatch.setattr(facts, "FOLDERS", ("specc",))
