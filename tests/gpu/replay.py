@@ -79,8 +79,8 @@ def check_8b(results: Results, device: Device) -> None:
             results.note(compiles=count())
 
 
-def compile_8b() -> Any:
-    """Programs of the shapes, as the step benchmark compiles them but for its dice."""
+def compile_8b(acceptance: tuple[float, ...] | None = None) -> Any:
+    """Programs of the shapes, as the step benchmark compiles them, with its dice or without."""
     from specc.bench_compile import ShapeOptions, compile_shapes, load_config
     from specc.bench_shapes import parse_shapes
     from specc.plans import SpecPlan
@@ -91,7 +91,7 @@ def compile_8b() -> Any:
     for config in configs:
         config.bos_token_id = config.eos_token_id = None
     plans = (SpecPlan.from_widths((1,) * CHAIN),)
-    options = ShapeOptions(plans, "bfloat16", 1, CONTEXT, TOKENS, is_lowered=True)
+    options = ShapeOptions(plans, "bfloat16", 1, CONTEXT, TOKENS, True, acceptance)
     return compile_shapes([shape.label for shape in shapes], configs, options, Phases())
 
 

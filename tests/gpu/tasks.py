@@ -175,7 +175,7 @@ def command_c(tool: str | None) -> list[Stage]:
         Stage(50.0, (Task("sampling", "accept", "tests.gpu.sampling:measure"),), 1),
         Stage(150.0, (*sanitizer_tasks(tool), questions)),
         Stage(70.0, (Task("attention", "flex", f"{benchmark}:measure_flex"),), 1),
-        Stage(110.0, (Task("transformers", "8b-1b", f"{benchmark}:measure_transformers"),), 1),
+        Stage(110.0, (Task("transformers", "8b-1b", "tests.gpu.generation:measure"),), 1),
     ]
 
 
