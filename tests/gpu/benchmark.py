@@ -41,30 +41,22 @@ def measure_steps(results: Results, device: Device) -> None:
         results.end(f"steps of {plan}", state, figures)
         results.note(compiles=count())
 
-    report = _measure_shapes(results, None, on_steps)
+    report = _measure_shapes(results, on_steps)
     results.end("report", "passed", report)
     results.end("bars", "passed", bars(report, None))
     if reasons := [note for note in report["notes"] if "cannot be captured" in note]:
         results.end("captures", "failed", reasons)
 
 
-def measure_transformers(results: Results, device: Device) -> None:
-    """The same rounds, beside transformers."""
-    device.prepare()
-    results.end("report", "passed", _measure_shapes(results, "transformers", lambda *_: None))
-
-
 def _measure_shapes(
-    results: Results, against: str | None, on_steps: Callable[[str, dict[str, Any]], object]
+    results: Results, on_steps: Callable[[str, dict[str, Any]], object]
 ) -> dict[str, Any]:
     from specc.cli_bench import BenchOptions
     from specc.cli_bench_shapes import ShapesOptions, measure_shapes
     from specc.progress import Phases
 
     shapes = ShapesOptions(SHAPES, context=CONTEXT, num_speculative_tokens=CHAIN)
-    common = BenchOptions(
-        against=against, tokens=TOKENS, rounds=ROUNDS, synthetic_acceptance=ACCEPTANCE
-    )
+    common = BenchOptions(tokens=TOKENS, rounds=ROUNDS, synthetic_acceptance=ACCEPTANCE)
     seconds: dict[str, float] = {}
 
     def listen(event: Any) -> None:
