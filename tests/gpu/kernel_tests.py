@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.gpu.count_compiles import count_compiles
 from tests.gpu.importable import ROOT
-from tests.gpu.results import LONGEST, Device, Results
+from tests.gpu.results import APART, LONGEST, Device, Results
 
 IMPORT = "import of the file"
 
@@ -39,6 +39,9 @@ def run(
     """
     if runner is None:
         runner = "pytest" if importlib.util.find_spec("pytest") is not None else "stub"
+    if device.kind == APART:
+        # before the tests ask where they run
+        device.prepare()
     count = count_compiles(device)
     results.note(runner=runner, path=Path(path).name)
     choice = Choice(results, shard, left_out)
