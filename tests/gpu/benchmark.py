@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.gpu import products
 from tests.gpu.count_compiles import count_compiles
 from tests.gpu.results import Device, Results
 
@@ -35,8 +36,13 @@ def measure_steps(results: Results, device: Device) -> None:
     """
     device.prepare()
     count = count_compiles(device)
+    products.watch(results)
 
     def on_steps(plan: str, figures: dict[str, Any]) -> None:
+        from specc.runtime import choose_products
+
+        if choose_products.measured:
+            results.note(products=choose_products.measured)
         state = "passed" if figures["is_captured"] else "failed"
         results.end(f"steps of {plan}", state, figures)
         results.note(compiles=count())
@@ -79,7 +85,7 @@ def measure_attention(
 
     script = load_example("measure_attention_cuda")
     torch.manual_seed(0)
-    own = torch.device("cuda" if device.kind == "cuda" else "cpu")
+    own = torch.device(device.place)
     bandwidth = script.measure_copy_bandwidth(own)
     results.note(copy_bandwidth=bandwidth)
     cases = sorted(script.CASES, key=lambda case: case.name != LONG_CASE)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tests.gpu import benchmark, replay
+from tests.gpu import benchmark, products, replay
 from tests.gpu.count_compiles import count_compiles
 from tests.gpu.results import Device, Results, Skipped
 
@@ -26,6 +26,7 @@ def measure(results: Results, device: Device) -> None:
     from specc.bench_transformers import PLAIN
 
     count = count_compiles(device)
+    products.watch(results)
     results.begin("compile")
     graphs, backend = open_device()
     programs = replay.compile_8b((float(benchmark.ACCEPTANCE),))

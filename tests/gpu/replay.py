@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.gpu import products
 from tests.gpu.count_compiles import count_compiles
 from tests.gpu.pair import pair_engine
 from tests.gpu.results import Device, Results
@@ -35,6 +36,7 @@ def check_pair(results: Results, device: Device) -> None:
     from tests.mixed_sampling import mixed_sampling
 
     count = count_compiles(device)
+    products.watch(results)
     with tempfile.TemporaryDirectory() as scratch:
         # each graph when it is asked for: what is found first is not behind all of them
         engine = pair_engine(Path(scratch) / "pair", "float32", CaptureLimits.lazy())
@@ -59,6 +61,7 @@ def check_8b(results: Results, device: Device) -> None:
     from tests.mixed_sampling import mixed_sampling
 
     count = count_compiles(device)
+    products.watch(results)
     results.begin("compile")
     graphs, backend = open_device()
     programs = compile_8b()

@@ -58,6 +58,7 @@ class Process:
         device: str,
     ) -> None:
         self.task = task
+        self.known = frozenset(known)
         self.current: str | None = None
         self.is_done = self.is_lost = False
         self.notes: dict[str, Any] = {}
@@ -320,13 +321,15 @@ class Scheduler:
             has_verdict = status not in (None, -signal.SIGABRT, -signal.SIGKILL)
             problem = f"compute-sanitizer: status {status}" if has_verdict else CUT_OFF
         is_cut_off = problem == CUT_OFF
-        has_moved = process.is_lost
+        # where the attempt before this one ended, too, the next one will
+        is_new = process.current not in process.known
+        has_moved = process.is_lost and is_new
         if problem is not None:
             told = process.notes.get("error") or process.output()
             said = f"{problem}, at {process.current or 'no test'}\n{told}"
             if process.current is not None and not is_cut_off:
                 found["results"][process.current] = {"state": "failed", "value": said}
-                has_moved = True
+                has_moved = is_new
             elif not process.is_lost:
                 found["reason"] = said
         failed = [name for name, x in found["results"].items() if x["state"] == "failed"]

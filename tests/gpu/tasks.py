@@ -26,6 +26,8 @@ OVERHEAD_S = 30.0
 WORKERS = 12
 # a test or a measurement takes longer: it hangs
 RESULT_S = 150.0
+# of command A: all that a step compiles comes between two results
+STEP_RESULT_S = 120.0
 # of a process that shows whether compute-sanitizer works: without a sign of life it does not
 PROBE_S = 60.0
 # files whose tests compile more than a process gets done in time, and in how many parts they run
@@ -148,14 +150,19 @@ def large_cases() -> list[str]:
 
 
 def command_a() -> list[Stage]:
-    # all that a step compiles comes before its first result
-    measured = Task("steps", "8b-1b", "tests.gpu.benchmark:measure_steps", {}, 60.0, 240.0)
+    """Each is resumed: what ends a process while it measures products is left out by the next."""
+
+    def task(part: str, name: str, entry: str, arguments: dict[str, Any], least_s: float) -> Task:
+        made = Task(part, name, f"tests.gpu.{entry}", arguments, least_s, STEP_RESULT_S)
+        return replace(made, is_resumed=True)
+
+    measured = task("steps", "8b-1b", "benchmark:measure_steps", {}, 60.0)
     replays = [
-        Task("replay", "float32", "tests.gpu.replay:check_pair", {}, 40.0, 200.0),
-        Task("replay", "bf16-8b", "tests.gpu.replay:check_8b", {}, 60.0, 200.0),
+        task("replay", "float32", "replay:check_pair", {}, 40.0),
+        task("replay", "bf16-8b", "replay:check_8b", {}, 60.0),
     ]
     output = [
-        Task("output", dtype, "tests.gpu.output:check", {"dtype": dtype}, 40.0, 200.0)
+        task("output", dtype, "output:check", {"dtype": dtype}, 40.0)
         for dtype in ("float32", "bfloat16")
     ]
     # alone on the machine while it measures
