@@ -175,9 +175,9 @@ def measure_shapes(
         bandwidth=bandwidth,
         compile_s=compile_s,
     )
-    bench.notes += _capture(steps, programs, phases)
-    for plan, figures in _time_steps(steps, programs, common.rounds, phases):
+    for plan, figures, notes in _time_steps(steps, programs, common.rounds, phases):
         bench.steps[plan] = figures
+        bench.notes += notes
         on_steps(plan, step_report(bench, plan))
     for plan in bench.steps:
         with phases.phase(f"parts of {plan}"):
@@ -329,21 +329,21 @@ def _contenders(
     return [*contenders, *baselines], notes
 
 
-def _capture(bench: StepBench, programs: BenchPrograms, phases: Phases) -> list[str]:
-    with phases.phase("capture"):
-        return [reason for plan in programs.plans if (reason := bench.capture(plan.name))]
-
-
 def _time_steps(
     bench: StepBench, programs: BenchPrograms, rounds: int, phases: Phases
-) -> Iterator[tuple[str, StepFigures]]:
-    """Each plan and its figures: off first, which the others are compared with."""
+) -> Iterator[tuple[str, StepFigures, list[str]]]:
+    """Each plan, its figures, and why it runs operator by operator, if it does.
+
+    Off first, which the others are compared with, and which is there before they compile anything.
+    """
     from specc.bench import OFF
 
     for plan in sorted(programs.steps, key=lambda name: name != OFF):
+        with phases.phase(f"capture {plan}"):
+            reason = bench.capture(plan)
         with phases.phase(f"steps of {plan}"):
             figures = bench.time(plan, rounds)
-        yield plan, figures
+        yield plan, figures, [] if reason is None else [reason]
 
 
 def _add_parts(bench: ShapesBench, steps: StepBench, plan: str, rounds: int) -> list[str]:

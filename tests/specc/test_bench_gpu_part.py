@@ -118,6 +118,7 @@ def test_the_whole_course(tiny_shapes, monkeypatch, tmp_path):
     assert places[-1] < lines.index({"begin": "rounds"})
     # every plan is timed before parts of any are measured, and the first figures are there
     assert [lines[i]["name"] for i in places] == ["steps of off", "steps of chain-5"] * 2
+    assert places[0] < lines.index({"begin": "capture chain-5"}) < places[1]
     assert places[1] < lines.index({"begin": "parts of off"}) < places[2]
     for i in places[:2]:
         assert (lines[i]["value"]["kernels"], lines[i]["value"]["stage_ms"]) == (None, {})
