@@ -8,10 +8,12 @@ only where it was faster.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -113,6 +115,8 @@ def calls_of(program: Program) -> Iterator[Call]:
         )
 
 
+# what this process has measured so far, as `choose_products` returns it
+measured: list[dict[str, Any]] = []
 # seconds of some work, which may be captured
 Timer = Callable[[Callable[[], object]], float]
 
@@ -154,10 +158,38 @@ def choose_products(
         what was found, ready for JSON: `operator`, `shape` [N, K], `dtype`, `rows`, `ms` of all
         layers' calls by candidate (`library`, and the number of each tile), and `chosen`.
     """
+    # a hundred captures follow
+    with _quick_collections():
+        report = _choose(programs, timer or graph_timer(graphs), graphs, tuple(rows))
+    measured.extend(report)
+    return report
+
+
+@contextlib.contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Let the garbage collection before each capture pass over what is there already.
+
+    Modules and graphs of programs are hundreds of thousands of objects: it would take longer than
+    all that is measured.
+    """
+    if gc.get_freeze_count():
+        # somebody else's, who may want it to stay so
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _choose(
+    programs: Iterable[Program], timer: Timer, graphs: GraphDevice, rows: Sequence[int]
+) -> list[dict[str, Any]]:
     # Triton is optional where an engine runs on any other backend
     from specc.kernels.cuda import few_rows
 
-    timer = timer or graph_timer(graphs)
     groups: dict[tuple[Any, ...], list[Call]] = {}
     for program in programs:
         for call in calls_of(program):
@@ -210,7 +242,7 @@ def _measure(
                 warnings.warn(
                     f"a kernel for few rows does not run on this device and is not used: {error}",
                     ProductWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )
     return found
 

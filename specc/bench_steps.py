@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -36,9 +36,9 @@ class StepFigures:
         gap_share: mean time between two steps over the mean time of one; None for a single step.
         acceptance_length: tokens that a sequence emits in a step.
         context: committed rows of a sequence, on average over the steps.
-        stage_ms: milliseconds of each stage, from other runs, in which each was its own graph.
-        kernels: that one step launches.
         is_captured: False where steps ran operator by operator because they cannot be captured.
+        stage_ms: milliseconds of each stage, from other runs, in which each was its own graph.
+        kernels: that one step launches; None while nobody has counted them.
     """
 
     step_ms: Spread
@@ -46,9 +46,9 @@ class StepFigures:
     gap_share: float | None
     acceptance_length: float
     context: float
-    stage_ms: dict[str, float]
-    kernels: float
     is_captured: bool
+    stage_ms: dict[str, float] = field(default_factory=dict)
+    kernels: float | None = None
 
 
 class StepBench:
@@ -80,11 +80,14 @@ class StepBench:
         return self._capture(self._step(plan))
 
     def measure(self, plan: str, stages: Sequence[str], rounds: int) -> StepFigures:
-        """Run `rounds` queues of steps, after one that warms up; then the parts; then count.
+        """Time steps, then their parts, then count: see `time` and `add_parts`."""
+        return self.add_parts(plan, self.time(plan, rounds), stages, rounds)
+
+    def time(self, plan: str, rounds: int) -> StepFigures:
+        """Run `rounds` queues of steps, after one that warms up.
 
         Args:
             plan: of the engine.
-            stages: names of its step's stages.
             rounds: counted queues.
         """
         step = self._step(plan)
@@ -107,9 +110,26 @@ class StepBench:
             gap_share=statistics.median(gaps) if gaps else None,
             acceptance_length=length,
             context=self._context + length * (count - 1) / 2,
+            is_captured=step.is_captured(self._batch),
+        )
+
+    def add_parts(
+        self, plan: str, figures: StepFigures, stages: Sequence[str], rounds: int
+    ) -> StepFigures:
+        """What further runs tell of steps that were timed: their stages, and kernels.
+
+        Args:
+            plan: of the engine.
+            figures: of its steps.
+            stages: names of its step's stages.
+            rounds: counted queues.
+        """
+        step = self._step(plan)
+        count = self._steps_of_queue(step)
+        return replace(
+            figures,
             stage_ms=self._stages(step, stages, count, rounds),
             kernels=self._kernels(step, min(count, _COUNTED_STEPS)),
-            is_captured=step.is_captured(self._batch),
         )
 
     def _step(self, plan: str) -> CapturedStep:

@@ -177,7 +177,7 @@ def load_contenders(
     draft = _load(checkpoints.draft, checkpoints.dtype, "--draft-checkpoint")
     choices = {
         name: TransformersContender(ASSISTED, target, batches, max_tokens, draft, settings)
-        for name, settings in ((f"constant {depth}", _constant(depth)), (DEFAULTS, {}))
+        for name, settings in ((f"constant {depth}", constant_draft(depth)), (DEFAULTS, {}))
     }
     failure = None
     try:
@@ -229,7 +229,7 @@ def make_contenders(
 
     if draft is not None and depth:
         assisted = TransformersContender(
-            ASSISTED, target, batches, max_tokens, draft, _constant(depth)
+            ASSISTED, target, batches, max_tokens, draft, constant_draft(depth)
         )
         if any(len(batch) > 1 for batch in batches):
             notes.append(f"{ASSISTED} is left out: {_ONE_SEQUENCE}")
@@ -260,7 +260,7 @@ def static_cache_options(backend: str = "inductor", everywhere: bool = False) ->
     return {"cache_implementation": "static", "compile_config": config}
 
 
-def _constant(depth: int) -> dict[str, Any]:
+def constant_draft(depth: int) -> dict[str, Any]:
     """Settings of a draft that always proposes this many tokens."""
     return {
         "num_assistant_tokens": depth,

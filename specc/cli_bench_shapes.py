@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specc.bench_compile import ShapeOptions
     from specc.bench_model import BenchModel, BenchPrograms
     from specc.bench_shapes import Shape
-    from specc.bench_shapes_report import ShapesSettings
+    from specc.bench_shapes_report import ShapesBench, ShapesSettings
     from specc.bench_steps import StepBench, StepFigures
     from specc.cli_bench import BenchOptions
     from specc.runtime.engine import Engine
@@ -142,7 +142,8 @@ def measure_shapes(
         options: the shapes.
         common: options of every benchmark.
         phases: tells the listener how far this is.
-        on_steps: called with a plan and its part of the report as soon as its steps are measured.
+        on_steps: called with a plan and its part of the report as soon as its steps are timed, and
+            again when their parts are known.
     """
     import torch
 
@@ -162,7 +163,8 @@ def measure_shapes(
     with phases.phase("draw weights"):
         weights = _draw_weights(programs.models, device.device)
     graphs = TimedGraphs(device)
-    engine = make_engine(programs, weights, graphs, backend)
+    with phases.phase("choose products"):
+        engine = make_engine(programs, weights, graphs, backend)
     prompts = _draw_prompts(programs, common.batch_size, options.num_context)
     steps = StepBench(engine, graphs, options.num_context, common.tokens)
     bench = ShapesBench(
@@ -173,9 +175,13 @@ def measure_shapes(
         bandwidth=bandwidth,
         compile_s=compile_s,
     )
-    bench.notes += _capture(steps, programs, phases)
-    for plan, figures in _measure_steps(steps, programs, common.rounds, phases):
+    for plan, figures, notes in _time_steps(steps, programs, common.rounds, phases):
         bench.steps[plan] = figures
+        bench.notes += notes
+        on_steps(plan, step_report(bench, plan))
+    for plan in bench.steps:
+        with phases.phase(f"parts of {plan}"):
+            bench.notes += _add_parts(bench, steps, plan, common.rounds)
         on_steps(plan, step_report(bench, plan))
     bench.contenders, notes = _contenders(engine, programs, prompts, common, phases)
     bench.notes += notes
@@ -323,22 +329,33 @@ def _contenders(
     return [*contenders, *baselines], notes
 
 
-def _capture(bench: StepBench, programs: BenchPrograms, phases: Phases) -> list[str]:
-    with phases.phase("capture"):
-        return [reason for plan in programs.plans if (reason := bench.capture(plan.name))]
-
-
-def _measure_steps(
+def _time_steps(
     bench: StepBench, programs: BenchPrograms, rounds: int, phases: Phases
-) -> Iterator[tuple[str, StepFigures]]:
-    """Each plan and its figures: off first, which the others are compared with."""
+) -> Iterator[tuple[str, StepFigures, list[str]]]:
+    """Each plan, its figures, and why it runs operator by operator, if it does.
+
+    Off first, which the others are compared with, and which is there before they compile anything.
+    """
     from specc.bench import OFF
 
     for plan in sorted(programs.steps, key=lambda name: name != OFF):
+        with phases.phase(f"capture {plan}"):
+            reason = bench.capture(plan)
         with phases.phase(f"steps of {plan}"):
-            stages = [stage["name"] for stage in programs.steps[plan]["stages"]]
-            figures = bench.measure(plan, stages, rounds)
-        yield plan, figures
+            figures = bench.time(plan, rounds)
+        yield plan, figures, [] if reason is None else [reason]
+
+
+def _add_parts(bench: ShapesBench, steps: StepBench, plan: str, rounds: int) -> list[str]:
+    """Measure stages of a plan's steps and count kernels; a note where that fails."""
+    stages = [stage["name"] for stage in bench.programs.steps[plan]["stages"]]
+    try:
+        bench.steps[plan] = steps.add_parts(plan, bench.steps[plan], stages, rounds)
+    except Exception as error:
+        # further captures, and a profiler that some machines refuse: what is timed stays
+        reason = next(iter(str(error).splitlines()), "")
+        return [f"{plan}: stages and kernels were not measured ({type(error).__name__}: {reason})"]
+    return []
 
 
 def _run_rounds(contenders: Sequence[Contender], common: BenchOptions, phases: Phases) -> list[Any]:

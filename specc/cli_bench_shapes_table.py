@@ -60,7 +60,7 @@ def _step_table(report: dict[str, Any]) -> Table:
             f"{step['floor_ratio']:.2f}",
             _share(step["gap_share"]),
             _share(step["host_share"]),
-            f"{step['kernels']:.0f}",
+            "" if step["kernels"] is None else f"{step['kernels']:.0f}",
             format_bytes(step["bytes"]),
         )
     return table

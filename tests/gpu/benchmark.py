@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.gpu.kernel_tests import count_compiles
+from tests.gpu import products
+from tests.gpu.count_compiles import count_compiles
 from tests.gpu.results import Device, Results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,36 +36,33 @@ def measure_steps(results: Results, device: Device) -> None:
     """
     device.prepare()
     count = count_compiles(device)
+    products.watch(results)
 
     def on_steps(plan: str, figures: dict[str, Any]) -> None:
+        from specc.runtime import choose_products
+
+        if choose_products.measured:
+            results.note(products=choose_products.measured)
         state = "passed" if figures["is_captured"] else "failed"
         results.end(f"steps of {plan}", state, figures)
         results.note(compiles=count())
 
-    report = _measure_shapes(results, None, on_steps)
+    report = _measure_shapes(results, on_steps)
     results.end("report", "passed", report)
     results.end("bars", "passed", bars(report, None))
     if reasons := [note for note in report["notes"] if "cannot be captured" in note]:
         results.end("captures", "failed", reasons)
 
 
-def measure_transformers(results: Results, device: Device) -> None:
-    """The same rounds, beside transformers."""
-    device.prepare()
-    results.end("report", "passed", _measure_shapes(results, "transformers", lambda *_: None))
-
-
 def _measure_shapes(
-    results: Results, against: str | None, on_steps: Callable[[str, dict[str, Any]], object]
+    results: Results, on_steps: Callable[[str, dict[str, Any]], object]
 ) -> dict[str, Any]:
     from specc.cli_bench import BenchOptions
     from specc.cli_bench_shapes import ShapesOptions, measure_shapes
     from specc.progress import Phases
 
     shapes = ShapesOptions(SHAPES, context=CONTEXT, num_speculative_tokens=CHAIN)
-    common = BenchOptions(
-        against=against, tokens=TOKENS, rounds=ROUNDS, synthetic_acceptance=ACCEPTANCE
-    )
+    common = BenchOptions(tokens=TOKENS, rounds=ROUNDS, synthetic_acceptance=ACCEPTANCE)
     seconds: dict[str, float] = {}
 
     def listen(event: Any) -> None:
@@ -87,7 +85,7 @@ def measure_attention(
 
     script = load_example("measure_attention_cuda")
     torch.manual_seed(0)
-    own = torch.device("cuda" if device.kind == "cuda" else "cpu")
+    own = torch.device(device.place)
     bandwidth = script.measure_copy_bandwidth(own)
     results.note(copy_bandwidth=bandwidth)
     cases = sorted(script.CASES, key=lambda case: case.name != LONG_CASE)

@@ -96,6 +96,7 @@ def run(
     from tests.gpu import facts, tasks
     from tests.gpu.report import Report
     from tests.gpu.schedule import Scheduler
+    from tests.gpu.task_code import code_of
 
     tool = facts.sanitizer()
     if stages is None:
@@ -108,8 +109,7 @@ def run(
         for line in report.take_over([report.path, COMMITTED, *options.earlier]):
             print(line)
     for task in (t for name in options.commands for stage in stages[name] for t in stage.tasks):
-        module = task.entry.partition(":")[0].replace(".", "/")
-        report.keep_if(task.part, task.name, facts.digest([ROOT / f"{module}.py"]))
+        report.keep_if(task.part, task.name, code_of(task))
     scheduler = Scheduler(report, environment, device, scale)
     states = []
     for name in options.commands:

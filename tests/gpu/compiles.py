@@ -6,7 +6,9 @@
 
 Triton compiles a kernel for each combination of types, constexprs and options, and of what it
 takes for granted about other arguments: pointers at multiples of 16 bytes, integers that equal 1
-or are multiples of 16. Launches are recorded; those of command A are on tensors without data.
+or are multiples of 16. Up to Triton 3.6 it has a C compiler make a launcher, too, for each list of
+argument types. Launches are recorded; those of command A are on tensors without data, those that
+measure which product is the fastest among them, and steps with each tile that may be found so.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.gpu.pair import ROOT, pair_engine
 
 ALIGNMENT = 16
+# of command A: steps and replays of the shapes; replays and output of the demo pair, by its type
+PARTS = ("8b-1b", "float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,14 @@ class Launches:
     binaries: Counter[Binary] = field(default_factory=Counter)
     # of a binary: its kernel, and values of constexprs
     sources: dict[Binary, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def launchers(self) -> set[tuple[str, ...]]:
+        """Types of arguments, as a launcher is made for them; nothing for constants."""
+        return {
+            tuple("" if name in constants else _c_type(known) for name, known in binary.arguments)
+            for binary, (_, constants) in self.sources.items()
+        }
 
     @property
     def by_kernel(self) -> dict[str, int]:
@@ -147,6 +159,11 @@ _TYPES = {
 }
 
 
+def _c_type(known: str) -> str:
+    """Of an argument that is no constant: all pointers are one type."""
+    return "*" if known.startswith("*") else known.partition(":")[0]
+
+
 def _known(value: Any, is_specialized: bool) -> str:
     """What Triton knows of an argument when it compiles."""
     if value is None:
@@ -207,10 +224,13 @@ class _Launching(TorchDispatchMode):
         return (kernel or func)(*args, **(kwargs or {}))
 
 
-def of_command_a() -> dict[str, Launches]:
-    """What each part of command A compiles on an H200 that has compiled nothing."""
+def of_command_a(parts: Sequence[str] = PARTS) -> dict[str, Launches]:
+    """What these parts of command A compile on an H200 that has compiled nothing."""
+    from specc import bench_shapes_engine
     from specc.kernels.cuda import attend, attend_config
+    from specc.runtime import cuda_backend
     from specc.runtime import engine as engine_module
+    from specc.runtime.cuda_backend import CaptureLimits
     from tests.gpu import replay
 
     for module in (attend, attend_config):
@@ -219,16 +239,19 @@ def of_command_a() -> dict[str, Launches]:
     engine_module.cuda_device = lambda: graphs  # type: ignore[assignment,return-value]
     # engines for CUDA are not loaded where there is none
     torch.cuda.is_available = lambda: True
+    # as on a GPU, where it is measured
+    cuda_backend.choose_on_gpu = _choose  # type: ignore[assignment]
+    bench_shapes_engine.choose_on_gpu = _choose  # type: ignore[assignment]
     found = {}
-    with recorded(is_run=False) as found["8B and 1B in bfloat16: steps and replays"]:
-        _walk(_shapes_engine(replay, graphs), [(replay.CONTEXT // 2,)])
-    for dtype in ("float32", "bfloat16"):
-        with (
-            tempfile.TemporaryDirectory() as scratch,
-            recorded(is_run=False) as found[f"demo pair in {dtype}: replays and output"],
-        ):
-            # prompts of the output, all at once and as they come
-            _walk(pair_engine(Path(scratch) / dtype, dtype), [(25,) * 8, (25,), (9, 30, 17)])
+    for part in parts:
+        with tempfile.TemporaryDirectory() as scratch, recorded(is_run=False) as launches:
+            if part == "8b-1b":
+                _walk(_shapes_engine(replay, graphs), [(replay.CONTEXT // 2,)])
+            else:
+                # prompts of the output, all at once and as they come
+                engine = pair_engine(Path(scratch) / part, part, CaptureLimits.lazy())
+                _walk(engine, [(25,) * 8, (25,), (9, 30, 17)])
+        found[part] = launches
     return found
 
 
@@ -249,11 +272,36 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def _choose(models: Any, graphs: MetaGraphs) -> list[dict[str, Any]]:
+    """Launch what would be measured."""
+    from specc.runtime.choose_products import choose_products
+
+    def seconds(run: Any) -> float:
+        run()
+        return 1.0
+
+    with _Launching():
+        return choose_products(models, graphs, seconds)
+
+
 def _walk(engine: Any, prompts: Sequence[tuple[int, ...]]) -> None:
-    """Capture every step for every batch size, and pass prompts of these lengths."""
-    for step in engine.steps.values():
-        for bucket in step.buckets:
-            step.capture(bucket)
+    """Capture every step for every batch size, and pass prompts of these lengths.
+
+    All of that with the library's products, and with each tile that kernels for few rows have.
+    """
+    from specc.kernels.cuda import few_rows
+
+    most = max(map(len, few_rows.TILES.values()))
+    for number in (None, *range(most)):
+        for step in engine.steps.values():
+            for bucket in step.buckets:
+                with few_rows.forced(number):
+                    step._captured.clear()
+                    step.capture(bucket)
+    _pass(engine, prompts)
+
+
+def _pass(engine: Any, prompts: Sequence[tuple[int, ...]]) -> None:
     meta: dict[str, Any] = {"device": "meta"}
     for lengths in prompts:
         num_tokens, batch = sum(lengths), len(lengths)
@@ -277,11 +325,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--file", help="of tests/kernels/cuda, such as test_rows")
     parser.add_argument("--seconds", action="store_true", help="compile them, for sm_90")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="of command A")
     options = parser.parse_args()
     if options.seconds:
         os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="specc-compiles-")
     if options.file is None:
-        found = of_command_a()
+        found = of_command_a(options.part)
     else:
         # before anything imports Triton's kernels
         os.environ["TRITON_INTERPRET"] = "1"
@@ -292,17 +341,22 @@ def main() -> None:
             pytest.main(["-q", "-p", "no:cacheprovider", path])
         found = {options.file: launches}
     both: set[Binary] = set()
+    made: set[tuple[str, ...]] = set()
     for name, launches in found.items():
         new = set(launches.binaries) - both
         both |= new
-        print(f"{name}: {len(launches.binaries)} binaries, {len(new)} of them new")
+        print(
+            f"{name}: {len(launches.binaries)} binaries, {len(new)} of them new;"
+            f" {len(launches.launchers)} launchers, {len(launches.launchers - made)} new"
+        )
+        made |= launches.launchers
         if options.seconds:
             times = {b: compile_seconds(b, *launches.sources[b]) for b in new}
             slowest = max(times, key=lambda b: times[b])
             print(f"  {sum(times.values()):.0f} s; {slowest.kernel} {times[slowest]:.1f} s")
         for kernel, count in launches.by_kernel.items():
             print(f"  {kernel}: {count}")
-    print(f"in all: {len(both)} binaries")
+    print(f"in all: {len(both)} binaries, {len(made)} launchers")
 
 
 if __name__ == "__main__":

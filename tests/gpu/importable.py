@@ -36,6 +36,17 @@ def importable() -> Iterator[Path]:
         shutil.rmtree(site, ignore_errors=True)
 
 
+def _compiled_kernels() -> Path:
+    """Where Triton leaves what it compiles, for the next command, too: here, if that can be."""
+    own = ROOT / "build/gpu-check/triton"
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=own):
+            return own
+    except OSError:
+        return Path(tempfile.gettempdir()) / "specc-gpu-check-triton"
+
+
 def environment(site: Path) -> dict[str, str]:
     """Variables of the check's processes: nothing that changes what is checked comes along."""
     kept = {
@@ -45,7 +56,7 @@ def environment(site: Path) -> dict[str, str]:
         and name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_LAUNCH_BLOCKING")
     }
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-    defaults = {"TRITON_CACHE_DIR": str(ROOT / "build/gpu-check/triton")}
+    defaults = {"TRITON_CACHE_DIR": str(_compiled_kernels())}
     return {
         **defaults,
         **kept,

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.results import LONGEST, Device, Results
+from tests.gpu.count_compiles import count_compiles
+from tests.gpu.importable import ROOT
+from tests.gpu.results import APART, LONGEST, Device, Results
 
 IMPORT = "import of the file"
 
@@ -32,11 +34,14 @@ def run(
         device: that is waited for after each test.
         path: of the file.
         shard: (index, count): every count-th test alone.
-        left_out: tests whose parameters have one of these names are not run.
+        left_out: tests of these names, and those whose parameters have one, are not run.
         runner: `pytest` or `stub`; None is pytest where it can be imported.
     """
     if runner is None:
         runner = "pytest" if importlib.util.find_spec("pytest") is not None else "stub"
+    if device.kind == APART:
+        # before the tests ask where they run
+        device.prepare()
     count = count_compiles(device)
     results.note(runner=runner, path=Path(path).name)
     choice = Choice(results, shard, left_out)
@@ -57,8 +62,8 @@ class Choice:
         self._left_out = left_out
 
     def takes(self, name: str) -> bool:
-        label = name.partition("[")[2].rstrip("]")
-        if label in self._left_out:
+        function, _, label = name.partition("[")
+        if function in self._left_out or label.rstrip("]") in self._left_out:
             return False
         self.num_tests += 1
         is_mine = (self.num_tests - 1) % self._count == self._index
@@ -67,8 +72,6 @@ class Choice:
 
 def _run_pytest(results: Results, device: Device, path: Path, choice: Choice) -> None:
     import pytest
-
-    from tests.gpu.tasks import ROOT
 
     plugin = _Plugin(results, device, choice)
     options = ["--import-mode=importlib", "-q", "-s", "-p", "no:cacheprovider"]
@@ -124,7 +127,6 @@ class _Plugin:
 
 def _run_stub(results: Results, device: Device, path: Path, choice: Choice) -> None:
     from tests.gpu import runner
-    from tests.gpu.tasks import ROOT
 
     runner.install()
 
@@ -156,26 +158,3 @@ def _waiting(function: Any, device: Device) -> Any:
         device.synchronize()
 
     return test
-
-
-def count_compiles(device: Device) -> Any:
-    """Count what Triton compiles from now on; the function that is returned says how much it was.
-
-    Where this Triton tells nobody, or nothing has imported it, that is None.
-    """
-    if device.kind != "cuda":
-        return lambda: None
-    try:
-        from triton import knobs
-
-        found = {"compiled": 0, "from_cache": 0, "seconds": 0.0}
-
-        def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
-            found["from_cache" if cache_hit else "compiled"] += 1
-            found["seconds"] = round(found["seconds"] + times.total / 1e6, 2)
-
-        knobs.compilation.listener = listen
-    except (ImportError, AttributeError) as error:
-        reason = repr(error)
-        return lambda: reason
-    return lambda: found

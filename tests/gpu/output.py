@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.kernel_tests import count_compiles
+from tests.gpu import products
+from tests.gpu.count_compiles import count_compiles
 from tests.gpu.pair import ROOT, pair_engine
 from tests.gpu.replay import require_graphs
 from tests.gpu.results import Device, Results
@@ -37,6 +38,7 @@ def check(results: Results, device: Device, dtype: str) -> None:
     from tests.lossless import Tie, require_near_tie
 
     count = count_compiles(device)
+    products.watch(results)
     results.begin("compile")
     model = load(dtype, device)
     exact = model if dtype == "float32" else load("float32", device)
@@ -96,7 +98,7 @@ def load(dtype: str, device: Device) -> Any:
     target = ROOT / "examples/pair/target"
     model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, dtype))
     model.generation_config.eos_token_id = None
-    return (model.cuda() if device.kind == "cuda" else model).eval()
+    return model.to(device.place).eval()
 
 
 def _error(model: Any, exact: Any, tokens: list[int], tie: Any, device: Device) -> float:
@@ -104,7 +106,7 @@ def _error(model: Any, exact: Any, tokens: list[int], tie: Any, device: Device) 
     import torch
 
     with torch.inference_mode():
-        ids = torch.tensor([tokens], device=_place(device))
+        ids = torch.tensor([tokens], device=device.place)
         rounded = model(ids, use_cache=False).logits[0, -1].float()
         wanted = exact(ids, use_cache=False).logits[0, -1].float()
     gap = abs(float(wanted[tie.wanted] - wanted[tie.found]))
@@ -116,7 +118,7 @@ def _generate(model: Any, ids: list[int], count: int, device: Device) -> Any:
 
     from tests.lossless import Reference
 
-    place = _place(device)
+    place = device.place
     with torch.inference_mode():
         result = model.generate(
             torch.tensor([ids], device=place),
@@ -131,10 +133,6 @@ def _generate(model: Any, ids: list[int], count: int, device: Device) -> Any:
         )
     logits = torch.stack(result.logits)[:, 0].float().cpu()
     return Reference(result.sequences[0, len(ids) :].tolist(), logits)
-
-
-def _place(device: Device) -> str:
-    return "cuda" if device.kind == "cuda" else "cpu"
 
 
 def _prompts(count: int) -> list[str]:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.kernel_tests import count_compiles
+from tests.gpu import products
+from tests.gpu.count_compiles import count_compiles
 from tests.gpu.pair import pair_engine
 from tests.gpu.results import Device, Results
 
@@ -35,6 +36,7 @@ def check_pair(results: Results, device: Device) -> None:
     from tests.mixed_sampling import mixed_sampling
 
     count = count_compiles(device)
+    products.watch(results)
     with tempfile.TemporaryDirectory() as scratch:
         # each graph when it is asked for: what is found first is not behind all of them
         engine = pair_engine(Path(scratch) / "pair", "float32", CaptureLimits.lazy())
@@ -59,6 +61,7 @@ def check_8b(results: Results, device: Device) -> None:
     from tests.mixed_sampling import mixed_sampling
 
     count = count_compiles(device)
+    products.watch(results)
     results.begin("compile")
     graphs, backend = open_device()
     programs = compile_8b()
@@ -79,8 +82,8 @@ def check_8b(results: Results, device: Device) -> None:
             results.note(compiles=count())
 
 
-def compile_8b() -> Any:
-    """Programs of the shapes, as the step benchmark compiles them but for its dice."""
+def compile_8b(acceptance: tuple[float, ...] | None = None) -> Any:
+    """Programs of the shapes, as the step benchmark compiles them, with its dice or without."""
     from specc.bench_compile import ShapeOptions, compile_shapes, load_config
     from specc.bench_shapes import parse_shapes
     from specc.plans import SpecPlan
@@ -91,7 +94,7 @@ def compile_8b() -> Any:
     for config in configs:
         config.bos_token_id = config.eos_token_id = None
     plans = (SpecPlan.from_widths((1,) * CHAIN),)
-    options = ShapeOptions(plans, "bfloat16", 1, CONTEXT, TOKENS, is_lowered=True)
+    options = ShapeOptions(plans, "bfloat16", 1, CONTEXT, TOKENS, True, acceptance)
     return compile_shapes([shape.label for shape in shapes], configs, options, Phases())
 
 

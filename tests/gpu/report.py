@@ -6,7 +6,8 @@
 
 States of tasks: `running`; `passed`; `failed` (a result failed, or the process crashed or hung);
 `cut` (time ran out in it, and nothing had failed) and `dropped` (before it), which the next run
-goes on with; `skipped` (nothing to check here, and `reason` says why); `left` (not run).
+goes on with; `skipped` (nothing to check here, and `reason` says why); `not available` (this
+machine refuses it, and the next one may not); `left` (not run).
 Results are `passed`, `failed` or `skipped`.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 DONE = ("passed", "skipped")
+NOT_AVAILABLE = "not available"
 # what has to be equal for a result to hold still
 KEYS = ("source", "device", "versions")
 

@@ -13,6 +13,8 @@ from typing import Any
 # exit status of a process whose device is lost: whatever it would do next would fail, too
 LOST = 75
 LONGEST = 2000
+# kinds of devices that stand for a GPU in rehearsals
+SIMULATED, APART = "simulated", "apart"
 
 
 class Skipped(Exception):
@@ -77,21 +79,26 @@ class Results:
 
 
 class Device:
-    """The GPU of this process, or what stands for one in a rehearsal."""
+    """The GPU of this process (`cuda`), or what stands for one in a rehearsal."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
     def prepare(self) -> None:
         """Make what the check needs of torch work on this device."""
-        if self.kind == "simulated":
+        if self.kind != "cuda":
             from tests.gpu import simulated
 
-            simulated.prepare()
+            simulated.prepare(self.kind)
+
+    @property
+    def place(self) -> str:
+        """Where its tensors lie, as torch says it."""
+        return "cpu" if self.kind == SIMULATED else "cuda"
 
     def synchronize(self) -> None:
         """Wait for all that is queued: what went wrong there is raised here."""
-        if self.kind == "simulated":
+        if self.kind != "cuda":
             from tests.gpu import faults
 
             faults.synchronize()

@@ -29,7 +29,7 @@ def measure(results: Results, device: Device) -> None:
 
     from specc.bench_device import measure_copy_bandwidth
 
-    place = torch.device("cuda" if device.kind == "cuda" else "cpu")
+    place = torch.device(device.place)
     bandwidth = measure_copy_bandwidth(place)
     results.note(copy_bandwidth=bandwidth)
     for batch in BATCHES:

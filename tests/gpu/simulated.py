@@ -1,7 +1,8 @@
 """What stands for a GPU while the check is rehearsed: a device on the CPU, and models it can run.
 
 Steps are captured and replayed by `tests.runtime.simulated_device`; Triton's interpreter or the
-oracles compute.
+oracles compute. Or they are run again and again on a device whose tensors are told apart from the
+host's (`tests.gpu.told_apart`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.results import APART
+
 VOCAB = 211
 
 
-def prepare() -> None:
-    """Let the check's parts find the simulated device, and be small; for this process."""
+def prepare(kind: str) -> None:
+    """Let the check's parts find the device, and be small; for this process."""
     import torch
 
+    if kind == APART:
+        # before anything of specc is imported
+        from tests.gpu import told_apart
+
+        told_apart.prepare()
     from specc import bench_device
     from specc.runtime import engine
     from tests.gpu import benchmark, replay, sampling
@@ -24,7 +32,7 @@ def prepare() -> None:
     from tests.runtime.simulated_device import SimulatedDevice
 
     torch.set_num_threads(1)
-    device = SimulatedDevice()
+    device = told_apart.graphs() if kind == APART else SimulatedDevice()
     replace: Any = setattr
     replace(bench_device, "open_device", lambda: (device, "cuda"))
     replace(engine, "cuda_device", lambda: device)

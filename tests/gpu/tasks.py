@@ -26,13 +26,23 @@ OVERHEAD_S = 30.0
 WORKERS = 12
 # a test or a measurement takes longer: it hangs
 RESULT_S = 150.0
+# of command A: all that a step compiles comes between two results
+STEP_RESULT_S = 120.0
+# of a process that shows whether compute-sanitizer works: without a sign of life it does not
+PROBE_S = 60.0
 # files whose tests compile more than a process gets done in time, and in how many parts they run
-SHARDS = {"test_attend": 4, "test_accept": 3}
+SHARDS = {"test_attend": 4, "test_accept": 3, "test_add_norm": 3}
 # of kernel tests; the others are about the interpreter, the compiler and TensorRT's plugins
 NOT_ON_A_GPU = ("test_interpreter", "test_budgets")
-SANITIZED = ("commit_kv", "write_kv", "attend", "rope_write", "accept", "node_winners")
+SANITIZED = (
+    *("commit_kv", "write_kv", "attend", "rope_write", "add_norm", "accept", "node_winners"),
+)
+# what memcheck says of the probe
+PLANTED_FAULT = "Invalid __global__ write"
 # sizes of real models take the sanitizer minutes, and hold no other code
 TOO_LARGE = "GPU_CASES"
+# tests that have the code of others once more, with other data
+TOO_MANY = ("test_add_norm_rope_write_with_every_tile",)
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,10 @@ class Task:
             which does what is left.
         environment: variables besides those of the check.
         sanitizer: run under compute-sanitizer.
+        needs: name of a task of the same part that has to pass first; where it does not, this one
+            is `not available`, too.
+        says: what the process has to print; one that does not, or fails, is `not available`: it
+            asks what the machine can do.
     """
 
     part: str
@@ -61,6 +75,8 @@ class Task:
     is_resumed: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     sanitizer: str | None = None
+    needs: str | None = None
+    says: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,25 +114,29 @@ def kernel_tasks(files: Sequence[Path]) -> tuple[Task, ...]:
 
 
 def sanitizer_tasks(tool: str | None) -> tuple[Task, ...]:
-    """Kernel tests under memcheck: every allocation of torch's is one of CUDA's then."""
-    left_out = large_cases()
-    return tuple(
+    """Kernel tests under memcheck: every allocation of torch's is one of CUDA's then.
+
+    Before them a probe: some machines refuse the tool, or let it see nothing.
+    """
+    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    probe = Task("sanitizer", "probe", "tests.gpu.sanitizer:skip")
+    if tool is not None:
+        entry = "tests.gpu.sanitizer:probe"
+        probe = Task("sanitizer", "probe", entry, {}, 20.0, PROBE_S, False, environment, tool)
+        probe = replace(probe, says=PLANTED_FAULT)
+    left_out = [*large_cases(), *TOO_MANY]
+    tests = (
         Task(
-            "sanitizer",
-            name,
-            "tests.gpu.kernel_tests:run" if tool else "tests.gpu.sanitizer:skip",
-            {
-                "path": str(ROOT / f"tests/kernels/cuda/test_{name}.py"),
-                "left_out": left_out,
-            }
-            if tool
-            else {},
+            *("sanitizer", name, "tests.gpu.kernel_tests:run"),
+            {"path": str(ROOT / f"tests/kernels/cuda/test_{name}.py"), "left_out": left_out},
             is_resumed=True,
-            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            environment=environment,
             sanitizer=tool,
+            needs=probe.name,
         )
         for name in SANITIZED
     )
+    return (probe, *tests)
 
 
 def large_cases() -> list[str]:
@@ -130,14 +150,19 @@ def large_cases() -> list[str]:
 
 
 def command_a() -> list[Stage]:
-    # all that a step compiles comes before its first result
-    measured = Task("steps", "8b-1b", "tests.gpu.benchmark:measure_steps", {}, 60.0, 240.0)
+    """Each is resumed: what ends a process while it measures products is left out by the next."""
+
+    def task(part: str, name: str, entry: str, arguments: dict[str, Any], least_s: float) -> Task:
+        made = Task(part, name, f"tests.gpu.{entry}", arguments, least_s, STEP_RESULT_S)
+        return replace(made, is_resumed=True)
+
+    measured = task("steps", "8b-1b", "benchmark:measure_steps", {}, 60.0)
     replays = [
-        Task("replay", "float32", "tests.gpu.replay:check_pair", {}, 40.0, 200.0),
-        Task("replay", "bf16-8b", "tests.gpu.replay:check_8b", {}, 60.0, 200.0),
+        task("replay", "float32", "replay:check_pair", {}, 40.0),
+        task("replay", "bf16-8b", "replay:check_8b", {}, 60.0),
     ]
     output = [
-        Task("output", dtype, "tests.gpu.output:check", {"dtype": dtype}, 40.0, 200.0)
+        task("output", dtype, "output:check", {"dtype": dtype}, 40.0)
         for dtype in ("float32", "bfloat16")
     ]
     # alone on the machine while it measures
@@ -157,7 +182,7 @@ def command_c(tool: str | None) -> list[Stage]:
         Stage(50.0, (Task("sampling", "accept", "tests.gpu.sampling:measure"),), 1),
         Stage(150.0, (*sanitizer_tasks(tool), questions)),
         Stage(70.0, (Task("attention", "flex", f"{benchmark}:measure_flex"),), 1),
-        Stage(110.0, (Task("transformers", "8b-1b", f"{benchmark}:measure_transformers"),), 1),
+        Stage(110.0, (Task("transformers", "8b-1b", "tests.gpu.generation:measure"),), 1),
     ]
 
 

@@ -107,32 +107,93 @@ def test_time_ends_every_stage_and_the_next_run_goes_on(environment, tmp_path):
     assert time.monotonic() - begin < 5
 
 
-# what it is given before the command; then the command, and its own verdict
+# what it is given before the command, the command, and its own verdict; of a probe what it says
 TOOL = """#!/bin/sh
-echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" > "$0.called"
+echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" >> "$0.called"
 while [ "$1" != {python} ]; do shift; done
+if grep -q sanitizer:probe "$5"; then {probe}; fi
 "$@" || exit
 echo "ERROR SUMMARY: {status} errors"
 exit {status}
 """
+SEES = 'echo "========= Invalid __global__ write of size 4 bytes"'
+REFUSES = 'echo "========= Error: Device not supported"; exit 1'
+HANGS = 'echo "========= COMPUTE-SANITIZER"; sleep 1234'
+
+
+def sanitized(tool: Path, probe: str, status: int) -> Stage:
+    """The probe, and one file of tests after it."""
+    tool.write_text(TOOL.format(python=sys.executable, probe=probe, status=status))
+    tool.chmod(0o755)
+    (first, task, *_) = sanitizer_tasks(str(tool))
+    path = tool.with_name("test_watched.py")
+    path.write_text("def test_one(): pass\n")
+    arguments = {"path": str(path), "runner": "stub"}
+    first = replace(first, least_s=1.0, result_s=20.0)
+    return Stage(300.0, (first, replace(task, arguments=arguments, least_s=1.0)))
 
 
 @pytest.mark.parametrize("status", [0, 9])
 def test_what_the_sanitizer_finds_fails_its_task(status, environment, tmp_path):
     """Whatever the tests say that it watched."""
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(TOOL.format(python=sys.executable, status=status))
-    tool.chmod(0o755)
-    (task, *_) = sanitizer_tasks(str(tool))
-    arguments = {"path": str(tmp_path / "test_watched.py"), "runner": "stub"}
-    task = replace(task, arguments=arguments, least_s=1.0)
-    (tmp_path / "test_watched.py").write_text("def test_one(): pass\n")
-    found = run([Stage(300.0, (task,))], environment, tmp_path / "report.json")
-    own = found[1]["parts"]["sanitizer"][task.name]
+    stage = sanitized(tmp_path / "compute-sanitizer", SEES, status)
+    code, report = run([stage], environment, tmp_path / "report.json")
+    own = report["parts"]["sanitizer"][stage.tasks[1].name]
+    assert report["parts"]["sanitizer"]["probe"]["state"] == "passed"
     assert own["results"]["test_one"]["state"] == "passed"
-    assert (found[0], own["state"]) == ((1, "failed") if status else (0, "passed"))
+    assert (code, own["state"]) == ((1, "failed") if status else (0, "passed"))
     if status:
         assert own["reason"].startswith("compute-sanitizer: status 9")
         assert "ERROR SUMMARY: 9 errors" in own["reason"]
-    called = (tmp_path / "compute-sanitizer.called").read_text()
-    assert called.startswith("1 --tool memcheck --error-exitcode 9 --report-api-errors no ")
+    called = (tmp_path / "compute-sanitizer.called").read_text().splitlines()
+    assert len(called) == 2
+    for line in called:
+        assert line.startswith("1 --tool memcheck --error-exitcode 9 --report-api-errors no ")
+
+
+@pytest.mark.parametrize(
+    ("probe", "reason"),
+    [
+        (REFUSES, "ended with status 1\n========= Error: Device not supported"),
+        (HANGS, "hung: nothing came for 2 s\n========= COMPUTE-SANITIZER"),
+        # it runs, and lets what the probe plants pass
+        ("true", "status 0, and it did not say: Invalid __global__ write"),
+    ],
+    ids=["refuses", "hangs", "sees-nothing"],
+)
+def test_a_sanitizer_that_does_not_work_here_costs_its_probe(probe, reason, environment, tmp_path):
+    """Nothing has failed, and another machine is asked again."""
+    tool = tmp_path / "compute-sanitizer"
+    begin = time.monotonic()
+    stage = sanitized(tool, probe, 0)
+    code, report = run([stage], environment, tmp_path / "report.json")
+    assert time.monotonic() - begin < 15
+    first, own = report["parts"]["sanitizer"].values()
+    assert (code, first["state"], own["state"]) == (0, "not available", "not available")
+    assert first["reason"].startswith(reason)
+    assert own["reason"].startswith("sanitizer/probe: ")
+    assert own["results"] == {}
+    assert len((tmp_path / "compute-sanitizer.called").read_text().splitlines()) == 1
+    stage = sanitized(tool, SEES, 0)
+    code, report = run([stage], environment, tmp_path / "report.json")
+    states = [task["state"] for task in report["parts"]["sanitizer"].values()]
+    assert (code, states) == (0, ["passed", "passed"])
+    # all is known: nobody asks
+    code, _ = run([sanitized(tool, REFUSES, 0)], environment, tmp_path / "report.json")
+    assert code == 0
+    assert len((tmp_path / "compute-sanitizer.called").read_text().splitlines()) == 3
+    # something is left, and the next machine refuses the tool
+    report["parts"]["sanitizer"][stage.tasks[1].name]["state"] = "cut"
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    code, report = run([sanitized(tool, REFUSES, 0)], environment, tmp_path / "report.json")
+    states = [task["state"] for task in report["parts"]["sanitizer"].values()]
+    assert (code, states) == (0, ["not available"] * 2)
+
+
+def test_without_a_sanitizer_all_of_it_is_skipped(environment, tmp_path):
+    tasks = sanitizer_tasks(None)
+    code, report = run([Stage(300.0, tasks)], environment, tmp_path / "report.json")
+    states = {task["state"] for task in report["parts"]["sanitizer"].values()}
+    assert (code, states) == (0, {"skipped"})
+    reasons = {task["reason"] for task in report["parts"]["sanitizer"].values()}
+    assert all("no compute-sanitizer" in reason for reason in reasons)

@@ -71,29 +71,43 @@ def test_every_kernel_file_is_run_whole():
 
 def test_shards_are_every_test_once(tmp_path):
     """Whatever is known already: what is left does not move between them."""
-    names = [f"test_a[{i}]" for i in range(11)] + ["test_b", "test_a[batch-16]"]
+    names = [f"test_a[{i}]" for i in range(11)] + ["test_b"]
+    names += ["test_a[batch-16]", "test_c[1]", "test_c"]
     for known in ([], names[3:8]):
         taken = []
         for index in range(3):
-            choice = Choice(Results(tmp_path / "events", known), (index, 3), ["batch-16"])
+            left_out = ["batch-16", "test_c"]
+            choice = Choice(Results(tmp_path / "events", known), (index, 3), left_out)
             taken.append([name for name in names if choice.takes(name)])
             assert choice.num_tests == 12
-        assert sorted(name for part in taken for name in part) == sorted(set(names[:-1]) - {*known})
+        assert sorted(name for part in taken for name in part) == sorted(set(names[:-3]) - {*known})
         assert taken[0][0] == "test_a[0]"
         assert "test_a[9]" in taken[0]
 
 
 def test_what_the_sanitizer_runs():
-    found = [task for stage in PLAN["C"] for task in stage.tasks if task.part == "sanitizer"]
+    """A probe first, and the files of kernels that index memory by what they read."""
+    probe, *found = [t for stage in PLAN["C"] for t in stage.tasks if t.part == "sanitizer"]
     wanted = {"commit_kv", "write_kv", "attend", "rope_write", "accept", "node_winners"}
-    assert {task.name for task in found} == wanted
+    assert {task.name for task in found} == wanted | {"add_norm"}
     for task in found:
-        assert task.environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
         assert "batch-16" in task.arguments["left_out"]
         assert Path(task.arguments["path"]).is_file()
+        assert task.needs == probe.name
+    for task in (probe, *found):
+        assert task.environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
         assert task.sanitizer == "/usr/bin/compute-sanitizer"
-    absent = [task for stage in tasks.commands(None)["C"] for task in stage.tasks]
-    assert {t.entry for t in absent if t.part == "sanitizer"} == {"tests.gpu.sanitizer:skip"}
+    assert probe.result_s <= 60
+    assert probe.says
+    absent = [t for stage in tasks.commands(None)["C"] for t in stage.tasks]
+    assert [t.entry for t in absent if t.name == "probe"] == ["tests.gpu.sanitizer:skip"]
+
+
+def test_what_is_left_out_is_there():
+    """A name that no test has any more would leave nothing out."""
+    text = "".join(path.read_text() for path in tasks.kernel_files())
+    for name in tasks.TOO_MANY:
+        assert f"\ndef {name}(" in text
 
 
 @pytest.mark.parametrize("task", {t.entry: t for p in PLAN.values() for s in p for t in s.tasks})
@@ -158,6 +172,21 @@ def test_processes_import_this_tree_and_inherit_nothing(tmp_path, monkeypatch):
     assert not site.exists()
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f'[["{ROOT}/tests"], []]'
+
+
+def test_kernels_are_kept_here_or_where_files_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(importable, "ROOT", tmp_path)
+    own = tmp_path / "build/gpu-check/triton"
+    assert importable.environment(tmp_path)["TRITON_CACHE_DIR"] == str(own)
+    assert list(own.iterdir()) == []
+    own.rmdir()
+    own.write_text("no folder")
+    other = Path(importable.environment(tmp_path)["TRITON_CACHE_DIR"])
+    assert other.parent.is_dir()
+    assert not other.is_relative_to(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/chosen")
+    assert importable.environment(tmp_path)["TRITON_CACHE_DIR"] == "/chosen"
 
 
 def test_the_source_is_what_is_checked(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -89,6 +90,7 @@ def test_the_fastest_is_chosen(program) -> None:
         for rows in (1, 4)
     }
     assert report[0]["ms"] == {"library": 2000.0, "tile-0": 1000.0}
+    assert chosen.measured[-4:] == report
     assert tile("add_norm_gate_up", program, 4) == few_rows.TILES[torch.float32][0]
     assert tile("add_norm_gate_up", program, 3) == few_rows.TILES[torch.float32][0]
     # what was not measured is the library's
@@ -148,6 +150,25 @@ def test_real_calls_run_and_write_no_row(program) -> None:
         unregister("CPU")
     assert len(timer.asked) == 4
     assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_collections_between_captures_pass_over_what_is_there(is_frozen, program) -> None:
+    """And go through all of it again afterwards, unless somebody wants it otherwise."""
+    if is_frozen:
+        gc.freeze()
+    try:
+        counts = []
+
+        def seconds(run: Any) -> float:
+            counts.append(gc.get_freeze_count())
+            return 1.0
+
+        choose_products([program], SimulatedDevice(), seconds, rows=(1,))
+        assert min(counts) > 10_000
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        gc.unfreeze()
 
 
 def test_replays_are_timed_on_the_device(program) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specc import bench_device
+from specc.cli_bench_shapes_table import print_shapes_report
 from tests.gpu import benchmark
 from tests.gpu.results import Device, Results
 from tests.models import tiny_config
@@ -79,8 +80,9 @@ def test_bars_without_figures():
     assert list(found) == ["tree attention over copy bandwidth"]
 
 
-def test_the_whole_course(monkeypatch, tmp_path):
-    """Both benchmarks on the simulated device, with shapes and cases that a CPU computes."""
+@pytest.fixture
+def tiny_shapes(monkeypatch, tmp_path):
+    """The simulated device, and shapes that a CPU computes."""
     for name, layers in (("t", 2), ("d", 1)):
         config = tiny_config("llama", num_hidden_layers=layers, architectures=["LlamaForCausalLM"])
         config.save_pretrained(tmp_path / name)
@@ -92,6 +94,10 @@ def test_the_whole_course(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "CONTEXT", 20)
     monkeypatch.setattr(benchmark, "TOKENS", 13)
     monkeypatch.setattr(benchmark, "ATTENTION_ROUNDS", 1)
+
+
+def test_the_whole_course(tiny_shapes, monkeypatch, tmp_path):
+    """Both benchmarks on the simulated device."""
     load = benchmark.load_example
 
     def tiny(name: str) -> Any:
@@ -110,6 +116,13 @@ def test_the_whole_course(monkeypatch, tmp_path):
     assert list(results) == ["steps of off", "steps of chain-5", "report", "bars"]
     places = [i for i, line in enumerate(lines) if line.get("name", "").startswith("steps")]
     assert places[-1] < lines.index({"begin": "rounds"})
+    # every plan is timed before parts of any are measured, and the first figures are there
+    assert [lines[i]["name"] for i in places] == ["steps of off", "steps of chain-5"] * 2
+    assert places[0] < lines.index({"begin": "capture chain-5"}) < places[1]
+    assert places[1] < lines.index({"begin": "parts of off"}) < places[2]
+    for i in places[:2]:
+        assert (lines[i]["value"]["kernels"], lines[i]["value"]["stage_ms"]) == (None, {})
+        assert lines[i]["value"]["ms"] > 0
     assert {line["state"] for line in results.values()} == {"passed"}
     for name, plan in (("steps of off", 0), ("steps of chain-5", 1)):
         early, late = results[name]["value"], results["report"]["value"]["runs"][plan]["step"]
@@ -133,6 +146,27 @@ def test_the_whole_course(monkeypatch, tmp_path):
     assert len(line["value"]["bars"]) == 2
 
 
+def test_parts_that_cannot_be_measured_cost_nothing_else(tiny_shapes, monkeypatch, tmp_path):
+    """As a profiler that a machine refuses."""
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED\nmore")
+
+    monkeypatch.setattr(bench_device.TimedGraphs, "count_kernels", refuse)
+    benchmark.measure_steps(Results(tmp_path / "events"), Device("simulated"))
+    lines = map(json.loads, (tmp_path / "events").read_text().splitlines())
+    results = {line["name"]: line for line in lines if "name" in line}
+    assert list(results) == ["steps of off", "steps of chain-5", "report", "bars"]
+    assert results["steps of chain-5"]["value"]["kernels"] is None
+    report = results["report"]["value"]
+    notes = [note for note in report["notes"] if "not measured" in note]
+    assert notes == [
+        f"{plan}: stages and kernels were not measured (RuntimeError: CUPTI_ERROR_NOT_INITIALIZED)"
+        for plan in ("off", "chain-5")
+    ]
+    print_shapes_report(report)
+
+
 def test_a_step_without_a_graph_fails_the_check(monkeypatch, tmp_path):
     """However good its figures are."""
     figures = {"is_captured": True}
@@ -140,7 +174,7 @@ def test_a_step_without_a_graph_fails_the_check(monkeypatch, tmp_path):
         "notes": ["plan off for 1 sequences cannot be captured and runs operator by operator"]
     }
 
-    def measure(results: Any, against: Any, on_steps: Any) -> Any:
+    def measure(results: Any, on_steps: Any) -> Any:
         on_steps("off", figures | {"is_captured": False})
         on_steps("chain-5", figures)
         return report

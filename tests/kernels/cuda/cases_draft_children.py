@@ -10,7 +10,7 @@ from torch import Tensor
 from specc.kernels.cuda.draft_children import draft_children
 from specc.kernels.reference_accept import draft_children_reference
 from tests.kernels.cuda.cases_accept import SMALL
-from tests.kernels.cuda.near_ties import check_equal_or_near, permitted_children
+from tests.kernels.cuda.near_ties import are_scores, check_equal_or_near, permitted_children
 from tests.kernels.cuda.typed_trees import Row, inside, options_of, peaked, sizes
 
 
@@ -44,8 +44,10 @@ def check_draft_children(
 ) -> None:
     """Tokens are the oracle's, scores to 1e-5; padding draws tokens that a model can be fed.
 
-    On a GPU a filter may fall to the other side of a near tie.
+    On a GPU a filter may fall to the other side of a near tie: children may be the same then, and
+    their scores those of the tokens that it left.
     """
+    k = num_children
     values, words, cache_len = options_of(rows, vocab)
     frontier = len(columns)
     logits = logits_of(kind, len(rows) * frontier, vocab, vocab + depth).to(dtype)
@@ -71,17 +73,26 @@ def check_draft_children(
     def is_permitted(r: int) -> bool:
         b, column = r // frontier, int(first[r % frontier])
         options = (int(cache_len[b]), column, depth, values[b], words[b])
-        for own, own_scores in permitted_children(logits[r], num_children, *options):
-            if torch.equal(found[r], own):
-                # what follows compares with these
-                tokens[r], scores[r] = found[r], own_scores[: scores.shape[1]]
-                return True
-        return False
+        # children and scores of one and the same answer
+        return any(
+            torch.equal(found[r], own)
+            and are_scores(found_scores[r], own_scores[: int(scored) * k])
+            for own, own_scores in permitted_children(logits[r], k, *options)
+        )
 
     real = torch.nonzero(is_real).flatten().tolist()
     check_equal_or_near(
-        *(found[real].tolist(), tokens[real].tolist(), device), lambda i: is_permitted(real[i])
+        [(found[r], found_scores[r]) for r in real],
+        [(tokens[r], scores[r]) for r in real],
+        device,
+        lambda i: is_permitted(real[i]),
+        _are_equal,
     )
-    torch.testing.assert_close(
-        found_scores[is_real], scores[is_real], rtol=1e-5, atol=1e-5, equal_nan=True
+
+
+def _are_equal(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    """Tokens to the last bit, scores to 1e-5."""
+    (tokens, scores), (wanted, wanted_scores) = one, other
+    return torch.equal(tokens, wanted) and torch.allclose(
+        scores, wanted_scores, rtol=1e-5, atol=1e-5, equal_nan=True
     )

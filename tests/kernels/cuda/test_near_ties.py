@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from specc.kernels.reference_accept import accept_reference, process_reference
+from specc.kernels.cuda import row_filters
+from specc.kernels.reference_accept import (
+    accept_reference,
+    draft_children_reference,
+    process_reference,
+)
 from specc.kernels.reference_sampling import gumbel_reference, uniform_reference
 from specc.sampling_rows import Rule, Word
-from tests.kernels.cuda import cases_accept, near_ties
+from tests.kernels.cuda import cases_accept, cases_draft_children, near_ties
 from tests.kernels.cuda.near_ties import (
     UndecidedError,
     is_permitted_cut,
@@ -57,13 +62,35 @@ def test_rows_without_a_near_tie_have_the_oracles_cut_alone(seed):
             assert not is_permitted_cut(kept, logits[row], values[row], words[row])
 
 
-@pytest.mark.parametrize(
-    ("share", "counts"),
-    [(1 + 1e-7, [2, 1]), (1 - 1e-7, [2, 1]), (1 + 1e-4, [2]), (1 - 1e-4, [1])],
-)
-def test_a_weight_next_to_min_p(share, counts):
-    logits = torch.tensor([0.0, math.log(0.3 * share), -9.0])
-    assert kept_counts(logits, Row(min_p=0.3)) == counts
+def floats_around(x: float, count: int) -> Tensor:
+    """2 count + 1 neighboring floats below 0, the nearest to x in their middle, descending."""
+    bits = torch.tensor([x]).view(torch.int32) + torch.arange(-count, count + 1, dtype=torch.int32)
+    return bits.view(torch.float32)
+
+
+# where the kernels' logarithm and the oracle's exponential differ by a float, and where not
+@pytest.mark.parametrize("min_p", [0.3, 0.1, 0.95, 0.4, 1 / 3, 0.99, 0.5, 0.01, 0.9, 1e-5])
+def test_min_p_keeps_what_the_logarithm_or_the_exponential_does(min_p, device):
+    """Of neighboring floats; every other cut is wrong, by one token, too."""
+    row = Row(min_p=min_p)
+    logits = torch.cat([torch.zeros(1), floats_around(math.log(min_p), 40)])
+    values, words, cache_len = options_of([row], 0)
+    wanted = int((process_reference(logits[None], values, words) > -torch.inf).sum())
+    stats = row_filters.row_filters(
+        *(x.to(device) for x in (logits[None], values, words, cache_len)),
+        filtered=tuple(Rule),
+        weighed=(),
+    )
+    found = int((logits >= stats[0, 1].cpu()).sum())
+    assert sorted(kept_counts(logits, row)) == sorted({wanted, found})
+    assert 1 < min(wanted, found) < max(wanted, found) + 1 < len(logits)
+    # one float of the difference; next to 1, where those are fine, two of the weight
+    cuts = logits[[found - 1, wanted - 1]].double().exp().float().view(torch.int32)
+    assert abs(found - wanted) <= 1 or abs(int(cuts[0] - cuts[1])) <= 2
+    for count in range(1, len(logits) + 1):
+        kept = torch.arange(len(logits)) < count
+        is_permitted = is_permitted_cut(kept, logits, values[0], words[0])
+        assert is_permitted == (count in (wanted, found))
 
 
 @pytest.mark.parametrize(
@@ -76,12 +103,59 @@ def test_a_mass_next_to_top_p(top_p, counts):
 
 
 def test_a_near_tie_of_min_p_changes_what_top_p_is_a_share_of():
-    """Where the second token stays, the best is three quarters of what is left; else all of it."""
-    logits = torch.tensor([1.0, 1 / 3 * (1 - 1e-7), 0.2]).log()
+    """With the second token, the best is three quarters of what is left; else all of it."""
+    # the float that the logarithm of 1/3 keeps, and its exponential does not
+    (near,) = [x for x in floats_around(-math.log(3), 3) if x.exp() < 1 / 3][:1]
+    logits = torch.tensor([0.0, float(near), -1.6])
     # with the second token it is 0.75 of both, and enough; alone, all
     assert kept_counts(logits, Row(min_p=1 / 3, top_p=0.8)) == [2, 1]
     assert kept_counts(logits, Row(min_p=1 / 3, top_p=0.7)) == [1]
     assert kept_counts(logits, Row(min_p=0.3, top_p=0.8)) == [2]
+
+
+# probabilities of four tokens, of which top_p = 0.8 keeps the first two or three
+SHARES = (0.6, 0.2, 0.12, 0.08)
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "shift", "is_right"),
+    [
+        *((2, 0.0, True), (3, 0.0, True), (2, 9e-6, True), (3, -9e-6, True)),
+        *((2, 2e-5, False), (3, -2e-5, False), (4, 0.0, False), (1, 0.0, False), (3, 0.1, False)),
+    ],
+)
+@pytest.mark.parametrize("is_gpu", [True, False], ids=["gpu", "cpu"])
+def test_scores_are_those_of_the_tokens_that_a_near_tie_leaves(
+    num_kept, shift, is_right, is_gpu, monkeypatch
+):
+    """The child is the same either way; elsewhere than on a GPU one way is right."""
+    logits = torch.tensor([SHARES]).log()
+    row = Row(Rule.MSS, top_p=0.8, length=7)
+    assert kept_counts(logits[0], row) == [3, 2]
+    values, words, cache_len = options_of([row], 4)
+    (wanted, scores) = draft_children_reference(
+        *(logits, 1, cache_len, torch.tensor([1]), 0, values, words, True)
+    )
+    assert wanted.item() == 0
+    exact = [math.log(SHARES[0] / sum(SHARES[:count])) for count in range(1, 5)]
+    of_oracle = min(range(4), key=lambda i: abs(exact[i] - scores.item())) + 1
+
+    def children(*_: object) -> tuple[Tensor, Tensor]:
+        return wanted, torch.tensor([[exact[num_kept - 1] + shift]])
+
+    monkeypatch.setattr(cases_draft_children, "draft_children", children)
+    monkeypatch.setattr(cases_draft_children, "logits_of", lambda *_: logits)
+    if is_gpu:
+        monkeypatch.setattr(near_ties, "INEXACT", ("cpu",))
+
+    def check() -> None:
+        cases_draft_children.check_draft_children([row], (1,), 4, 1, torch.float32, CPU)
+
+    if is_right and (is_gpu or num_kept == of_oracle):
+        check()
+        return
+    with pytest.raises(AssertionError, match="row 0: found"):
+        check()
 
 
 def test_top_k_and_greedy_rows_have_no_near_ties():

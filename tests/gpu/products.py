@@ -1,0 +1,37 @@
+"""What an engine measures while it loads, watched: kernels run there that nothing else has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.gpu.results import Results
+
+NAME = "choose products"
+
+
+def watch(results: Results) -> None:
+    """Begin `choose products` before each candidate: a sign of life, and the place of a fault.
+
+    A process whose device such a kernel has taken along is followed by another one, which measures
+    nothing: the library's products run, and every figure is there all the same.
+    """
+    from specc.runtime import choose_products
+
+    replace: Any = setattr
+    if NAME in results.known:
+        replace(choose_products, "OPERATORS", ())
+        results.note(products="not measured: that ended an attempt before this one")
+        return
+    make_timer = choose_products.graph_timer
+
+    def make(graphs: Any) -> Callable[[Callable[[], object]], float]:
+        timer = make_timer(graphs)
+
+        def seconds(run: Callable[[], object]) -> float:
+            results.begin(NAME)
+            return timer(run)
+
+        return seconds
+
+    replace(choose_products, "graph_timer", make)

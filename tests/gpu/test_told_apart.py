@@ -1,0 +1,103 @@
+"""Tensors of the device that is told apart: what a GPU would refuse is refused, and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUP = """
+import torch
+import triton
+import triton.language as tl
+from tests.gpu import told_apart
+
+told_apart.prepare()
+
+
+@triton.jit
+def add_kernel(x, y, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    tl.store(y + o, tl.load(x + o) + tl.load(y + o))
+
+
+device = torch.device("cuda")
+a, b = torch.arange(8.0, device=device), torch.ones(8).to("cuda")
+host = torch.full((8,), 2.0)
+index = torch.tensor([1, 3])
+"""
+# what is right on a GPU, and the values that it leaves
+RIGHT = {
+    "operators": ("c = (a + b) * 2 + torch.tensor(1.0)", "c", "[3.0, 5.0, 7.0, 9.0]"),
+    "in place": ("a.add_(b); a[2:] = 0; a[0].fill_(7)", "a", "[7.0, 2.0, 0.0, 0.0]"),
+    "copies": ("a.copy_(host); host.copy_(b); a += host.cuda()", "a", "[3.0, 3.0, 3.0, 3.0]"),
+    "slices": ("a[1:3] = host[:2]", "a", "[0.0, 2.0, 2.0, 3.0]"),
+    "indices": ("c = a[index] + a[index.to(a.device)]", "c", "[2.0, 6.0]"),
+    "to the host": ("c = a.cpu() + host; assert c.numpy()[0] == 2", "c", "[2.0, 3.0, 4.0, 5.0]"),
+    "numbers": ("c = a * int(a.sum()) if a[1] == 1 and a.any() else a", "c", "[0.0, 28.0, 56.0"),
+    "guards": ("c = a.new_tensor([2.0]) * (~(a > 2))[a[1].int() :]", "c", "[2.0, 2.0, 0.0"),
+    "views": ("c = a.view(2, 4).T.contiguous(); c[0] = 5", "c[:2, 0]", "[5.0, 1.0]"),
+    "as another": ("c = torch.zeros_like(a) + a.new_ones(8) + host.to(a)", "c", "[3.0, 3.0, 3.0"),
+    "kernels": ("add_kernel[(1,)](a, b, 8)", "b", "[1.0, 2.0, 3.0, 4.0]"),
+}
+WRONG = {
+    "operators": ("a + host", "found at least two devices"),
+    "the host's first": ("torch.cat([host, a])", "found at least two devices"),
+    "in place": ("host.add_(a)", "found at least two devices"),
+    "stacks": ("torch.stack([a, host])", "found at least two devices"),
+    "the device's indices": ("host[index.cuda()]", "found at least two devices"),
+    "values at indices": ("a[index] = host[:2]", "found at least two devices"),
+    "kernels": ("add_kernel[(1,)](a, host, 8)", "cannot be accessed from Triton"),
+    "numpy": ("a.numpy()", "can't convert cuda:0 device type tensor"),
+}
+
+
+def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, which stays changed; Triton reads its kernels from a file."""
+    (directory / "run.py").write_text(SETUP + code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    return subprocess.run(
+        [sys.executable, "-P", str(directory / "run.py")],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+
+
+def test_what_a_gpu_allows(tmp_path):
+    code = ""
+    for work, value, _ in RIGHT.values():
+        code += "a, b = torch.arange(8.0, device=device), torch.ones(8).to('cuda')\n"
+        code += f"host = torch.full((8,), 2.0)\n{work}\nprint({value}.tolist())\n"
+        code += "assert a.device == b.device == torch.device('cuda', 0)\n"
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for line, (_, _, wanted) in zip(done.stdout.splitlines(), RIGHT.values(), strict=True):
+        assert line.startswith(wanted.rstrip("]"))
+
+
+def test_what_a_gpu_refuses(tmp_path):
+    code = ""
+    for work, _ in WRONG.values():
+        code += f"try:\n    {work}\nexcept Exception as error:\n    print(error)\n"
+        code += "else:\n    print('nothing')\n"
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for line, (_, wanted) in zip(done.stdout.splitlines(), WRONG.values(), strict=True):
+        assert wanted in line
+
+
+@pytest.mark.slow
+def test_parts_of_the_check_tell_the_device_from_the_host(tmp_path):
+    """Steps, replays and quick kernel files; what computes with transformers is left out."""
+    command = [sys.executable, "-P", str(ROOT / "tests/gpu/rehearsal.py"), "A", "B"]
+    command += ["--device", "apart", "--output", str(tmp_path / "report.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    parts = json.loads((tmp_path / "report.json").read_text())["parts"]
+    assert set(parts) == {"steps", "replay", "kernels"}
