@@ -25,6 +25,8 @@ from torch import Tensor
 
 from specc.kernels.cuda.strided_rows import FLOATS, check
 
+# what compiles the tiles: what was measured holds for this version alone
+COMPILER = f"triton {triton.__version__}"
 MAX_ROWS = 16
 # columns of the sum that a program stores at a time
 BLOCK_TOTAL = 64
