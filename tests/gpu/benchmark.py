@@ -128,6 +128,16 @@ def bars(steps: dict[str, Any] | None, attention: dict[str, Any] | None) -> dict
         values = {
             "off over its floor": (off["step"]["floor_ratio"], "<=", 1.15),
             "step over its floor": (chain["step"]["floor_ratio"], "<=", 1.25),
+            "off over its floor, temperature .6, top-p .9": (
+                off["step"]["sampled"]["floor_ratio"],
+                "<=",
+                1.15,
+            ),
+            "step over its floor, temperature .6, top-p .9": (
+                chain["step"]["sampled"]["floor_ratio"],
+                "<=",
+                1.25,
+            ),
             "gap between queued replays": (None if None in shares else max(shares), "<=", 0.02),
             "time of a step beyond its replay": (chain["step"]["host_share"], "<=", 0.02),
             _CHAIN: (speedup, ">=", 1.8),

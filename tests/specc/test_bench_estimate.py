@@ -199,6 +199,22 @@ def test_the_report_names_what_is_asked_of_it() -> None:
     assert all(item["source"] for item in report["assumptions"])
 
 
+def test_sampling_is_a_part_of_what_lies_between_passes() -> None:
+    report = make_estimate(compiled(), CONTEXT, {})
+    found = {name: plan["sampling"] for name, plan in report["plans"].items()}
+    for name, plan in report["plans"].items():
+        assert 0 < found[name]["nodes"] < plan["between"]["nodes"]
+        assert 0 < found[name]["estimate_ms"] < plan["between"]["estimate_ms"]
+    # four launches of filters, context, best of each node and the walk; for each level of a draft
+    # six more, and four of filters where its logits are compared
+    assert found["off"]["nodes"] == 7
+    assert found["chain-4"]["nodes"] == 7 + 4 * 6 + 4
+    assert found["tree-3-2-1"]["nodes"] == 7 + 3 * 6 + 4
+    # a pass over the logits at least for the facts of its rows, pivots, the list and the best
+    row = compiled().models[0].entry.vocab_size * 2
+    assert found["off"]["bytes"] >= 5 * row
+
+
 def test_the_command(tmp_path) -> None:
     config = tiny_config("llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1)
     config.save_pretrained(tmp_path)
