@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
@@ -41,17 +39,14 @@ class FuseNormHead(Pass):
 
 def _fuse(program: Program, norm: fx.Node) -> None:
     rows = program.placeholder("logit_rows")
-    outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
-    normed, total = outputs.get(0), outputs.get(1)
-    if total is not None and total.users:
-        raise NoMatch("the sum is read by later layers")
+    # the sum may have other readers: then the norm stays for them, and is computed here once more
+    normed = next((user for user in norm.users if user.args[1] == 0), None)
     chosen = None if normed is None else only_user(normed)
     if chosen is None or chosen.target is not aten.index_select.default:
         raise NoMatch("no rows are chosen of the norm")
     dim, index = chosen.args[1:]
-    shape = norm.args[0].meta["val"].shape  # type: ignore[union-attr]
-    is_flat = len(shape) == 2 or (len(shape) == 3 and isinstance(shape[0], int) and shape[0] == 1)
-    if index is not rows or dim % len(shape) != len(shape) - 2 or not is_flat:  # type: ignore[operator]
+    ndim = norm.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    if index is not rows or dim % ndim != ndim - 2:  # type: ignore[operator]
         raise NoMatch("what is chosen is not rows of tokens")
     linear = only_user(chosen)
     if linear is None or linear.target is not aten.linear.default or linear.args[0] is not chosen:

@@ -26,6 +26,8 @@ from specc.runtime.choose_products import ProductWarning
 
 SCHEMA_VERSION = 1
 _LIBRARY = "library"
+# of a cache that is not there for this user; an engine loads all the same (RuntimeError: no home)
+_FAILURES = (SpeccError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class KeptProducts:
 
     def __init__(self, conditions: Conditions, cache: FileCache | None = None) -> None:
         self._name = conditions.file_name
-        self._cache = cache or FileCache()
+        self._cache = cache
 
     def take(self) -> int:
         """Choose as was measured earlier, what this process has not measured itself.
@@ -112,14 +114,20 @@ class KeptProducts:
         kept = {_key(item): item for item in (*self._read(), *found)}
         content = {"schema_version": SCHEMA_VERSION, "products": list(kept.values())}
         try:
-            self._cache.write(self._name, (json.dumps(content, indent=1) + "\n").encode())
-        except SpeccError as error:
+            self._open().write(self._name, (json.dumps(content, indent=1) + "\n").encode())
+        except _FAILURES as error:
             _warn("what was measured of products is not kept", error)
+
+    def _open(self) -> FileCache:
+        """The cache; where it lies may be unknown."""
+        if self._cache is None:
+            self._cache = FileCache()
+        return self._cache
 
     def _read(self) -> list[dict[str, Any]]:
         try:
-            data = self._cache.read(self._name)
-        except SpeccError as error:
+            data = self._open().read(self._name)
+        except _FAILURES as error:
             _warn("what was measured of products earlier is not read", error)
             return []
         if data is None:
@@ -153,5 +161,5 @@ def _key(item: Mapping[str, Any]) -> tuple[Any, ...]:
     return item["operator"], item["dtype"], *item["shape"], item["rows"]
 
 
-def _warn(what: str, error: SpeccError) -> None:
+def _warn(what: str, error: Exception) -> None:
     warnings.warn(f"{what}: {error}", ProductWarning, stacklevel=4)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specc import file_cache
 from specc.file_cache import FileCache
 from specc.kernels.cuda import few_rows
 from specc.runtime import kept_products
@@ -114,6 +115,17 @@ def test_a_cache_that_cannot_be_written_is_a_warning(program, tmp_path, new_proc
     cache = FileCache(tmp_path / "file" / "cache")
     with pytest.warns(ProductWarning, match="SPECC_CACHE_DIR"):
         assert len(load(program, cache).asked) == ALL
+    assert None not in few_rows.choices.values()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "no entry")])
+def test_a_user_without_a_cache_can_load(program, monkeypatch, error):
+    def fail() -> Path:
+        raise error
+
+    monkeypatch.setattr(file_cache, "default_cache_dir", fail)
+    with pytest.warns(ProductWarning, match="no home|no entry"):
+        assert len(load(program, None).asked) == ALL
     assert None not in few_rows.choices.values()
 
 
