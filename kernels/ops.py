@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels import (
+    fakes_products,
     reference,
     reference_accept,
     reference_fused,
@@ -181,49 +182,6 @@ def _act_and_mul_fake(gate_up: Tensor, activation: str) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-def _add_norm_linear_fake(
-    x: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(*x.shape[:-1], weight.shape[0]), x.new_empty(x.shape)
-
-
-def _add_norm_gate_up_fake(
-    x: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2), x.new_empty(x.shape)
-
-
-def _add_norm_rope_write_fake(
-    x: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    *args: object,
-) -> tuple[Tensor, Tensor]:
-    kv_heads, head_dim = k_cache.shape[2:]
-    num_heads = weight.shape[0] // head_dim - 2 * kv_heads
-    q = x.new_empty(cos.shape[0], num_heads, head_dim)
-    return q.transpose(0, 1), x.new_empty(x.shape)
-
-
 def _cache_write_fake(cache: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
     return cache.new_empty(cache.shape)
 
@@ -338,6 +296,13 @@ next_tokens = _define(
     reference.next_tokens_reference,
     _next_tokens_fake,
 )
+leave_step = _define(
+    "leave_step(Tensor(a!) results, Tensor(b!) last_tokens, Tensor(c!) cache_len,"
+    " Tensor num_accepted, Tensor output_tokens, Tensor next_cache_len, Tensor next_last_tokens,"
+    " Tensor? draft_lens) -> ()",
+    reference.leave_step_reference,
+    lambda *args: None,
+)
 commit_kv = _define(
     "commit_kv(Tensor(a!) slab, Tensor source, Tensor target, Tensor block_table) -> ()",
     reference.commit_kv_reference,
@@ -383,20 +348,34 @@ add_norm_linear = _define(
     "add_norm_linear(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
     " Tensor weight, Tensor? bias) -> (Tensor y, Tensor total)",
     reference_products.add_norm_linear_reference,
-    _add_norm_linear_fake,
+    fakes_products.add_norm_linear_fake,
 )
 add_norm_gate_up = _define(
     "add_norm_gate_up(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
     " Tensor weight, str activation) -> (Tensor y, Tensor total)",
     reference_products.add_norm_gate_up_reference,
-    _add_norm_gate_up_fake,
+    fakes_products.add_norm_gate_up_fake,
 )
 add_norm_rope_write = _define(
     "add_norm_rope_write(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
     " Tensor weight, Tensor? bias, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
     " Tensor q_start, Tensor slot, Tensor block_table) -> (Tensor q, Tensor total)",
     reference_products.add_norm_rope_write_reference,
-    _add_norm_rope_write_fake,
+    fakes_products.add_norm_rope_write_fake,
+)
+embed_norm_rope_write = _define(
+    "embed_norm_rope_write(Tensor tokens, Tensor embedding, Tensor gamma, float eps,"
+    " bool unit_offset, Tensor weight, Tensor? bias, Tensor cos, Tensor sin,"
+    " Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table)"
+    " -> (Tensor q, Tensor total)",
+    reference_products.embed_norm_rope_write_reference,
+    fakes_products.embed_norm_rope_write_fake,
+)
+add_norm_head = _define(
+    "add_norm_head(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
+    " Tensor weight, Tensor? bias, Tensor rows) -> Tensor",
+    reference_products.add_norm_head_reference,
+    fakes_products.add_norm_head_fake,
 )
 act_and_mul = _define(
     "act_and_mul(Tensor gate_up, str activation) -> Tensor",

@@ -302,6 +302,38 @@ def next_tokens_reference(
     return run.gather(1, num_accepted[:, None].long() + places)
 
 
+def leave_step_reference(
+    results: Tensor,
+    last_tokens: Tensor,
+    cache_len: Tensor,
+    num_accepted: Tensor,
+    output_tokens: Tensor,
+    next_cache_len: Tensor,
+    next_last_tokens: Tensor,
+    draft_lens: Tensor | None,
+) -> None:
+    """Leave what the host reads of a step, and the state that the next one starts from.
+
+    Args:
+        results: [B, R] int64, mutated: number of accepted tokens, output tokens, committed rows of
+            the target, and of each draft; columns behind these stay.
+        last_tokens: [B, C] int64, mutated.
+        cache_len: [B] int32, mutated.
+        num_accepted: [B] int32.
+        output_tokens: [B, P] int64.
+        next_cache_len: [B] int32.
+        next_last_tokens: [B, C] int64.
+        draft_lens: [drafts, B] int32 or None.
+    """
+    columns = [num_accepted[:, None], output_tokens, next_cache_len[:, None]]
+    if draft_lens is not None:
+        columns.append(draft_lens.t())
+    found = torch.cat([column.long() for column in columns], dim=1)
+    results[:, : found.shape[1]] = found
+    last_tokens.copy_(next_last_tokens)
+    cache_len.copy_(next_cache_len)
+
+
 def commit_kv_reference(slab: Tensor, source: Tensor, target: Tensor, block_table: Tensor) -> None:
     """Move accepted rows of all layers to the end of the committed prefix.
 

@@ -7,6 +7,7 @@ is normalized.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -103,11 +104,97 @@ def add_norm_rope_write_reference(
         [H, Nt, D] rotated queries, laid out as [Nt, H, D], and the sum like x.
     """
     y, total = _add_norm_linear(x, residual, gamma, eps, unit_offset, weight, bias)
+    places = (k_cache, v_cache, q_start, slot, block_table)
+    return _rope_write(y, x.dtype, cos, sin, *places), total
+
+
+def embed_norm_rope_write_reference(
+    tokens: Tensor,
+    embedding: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The first layer up to its attention: rows of the embedding, norm, q, k and v, `rope_write`.
+
+    Args:
+        tokens: [...] int64, Nt of them.
+        embedding: [V, K].
+        gamma: [K]; from here on as of `add_norm_rope_write_reference`.
+        eps: of the norm.
+        unit_offset: of the norm.
+        weight: [(H + 2 HK) · D, K].
+        bias: [(H + 2 HK) · D] or None.
+        cos: [Nt, D].
+        sin: [Nt, D].
+        k_cache: [blocks, block_size, HK, D], mutated.
+        v_cache: [blocks, block_size, HK, D], mutated.
+        q_start: [B + 1] int32.
+        slot: [Nt] int32.
+        block_table: [B, n] int32.
+    Returns:
+        [H, Nt, D] rotated queries, laid out as [Nt, H, D], and the rows [..., K].
+    """
+    x = functional.embedding(tokens, embedding)
+    y = _norm_linear(x, gamma, eps, unit_offset, weight, bias)
+    places = (k_cache, v_cache, q_start, slot, block_table)
+    return _rope_write(y, x.dtype, cos, sin, *places), x
+
+
+def add_norm_head_reference(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Tensor,
+) -> Tensor:
+    """`add_norm_linear` of some rows, whose sum nobody reads.
+
+    Args:
+        x: [1, Nt, K] or [Nt, K].
+        residual: like x.
+        gamma: [K].
+        eps: of the norm.
+        unit_offset: of the norm.
+        weight: [N, K].
+        bias: [N] or None.
+        rows: [R] int64 of x.
+    Returns:
+        [1, R, N] or [R, N].
+    """
+    x, residual = x.index_select(-2, rows), residual.index_select(-2, rows)
+    return _add_norm_linear(x, residual, gamma, eps, unit_offset, weight, bias)[0].to(x.dtype)
+
+
+def _rope_write(
+    y: Tensor,
+    dtype: torch.dtype,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """`rope_write` of a product in float32: heads of q, of k, of v."""
     kv_heads, head_dim = k_cache.shape[2:]
     heads = y.view(slot.shape[0], -1, head_dim).transpose(0, 1)
     q, k, v = heads.split([heads.shape[0] - 2 * kv_heads, kv_heads, kv_heads])
     args = (cos.float(), sin.float(), k_cache, v_cache, q_start, slot, block_table)
-    return rope_write_reference(q, k, v.to(x.dtype), *args).to(x.dtype), total
+    return rope_write_reference(q, k, v.to(dtype), *args).to(dtype)
 
 
 def _add_norm_linear(
@@ -121,7 +208,14 @@ def _add_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """The product in float32, and the rounded sum."""
     total = (x + residual).contiguous()
-    wide = total.float()
+    return _norm_linear(total, gamma, eps, unit_offset, weight, bias), total
+
+
+def _norm_linear(
+    x: Tensor, gamma: Tensor, eps: float, unit_offset: bool, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """The product of the norm of x, in float32."""
+    wide = x.float()
     factor = gamma.float() + 1.0 if unit_offset else gamma.float()
     normed = wide * (wide.pow(2).mean(dim=-1, keepdim=True) + eps).rsqrt() * factor
-    return functional.linear(normed, weight.float(), None if bias is None else bias.float()), total
+    return functional.linear(normed, weight.float(), None if bias is None else bias.float())

@@ -183,9 +183,10 @@ def draw_acceptance(
 ) -> StepProgram:
     """A step whose acceptance is drawn; draft, verification, acceptance and commit stay.
 
-    The target's logits of the child that a draw accepts become infinite, those of its siblings
-    negatively so: the target's greedy choice is that child, or, where none is accepted, the best
-    token that no child carries. Leaves keep their logits, so the bonus token is the target's.
+    The target's logits of the child that a draw accepts become so large that no other token has
+    any probability left, those of its siblings so small that they have none: the target's choice,
+    greedy or drawn, is that child, or, where none is accepted, a token that no child carries.
+    Leaves keep their logits, so the bonus token is the target's.
 
     Args:
         step: of a plan that speculates.
@@ -203,7 +204,9 @@ def draw_acceptance(
     assert max_batch * period < 1 << 31, "rows are int32"
     draws = Draws(tree, tuple(probabilities), max_batch, period, start, seed)
     won = torch.tensor(draws.accepted())
-    values = torch.where(won, math.inf, -math.inf).to(dtype)
+    # infinite ones have no difference, of which probabilities are made; a temperature divides it
+    far = torch.finfo(dtype).max / 8
+    values = torch.where(won, far, -far).to(dtype)
     constants = {VALUES: values, PARENTS: torch.tensor(tree.parents[1:], dtype=torch.int64)}
     stages = {}
     for name, graph in step.stages.items():

@@ -26,6 +26,10 @@ _VIEWS = (
 _TOKENS = 3
 
 
+class NoMatch(Exception):
+    """Why a norm stays as it is."""
+
+
 class FuseAddNorm(Pass):
     """`add_rms_norm`, a linear layer, and what reads it alone → one operator.
 
@@ -42,7 +46,7 @@ class FuseAddNorm(Pass):
         for node in program.calls(ops.add_rms_norm):
             try:
                 _fuse(program, node)
-            except _NoMatch as reason:
+            except NoMatch as reason:
                 result.decline(node.name, str(reason))
                 continue
             result.rewrites += 1
@@ -50,22 +54,19 @@ class FuseAddNorm(Pass):
         return result
 
 
-class _NoMatch(Exception):
-    """Why a norm stays as it is."""
-
-
 def _fuse(program: Program, norm: fx.Node) -> None:
     outputs = {user.args[1]: user for user in norm.users}
     normed, total = outputs.get(0), outputs.get(1)
     linear = None if normed is None else only_user(normed)
     if linear is None or linear.target is not aten.linear.default or linear.args[0] is not normed:
-        raise _NoMatch("the norm is not read by one linear layer alone")
+        raise NoMatch("the norm is not read by one linear layer alone")
     weight, bias = linear.args[1], linear.args[2] if len(linear.args) > 2 else None
-    _require_parameters(program, norm, weight, bias)
+    dtype = norm.args[0].meta["val"].dtype
+    require_parameters(program, dtype, norm.args[2], weight, bias)
     operands = (*norm.args, *(() if len(norm.args) > 4 else (False,)), weight)
     last, target, more = _behind(linear, bias)
     if total is not None and any(user < last for user in total.users):
-        raise _NoMatch("the sum is read before the product is done")
+        raise NoMatch("the sum is read before the product is done")
     graph = program.graph
     with graph.inserting_before(last):
         both = emit_call(graph, target, *operands, *more)
@@ -82,7 +83,7 @@ def _behind(linear: fx.Node, bias: fx.Node | None) -> tuple[fx.Node, torch._ops.
     user = only_user(linear)
     if user is not None and user.target is ops.act_and_mul and bias is None:
         return user, ops.add_norm_gate_up, (user.args[1],)
-    rope = _rope_behind(linear)
+    rope = rope_behind(linear)
     if rope is not None:
         bound = bind_args(rope)
         names = ("cos", "sin", "k_cache", "v_cache", "q_start", "slot", "block_table")
@@ -90,7 +91,7 @@ def _behind(linear: fx.Node, bias: fx.Node | None) -> tuple[fx.Node, torch._ops.
     return linear, ops.add_norm_linear, (bias,)
 
 
-def _rope_behind(linear: fx.Node) -> fx.Node | None:
+def rope_behind(linear: fx.Node) -> fx.Node | None:
     """The `rope_write` whose q, k and v are the heads of a linear layer, and nothing else reads."""
     seen, stack, found = {linear}, [linear], set()
     while stack:
@@ -144,15 +145,19 @@ def _evaluate(node: fx.Node, source: fx.Node, value: Tensor) -> Tensor | None:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _require_parameters(
-    program: Program, norm: fx.Node, weight: fx.Node, bias: fx.Node | None
+def require_parameters(
+    program: Program,
+    dtype: torch.dtype,
+    gamma: fx.Node,
+    weight: fx.Node,
+    bias: fx.Node | None,
 ) -> None:
-    dtype = norm.args[0].meta["val"].dtype  # type: ignore[union-attr]
+    """Raises NoMatch: a product of another dtype than x, or of what is no parameter."""
     if dtype not in _DTYPES:
-        raise _NoMatch(f"the product is of {dtype}")
-    for item in (norm.args[2], weight, bias):
+        raise NoMatch(f"the product is of {dtype}")
+    for item in (gamma, weight, bias):
         if item is not None and item.target not in program.weights:
-            raise _NoMatch(f"{item.name} is computed, not a parameter")
+            raise NoMatch(f"{item.name} is computed, not a parameter")
     for item in (weight, bias):
         if item is not None and item.meta["val"].dtype != dtype:
-            raise _NoMatch(f"{item.name} is {item.meta['val'].dtype}, what it meets is {dtype}")
+            raise NoMatch(f"{item.name} is {item.meta['val'].dtype}, what it meets is {dtype}")

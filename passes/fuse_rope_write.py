@@ -15,6 +15,8 @@ from specc.passes.program import Program, bind_args, emit_call, replace
 
 aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# operators that write keys and values to a layer's caches
+_WRITERS = (ops.write_kv, ops.rope_write, ops.add_norm_rope_write, ops.embed_norm_rope_write)
 # between rotary embedding and attention, and between the tables and their use
 _MOVES = (
     aten.squeeze.dim,
@@ -45,7 +47,7 @@ def attention_reads_caches(program: Program) -> bool:
     for node in program.graph.nodes:
         if node.target is ops.tree_attention:
             return False
-        if node.target in (ops.write_kv, ops.rope_write, ops.add_norm_rope_write):
+        if node.target in _WRITERS:
             bound = bind_args(node)
             written |= {bound["k_cache"], bound["v_cache"]}
         elif node.target is ops.attend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,21 +13,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specc.kernels import ops
 from specc.passes.fuse_add_norm import FuseAddNorm
+from specc.passes.fuse_embed_norm import FuseEmbedNorm
+from specc.passes.fuse_norm_head import FuseNormHead
 from specc.passes.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
 from specc.passes.fuse_swiglu import FuseSwiGLU
 from specc.passes.pipeline import Phases
 from specc.passes.program import Program, is_update
+from specc.passes.tabulate_rotary import TabulateRotary
 
-CUDA_PHASES: Phases = (
-    ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
-    ("gates", (FuseSwiGLU,)),
-    # from here on operators communicate through the caches, in the order of the graph
-    ("caches", (FuseRopeWrite, SplitTreeAttention)),
-    ("products", (FuseAddNorm,)),
-)
 # what to count with, for every dynamic size; one token would make some copies look like none
 _ENTRIES = 8
+
+
+def cuda_phases(num_positions: int) -> Phases:
+    """The phases, for an engine that serves positions 0 … num_positions - 1."""
+    return (
+        ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
+        ("gates", (FuseSwiGLU,)),
+        # from here on operators communicate through the caches, in the order of the graph
+        ("caches", (FuseRopeWrite, SplitTreeAttention)),
+        ("products", (FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
+        ("tables", (partial(TabulateRotary, num_positions),)),
+    )
 
 
 def launches(program: Program) -> list[fx.Node]:

@@ -36,6 +36,8 @@ ADD_NORM: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "add_norm_linear": (("x", "residual"), ()),
     "add_norm_gate_up": (("x", "residual"), ()),
     "add_norm_rope_write": (("x", "residual"), ("cos", "sin")),
+    "add_norm_head": (("x", "residual"), ()),
+    "embed_norm_rope_write": (("tokens",), ("cos", "sin")),
 }
 PRODUCTS = frozenset(("linear", "mm", "bmm", "matmul", "addmm", "baddbmm"))
 # element by element, and yet without the tag; `repeat` of tokens would change their number

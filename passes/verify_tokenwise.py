@@ -375,17 +375,24 @@ class _Proof:
             state = states[name]
             if not isinstance(state, Tokens) or (state.scale, state.order) != (1, None):
                 raise self._refuse(node, f"{bound[name].name} is not a row for each token")
-            if state.right == -1 or state.right != first.right:
+            # of a table only whole rows are read, which tokens name
+            is_within = state.right == -1 and name != "tokens"
+            if is_within or state.right != first.right:
                 raise self._mixes(node)
         for name in tables:
             state = states[name]
             is_plain = isinstance(state, Tokens) and (state.scale, state.order) == (1, None)
             if not is_plain or (state.dim, state.ndim) != (0, 2):
                 raise self._refuse(node, f"{bound[name].name} is not [tokens, columns]")
-        for name in ("gamma", "weight", "bias"):
+        for name in ("gamma", "weight", "bias", "embedding"):
             if states.get(name) is not None:
                 raise self._mixes(node)
-        return self._result(node, replace(first, role="", is_position=False))
+        first = replace(first, role="", is_position=False)
+        if "rows" in states:
+            if states["rows"] != _ROWS:
+                raise self._refuse(node, f"{bound['rows'].name} is not logit_rows")
+            first = replace(first, order=_ROWS)
+        return self._result(node, first)
 
     def _mixes(self, node: fx.Node) -> UnsupportedGraphError:
         return self._refuse(node, f"{target_name(node.target)} mixes tokens outside attention")

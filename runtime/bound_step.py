@@ -82,17 +82,15 @@ class BoundStep:
 
     def _leave_results(self) -> None:
         env = self.environment
-        columns = [
-            env["num_accepted"][:, None],
-            env["output_tokens"],
-            env["next_cache_len"][:, None],
-            *(env[name][:, None] for name in self._draft_lens),
-        ]
-        found = torch.cat(columns, dim=1)
-        self._results[:, : found.shape[1]].copy_(found)
-        # the next step may start before the host has read this one
-        env["last_tokens"].copy_(env["next_last_tokens"])
-        env["cache_len"].copy_(env["next_cache_len"])
+        lens = [env[name] for name in self._draft_lens]
+        # of one draft, a view: no launch
+        draft_lens = torch.stack(lens) if len(lens) > 1 else lens[0][None] if lens else None
+        torch.ops.specc.leave_step(
+            self._results,
+            *(env[name] for name in ("last_tokens", "cache_len", "num_accepted", "output_tokens")),
+            *(env[name] for name in ("next_cache_len", "next_last_tokens")),
+            draft_lens,
+        )
 
 
 class _BoundStage:

@@ -1,9 +1,9 @@
 """Which product runs for which shape: measured while an engine loads, before anything is captured.
 
-The operators `add_norm_*` have kernels for few rows beside the library's product. Nobody knows
-which is faster on a GPU before it has run both, so each shape is timed with each number of rows,
-over the weights of all layers in turn, as a step reads them: a kernel takes the library's place
-only where it was faster.
+The operators `add_norm_*` and `embed_norm_rope_write` have kernels for few rows beside the
+library's product. Nobody knows which is faster on a GPU before it has run both, so each shape is
+timed with each number of rows, over the weights of all layers in turn, as a step reads them: a
+kernel takes the library's place only where it was faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torch import Tensor, fx
 
 from specc.runtime.graph_device import GraphDevice
 
-OPERATORS = ("add_norm_linear", "add_norm_gate_up", "add_norm_rope_write")
+# those that end with rotation and cache write, and all
+_WRITERS = ("add_norm_rope_write", "embed_norm_rope_write")
+OPERATORS = ("add_norm_linear", "add_norm_gate_up", "add_norm_head", *_WRITERS)
 # rows that are measured; others are rounded up to one of them
 ROWS = (1, 2, 4, 8, 16)
 # a kernel that saves less than this share may be as fast as the library's: it is not chosen
@@ -55,7 +57,8 @@ class Call:
         gamma: of the norm.
         weight: [N, K].
         last: bias or activation, whatever follows the weight.
-        caches: k and v cache of `add_norm_rope_write`.
+        caches: k and v cache of those that write to them.
+        embedding: [V, K] of those that start with tokens, else None.
     """
 
     operator: str
@@ -65,6 +68,7 @@ class Call:
     weight: Tensor
     last: Any
     caches: tuple[Tensor, ...]
+    embedding: Tensor | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -78,7 +82,12 @@ class Call:
         device, dtype, size = self.weight.device, self.weight.dtype, self.weight.shape[1]
         operator = getattr(torch.ops.specc, self.operator)
         x = torch.ones(1, rows, size, dtype=dtype, device=device)
-        args = [x, x, self.gamma, self.eps, self.unit_offset, self.weight, self.last]
+        first: tuple[Tensor, ...] = (x, x)
+        if self.embedding is not None:
+            first = torch.zeros(1, rows, dtype=torch.int64, device=device), self.embedding
+        args = [*first, self.gamma, self.eps, self.unit_offset, self.weight, self.last]
+        if self.operator == "add_norm_head":
+            args.append(torch.arange(rows, device=device))
         if self.caches:
             table = torch.zeros(rows, self.caches[0].shape[3], dtype=dtype, device=device)
             args += [table, table, *self.caches]
@@ -102,8 +111,8 @@ def calls_of(program: Program) -> Iterator[Call]:
         name = getattr(packet, "__name__", "")
         if getattr(node.target, "namespace", "") != "specc" or name not in OPERATORS:
             continue
-        _, _, gamma, eps, unit_offset, weight, last = node.args[:7]
-        caches = node.args[9:11] if name == "add_norm_rope_write" else ()
+        _, second, gamma, eps, unit_offset, weight, last = node.args[:7]
+        caches = node.args[9:11] if name in _WRITERS else ()
         yield Call(
             name,
             float(eps),
@@ -112,6 +121,7 @@ def calls_of(program: Program) -> Iterator[Call]:
             value(weight),
             value(last),
             tuple(value(cache) for cache in caches),
+            value(second) if name == "embed_norm_rope_write" else None,
         )
 
 
@@ -198,9 +208,7 @@ def _choose(
     with graphs.active(), torch.inference_mode():
         for calls in groups.values():
             for count in rows:
-                first = calls[0]
-                x = first.weight.new_empty(1, count, first.weight.shape[1])
-                product = few_rows.Product.of(first.operator, x, first.weight)
+                product = few_rows.Product.of(calls[0].operator, count, calls[0].weight)
                 if product in few_rows.choices:
                     continue
                 bound = [call.bind(count) for call in calls]

@@ -17,8 +17,9 @@ from specc.plans import SUFFIX, VOTE, SpecPlan
 from specc.runtime.aot_cuda_program import load_model
 from specc.runtime.batch_rows import last_tokens_of
 from specc.runtime.captured_step import CapturedStep
-from specc.runtime.choose_products import choose_products
+from specc.runtime.choose_products import Timer, choose_products
 from specc.runtime.graph_device import GraphDevice
+from specc.runtime.kept_products import Conditions, KeptProducts
 from specc.runtime.kv_cache import KVCache
 from specc.runtime.mapped_weights import MappedWeights
 from specc.runtime.program import ModelProgram, read_json
@@ -161,12 +162,37 @@ def load_programs(
 def choose_on_gpu(models: Iterable[ModelProgram], graphs: GraphDevice) -> list[dict[str, Any]]:
     """Measure which products are the fastest, before a step is captured with them.
 
-    Elsewhere than on a GPU nothing is measured, and the library's stay.
+    What an earlier load has measured on such a GPU is not measured again. Elsewhere than on a GPU
+    nothing is measured, and the library's stay.
 
     Returns:
-        what was found, see `choose_products`.
+        what was measured now, see `choose_products`.
     """
-    return choose_products(models, graphs) if graphs.device.type == "cuda" else []
+    if graphs.device.type != "cuda":
+        return []
+    return choose_and_keep(models, graphs, KeptProducts(Conditions.of(graphs.device)))
+
+
+def choose_and_keep(
+    models: Iterable[ModelProgram],
+    graphs: GraphDevice,
+    kept: KeptProducts,
+    timer: Timer | None = None,
+) -> list[dict[str, Any]]:
+    """Take what is kept, measure what is left, and keep that, too.
+
+    Args:
+        models: on the device.
+        graphs: the device.
+        kept: for this device.
+        timer: what measures; None replays graphs.
+    Returns:
+        what was measured now, see `choose_products`.
+    """
+    kept.take()
+    found = choose_products(models, graphs, timer)
+    kept.add(found)
+    return found
 
 
 def make_buffers(

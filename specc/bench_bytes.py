@@ -20,13 +20,15 @@ import torch
 from torch import Tensor, fx
 
 from specc.graph_io import graph_from_json
-from specc.kernels import native
+from specc.kernels import native, ops
 from specc.manifest import Manifest
 from specc.plans import SpecPlan
 from specc.runtime.program import read_json
 
 BUFFER_BYTES = 400_000_000
 _REPEATS = 7
+# operators that read rows of a table, and its place among their arguments
+_LOOKUPS = {torch.ops.aten.embedding.default: 0, ops.embed_norm_rope_write: 1}
 _TARGET = "target"
 
 
@@ -212,9 +214,9 @@ def _rate(read: Callable[[Tensor], object], buffer: Tensor) -> float:
 
 def _is_lookup(node: fx.Node) -> bool:
     """Whether only rows of a weight are read: every use of it is an embedding."""
-    lookup = torch.ops.aten.embedding.default
     return bool(node.users) and all(
-        user.target is lookup and user.args[0] is node for user in node.users
+        (place := _LOOKUPS.get(user.target)) is not None and user.args[place] is node
+        for user in node.users
     )
 
 

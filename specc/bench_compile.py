@@ -23,7 +23,7 @@ from specc.passes.draw_acceptance import draw_acceptance
 from specc.passes.emit import constant_key, program_to_json
 from specc.passes.fit_vocabulary import FitVocabulary
 from specc.passes.fuse_step import StepProgram, fuse_step
-from specc.passes.lower_cuda import CUDA_PHASES
+from specc.passes.lower_cuda import cuda_phases
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.position_limit import position_limit
 from specc.passes.program import Program
@@ -117,7 +117,7 @@ def compile_shapes(
         if models:
             num_ids = models[0].entry.vocab_size
             layout.append(("vocabulary", (partial(FitVocabulary, num_ids),)))
-        layout += CUDA_PHASES if options.is_lowered else ()
+        layout += cuda_phases(limits.max_seq_len) if options.is_lowered else ()
         with phases.phase(f"rewrite {name}"):
             Pipeline(tuple(layout)).run(program)
         models.append(_model(label, config, module, program, limits, dtype, plans))

@@ -14,6 +14,9 @@ from specc.kernels.cuda.recorded import recorded
 from specc.kernels.cuda.register import KERNELS
 
 SCHEMA_VERSION = 1
+# operators that choose tokens; their launches are the same for every request, and a greedy one
+# reads less in them than what is counted
+_DRAWING = ("accept", "draft_children", "node_winners", "accept_winners")
 # what a report calls the models
 LABELS = {"target": "target", "draft_0": "draft"}
 
@@ -88,6 +91,7 @@ def _plan(
             "estimate_ms": sum(costs.node_ms(node.kind, node.num_bytes) for node in own),
         }
     between = [node for node in nodes if not node.model]
+    drawing = [node for node in nodes if node.operator in _DRAWING]
     return {
         "nodes": len(nodes),
         "bytes": moved.total,
@@ -98,6 +102,12 @@ def _plan(
         "between": {
             "nodes": len(between),
             "estimate_ms": sum(costs.node_ms(node.kind, node.num_bytes) for node in between),
+        },
+        # a part of what lies between passes
+        "sampling": {
+            "nodes": len(drawing),
+            "bytes": sum(node.num_bytes for node in drawing),
+            "estimate_ms": sum(costs.node_ms(node.kind, node.num_bytes) for node in drawing),
         },
         "kernels": dict(Counter(node.name for node in nodes).most_common()),
     }

@@ -40,7 +40,11 @@ _ALLOCATIONS |= {aten.new_empty_strided, aten.detach, aten.lift_fresh}
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 # arguments that are caches as a whole
 _CACHES = ("k_cache", "v_cache", "slab")
+# argument of which a kernel reads rows that tokens name
+_TABLE = "embedding"
 _ATTENTION = ("attend", "tree_attention")
+# operators that a pass of a model starts with
+_STARTS = ("embedding", "embed_norm_rope_write")
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def nodes_per_layer(nodes: Sequence[Node], model: str) -> list[int]:
     """Nodes of each layer but a pass's first, from behind one attention to the end of the next."""
     own = [node for node in nodes if node.model == model]
     ends = [i for i, node in enumerate(own) if _ends_attention(own, i)]
-    starts = [i for i, node in enumerate(own) if node.operator == "embedding"]
+    starts = [i for i, node in enumerate(own) if node.operator in _STARTS]
     return [
         end - begin
         for begin, end in itertools.pairwise(ends)
@@ -207,7 +211,9 @@ class _Counter(TorchDispatchMode):
     def note(self, kernel: str, tensors: Mapping[str, Tensor]) -> None:
         """A launch of the operator that is running."""
         operator = self._operator
-        moved = sum(_bytes(x) for name, x in tensors.items() if name not in _CACHES)
+        moved = sum(_bytes(x) for name, x in tensors.items() if name not in (*_CACHES, _TABLE))
+        # as many rows of a table are read as are written
+        moved += _bytes(tensors["total"]) if _TABLE in tensors else 0
         kind = ATTEND if operator in _ATTENTION else OTHER
         if "weight" in tensors and tensors["weight"].dim() == 2:
             kind = PRODUCT

@@ -25,7 +25,7 @@ from specc.bench_device import describe_device
 from specc.bench_engine import add_margins
 from specc.bench_model import BenchPrograms
 from specc.bench_report import uneven_runs, versions
-from specc.bench_steps import StepFigures
+from specc.bench_steps import SAMPLED, StepFigures
 from specc.bench_synthetic import expected_length
 from specc.bench_transformers import ASSISTED, PLAIN
 from specc.machine import describe_machine
@@ -199,6 +199,23 @@ def step_report(bench: ShapesBench, plan: str, generate_ms: float = 0.0) -> dict
         "speedup_over_off": found.acceptance_length / break_even if plan != OFF else None,
         "speedup_at_expected_length": None if expected is None else expected / break_even,
         "break_even_acceptance_length": break_even if plan != OFF else None,
+        "sampled": _sampled(found, floor_ms),
+    }
+
+
+def _sampled(found: StepFigures, floor_ms: float) -> dict[str, Any] | None:
+    """Of requests that draw their tokens: the same graph, and the same floor."""
+    if found.sampled_ms is None:
+        return None
+    return {
+        "temperature": SAMPLED.temperature,
+        "top_p": SAMPLED.top_p,
+        "ms": found.sampled_ms.median,
+        "ms_min": found.sampled_ms.min,
+        "ms_max": found.sampled_ms.max,
+        "acceptance_length": found.sampled_length,
+        "floor_ratio": found.sampled_ms.median / floor_ms,
+        "over_greedy": found.sampled_ms.median / found.step_ms.median,
     }
 
 

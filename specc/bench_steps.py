@@ -24,6 +24,8 @@ from specc.runtime.sequence import Sequence as Request
 from specc.sampling_params import SamplingParams
 
 _COUNTED_STEPS = 3
+# what steps are measured with besides greedy requests: filters and noise cost the most then
+SAMPLED = SamplingParams(temperature=0.6, top_p=0.9, seed=0)
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class StepFigures:
         acceptance_length: tokens that a sequence emits in a step.
         context: committed rows of a sequence, on average over the steps.
         is_captured: False where steps ran operator by operator because they cannot be captured.
+        sampled_ms: as `step_ms`, of requests that draw their tokens (`SAMPLED`); None while they
+            have not been timed.
+        sampled_length: as `acceptance_length`, of these.
         stage_ms: milliseconds of each stage, from other runs, in which each was its own graph.
         kernels: that one step launches; None while nobody has counted them.
     """
@@ -47,6 +52,8 @@ class StepFigures:
     acceptance_length: float
     context: float
     is_captured: bool
+    sampled_ms: Spread | None = None
+    sampled_length: float | None = None
     stage_ms: dict[str, float] = field(default_factory=dict)
     kernels: float | None = None
 
@@ -72,16 +79,21 @@ class StepBench:
         rows = [(*range(b, b + num_last), context) for b in range(1, self._batch + 1)]
         blocks = torch.arange(shape.num_blocks, dtype=torch.int32)
         table = blocks.view(self._batch, shape.blocks_per_sequence)
-        greedy = Request("0", [0], SamplingParams(), max_seq_len=2)
-        self._inputs = StepInputs(rows, table, *sampling_rows([greedy] * self._batch))
+
+        def inputs_of(sampling: SamplingParams) -> StepInputs:
+            request = Request("0", [0], sampling, max_seq_len=2)
+            return StepInputs(rows, table, *sampling_rows([request] * self._batch))
+
+        self._inputs, self._sampled = inputs_of(SamplingParams()), inputs_of(SAMPLED)
 
     def capture(self, plan: str) -> str | None:
         """Capture a plan's step; returns why it runs operator by operator, if it does."""
         return self._capture(self._step(plan))
 
     def measure(self, plan: str, stages: Sequence[str], rounds: int) -> StepFigures:
-        """Time steps, then their parts, then count: see `time` and `add_parts`."""
-        return self.add_parts(plan, self.time(plan, rounds), stages, rounds)
+        """Time steps, then drawn ones, then parts: see `time`, `add_sampled`, `add_parts`."""
+        figures = self.add_sampled(plan, self.time(plan, rounds), rounds)
+        return self.add_parts(plan, figures, stages, rounds)
 
     def time(self, plan: str, rounds: int) -> StepFigures:
         """Run `rounds` queues of steps, after one that warms up.
@@ -92,18 +104,7 @@ class StepBench:
         """
         step = self._step(plan)
         count = self._steps_of_queue(step)
-        self._queue(step, count)
-        step_ms: list[float] = []
-        gaps: list[float] = []
-        lengths: list[float] = []
-        for _ in range(rounds):
-            results, replays, whole = self._time(step, count)
-            # what cannot be captured leaves no replays: then the queue counts as a whole
-            times, gap = self._times(replays) if replays else ([self._ms(whole) / count], None)
-            step_ms += times
-            gaps += [] if gap is None else [gap]
-            lengths += [1.0 + n for result in results for n in result.num_accepted]
-        length = statistics.mean(lengths)
+        step_ms, gaps, length = self._rounds(step, count, rounds, self._inputs)
         return StepFigures(
             step_ms=Spread.of(step_ms),
             num_steps=len(step_ms),
@@ -112,6 +113,13 @@ class StepBench:
             context=self._context + length * (count - 1) / 2,
             is_captured=step.is_captured(self._batch),
         )
+
+    def add_sampled(self, plan: str, figures: StepFigures, rounds: int) -> StepFigures:
+        """Time the same graphs with requests that draw their tokens; see `time`."""
+        step = self._step(plan)
+        count = self._steps_of_queue(step)
+        step_ms, _, length = self._rounds(step, count, rounds, self._sampled)
+        return replace(figures, sampled_ms=Spread.of(step_ms), sampled_length=length)
 
     def add_parts(
         self, plan: str, figures: StepFigures, stages: Sequence[str], rounds: int
@@ -132,6 +140,23 @@ class StepBench:
             kernels=self._kernels(step, min(count, _COUNTED_STEPS)),
         )
 
+    def _rounds(
+        self, step: CapturedStep, count: int, rounds: int, inputs: StepInputs
+    ) -> tuple[list[float], list[float], float]:
+        """Milliseconds of steps, gaps between them, and the mean acceptance length."""
+        self._queue(step, count, inputs)
+        step_ms: list[float] = []
+        gaps: list[float] = []
+        lengths: list[float] = []
+        for _ in range(rounds):
+            results, replays, whole = self._time(step, count, inputs)
+            # what cannot be captured leaves no replays: then the queue counts as a whole
+            times, gap = self._times(replays) if replays else ([self._ms(whole) / count], None)
+            step_ms += times
+            gaps += [] if gap is None else [gap]
+            lengths += [1.0 + n for result in results for n in result.num_accepted]
+        return step_ms, gaps, statistics.mean(lengths)
+
     def _step(self, plan: str) -> CapturedStep:
         step = self._engine.steps[plan]
         assert isinstance(step, CapturedStep), "an engine of a device that captures"
@@ -148,9 +173,17 @@ class StepBench:
         """As many as fit where every step emits all that it can."""
         return max(1, self._tokens // (step.plan.max_depth + 1))
 
-    def _queue(self, step: CapturedStep, count: int) -> list[StepResult]:
-        """Queue steps; the host reads a result when the next step is queued already."""
-        pending = step.submit(self._inputs)
+    def _queue(
+        self, step: CapturedStep, count: int, inputs: StepInputs | None = None
+    ) -> list[StepResult]:
+        """Queue steps; the host reads a result when the next step is queued already.
+
+        Args:
+            step: of a plan.
+            count: of steps.
+            inputs: of the first; None is those of greedy requests.
+        """
+        pending = step.submit(inputs or self._inputs)
         results = []
         for _ in range(count - 1):
             following = step.submit_next(self._batch)
@@ -159,7 +192,7 @@ class StepBench:
         return [*results, pending.result()]
 
     def _time(
-        self, step: CapturedStep, count: int
+        self, step: CapturedStep, count: int, inputs: StepInputs | None = None
     ) -> tuple[list[StepResult], list[Replay], Replay]:
         """Results of a queue, its replays, and marks around all of it."""
         results: list[StepResult] = []
@@ -168,7 +201,7 @@ class StepBench:
 
         def work() -> None:
             begin = clock.mark()
-            results.extend(self._queue(step, count))
+            results.extend(self._queue(step, count, inputs))
             whole.append(Replay(begin, clock.mark()))
 
         replays = self._graphs.record(work)

@@ -347,15 +347,20 @@ def _time_steps(
 
 
 def _add_parts(bench: ShapesBench, steps: StepBench, plan: str, rounds: int) -> list[str]:
-    """Measure stages of a plan's steps and count kernels; a note where that fails."""
+    """Measure a plan's steps with drawn tokens, and their parts; a note for each that fails."""
     stages = [stage["name"] for stage in bench.programs.steps[plan]["stages"]]
-    try:
-        bench.steps[plan] = steps.add_parts(plan, bench.steps[plan], stages, rounds)
-    except Exception as error:
-        # further captures, and a profiler that some machines refuse: what is timed stays
-        reason = next(iter(str(error).splitlines()), "")
-        return [f"{plan}: stages and kernels were not measured ({type(error).__name__}: {reason})"]
-    return []
+    notes = []
+    for what, add in (
+        ("steps that draw tokens", lambda found: steps.add_sampled(plan, found, rounds)),
+        ("stages and kernels", lambda found: steps.add_parts(plan, found, stages, rounds)),
+    ):
+        try:
+            bench.steps[plan] = add(bench.steps[plan])
+        except Exception as error:
+            # further captures, and a profiler that some machines refuse: what is timed stays
+            reason = next(iter(str(error).splitlines()), "")
+            notes.append(f"{plan}: {what} were not measured ({type(error).__name__}: {reason})")
+    return notes
 
 
 def _run_rounds(contenders: Sequence[Contender], common: BenchOptions, phases: Phases) -> list[Any]:

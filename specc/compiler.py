@@ -60,7 +60,7 @@ from specc.passes.emit import program_to_json
 from specc.passes.fit_vocabulary import FitVocabulary
 from specc.passes.fuse_step import fuse_step
 from specc.passes.inductor_directory import inductor_directory
-from specc.passes.lower_cuda import CUDA_PHASES
+from specc.passes.lower_cuda import cuda_phases
 from specc.passes.model_source import ModelSource
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
 from specc.passes.pipeline import Phases as Layout
@@ -169,7 +169,8 @@ def build(
                     kind = getattr(torch, dtype)
                     sources.append(ModelSource.load(candidate.name, candidate.model, kind))
         limits = engine_limits(sources, plans, config)  # what can be refused before tracing
-        lowering = {"cuda": CUDA_PHASES, "cpu": lower_cpu.LAYOUT_PHASES}.get(backend, ())
+        phases_of = {"cuda": cuda_phases(limits.max_seq_len), "cpu": lower_cpu.LAYOUT_PHASES}
+        lowering = phases_of.get(backend, ())
         models, records = _compile_models(
             sources, plans, limits.max_seq_len, lowering, dump_graphs, phases
         )

@@ -49,7 +49,7 @@ def add_norm_gate_up(
         f"weight {list(weight.shape)}",
         "[2 I, K], a gate before as many rows to multiply",
     )
-    tile = tile_for(NAME, x, weight)
+    tile = tile_for(NAME, x.shape[:-1].numel(), weight)
     if tile is None:
         normed, total = add_rms_norm(x, residual, gamma, eps, unit_offset)
         return act_and_mul(functional.linear(normed, weight), activation), total
@@ -134,12 +134,14 @@ def _add_norm_gate_up_kernel(
     i_n = tl.program_id(0)
     o_i = i_n * BN + tl.arange(0, BN)
     o_gate = tl.minimum(o_i, size - 1)
+    o_r = tl.arange(0, BM)
+    m_r = o_r < num_rows
     b_gate, b_up = normed_pair(
-        *(x, residual, gamma, weight, o_gate, o_gate + size),
-        *(num_rows, K, eps, offset, BM, BN, BK, COPIES, PRECISION),
+        *(x, residual, gamma, weight, o_r, m_r, o_gate, o_gate + size),
+        *(K, eps, offset, BM, BN, BK, COPIES, PRECISION),
     )
     b_out = activate(b_gate, ACTIVATION) * b_up
     o_m = tl.arange(0, BM)[:, None]
     m_out = (o_m < num_rows) & (o_i < size)[None, :]
     tl.store(out + o_m * size + o_i[None, :], b_out.to(out.dtype.element_ty), mask=m_out)
-    store_sum(x, residual, total, num_rows, K, i_n, tl.num_programs(0), BM, BT)
+    store_sum(x, residual, total, o_r, m_r, num_rows, K, i_n, tl.num_programs(0), BM, BT)

@@ -40,7 +40,7 @@ def add_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """See `add_norm_linear_reference`."""
     check_product(NAME, x, residual, gamma, weight, bias)
-    tile = tile_for(NAME, x, weight)
+    tile = tile_for(NAME, x.shape[:-1].numel(), weight)
     if tile is None:
         normed, total = add_rms_norm(x, residual, gamma, eps, unit_offset)
         return functional.linear(normed, weight, bias), total
@@ -127,16 +127,25 @@ def _add_norm_linear_kernel(
     o_a = i_n * 2 * BN + tl.arange(0, BN)
     o_b = o_a + BN
     last = size - 1
+    o_r = tl.arange(0, BM)
+    m_r = o_r < num_rows
     b_a, b_b = normed_pair(
-        *(x, residual, gamma, weight, tl.minimum(o_a, last), tl.minimum(o_b, last)),
-        *(num_rows, K, eps, offset, BM, BN, BK, COPIES, PRECISION),
+        *(x, residual, gamma, weight, o_r, m_r, tl.minimum(o_a, last), tl.minimum(o_b, last)),
+        *(K, eps, offset, BM, BN, BK, COPIES, PRECISION),
     )
+    store_pair(b_a, b_b, bias, out, o_a, o_b, num_rows, size, BM)
+    store_sum(x, residual, total, o_r, m_r, num_rows, K, i_n, tl.num_programs(0), BM, BT)
+
+
+@triton.jit
+def store_pair(b_a, b_b, bias, out, o_a, o_b, num_rows, size, BM: tl.constexpr):
+    """Columns o_a and o_b of a product [num_rows, size]."""
     if bias is not None:
         b_a += tl.load(bias + o_a, mask=o_a < size, other=0.0).to(tl.float32)[None, :]
         b_b += tl.load(bias + o_b, mask=o_b < size, other=0.0).to(tl.float32)[None, :]
     o_m = tl.arange(0, BM)[:, None]
     m_a = (o_m < num_rows) & (o_a < size)[None, :]
     m_b = (o_m < num_rows) & (o_b < size)[None, :]
-    tl.store(out + o_m * size + o_a[None, :], b_a.to(out.dtype.element_ty), mask=m_a)
-    tl.store(out + o_m * size + o_b[None, :], b_b.to(out.dtype.element_ty), mask=m_b)
-    store_sum(x, residual, total, num_rows, K, i_n, tl.num_programs(0), BM, BT)
+    p_out = out + o_m * size
+    tl.store(p_out + o_a[None, :], b_a.to(out.dtype.element_ty), mask=m_a)
+    tl.store(p_out + o_b[None, :], b_b.to(out.dtype.element_ty), mask=m_b)

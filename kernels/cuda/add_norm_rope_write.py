@@ -34,8 +34,8 @@ from specc.kernels.cuda.write_kv import cache_rows, check_cache
 
 NAME = "add_norm_rope_write"
 # sequences that one step of the search looks at
-_SEARCH = 16
-_COUNTS: tuple[str, ...] = (
+SEARCH = 16
+COUNTS: tuple[str, ...] = (
     "num_rows",
     "num_seqs",
     "num_heads",
@@ -43,9 +43,9 @@ _COUNTS: tuple[str, ...] = (
     "num_blocks",
     "num_pages",
 )
-_COUNTS += ("block_size", "stride_table")
-_STRIDES: tuple[str, ...] = ("stride_cos", "stride_sin", "stride_kcb", "stride_kcs", "stride_kch")
-_STRIDES += ("stride_vcb", "stride_vcs", "stride_vch")
+COUNTS += ("block_size", "stride_table")
+STRIDES: tuple[str, ...] = ("stride_cos", "stride_sin", "stride_kcb", "stride_kcs", "stride_kch")
+STRIDES += ("stride_vcb", "stride_vcs", "stride_vch")
 
 
 def add_norm_rope_write(
@@ -66,15 +66,9 @@ def add_norm_rope_write(
 ) -> tuple[Tensor, Tensor]:
     """See `add_norm_rope_write_reference`."""
     check_product(NAME, x, residual, gamma, weight, bias)
-    num_tokens, (kv_heads, head_dim) = slot.shape[0], k_cache.shape[2:]
-    num_heads = weight.shape[0] // head_dim - 2 * kv_heads
-    check(
-        num_heads > 0 and weight.shape[0] % head_dim == 0 and x.shape[:-1].numel() == num_tokens,
-        NAME,
-        f"x {list(x.shape)}, weight {list(weight.shape)}, k_cache {list(k_cache.shape)}",
-        f"{num_tokens} rows, and heads of q besides {2 * kv_heads} of k and v of {head_dim} each",
-    )
-    tile = tile_for(NAME, x, weight)
+    num_tokens = x.shape[:-1].numel()
+    num_heads, kv_heads, head_dim = heads_of(NAME, num_tokens, weight, k_cache, slot)
+    tile = tile_for(NAME, num_tokens, weight)
     if tile is None:
         normed, total = add_rms_norm(x, residual, gamma, eps, unit_offset)
         y = functional.linear(normed, weight, bias)
@@ -83,7 +77,7 @@ def add_norm_rope_write(
         places = (k_cache, v_cache, q_start, slot, block_table)
         return rope_write(q, k, v, cos, sin, *places), total
     out, total = x.new_empty(num_tokens, num_heads, head_dim), x.new_empty(x.shape)
-    _check_places(x, cos, sin, k_cache, v_cache, q_start, slot, block_table)
+    check_places(NAME, x, cos, sin, k_cache, v_cache, q_start, slot, block_table)
     if x.numel():
         operands = (x, residual, gamma, eps, unit_offset, weight, bias)
         places = (k_cache, v_cache, q_start, slot, block_table)
@@ -91,7 +85,27 @@ def add_norm_rope_write(
     return out.transpose(0, 1), total
 
 
-def _check_places(
+def heads_of(
+    operator: str, num_tokens: int, weight: Tensor, k_cache: Tensor, slot: Tensor
+) -> tuple[int, int, int]:
+    """Heads of q, heads of k, and their size.
+
+    Raises:
+        ValueError: another number of tokens than of slots, or no heads of q.
+    """
+    kv_heads, head_dim = k_cache.shape[2:]
+    num_heads = weight.shape[0] // head_dim - 2 * kv_heads
+    check(
+        num_heads > 0 and weight.shape[0] % head_dim == 0 and num_tokens == slot.shape[0],
+        operator,
+        f"{num_tokens} rows, weight {list(weight.shape)}, k_cache {list(k_cache.shape)}",
+        f"{len(slot)} rows, and heads of q besides {2 * kv_heads} of k and v of {head_dim} each",
+    )
+    return num_heads, kv_heads, head_dim
+
+
+def check_places(
+    operator: str,
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -101,15 +115,16 @@ def _check_places(
     slot: Tensor,
     block_table: Tensor,
 ) -> None:
+    """Raises ValueError: tables or places that the kernel would misread."""
     num_tokens, (kv_heads, head_dim) = slot.shape[0], k_cache.shape[2:]
     # k and v in the shape that they are written in
     like = x.new_empty(kv_heads, num_tokens, head_dim)
-    check_cache(NAME, like, like, k_cache, v_cache, q_start, slot, block_table)
+    check_cache(operator, like, like, k_cache, v_cache, q_start, slot, block_table)
     for name, table in (("cos", cos), ("sin", sin)):
         is_table = table.shape == (num_tokens, head_dim) and table.stride(-1) == 1
         check(
             is_table and table.dtype in FLOATS and head_dim % 2 == 0,
-            NAME,
+            operator,
             f"{name} {table.dtype} {list(table.shape)}",
             f"[{num_tokens}, {head_dim}], columns side by side",
         )
@@ -150,7 +165,7 @@ def _launch(
         BK=tile.block_k,
         BT=BLOCK_TOTAL,
         COPIES=tile.copies(gamma.dtype),
-        BB=_SEARCH,
+        BB=SEARCH,
         PRECISION=precision(x.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -171,19 +186,19 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     kernel=_add_norm_rope_write_kernel,
                     signature=dict.fromkeys(given, pointer)
                     | dict.fromkeys(places, "*i32")
-                    | dict.fromkeys((*_COUNTS, "D", "K", *_STRIDES), "i32")
+                    | dict.fromkeys((*COUNTS, "D", "K", *STRIDES), "i32")
                     | {"eps": "fp32", "offset": "fp32"},
                     constexprs=({} if has_bias else {"bias": None})
                     | {"BM": MAX_ROWS, "BN": tile.block_n, "BK": tile.block_k, "BT": BLOCK_TOTAL}
                     | {"COPIES": tile.copies(dtype)}
-                    | {"BB": _SEARCH, "PRECISION": precision(dtype)},
+                    | {"BB": SEARCH, "PRECISION": precision(dtype)},
                     num_warps=tile.num_warps,
                     num_stages=tile.num_stages,
-                    divisible=(*given, *places, "D", "K", *_STRIDES),
+                    divisible=(*given, *places, "D", "K", *STRIDES),
                 )
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=COUNTS)
 def _add_norm_rope_write_kernel(
     x,
     residual,
@@ -228,16 +243,43 @@ def _add_norm_rope_write_kernel(
     PRECISION: tl.constexpr,
 ):
     i_n = tl.program_id(0)
+    i_h, o_d, o_a = head_columns(i_n, D, BN)
+    o_r = tl.arange(0, BM)
+    m_r = o_r < num_rows
+    b_a, b_b = normed_pair(
+        *(x, residual, gamma, weight, o_r, m_r, o_a, o_a + D // 2),
+        *(K, eps, offset, BM, BN, BK, COPIES, PRECISION),
+    )
+    rotate_and_write(
+        *(b_a, b_b, bias, cos, sin, k_cache, v_cache, q_start, slot, block_table, out),
+        *(i_h, o_d, o_a, num_rows, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages),
+        *(block_size, stride_table, D, stride_cos, stride_sin),
+        *(stride_kcb, stride_kcs, stride_kch, stride_vcb, stride_vcs, stride_vch, BM, BB),
+    )
+    store_sum(x, residual, total, o_r, m_r, num_rows, K, i_n, tl.num_programs(0), BM, BT)
+
+
+@triton.jit
+def head_columns(i_n, D, BN: tl.constexpr):
+    """Head of a program, its columns [BN] in the first half, and their rows in the weight."""
     half = D // 2
     per_head = (half + BN - 1) // BN
     i_h = i_n // per_head
-    o_d = (i_n % per_head) * BN + tl.arange(0, BN)  # [BN]
+    o_d = (i_n % per_head) * BN + tl.arange(0, BN)
+    return i_h, o_d, i_h * D + tl.minimum(o_d, half - 1)
+
+
+@triton.jit
+def rotate_and_write(
+    b_a, b_b, bias, cos, sin, k_cache, v_cache, q_start, slot, block_table, out,
+    i_h, o_d, o_a, num_rows, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages,
+    block_size, stride_table, D, stride_cos, stride_sin,
+    stride_kcb, stride_kcs, stride_kch, stride_vcb, stride_vcs, stride_vch,
+    BM: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """Both halves of a head, [BM, BN] in float32: rotated to `out`, or to the caches."""
+    half = D // 2
     m_d = (o_d < half)[None, :]
-    o_a = i_h * D + tl.minimum(o_d, half - 1)
-    b_a, b_b = normed_pair(
-        *(x, residual, gamma, weight, o_a, o_a + half),
-        *(num_rows, K, eps, offset, BM, BN, BK, COPIES, PRECISION),
-    )
     if bias is not None:
         b_a += tl.load(bias + o_a).to(tl.float32)[None, :]
         b_b += tl.load(bias + o_a + half).to(tl.float32)[None, :]
@@ -256,8 +298,8 @@ def _add_norm_rope_write_kernel(
         b_b = b_b * b_cos2 + b_a * b_sin2
         b_a = b_turned
     # rounded to the dtype of the activations first, whatever the cache has
-    b_a = b_a.to(x.dtype.element_ty)
-    b_b = b_b.to(x.dtype.element_ty)
+    b_a = b_a.to(out.dtype.element_ty)
+    b_b = b_b.to(out.dtype.element_ty)
     if i_h < num_heads:
         p_out = out + (o_m2 * num_heads + i_h) * D + o_d[None, :]
         tl.store(p_out, b_a, mask=m_out)
@@ -280,4 +322,3 @@ def _add_norm_rope_write_kernel(
             p_vc = p_row[:, None] + o_d[None, :]
             tl.store(p_vc, b_a.to(v_cache.dtype.element_ty), mask=m_kv)
             tl.store(p_vc + half, b_b.to(v_cache.dtype.element_ty), mask=m_kv)
-    store_sum(x, residual, total, num_rows, K, i_n, tl.num_programs(0), BM, BT)

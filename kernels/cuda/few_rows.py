@@ -25,6 +25,8 @@ from torch import Tensor
 
 from specc.kernels.cuda.strided_rows import FLOATS, check
 
+# what compiles the tiles: what was measured holds for this version alone
+COMPILER = f"triton {triton.__version__}"
 MAX_ROWS = 16
 # columns of the sum that a program stores at a time
 BLOCK_TOTAL = 64
@@ -68,7 +70,7 @@ class Product:
         operator: name.
         dtype: of activations and weight.
         shape: of the weight [N, K].
-        rows: of x, rounded up to a power of two.
+        rows: of the product, rounded up to a power of two.
     """
 
     operator: str
@@ -77,10 +79,9 @@ class Product:
     rows: int
 
     @classmethod
-    def of(cls, operator: str, x: Tensor, weight: Tensor) -> Product:
-        num_rows = x.shape[:-1].numel()
+    def of(cls, operator: str, num_rows: int, weight: Tensor) -> Product:
         n, k = weight.shape
-        return cls(operator, x.dtype, (n, k), triton.next_power_of_2(max(1, num_rows)))
+        return cls(operator, weight.dtype, (n, k), triton.next_power_of_2(max(1, num_rows)))
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -94,9 +95,9 @@ choices: dict[Product, Tile | None] = {}
 _forced: ContextVar[tuple[int | None] | None] = ContextVar("specc_forced_tile", default=None)
 
 
-def tile_for(operator: str, x: Tensor, weight: Tensor) -> Tile | None:
+def tile_for(operator: str, num_rows: int, weight: Tensor) -> Tile | None:
     """The tile to launch a kernel with; None is the library's product and separate kernels."""
-    product = Product.of(operator, x, weight)
+    product = Product.of(operator, num_rows, weight)
     forced = _forced.get()
     if forced is None:
         return choices.get(product)
@@ -118,20 +119,36 @@ def forced(number: int | None) -> Iterator[None]:
 
 
 def check_product(
-    operator: str, x: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, bias: Tensor | None
+    operator: str,
+    x: Tensor,
+    residual: Tensor | None,
+    gamma: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    name: str = "x",
 ) -> None:
-    """Raises ValueError: what the kernels would misread."""
+    """Raises ValueError: what the kernels would misread.
+
+    Args:
+        operator: name.
+        x: [..., K].
+        residual: like x, or None.
+        gamma: of the norm.
+        weight: of the product.
+        bias: of the product.
+        name: of x among the operator's arguments.
+    """
     size = x.shape[-1] if x.dim() else 0
-    needed = f"that of x, {x.dtype} {list(x.shape)}"
-    check(
-        x.dtype in FLOATS and size > 0, operator, f"x {x.dtype} {list(x.shape)}", "rows of floats"
-    )
-    check(
-        residual.shape == x.shape and residual.dtype == x.dtype,
-        operator,
-        f"residual {residual.dtype} {list(residual.shape)}",
-        needed,
-    )
+    needed = f"that of {name}, {x.dtype} {list(x.shape)}"
+    found = f"{name} {x.dtype} {list(x.shape)}"
+    check(x.dtype in FLOATS and size > 0, operator, found, "rows of floats")
+    if residual is not None:
+        check(
+            residual.shape == x.shape and residual.dtype == x.dtype,
+            operator,
+            f"residual {residual.dtype} {list(residual.shape)}",
+            needed,
+        )
     check(
         gamma.shape == (size,) and gamma.dtype in FLOATS and gamma.is_contiguous(),
         operator,
@@ -170,19 +187,20 @@ def precision(dtype: torch.dtype) -> str:
 
 @triton.jit
 def normed_pair(
-    x, residual, gamma, weight, o_a, o_b, num_rows, K, eps, offset,
+    x, residual, gamma, weight, o_r, m_r, o_a, o_b, K, eps, offset,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COPIES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """norm(x + residual) times rows o_a and o_b of the weight: two [BM, BN] in float32.
 
+    o_r [BM] are rows of x and of residual, where m_r; others are zeros. residual may be None.
     o_a and o_b [BN] are inside the weight.
     """
-    o_m = tl.arange(0, BM)
     o_k = tl.arange(0, BK)
-    m_m = (o_m < num_rows)[:, None]
-    p_x = x + o_m[:, None] * K + o_k[None, :]
-    p_residual = residual + o_m[:, None] * K + o_k[None, :]
+    m_m = m_r[:, None]
+    p_x = x + o_r[:, None] * K + o_k[None, :]
+    if residual is not None:
+        p_residual = residual + o_r[:, None] * K + o_k[None, :]
     p_a = weight + o_a.to(tl.int64)[:, None] * K + o_k[None, :]
     p_b = weight + o_b.to(tl.int64)[:, None] * K + o_k[None, :]
     p_gamma = gamma + tl.zeros([COPIES, 1], tl.int32) + o_k[None, :]  # [COPIES, BK]
@@ -192,7 +210,8 @@ def normed_pair(
     for k in range(0, K, BK):
         m_k = o_k[None, :] < K - k  # [1, BK]
         b_x = tl.load(p_x + k, mask=m_m & m_k, other=0.0).to(tl.float32)
-        b_x += tl.load(p_residual + k, mask=m_m & m_k, other=0.0).to(tl.float32)
+        if residual is not None:
+            b_x += tl.load(p_residual + k, mask=m_m & m_k, other=0.0).to(tl.float32)
         # the next layers read the rounded sum: normalize what they see
         b_x = b_x.to(x.dtype.element_ty).to(tl.float32)  # [BM, BK]
         b_squares += tl.sum(b_x * b_x, 1)
@@ -215,13 +234,26 @@ def normed_pair(
 
 @triton.jit
 def store_sum(
-    x, residual, total, num_rows, K, i_n, num_programs, BM: tl.constexpr, BT: tl.constexpr
-):
-    """Columns of x + residual, each of one program."""
+    x, residual, total, o_r, m_r, num_rows, K, i_n, num_programs,
+    BM: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Columns of rows o_r of x + residual, each of one program; zeros where not m_r."""
     o_m = tl.arange(0, BM)[:, None]
+    o_r = o_r[:, None]
     for i in range(i_n * BT, K, num_programs * BT):
         o_k = i + tl.arange(0, BT)[None, :]
-        m_k = (o_m < num_rows) & (o_k < K)
-        b_x = tl.load(x + o_m * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_x += tl.load(residual + o_m * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        tl.store(total + o_m * K + o_k, b_x.to(total.dtype.element_ty), mask=m_k)
+        m_k = m_r[:, None] & (o_k < K)
+        b_x = tl.load(x + o_r * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        if residual is not None:
+            b_x += tl.load(residual + o_r * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        m_out = (o_m < num_rows) & (o_k < K)
+        tl.store(total + o_m * K + o_k, b_x.to(total.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
+def looked_up(indices, stride, num_rows, num_entries, BM: tl.constexpr):
+    """Rows of a table [BM] that the first `num_rows` indices name, and which of them exist."""
+    o_m = tl.arange(0, BM)
+    b_row = tl.load(indices + o_m * stride, mask=o_m < num_rows, other=-1)
+    m_r = (b_row >= 0) & (b_row < num_entries)
+    return tl.where(m_r, b_row, 0), m_r

@@ -16,11 +16,14 @@ from specc.kernels.cuda.accept import accept
 from specc.kernels.cuda.accept_winners import accept_winners
 from specc.kernels.cuda.act_and_mul import act_and_mul
 from specc.kernels.cuda.add_norm_gate_up import add_norm_gate_up
+from specc.kernels.cuda.add_norm_head import add_norm_head
 from specc.kernels.cuda.add_norm_linear import add_norm_linear
 from specc.kernels.cuda.add_norm_rope_write import add_norm_rope_write
 from specc.kernels.cuda.attend import attend
 from specc.kernels.cuda.commit_kv import commit_kv
 from specc.kernels.cuda.draft_children import draft_children
+from specc.kernels.cuda.embed_norm_rope_write import embed_norm_rope_write
+from specc.kernels.cuda.leave_step import leave_step
 from specc.kernels.cuda.lookup import lookup
 from specc.kernels.cuda.merge import ancestor_words, merge_trees, rerank_tree
 from specc.kernels.cuda.node_winners import node_winners
@@ -73,8 +76,9 @@ KERNELS: dict[str, Callable] = {
         *(accept_winners, act_and_mul, add_rms_norm, attend, commit_kv, commit_rows, next_tokens),
         *(rms_norm, rope_write, tree_attention, tree_expand, tree_rows, write_kv),
         *(ancestor_words, image_slots, lookup, merge_trees, record_tokens, rerank_tree, vote_chain),
-        *(accept, draft_children, node_winners),
+        *(accept, draft_children, leave_step, node_winners),
         *(add_norm_gate_up, add_norm_linear, add_norm_rope_write),
+        *(add_norm_head, embed_norm_rope_write),
     )
 }
 _registered: dict[str, torch.library.Library] = {}

@@ -10,6 +10,7 @@ from specc.kernels import ops
 from specc.kernels.reference_fused import (
     act_and_mul_reference,
     add_rms_norm_reference,
+    rms_norm_reference,
     rope_write_reference,
 )
 
@@ -57,6 +58,38 @@ def test_add_norm_rope_write():
     for cache, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(cache, other, rtol=1e-5, atol=1e-5)
     assert found[0].abs().sum() > 0
+
+
+def test_embed_norm_rope_write():
+    table, tokens = torch.randn(9, 24), torch.tensor([[3, 0, 3, 8]])
+    normed = rms_norm_reference(table[tokens], GAMMA, EPS, True)
+    heads = functional.linear(normed, WEIGHT, BIAS).view(4, 8, 4).transpose(0, 1)
+    found, wanted = caches(), caches()
+    places = (Q_START, SLOT, TABLE)
+    want = rope_write_reference(*heads.split([4, 2, 2]), COS, SIN, *wanted, *places)
+    norm = (tokens, table, GAMMA, EPS, True)
+    got, rows = ops.embed_norm_rope_write(*norm, WEIGHT, BIAS, COS, SIN, *found, *places)
+    assert torch.equal(rows, table[tokens])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for cache, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(cache, other, rtol=1e-5, atol=1e-5)
+    assert found[0].abs().sum() > 0
+    moved = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in norm]
+    rest = [x.to("meta") for x in (WEIGHT, BIAS, COS, SIN, *found, *places)]
+    for one, other in zip((got, rows), ops.embed_norm_rope_write(*moved, *rest), strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+@pytest.mark.parametrize("bias", [None, BIAS], ids=["plain", "bias"])
+def test_add_norm_head(bias):
+    rows = torch.tensor([3, 1, 3])
+    normed, _ = add_rms_norm_reference(*NORM, False)
+    got = ops.add_norm_head(*NORM, False, WEIGHT, bias, rows)
+    want = functional.linear(normed[:, rows], WEIGHT, bias)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    operands = (X, RESIDUAL, GAMMA, EPS, False, WEIGHT, bias, rows)
+    fake = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in operands]
+    assert ops.add_norm_head(*fake).shape == got.shape
 
 
 @pytest.mark.parametrize(

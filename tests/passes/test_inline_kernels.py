@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from specc.errors import UnsupportedGraphError
 from specc.kernels import ops
-from specc.passes.lower_cuda import CUDA_PHASES
+from specc.passes.lower_cuda import cuda_phases
 from specc.passes.pipeline import Pipeline
-from tests.models import VOCAB, build_model
+from tests.models import POSITIONS, VOCAB, build_model
 from tests.passes.inlined import describe, export_for, kernel_name, launches_of
 from tests.passes.modules import BLOCK_SIZE, BLOCKS_A_ROW, Runner, compiled, several_passes
 
@@ -34,6 +34,8 @@ KERNELS_OF = {
     ops.add_norm_linear: ("_rms_norm_kernel",),
     ops.add_norm_gate_up: ("_rms_norm_kernel", "_act_and_mul_kernel"),
     ops.add_norm_rope_write: ("_rms_norm_kernel", "_rope_write_kernel"),
+    ops.add_norm_head: ("_rms_norm_kernel",),
+    ops.embed_norm_rope_write: ("_rms_norm_kernel", "_rope_write_kernel"),
 }
 # blocks and their rows, as Runner has them
 CACHE = (2 * BLOCKS_A_ROW + 1, BLOCK_SIZE)
@@ -43,7 +45,7 @@ PASSES = {"prefill": 0, "tree": 1, "decode": 2}
 def lowered(name: str, **options):
     model = build_model(name, **options)
     program, _ = compiled(model)
-    Pipeline(CUDA_PHASES).run(program)
+    Pipeline(cuda_phases(POSITIONS)).run(program)
     return program, model
 
 

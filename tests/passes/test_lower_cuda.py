@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from specc.kernels import ops
-from specc.passes.lower_cuda import CUDA_PHASES, launches, launches_per_layer
+from specc.passes.lower_cuda import cuda_phases, launches, launches_per_layer
 from specc.passes.pipeline import Pipeline
 from tests import models
-from tests.models import build_model
+from tests.models import POSITIONS, build_model
 from tests.passes.modules import (
     Runner,
     Tiny,
@@ -23,27 +23,28 @@ from tests.passes.modules import (
 
 PASSES = ("FuseRMSNorm", "FuseAddRMSNorm", "FuseSwiGLU", "FuseRopeWrite", "SplitTreeAttention")
 # model → what each of these rewrites; products that take a norm along: with nothing behind them,
-# with a gate, with a rotation; and launches a layer. A last norm stays: rows are chosen behind it
+# with a gate, with a rotation; whether the first layer takes the embedding along, and the head the
+# last norm; and launches a layer
 FUSED = {
-    "llama": ((5, 4, 2, 2, 0), (0, 2, 1), 5),
-    "mistral": ((5, 4, 2, 2, 0), (0, 2, 1), 5),
-    "qwen2": ((5, 4, 2, 2, 0), (0, 2, 1), 5),
+    "llama": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
+    "mistral": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
+    "qwen2": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
     # and a norm of q and of k
-    "qwen3": ((9, 4, 2, 2, 0), (1, 2, 0), 8),
+    "qwen3": ((9, 4, 2, 2, 0), (1, 2, 0), (0, 1), 8),
     # three layers of six norms, two of them of a block's output
-    "gemma3": ((19, 6, 3, 3, 0), (2, 3, 0), 10),
-    "gemma3-tied": ((19, 6, 3, 3, 0), (2, 3, 0), 10),
-    "phi": ((0, 0, 0, 2, 0), (0, 0, 0), 17),
-    "phi3": ((5, 4, 2, 2, 0), (0, 2, 1), 5),
-    "gpt2": ((0, 0, 0, 0, 2), (0, 0, 0), 18),
-    "opt": ((0, 0, 0, 0, 2), (0, 0, 0), 12),
-    "gpt_neox": ((0, 0, 0, 2, 0), (0, 0, 0), 11),
+    "gemma3": ((19, 6, 3, 3, 0), (2, 3, 0), (0, 1), 10),
+    "gemma3-tied": ((19, 6, 3, 3, 0), (2, 3, 0), (0, 1), 10),
+    "phi": ((0, 0, 0, 2, 0), (0, 0, 0), (0, 0), 17),
+    "phi3": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
+    "gpt2": ((0, 0, 0, 0, 2), (0, 0, 0), (0, 0), 18),
+    "opt": ((0, 0, 0, 0, 2), (0, 0, 0), (0, 0), 12),
+    "gpt_neox": ((0, 0, 0, 2, 0), (0, 0, 0), (0, 0), 11),
     # routers and experts read one norm
-    "mixtral": ((5, 4, 2, 2, 0), (0, 0, 1), 28),
-    "qwen3_moe": ((9, 4, 2, 2, 0), (1, 0, 0), 29),
-    "llama-llama3": ((5, 4, 2, 2, 0), (0, 2, 1), 5),
-    "llama-linear": ((5, 4, 2, 2, 0), (0, 2, 1), 5),
-    "llama-yarn": ((5, 4, 2, 2, 0), (0, 2, 1), 5),
+    "mixtral": ((5, 4, 2, 2, 0), (0, 0, 1), (1, 1), 28),
+    "qwen3_moe": ((9, 4, 2, 2, 0), (1, 0, 0), (0, 1), 29),
+    "llama-llama3": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
+    "llama-linear": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
+    "llama-yarn": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
 }
 PRODUCTS = (ops.add_norm_linear, ops.add_norm_gate_up, ops.add_norm_rope_write)
 OPERATORS = (ops.rms_norm, ops.add_rms_norm, ops.act_and_mul, ops.rope_write, ops.write_kv)
@@ -53,7 +54,7 @@ def lower(model):
     """Runners before and after the phases, the program, and the pipeline of the phases."""
     program, _ = compiled(model)
     before = Runner(program, model)
-    pipeline = Pipeline(CUDA_PHASES)
+    pipeline = Pipeline(cuda_phases(POSITIONS))
     pipeline.run(program)
     return before, Runner(program, model), program, pipeline
 
@@ -73,14 +74,18 @@ def test_every_architecture_is_listed():
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_program_runs_alike(name):
     before, after, program, pipeline = lower(build_model(name))
-    counts, products, per_layer = FUSED[name]
+    counts, products, (embeds, heads), per_layer = FUSED[name]
     assert tuple(rewrites(pipeline, kind) for kind in PASSES) == counts
     num_norms, num_adds, num_gates, num_ropes, num_split = counts
     assert rewrites(pipeline, "FuseAddNorm") == sum(products)
+    assert (rewrites(pipeline, "FuseEmbedNorm"), rewrites(pipeline, "FuseNormHead")) == (
+        embeds,
+        heads,
+    )
     assert tuple(len(program.calls(target)) for target in PRODUCTS) == products
     _, gated, rotated = products
-    present = (num_norms - num_adds, num_adds - sum(products), num_gates - gated)
-    present += (num_ropes - rotated, num_split)
+    present = (num_norms - num_adds - embeds, num_adds - sum(products) - heads)
+    present += (num_gates - gated, num_ropes - rotated - embeds, num_split)
     assert tuple(len(program.calls(target)) for target in OPERATORS) == present
     assert len(program.calls(ops.attend)) == len(program.layers)
     assert not program.calls(aten.rsqrt.default, aten.neg.default, ops.tree_attention)
@@ -133,6 +138,20 @@ def test_layer_of_a_llama_is_five_launches():
         ops.add_norm_rope_write,
         ops.attend,
     ]
+
+
+def test_a_pass_of_a_llama_is_two_launches_besides_its_layers():
+    """A row of the rotary table for each token, and what starts the first layer, and the head."""
+    _, _, program, pipeline = lower(build_model("llama", num_hidden_layers=3))
+    assert [node.target for node in launches(program)] == [
+        *(aten.embedding.default, ops.embed_norm_rope_write, ops.attend),
+        *(aten.linear.default, ops.add_norm_gate_up, aten.linear.default),
+        *(ops.add_norm_rope_write, ops.attend),
+        *(aten.linear.default, ops.add_norm_gate_up, aten.linear.default),
+        *(ops.add_norm_rope_write, ops.attend),
+        *(aten.linear.default, ops.add_norm_gate_up, aten.linear.default, ops.add_norm_head),
+    ]
+    assert rewrites(pipeline, "TabulateRotary") == 1
 
 
 def test_launches_before_fusion():

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specc.passes.lower_cuda import CUDA_PHASES
+from specc.passes.lower_cuda import cuda_phases
 from specc.passes.pipeline import Pipeline
 from specc.passes.plan_memory import ModelMemory, PassShape, peak_bytes, plan_memory
+from tests.models import POSITIONS
 from tests.passes.modules import Tiny, compiled, flat_logits
 
 # 12 tokens of 2 sequences, 5 rows of logits
@@ -119,7 +120,7 @@ def test_workspace_is_of_the_measured_order():
 def test_a_gpu_needs_memory_for_splits(model):
     """What attention needs there depends on the machine's size, not on the context."""
     program = compiled(model)[0]
-    Pipeline(CUDA_PHASES).run(program)
+    Pipeline(cuda_phases(POSITIONS)).run(program)
     scratch = 4 * 2 * 160 * 128 * (4 + 1)
     longer = PassShape(12, 5, 2, 6, 640)
     assert scratch < peak_bytes(program, SHAPE) == peak_bytes(program, longer)

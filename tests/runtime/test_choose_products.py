@@ -11,22 +11,25 @@ import torch
 
 from specc.kernels.cuda import few_rows
 from specc.kernels.cuda.register import register, unregister
-from specc.passes.lower_cuda import CUDA_PHASES
+from specc.passes.lower_cuda import cuda_phases
 from specc.passes.pipeline import Pipeline
 from specc.runtime import choose_products as chosen
 from specc.runtime.choose_products import ProductWarning, calls_of, choose_products
-from tests.models import build_model
+from tests.models import POSITIONS, build_model
 from tests.passes.modules import Runner, compiled
 from tests.runtime.simulated_device import SimulatedDevice
+
+# operators of a llama
+NAMES = ("embed_norm_rope_write", "add_norm_gate_up", "add_norm_rope_write", "add_norm_head")
 
 
 class Lowered:
     """A model's program as a device has it."""
 
-    def __init__(self, name: str = "llama") -> None:
-        model = build_model(name)
+    def __init__(self, name: str = "llama", **options: Any) -> None:
+        model = build_model(name, **options)
         program, _ = compiled(model)
-        Pipeline(CUDA_PHASES).run(program)
+        Pipeline(cuda_phases(POSITIONS)).run(program)
         self.graph = program.graph
         runner = Runner(program, model)
         names = [node.target for node in program.graph.find_nodes(op="placeholder")]
@@ -65,29 +68,29 @@ class FakeTimer:
 
 def tile(operator: str, program: Lowered, rows: int) -> Any:
     call = next(c for c in calls_of(program) if c.operator == operator)
-    x = call.weight.new_empty(1, rows, call.weight.shape[1])
-    return few_rows.tile_for(operator, x, call.weight)
+    return few_rows.tile_for(operator, rows, call.weight)
 
 
 def test_calls_of_a_llama(program) -> None:
     calls = list(calls_of(program))
     assert [c.operator for c in calls] == [
-        *("add_norm_gate_up", "add_norm_rope_write", "add_norm_gate_up"),
+        *("embed_norm_rope_write", "add_norm_gate_up"),
+        *("add_norm_rope_write", "add_norm_gate_up", "add_norm_head"),
     ]
-    assert [len(c.caches) for c in calls] == [0, 2, 0]
-    assert calls[0].kind == calls[2].kind != calls[1].kind
-    assert calls[0].weight is not calls[2].weight
+    assert [len(c.caches) for c in calls] == [2, 0, 2, 0, 0]
+    assert [c.embedding is None for c in calls] == [False, True, True, True, True]
+    assert calls[1].kind == calls[3].kind
+    assert len({c.kind for c in calls}) == len(NAMES)
+    assert calls[1].weight is not calls[3].weight
 
 
 def test_the_fastest_is_chosen(program) -> None:
     timer = FakeTimer({None: 2.0, 0: 1.0})
     report = choose_products([program], SimulatedDevice(), timer, rows=(1, 4))
     # every operator, every number of rows, every candidate, once
-    assert timer.asked == [None, 0] * 2 * 2
+    assert timer.asked == [None, 0] * len(NAMES) * 2
     assert {(item["operator"], item["rows"], item["chosen"]) for item in report} == {
-        (name, rows, "tile-0")
-        for name in ("add_norm_gate_up", "add_norm_rope_write")
-        for rows in (1, 4)
+        (name, rows, "tile-0") for name in NAMES for rows in (1, 4)
     }
     assert report[0]["ms"] == {"library": 2000.0, "tile-0": 1000.0}
     assert chosen.measured[-4:] == report
@@ -131,9 +134,9 @@ def test_a_library_that_fails_is_an_error(program) -> None:
 def test_nothing_is_measured_twice(program) -> None:
     timer = FakeTimer({None: 2.0, 0: 1.0})
     choose_products([program, program], SimulatedDevice(), timer, rows=(1,))
-    assert len(timer.asked) == 4
+    assert len(timer.asked) == 2 * len(NAMES)
     assert choose_products([program], SimulatedDevice(), timer, rows=(1,)) == []
-    assert len(timer.asked) == 4
+    assert len(timer.asked) == 2 * len(NAMES)
 
 
 def test_real_calls_run_and_write_no_row(program) -> None:
@@ -148,7 +151,7 @@ def test_real_calls_run_and_write_no_row(program) -> None:
             choose_products([program], SimulatedDevice(), timer, rows=(2,))
     finally:
         unregister("CPU")
-    assert len(timer.asked) == 4
+    assert len(timer.asked) == 2 * len(NAMES)
     assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
 
 

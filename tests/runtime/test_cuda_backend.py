@@ -262,7 +262,7 @@ def test_launches_go_to_the_device_of_the_engine(cuda_engine, device) -> None:
         generate(LLM(loaded, plan="chain-3"))
         step.before_accept = None
         generate(LLM(loaded, plan="chain-3"))
-    assert {"attend", "rope_write", "commit_rows"} <= seen.keys()
+    assert {"attend", "embed_norm_rope_write", "commit_rows"} <= seen.keys()
     assert not device.is_active
 
 

@@ -58,7 +58,7 @@ def accept(
     (stored,) = (stage["graph"] for stage in data["stages"] if stage["name"] == STAGE)
     graph = graph_from_json(stored)
     tokens = make_tokens(plan, batch)
-    # below zero: a loser that is set to anything but minus infinity wins
+    # below zero: a loser that is set to less than all others wins nothing
     logits = (torch.randn(batch * plan.tree.num_nodes, VOCAB) - 20).to(dtype)
     # a draft that is always right, unless the dice say otherwise
     for child, parent in enumerate(plan.tree.parents):
@@ -184,7 +184,9 @@ def test_other_logits_stay(dtype):
         if parent >= 0:
             mask[b * nodes + parent, tokens[b, child]] = True
     assert torch.equal(before[~mask], after[~mask])
-    assert bool(after[mask].isinf().all())
+    # far from all others, and finite: probabilities are made of differences
+    far = after[mask].float().abs()
+    assert bool((far > 100 * before.float().abs().max()).all() and far.isfinite().all())
     assert after.dtype == dtype
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -74,6 +75,33 @@ def test_nodes_of_a_llama_layer(tile: int | None, layer: list[str]) -> None:
     layers = [names[end + 1 : following + 1] for end, following in itertools.pairwise(ends)]
     assert layers == [layer] * 3
     assert nodes_per_layer(nodes, "target") == [len(layer)] * 3
+
+
+def test_nodes_of_a_step_besides_layers() -> None:
+    """By name; a layer that grows, or one of these, is a node more in every pass."""
+    layer = collections.Counter(LLAMA_LAYER)
+    ends = {"embedding": 1, "_embed_norm_rope_write_kernel": 1, "_add_norm_head_kernel": 1}
+    # the first layer starts with the embedding
+    ends["_add_norm_rope_write_kernel"] = -1
+    filters = collections.Counter(row_parts_kernel=1, row_pivots_kernel=2, row_cut_kernel=1)
+    commit = ("commit_rows_kernel", "record_tokens_kernel", "next_tokens_kernel")
+    walk = ("tree_context_kernel", "node_best_kernel", "accept_walk_kernel")
+    off = filters + collections.Counter((*walk, *commit, "leave_step_kernel", "tree_rows_kernel"))
+
+    def passes(number: int, layers: int) -> collections.Counter[str]:
+        found = collections.Counter({name: layers * count for name, count in layer.items()})
+        found.update(ends)
+        return collections.Counter({name: number * count for name, count in found.items()})
+
+    assert collections.Counter(node.name for node in count(OFF)) == off + passes(1, 4)
+    level = filters + collections.Counter(("draft_parts_kernel", "draft_merge_kernel"))
+    level["tree_rows_kernel"] += 1
+    chain = off + passes(1, 4) + passes(4, 3) + filters
+    for _ in range(4):
+        chain += level
+    # rows of the draft, tokens of the levels side by side, and logits of the levels likewise
+    chain.update({"commit_rows_kernel": 1, "cat": 2})
+    assert collections.Counter(node.name for node in count(CHAIN)) == chain
 
 
 def test_every_pass_of_the_draft_counts_and_layers_end_with_their_pass() -> None:
@@ -169,6 +197,22 @@ def test_the_report_names_what_is_asked_of_it() -> None:
     assert (chain["models"]["draft"]["passes"], chain["models"]["target"]["passes"]) == (4, 1)
     assert "draft" not in report["plans"]["off"]["models"]
     assert all(item["source"] for item in report["assumptions"])
+
+
+def test_sampling_is_a_part_of_what_lies_between_passes() -> None:
+    report = make_estimate(compiled(), CONTEXT, {})
+    found = {name: plan["sampling"] for name, plan in report["plans"].items()}
+    for name, plan in report["plans"].items():
+        assert 0 < found[name]["nodes"] < plan["between"]["nodes"]
+        assert 0 < found[name]["estimate_ms"] < plan["between"]["estimate_ms"]
+    # four launches of filters, context, best of each node and the walk; for each level of a draft
+    # six more, and four of filters where its logits are compared
+    assert found["off"]["nodes"] == 7
+    assert found["chain-4"]["nodes"] == 7 + 4 * 6 + 4
+    assert found["tree-3-2-1"]["nodes"] == 7 + 3 * 6 + 4
+    # a pass over the logits at least for the facts of its rows, pivots, the list and the best
+    row = compiled().models[0].entry.vocab_size * 2
+    assert found["off"]["bytes"] >= 5 * row
 
 
 def test_the_command(tmp_path) -> None:

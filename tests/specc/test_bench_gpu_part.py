@@ -24,7 +24,9 @@ def steps(floors: tuple[float, float], gaps: tuple[Any, Any], rates: tuple[float
                 "name": name,
                 "decode_tokens_per_s": rates[i],
                 "synthetic_acceptance": dice if name == "speculative" else None,
-                "step": {"floor_ratio": floors[i], "gap_share": gaps[i], "host_share": 0.1 * i},
+                "step": {"floor_ratio": floors[i], "gap_share": gaps[i], "host_share": 0.1 * i}
+                # drawn tokens cost a tenth more
+                | {"sampled": {"floor_ratio": 1.1 * floors[i]}},
             }
             for i, name in enumerate(names)
         ]
@@ -46,6 +48,8 @@ def test_bars_that_are_met_and_missed():
     assert {name: item["met"] for name, item in found.items()} == {
         "off over its floor": True,
         "step over its floor": False,
+        "off over its floor, temperature .6, top-p .9": False,
+        "step over its floor, temperature .6, top-p .9": False,
         "gap between queued replays": False,
         "time of a step beyond its replay": False,
         "chain of 5 at 0.8 over off": True,
@@ -132,7 +136,7 @@ def test_the_whole_course(tiny_shapes, monkeypatch, tmp_path):
         assert early == late
         assert set(early["stage_ms"]) >= {"verify", "accept_commit"}
     report, found = results["report"]["value"], results["bars"]["value"]
-    assert len(found) == 6
+    assert len(found) == 8
     assert all(isinstance(item["met"], bool) for item in found.values())
     assert report["runs"][1]["plan"] == "chain-5"
     assert report["settings"]["synthetic_acceptance"] == [0.8]

@@ -25,6 +25,7 @@ from specc.bench_weights import make_weights
 from specc.passes.draw_acceptance import STAGE
 from specc.plans import SpecPlan
 from specc.progress import Phases
+from specc.sampling_rows import Value
 from tests.models import tiny_config
 from tests.runtime.simulated_device import SimulatedDevice
 
@@ -92,6 +93,42 @@ def test_certain_acceptance_counts_as_such():
     _, _, bench = make_bench(SimulatedDevice(), (1.0,))
     assert bench.measure("tree-2-1", STAGES["tree-2-1"], rounds=1).acceptance_length == 3.0
     assert bench.measure("off", STAGES["off"], rounds=1).acceptance_length == 1.0
+
+
+def test_drawn_tokens_go_through_the_same_graphs(monkeypatch):
+    """Dice decide at any temperature, so drawn tokens give the lengths that greedy ones do."""
+    device = SimulatedDevice()
+    engine, _, bench = make_bench(device)
+    bench.capture("tree-2-1")
+    assert len(device.tapes) == 1
+    step, rows = engine.steps["tree-2-1"], []
+    submit = step.submit
+
+    def spy(inputs: Any) -> Any:
+        rows.append(inputs.sampling_values)
+        return submit(inputs)
+
+    monkeypatch.setattr(step, "submit", spy)
+    greedy = bench._rounds(step, 4, 2, bench._inputs)
+    sampled = bench._rounds(step, 4, 2, bench._sampled)
+    # a queue that warms up, and two that count
+    found = [{tuple(row) for row in values.tolist()} for values in rows]
+    assert found[:3] == [found[0]] * 3
+    assert found[3:] == [found[3]] * 3
+    ((temperature, top_p),) = {(row[Value.TEMPERATURE], row[Value.TOP_P]) for row in found[3]}
+    assert (round(temperature, 4), round(top_p, 4)) == (0.6, 0.9)
+    assert {row[Value.TEMPERATURE] for row in found[0]} == {0.0}
+    assert len(device.tapes) == 1
+    assert greedy[2] == sampled[2] > 1
+    assert len(sampled[0]) == 2 * 4
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_certain_draws_are_certain_for_drawn_tokens_too(share):
+    _, _, bench = make_bench(RepeatingDevice(), (share,))
+    found = bench.measure("tree-2-1", STAGES["tree-2-1"], rounds=1)
+    assert found.sampled_length == found.acceptance_length == 1 + 2 * share
+    assert found.sampled_ms.median > 0
 
 
 def test_rounds_begin_at_the_same_place():

@@ -51,6 +51,7 @@ STEP_FIELDS = {
     "speedup_over_off": (float, type(None)),
     "speedup_at_expected_length": (float, type(None)),
     "break_even_acceptance_length": (float, type(None)),
+    "sampled": dict,
 }
 QUICK = ("--context", 20, "--tokens", 13, "--rounds", 2, "--warmup", 1)
 
@@ -126,6 +127,11 @@ def test_the_whole_report(pair, device, tmp_path):
         assert step["host_share"] == pytest.approx(1 - step["ms"] / run["ms_per_step"])
         assert sum(step["bytes_parts"].values()) == step["bytes"]
         assert step["ms_min"] <= step["ms"] <= step["ms_max"]
+        sampled = step["sampled"]
+        assert (sampled["temperature"], sampled["top_p"]) == (0.6, 0.9)
+        assert sampled["floor_ratio"] == pytest.approx(sampled["ms"] / step["floor_ms"])
+        assert sampled["over_greedy"] == pytest.approx(sampled["ms"] / step["ms"])
+        assert sampled["ms_min"] <= sampled["ms"] <= sampled["ms_max"]
     assert plain["step"] is assisted["step"] is None
     assert list(off["step"]["stage_ms"]) == ["verify", "accept_commit"]
     assert list(speculative["step"]["stage_ms"]) == ["draft", "verify", "draw", "accept_commit"]

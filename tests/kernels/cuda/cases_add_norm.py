@@ -14,13 +14,17 @@ from torch import Tensor
 
 from specc.kernels.cuda import few_rows
 from specc.kernels.cuda.add_norm_gate_up import add_norm_gate_up
+from specc.kernels.cuda.add_norm_head import add_norm_head
 from specc.kernels.cuda.add_norm_linear import add_norm_linear
 from specc.kernels.cuda.add_norm_rope_write import add_norm_rope_write
+from specc.kernels.cuda.embed_norm_rope_write import embed_norm_rope_write
 from specc.kernels.reference_fused import ACTIVATIONS
 from specc.kernels.reference_products import (
     add_norm_gate_up_reference,
+    add_norm_head_reference,
     add_norm_linear_reference,
     add_norm_rope_write_reference,
+    embed_norm_rope_write_reference,
 )
 from tests.kernels.cuda.cases_write_kv import Case, break_rows, split_slabs
 from tests.kernels.cuda.cases_write_kv import make_rows as make_cache_rows
@@ -52,6 +56,20 @@ GATED = tuple(
     (*SHAPES[i % len(SHAPES)], dtype, number, activation)
     for i, ((dtype, number), activation) in enumerate(itertools.product(TILES, ACTIVATIONS))
 )
+# (tokens, rows that get logits, K, N): one, some in any order, few of many, one twice, all
+CHOSEN = (
+    (1, (0,), 64, 50),
+    (5, (4, 0, 2), 200, 33),
+    (40, (39, 3), 130, 70),
+    (3, (1, 1), 33, 16),
+    (16, tuple(range(16)), 96, 35),
+)
+HEADS = tuple(
+    (*CHOSEN[i % len(CHOSEN)], dtype, number, bool(i % 2), bool(i // 2 % 2))
+    for i, (dtype, number, _) in enumerate((*tile, j) for tile in TILES for j in range(3))
+)
+# rows of the embedding
+NUM_EMBEDDINGS = 29
 ROTATED = {
     "decode": Case(((1, 30), (1, 0), (1, 47))),
     "one-token": Case(((1, 5),), (2, 1), (128, 128)),
@@ -154,6 +172,78 @@ def check_rotated(
         assert_close(slab, other, dtype)
 
 
+def check_head(
+    num_tokens: int,
+    rows: tuple[int, ...],
+    size: int,
+    num_out: int,
+    dtype: torch.dtype,
+    number: int | None,
+    has_bias: bool,
+    unit_offset: bool,
+    device: torch.device,
+) -> None:
+    operands = make_operands((1, num_tokens), size, num_out, dtype, device, has_bias)
+    operands |= {"unit_offset": unit_offset, "bias": operands.get("bias")}
+    operands["rows"] = torch.tensor(rows, device=device)
+    _check_head(operands, number, add_norm_head_reference(**operands))
+
+
+def check_bad_rows(number: int, device: torch.device) -> None:
+    """Rows that are not there have the logits of zeros."""
+    operands = make_operands((1, 4), 72, 40, F32, device, has_bias=True)
+    want = add_norm_head_reference(**operands, rows=torch.tensor([2, 0, 3, 1], device=device))
+    want[:, 1], want[:, 3] = operands["bias"], operands["bias"]
+    operands["rows"] = torch.tensor([2, -1, 3, 4], device=device)
+    _check_head(operands, number, want)
+
+
+def _check_head(operands: dict[str, Any], number: int | None, want: Tensor) -> None:
+    with few_rows.forced(number):
+        got = add_norm_head(**operands)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    assert got.is_contiguous()
+    assert_close(got, want, got.dtype)
+
+
+def make_embedded(
+    case: Case, dtype: torch.dtype, has_bias: bool, device: torch.device
+) -> dict[str, Any]:
+    """Arguments of `embed_norm_rope_write`, and the slabs."""
+    args = make_rotation(case, dtype, has_bias, device)
+    x = args.pop("x")
+    del args["residual"]
+    rows = torch.randn(NUM_EMBEDDINGS, x.shape[-1]) * torch.logspace(-1, 1, NUM_EMBEDDINGS)[:, None]
+    # the last of two columns: a batch's tokens lie apart
+    tokens = torch.randint(0, NUM_EMBEDDINGS, (*x.shape[:-1], 2)).to(device)[..., 1]
+    return {"tokens": tokens, "embedding": rows.to(dtype).to(device)} | args
+
+
+def check_embedded(
+    case: Case, dtype: torch.dtype, number: int | None, has_bias: bool, device: torch.device
+) -> None:
+    """Compare queries, rows of the embedding, and all of the slabs with the oracle's."""
+    args, slabs = split_slabs(make_embedded(case, dtype, has_bias, device))
+    expected, expected_slabs = split_slabs(make_embedded(case, dtype, has_bias, device))
+    _check(embed_norm_rope_write, embed_norm_rope_write_reference, args, number, expected)
+    for slab, other in zip(slabs, expected_slabs, strict=True):
+        is_written = other != slab.new_tensor(12288.0)
+        assert torch.equal(slab[~is_written], other[~is_written])
+        assert_close(slab, other, dtype)
+
+
+def check_bad_tokens(number: int, device: torch.device) -> None:
+    """Tokens that the embedding has no row for are rows of zeros."""
+    case = Case(((2, 30), (3, 20)))
+    args, _ = split_slabs(make_embedded(case, F32, True, device))
+    expected, _ = split_slabs(make_embedded(case, F32, True, device))
+    args["tokens"][0, 1:3] = torch.tensor([-1, NUM_EMBEDDINGS], device=device)
+    expected["tokens"][0, 1:3] = NUM_EMBEDDINGS
+    zeros = expected["embedding"].new_zeros(1, expected["embedding"].shape[1])
+    expected["embedding"] = torch.cat([expected["embedding"], zeros])
+    _check(embed_norm_rope_write, embed_norm_rope_write_reference, args, number, expected)
+
+
 def check_bad_places(number: int, device: torch.device) -> None:
     """Rows without a place are not written; queries are computed all the same."""
     case = Case(((2, 30), (3, 20), (2, 12)))
@@ -194,9 +284,9 @@ def _check(
     want, want_total = reference(**(expected or operands))
     with few_rows.forced(number):
         got, total = operator(**operands)
-    dtype = operands["x"].dtype
+    dtype = operands["weight"].dtype
     assert (got.dtype, got.shape) == (dtype, want.shape)
-    is_heads = operator is add_norm_rope_write
+    is_heads = operator in (add_norm_rope_write, embed_norm_rope_write)
     assert (got.transpose(0, 1) if is_heads else got).is_contiguous()
     # the stream is exact: every later layer reads it
     assert torch.equal(total, want_total)

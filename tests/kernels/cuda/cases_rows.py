@@ -1,4 +1,4 @@
-"""Checks of `tree_rows`, `commit_rows` and `next_tokens` on any device."""
+"""Checks of `tree_rows`, `commit_rows`, `next_tokens` and `leave_step` on any device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specc.kernels import reference
 from specc.kernels.cuda import rows
+from specc.kernels.cuda.leave_step import leave_step
 from tests.kernels.tree_cases import PADDING
 
 
@@ -85,3 +86,35 @@ def check_counts_beyond_the_row(device: torch.device) -> None:
     accepted = [2, 2**31 - 1, -(2**31)]
     counts = torch.tensor(accepted, dtype=torch.int32, device=device)
     assert rows.next_tokens(last, output, counts).tolist() == [[4, -1], [-1, -1], [-1, -1]]
+
+
+def check_leave_step(
+    batch: int, columns: int, width: int, num_drafts: int, device: torch.device
+) -> None:
+    """All that is written, and what lies behind it in a row."""
+    wide, narrow = torch.int64, torch.int32
+    given = (
+        integers(0, width, batch, seed=1),
+        integers(-1, 300_000, batch, width, seed=2, dtype=wide),
+        integers(0, 5000, batch, seed=3),
+        integers(0, 300_000, batch, columns, seed=4, dtype=wide),
+        integers(0, 5000, num_drafts, batch, seed=5) if num_drafts else None,
+    )
+    outputs = [
+        [
+            torch.full((batch, 5 + width + num_drafts), -7, dtype=wide, device=place),
+            torch.full((batch, columns + 2), -7, dtype=wide, device=place),
+            torch.full((batch,), -7, dtype=narrow, device=place),
+        ]
+        for place in (device, torch.device("cpu"))
+    ]
+    for made, run in zip(outputs, (leave_step, reference.leave_step_reference), strict=True):
+        place = made[0].device
+        is_kernel = run is leave_step
+        accepted, tokens, length, last, lens = (x if x is None else x.to(place) for x in given)
+        if is_kernel and batch:
+            tokens, last = strided(tokens, place), strided(last, place)
+        run(made[0], made[1][:, :columns], made[2], accepted, tokens, length, last, lens)
+    same(tuple(outputs[0]), tuple(outputs[1]))
+    if batch:
+        assert outputs[0][0][0, -3:].tolist() == [-7] * 3

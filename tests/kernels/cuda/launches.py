@@ -20,6 +20,7 @@ from specc.kernels.cuda import (
     act_and_mul,
     attend,
     commit_kv,
+    leave_step,
     lookup,
     merge,
     rms_norm,
@@ -150,6 +151,15 @@ def _rows_calls() -> Iterator[Any]:
     for batch, width in ((4, 5), (1, 1), (16, 16)):
         last, output = _meta(batch, 1, dtype=I64), _meta(batch, width, dtype=I64)
         yield rows.next_tokens(last, output, _meta(batch, dtype=I32))
+
+
+def _leave_step_calls() -> Iterator[Any]:
+    # one sequence and plan off, too: what is 1 must not make another binary
+    for batch, columns, width, drafts in ((4, 2, 5, 1), (1, 1, 1, None), (16, 16, 16, 2)):
+        last, output = _meta(batch, columns, dtype=I64), _meta(batch, width, dtype=I64)
+        length, results = _meta(batch, dtype=I32), _meta(batch, 2 + width + 2, dtype=I64)
+        lens = None if drafts is None else _meta(drafts, batch, dtype=I32)
+        yield leave_step.leave_step(results, last, length, length, output, length, last, lens)
 
 
 def _commit_kv_calls() -> Iterator[Any]:
@@ -299,6 +309,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "act_and_mul": _act_and_mul_calls,
     "attend": _attend_calls,
     "commit_kv": _commit_kv_calls,
+    "leave_step": _leave_step_calls,
     "lookup": _lookup_calls,
     "merge": _merge_calls,
     "rms_norm": _rms_norm_calls,

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.kernels.cuda import add_norm_gate_up, add_norm_linear, add_norm_rope_write, few_rows
+from specc.kernels.cuda import (
+    add_norm_gate_up,
+    add_norm_head,
+    add_norm_linear,
+    add_norm_rope_write,
+    embed_norm_rope_write,
+    few_rows,
+)
 from specc.kernels.reference_fused import ACTIVATIONS
 
 I32 = torch.int32
@@ -46,20 +53,46 @@ def _gate_up_calls() -> Iterator[Any]:
             yield add_norm_gate_up.add_norm_gate_up(*_operands(28672, dtype), activation)
 
 
+def _head_calls() -> Iterator[Any]:
+    rows = _meta(_TOKENS, dtype=torch.int64)
+    for dtype in _tiles():
+        # a vocabulary that aligns nothing
+        for size in (128256, 50257):
+            for bias in (None, _meta(size, dtype=dtype)):
+                yield add_norm_head.add_norm_head(*_operands(size, dtype), bias, rows)
+
+
+def _places(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Bias, tables and places of the operators that write to the caches."""
+    table = _meta(_TOKENS, 128, dtype=dtype)
+    cache = _meta(300, 16, 8, 128, dtype=dtype)
+    places = (_meta(2, dtype=I32), _meta(_TOKENS, dtype=I32), _meta(1, 256, dtype=I32))
+    for bias in (None, _meta(6144, dtype=dtype)):
+        yield bias, table, table, cache, cache, *places
+
+
 def _rope_write_calls() -> Iterator[Any]:
     for dtype in _tiles():
-        table = _meta(_TOKENS, 128, dtype=dtype)
-        cache = _meta(300, 16, 8, 128, dtype=dtype)
-        places = (_meta(2, dtype=I32), _meta(_TOKENS, dtype=I32), _meta(1, 256, dtype=I32))
-        for bias in (None, _meta(6144, dtype=dtype)):
-            operands = _operands(6144, dtype)
-            yield add_norm_rope_write.add_norm_rope_write(
-                *operands, bias, table, table, cache, cache, *places
-            )
+        for places in _places(dtype):
+            yield add_norm_rope_write.add_norm_rope_write(*_operands(6144, dtype), *places)
+
+
+def _embed_calls() -> Iterator[Any]:
+    # side by side, and apart
+    beside = _meta(1, _TOKENS, dtype=torch.int64)
+    apart = _meta(1, _TOKENS, 2, dtype=torch.int64)[..., 1]
+    for dtype in _tiles():
+        for size, tokens in ((128256, beside), (50257, apart)):
+            table = _meta(size, _HIDDEN, dtype=dtype)
+            for places in _places(dtype):
+                norm = _operands(6144, dtype)[2:]
+                yield embed_norm_rope_write.embed_norm_rope_write(tokens, table, *norm, *places)
 
 
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "add_norm_gate_up": _gate_up_calls,
+    "add_norm_head": _head_calls,
     "add_norm_linear": _linear_calls,
     "add_norm_rope_write": _rope_write_calls,
+    "embed_norm_rope_write": _embed_calls,
 }

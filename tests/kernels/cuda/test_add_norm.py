@@ -17,11 +17,16 @@ from tests.kernels.cuda.cases_add_norm import (
     F16,
     F32,
     GATED,
+    HEADS,
     LINEAR,
     ROTATED,
     TILES,
     check_bad_places,
+    check_bad_rows,
+    check_bad_tokens,
+    check_embedded,
     check_gate_up,
+    check_head,
     check_large_values,
     check_linear,
     check_rotated,
@@ -54,6 +59,11 @@ def test_add_norm_gate_up(case, device):
     check_gate_up(*case, device)
 
 
+@pytest.mark.parametrize("case", HEADS, ids=ids(HEADS))
+def test_add_norm_head(case, device):
+    check_head(*case, device)
+
+
 PAIRS = tuple(itertools.product(ROTATED, TILES))
 
 
@@ -79,6 +89,29 @@ def test_add_norm_rope_write_with_every_tile(name, tile, device):
     _check_pair(name, tile, device)
 
 
+def _check_embedded(name, tile, device):
+    place = list(ROTATED).index(name) + TILES.index(tile)
+    check_embedded(ROTATED[name], *tile, bool(place % 2), device)
+
+
+# the same kernel behind the product: fewer pairs, and still every tile and every case
+@pytest.mark.parametrize(("name", "tile"), PAIRS[3::6], ids=[f"{n}-{t}" for n, t in PAIRS[3::6]])
+def test_embed_norm_rope_write(name, tile, device):
+    _check_embedded(name, tile, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tile"), PAIRS, ids=[f"{n}-{t}" for n, t in PAIRS])
+def test_embed_norm_rope_write_with_every_tile(name, tile, device):
+    _check_embedded(name, tile, device)
+
+
+@pytest.mark.parametrize("number", range(len(few_rows.TILES[F32])))
+def test_bad_rows_and_tokens(number, device):
+    check_bad_rows(number, device)
+    check_bad_tokens(number, device)
+
+
 @pytest.mark.parametrize("number", range(len(few_rows.TILES[F32])))
 def test_bad_places(number, device):
     check_bad_places(number, device)
@@ -99,19 +132,19 @@ def test_no_rows(dtype, device):
 
 def test_the_library_has_what_nobody_measured(device):
     operands = make_operands((1, 4), 16, 8, BF16, device)
-    x, weight = operands["x"], operands["weight"]
-    assert tile_for("add_norm_linear", x, weight) is None
-    product = Product.of("add_norm_linear", x, weight)
+    weight = operands["weight"]
+    assert tile_for("add_norm_linear", 4, weight) is None
+    product = Product.of("add_norm_linear", 4, weight)
     few_rows.choices[product] = product.tiles[1]
     try:
-        assert tile_for("add_norm_linear", x, weight) == few_rows.TILES[BF16][1]
+        assert tile_for("add_norm_linear", 4, weight) == few_rows.TILES[BF16][1]
         # rows of one bucket share a choice; other rows, shapes and operators do not
-        assert tile_for("add_norm_linear", x[:, :3], weight) == few_rows.TILES[BF16][1]
-        assert tile_for("add_norm_linear", x[:, :2], weight) is None
-        assert tile_for("add_norm_gate_up", x, weight) is None
-        assert tile_for("add_norm_linear", x, weight[:4]) is None
+        assert tile_for("add_norm_linear", 3, weight) == few_rows.TILES[BF16][1]
+        assert tile_for("add_norm_linear", 2, weight) is None
+        assert tile_for("add_norm_gate_up", 4, weight) is None
+        assert tile_for("add_norm_linear", 4, weight[:4]) is None
         with forced(None):
-            assert tile_for("add_norm_linear", x, weight) is None
+            assert tile_for("add_norm_linear", 4, weight) is None
     finally:
         del few_rows.choices[product]
 
@@ -119,8 +152,8 @@ def test_the_library_has_what_nobody_measured(device):
 def test_many_rows_are_the_librarys(device):
     operands = make_operands((17,), 16, 8, F16, device)
     with forced(0):
-        assert tile_for("add_norm_linear", operands["x"], operands["weight"]) is None
-        assert tile_for("add_norm_linear", operands["x"][:16], operands["weight"]) is not None
+        assert tile_for("add_norm_linear", 17, operands["weight"]) is None
+        assert tile_for("add_norm_linear", 16, operands["weight"]) is not None
         check_linear((17,), 16, 8, F16, 0, True, False, device)
 
 

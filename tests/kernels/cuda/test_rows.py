@@ -1,4 +1,4 @@
-"""`tree_rows`, `commit_rows` and `next_tokens` in Triton against their oracles."""
+"""`tree_rows`, `commit_rows`, `next_tokens` and `leave_step` in Triton against their oracles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specc.kernels.cuda import rows
+from specc.kernels.cuda.leave_step import leave_step
 from tests.kernels.cuda import cases_rows as cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -43,6 +44,36 @@ def test_next_tokens(batch, num_last, width, device):
 
 def test_counts_beyond_the_row_read_nothing(device):
     cases.check_counts_beyond_the_row(device)
+
+
+@pytest.mark.parametrize(
+    ("batch", "columns", "width", "num_drafts"),
+    [(1, 1, 1, 0), (3, 2, 5, 1), (5, 70, 130, 3), (2, 1, 64, 65), (0, 2, 2, 1)],
+    ids=str,
+)
+def test_leave_step(batch, columns, width, num_drafts, device):
+    cases.check_leave_step(batch, columns, width, num_drafts, device)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({0: torch.zeros(2, 5, dtype=torch.int64)}, "found results"),
+        ({1: torch.zeros(3, 2, dtype=torch.int64)}, "found last_tokens"),
+        ({2: torch.zeros(2, dtype=torch.int64)}, "found cache_len"),
+        ({4: torch.zeros(3, 2, dtype=torch.int64).T}, "found output_tokens"),
+        ({6: torch.zeros(2, 1, dtype=torch.int64)}, "next_last_tokens"),
+        ({7: torch.zeros(1, 3, dtype=torch.int32)}, "found draft_lens"),
+    ],
+    ids=lambda value: str(*value) if isinstance(value, dict) else "",
+)
+def test_a_step_that_leaves_other_shapes_is_refused(change, found):
+    length, last = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int64)
+    operands = [last.new_zeros(2, 6), last, length, length, last.new_zeros(2, 3), length, last]
+    operands.append(length.new_zeros(1, 2))
+    given = [change.get(i, operand) for i, operand in enumerate(operands)]
+    with pytest.raises(ValueError, match=found):
+        leave_step(*given)
 
 
 def test_bad_inputs_are_refused_with_their_values():

@@ -1,0 +1,135 @@
+"""`specc::leave_step`: what the host reads of a step, and what the next one starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.strided_rows import check
+
+NAME = "leave_step"
+BLOCK = 64
+_STRIDES = ("results_stride", "last_stride", "output_stride", "next_stride")
+_COUNTS = ("width", "columns", "num_drafts", "batch", *_STRIDES)
+
+
+def leave_step(
+    results: Tensor,
+    last_tokens: Tensor,
+    cache_len: Tensor,
+    num_accepted: Tensor,
+    output_tokens: Tensor,
+    next_cache_len: Tensor,
+    next_last_tokens: Tensor,
+    draft_lens: Tensor | None,
+) -> None:
+    """See `leave_step_reference`."""
+    batch, width = output_tokens.shape
+    num_drafts = 0 if draft_lens is None else draft_lens.shape[0]
+    rows = (("results", results), ("last_tokens", last_tokens), ("output_tokens", output_tokens))
+    for name, tensor in (*rows, ("next_last_tokens", next_last_tokens)):
+        is_dense = tensor.dim() == 2 and (tensor.shape[1] == 1 or tensor.stride(1) == 1)
+        check(
+            is_dense and tensor.dtype == torch.int64 and len(tensor) == batch,
+            NAME,
+            f"{name} {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}",
+            f"int64 [{batch}, any], rows of one piece",
+        )
+    needed = 2 + width + num_drafts
+    check(
+        results.shape[1] >= needed and next_last_tokens.shape == last_tokens.shape,
+        NAME,
+        f"results {list(results.shape)}, next_last_tokens {list(next_last_tokens.shape)}",
+        f"{needed} columns or more, and {list(last_tokens.shape)}",
+    )
+    lengths = (("cache_len", cache_len), ("num_accepted", num_accepted))
+    for name, tensor in (*lengths, ("next_cache_len", next_cache_len)):
+        is_plain = tensor.shape == (batch,) and tensor.is_contiguous()
+        check(
+            is_plain and tensor.dtype == torch.int32,
+            NAME,
+            f"{name} {tensor.dtype} {list(tensor.shape)}",
+            f"contiguous int32 [{batch}]",
+        )
+    if draft_lens is not None:
+        is_plain = draft_lens.shape == (num_drafts, batch) and draft_lens.is_contiguous()
+        check(
+            is_plain and draft_lens.dtype == torch.int32,
+            NAME,
+            f"draft_lens {draft_lens.dtype} {list(draft_lens.shape)}",
+            f"contiguous int32 [drafts, {batch}]",
+        )
+    if batch:
+        leave_step_kernel[(batch,)](
+            *(results, last_tokens, cache_len, num_accepted, output_tokens, next_cache_len),
+            *(next_last_tokens, draft_lens, width, last_tokens.shape[1], num_drafts, batch),
+            *(results.stride(0), last_tokens.stride(0), output_tokens.stride(0)),
+            next_last_tokens.stride(0),
+            BLOCK=BLOCK,
+            num_warps=1,
+        )
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """With and without drafts; the same for every compute capability."""
+    for has_drafts in (False, True):
+        wide = ("results", "last_tokens", "output_tokens", "next_last_tokens")
+        narrow = ("cache_len", "num_accepted", "next_cache_len", *(("draft_lens",) * has_drafts))
+        yield Shipped(
+            name="drafts" if has_drafts else "off",
+            kernel=leave_step_kernel,
+            signature=dict.fromkeys(wide, "*i64")
+            | dict.fromkeys(narrow, "*i32")
+            | dict.fromkeys(_COUNTS, "i32"),
+            constexprs={"BLOCK": BLOCK} | ({} if has_drafts else {"draft_lens": None}),
+            num_warps=1,
+            num_stages=3,
+            divisible=(*wide, *narrow),
+        )
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def leave_step_kernel(
+    results,
+    last_tokens,
+    cache_len,
+    num_accepted,
+    output_tokens,
+    next_cache_len,
+    next_last_tokens,
+    draft_lens,
+    width,
+    columns,
+    num_drafts,
+    batch,
+    results_stride,
+    last_stride,
+    output_stride,
+    next_stride,
+    BLOCK: tl.constexpr,
+):
+    i_b = tl.program_id(0).to(tl.int64)
+    p_row = results + i_b * results_stride
+    length = tl.load(next_cache_len + i_b)
+    tl.store(p_row, tl.load(num_accepted + i_b).to(tl.int64))
+    tl.store(p_row + 1 + width, length.to(tl.int64))
+    # the next step may start before the host has read this one
+    tl.store(cache_len + i_b, length)
+    for i in range(0, width, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        b_token = tl.load(output_tokens + i_b * output_stride + o, mask=o < width, other=0)
+        tl.store(p_row + 1 + o, b_token, mask=o < width)
+    for i in range(0, columns, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        b_last = tl.load(next_last_tokens + i_b * next_stride + o, mask=o < columns, other=0)
+        tl.store(last_tokens + i_b * last_stride + o, b_last, mask=o < columns)
+    if draft_lens is not None:
+        for i in range(0, num_drafts, BLOCK):
+            o = i + tl.arange(0, BLOCK)
+            b_len = tl.load(draft_lens + o.to(tl.int64) * batch + i_b, mask=o < num_drafts, other=0)
+            tl.store(p_row + 2 + width + o, b_len.to(tl.int64), mask=o < num_drafts)
