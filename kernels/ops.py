@@ -15,6 +15,7 @@ from specc.kernels import (
     fakes_products,
     reference,
     reference_accept,
+    reference_experts,
     reference_fused,
     reference_products,
     reference_rectangular,
@@ -188,6 +189,10 @@ def _cache_write_fake(cache: Tensor, update: Tensor, write_index: Tensor) -> Ten
 
 def _masked_attention_fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _experts_fake(x: Tensor, *args: object) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def _grouped_mm_fake(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -381,6 +386,12 @@ act_and_mul = _define(
     "act_and_mul(Tensor gate_up, str activation) -> Tensor",
     reference_fused.act_and_mul_reference,
     _act_and_mul_fake,
+)
+experts = _define(
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str activation)"
+    " -> Tensor",
+    reference_experts.experts_reference,
+    _experts_fake,
 )
 # what ONNX and TensorRT have of their own
 cache_write = _define(

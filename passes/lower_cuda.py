@@ -15,6 +15,7 @@ from specc.kernels import ops
 from specc.passes.fuse_add_norm import FuseAddNorm
 from specc.passes.fuse_embed_norm import FuseEmbedNorm
 from specc.passes.fuse_norm_head import FuseNormHead
+from specc.passes.fuse_experts import FuseExperts
 from specc.passes.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
 from specc.passes.fuse_swiglu import FuseSwiGLU
@@ -31,6 +32,7 @@ def cuda_phases(num_positions: int) -> Phases:
     return (
         ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
         ("gates", (FuseSwiGLU,)),
+        ("mixtures", (FuseExperts,)),
         # from here on operators communicate through the caches, in the order of the graph
         ("caches", (FuseRopeWrite, SplitTreeAttention)),
         ("products", (FuseAddNorm, FuseNormHead, FuseEmbedNorm)),

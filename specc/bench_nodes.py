@@ -215,7 +215,7 @@ class _Counter(TorchDispatchMode):
         # as many rows of a table are read as are written
         moved += _bytes(tensors["total"]) if _TABLE in tensors else 0
         kind = ATTEND if operator in _ATTENTION else OTHER
-        if "weight" in tensors and tensors["weight"].dim() == 2:
+        if "weight" in tensors and tensors["weight"].dim() > 1:
             kind = PRODUCT
         self._add(kernel, operator, kind, moved + self._pending)
         self._pending = 0

@@ -59,6 +59,7 @@ SAMPLED_ODD = (
 PRODUCTS = (
     *(f"_add_norm_{name}_kernel" for name in ("linear", "gate_up", "rope_write", "head")),
     "_embed_norm_rope_write_kernel",
+    *("_experts_gate_up_kernel", "_experts_down_kernel"),
 )
 
 every_table = pytest.mark.parametrize(
