@@ -127,3 +127,23 @@ def step_logprobs(
         given = torch.tensor(tokens, device=logits.device)
         found.append(logprobs_of(score_tokens(logits[rows], given, count).cpu(), tokens, count))
     return found
+
+
+def emitted_logprobs(
+    scores: Tensor, outputs: Sequence_[Sequence_[int]], sequences: list[Sequence]
+) -> list[list[TokenLogprobs] | None]:
+    """`step_logprobs` of a step that has computed them itself.
+
+    Args:
+        scores: [B, P, 2 + 2 K] on the host, see `score_tokens`; of tokens that were not emitted
+            it may say anything.
+        outputs: emitted tokens of each sequence, at most P.
+        sequences: B requests.
+    """
+    rows = zip(scores, outputs, sequences, strict=True)
+    return [
+        None
+        if (count := sequence.params.logprobs) is None
+        else logprobs_of(own[: len(tokens)], tokens, count)
+        for own, tokens, sequence in rows
+    ]

@@ -16,9 +16,16 @@ from specc.runtime.batch import Batch, Span, StepGroup
 from specc.runtime.batch_rows import BatchRows, last_tokens_of, sampling_rows
 from specc.runtime.captured_step import CapturedStep, PendingStep
 from specc.runtime.device_link import DeviceLink, HostLink
+from specc.runtime.extended_step import StepExtras
 from specc.runtime.grammar_masks import TreeMasks, has_masks, mask_roots
 from specc.runtime.kv_cache import KVCache
-from specc.runtime.logprobs import TokenLogprobs, step_logprobs, wants_logprobs
+from specc.runtime.logprobs import (
+    TokenLogprobs,
+    emitted_logprobs,
+    step_logprobs,
+    wants_logprobs,
+)
+from specc.runtime.mask_rules import MaskRules
 from specc.runtime.pass_inputs import PassInputs, causal_inputs
 from specc.runtime.program import Drafted, Model, Step, StepInputs, StepResult, draft_lens_of
 from specc.runtime.prompt_ends import PendingEnds, queue_ends
@@ -105,20 +112,35 @@ class Runner:
     def queue(self, batch: Batch) -> PendingStep | None:
         """Queue a batch and return before it is done; None where only `run` can run it.
 
-        That is a batch with a prefill pass or of two plans, a step with a hook or whose logits are
-        wanted, and every program that the host itself runs.
+        That is a batch with a prefill pass or of two plans, a step with a hook or with masks, and
+        every program that the host itself runs.
         """
         if batch.prefill or len(batch.groups) != 1:
             return None
         (group,) = batch.groups
-        if wants_logprobs(group.sequences) or has_masks(group.sequences):
+        if has_masks(group.sequences):
             return None
         step = self._steps[group.plan.name]
         if not isinstance(step, CapturedStep) or step.is_split:
             return None
         begin_s = time.perf_counter()
         self._catch_up(group)
-        return step.submit(self._inputs(group))._replace(begin_s=begin_s)
+        pending = step.submit(self._inputs(group), self._extras(step, group))
+        return pending._replace(begin_s=begin_s)
+
+    def finish(self, batch: Batch, pending: PendingStep) -> RunResult:
+        """The result of a batch that was queued; waits for it."""
+        (group,) = batch.groups
+        found = pending.result()
+        return RunResult(steps=[found], logprobs=[self._logprobs(group, found)])
+
+    def _extras(self, step: CapturedStep, group: StepGroup) -> StepExtras | None:
+        """What a captured step does besides; None is nothing."""
+        is_scored, rules = wants_logprobs(group.sequences), None
+        if has_masks(group.sequences) and step.takes_masks:
+            proposals = group.extra.get("proposals")
+            rules = MaskRules(group.sequences, group.plan, proposals, self._link)
+        return StepExtras(is_scored, rules) if is_scored or rules else None
 
     def _is_shared(self, batch: Batch) -> bool:
         """More than one pass would be needed, and one can do."""
@@ -230,6 +252,12 @@ class Runner:
 
     def _advance(self, step: Step, group: StepGroup) -> StepResult:
         inputs, slabs = self._inputs(group), self._cache.environment
+        if (
+            isinstance(step, CapturedStep)
+            and not step.is_split
+            and (step.takes_masks or not has_masks(group.sequences))
+        ):
+            return step.submit(inputs, self._extras(step, group)).result()
         return self._hooked(step, group, lambda reads: step.advance(inputs, slabs, reads))
 
     def _hooked(
@@ -264,6 +292,8 @@ class Runner:
             return None
         counts = zip(step.output_tokens, step.num_accepted, strict=True)
         outputs = [tokens[: accepted + 1] for tokens, accepted in counts]
+        if (scores := step.values.get("scores")) is not None:
+            return emitted_logprobs(scores, outputs, group.sequences)
         return step_logprobs(step.values["logits"], step.values["path"], outputs, group.sequences)
 
     def _inputs(self, group: StepGroup) -> StepInputs:
