@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from specc.kernels import ops
 from specc.passes.fuse_add_norm import FuseAddNorm
 from specc.passes.fuse_embed_norm import FuseEmbedNorm
-from specc.passes.fuse_norm_head import FuseNormHead
 from specc.passes.fuse_experts import FuseExperts
+from specc.passes.fuse_norm_head import FuseNormHead
 from specc.passes.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
 from specc.passes.fuse_swiglu import FuseSwiGLU

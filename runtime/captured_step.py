@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from specc.errors import EngineError
 from specc.graph_io import graph_from_json
 from specc.runtime.bound_step import BoundStep
+from specc.runtime.extended_step import ExtendedStep, StepExtras, StepKind
 from specc.runtime.failed_operator import OperatorError
 from specc.runtime.graph_device import Graph, GraphDevice
 from specc.runtime.place import place
@@ -28,6 +29,7 @@ from specc.runtime.program import (
 from specc.runtime.step_bounds import check_step_bounds
 from specc.runtime.step_buffers import HostResults, StepBuffers
 from specc.runtime.step_constants import step_constants
+from specc.runtime.step_scores import ScoredResults
 
 
 class CaptureWarning(UserWarning):
@@ -57,8 +59,11 @@ class PendingStep(NamedTuple):
     def result(self) -> StepResult:
         """Once; the seconds are those since the step before it ended, or it was queued."""
         values = self.results.wait()
-        rows = values[: self.batch] if self.places is None else values[list(self.places)]
-        return self.step.to_result(rows, self.step.seconds_since(self.begin_s))
+        own = slice(self.batch) if self.places is None else list(self.places)
+        found = self.step.to_result(values[own], self.step.seconds_since(self.begin_s))
+        if isinstance(self.results, ScoredResults):
+            found = found._replace(values={"scores": self.results.scores[own]})
+        return found
 
 
 class CapturedStep:
@@ -66,7 +71,7 @@ class CapturedStep:
 
     A bucket is a number of sequences; rows that a batch does not fill are padding, which writes
     nothing. A bucket is captured as one graph, or, while `before_accept` is set, as one graph for
-    each stage.
+    each stage; what a step does besides is captured by its kind, see `ExtendedStep`.
 
     Args:
         program: content of `steps/<plan>.json`.
@@ -114,20 +119,28 @@ class CapturedStep:
             # garbage collector comes by
             stage.graph.owning_module = None
         self._drafts = draft_lens_of(self.plan)
-        # a capture's results stay where it put them, so each way of capturing has its own
-        self._bound: dict[tuple[int, bool], BoundStep] = {}
-        self._captured: dict[tuple[int, bool], list[Graph] | None] = {}
+        # a capture's results stay where it put them, so each way of capturing has its own: whole,
+        # in stages, or of some kind
+        self._bound: dict[tuple[int, bool | StepKind], BoundStep] = {}
+        self._captured: dict[tuple[int, bool | StepKind], list[Graph] | None] = {}
+        # of the step that was queued last
+        self._kind: StepKind | None = None
 
     @property
     def is_split(self) -> bool:
         """A hook stands between the stages."""
         return self.before_accept is not None
 
-    def is_captured(self, bucket: int) -> bool:
-        """Whether a step of this size is replayed; False before `capture`."""
-        return self._captured.get((bucket, self.is_split)) is not None
+    @property
+    def takes_masks(self) -> bool:
+        """Masks can be part of its graphs: nothing else stands between the stages."""
+        return not (self.is_split or self._by_block)
 
-    def capture(self, bucket: int) -> float:
+    def is_captured(self, bucket: int, kind: StepKind | None = None) -> bool:
+        """Whether a step of this size is replayed; False before `capture`."""
+        return self._captured.get((bucket, kind or self.is_split)) is not None
+
+    def capture(self, bucket: int, kind: StepKind | None = None) -> float:
         """Capture a bucket where that has not been tried; a warning tells where it fails.
 
         Returns:
@@ -135,23 +148,25 @@ class CapturedStep:
         Raises:
             EngineError: the step cannot run at all.
         """
-        key = (bucket, self.is_split)
+        key = (bucket, kind or self.is_split)
         if key in self._captured:
             return 0.0
         # padding alone: the run before the capture writes no cache row
         with self._graphs.active(), self._buffers.kept_inputs(bucket):
-            bound = self._bind(bucket)
-            parts = bound.parts if self.is_split else [bound.run]
+            bound = self._bind(bucket, kind)
+            is_parted = kind.reads_draft if kind else self.is_split
+            parts = bound.parts if is_parted else [bound.run]
             self._warm_up(parts, bucket)
             begin_s = time.perf_counter()
             self._bound[key], self._captured[key] = bound, self._try_capture(parts, bucket)
             return time.perf_counter() - begin_s
 
-    def submit(self, inputs: StepInputs) -> PendingStep:
-        """Queue a step; nothing waits for the device.
+    def submit(self, inputs: StepInputs, extras: StepExtras | None = None) -> PendingStep:
+        """Queue a step; nothing waits for the device, unless masks follow from what it drafts.
 
         Args:
             inputs: on the host.
+            extras: what it does besides.
         Raises:
             EngineError: the step would leave the cache, or cannot run at all.
         """
@@ -164,10 +179,11 @@ class CapturedStep:
             lengths, inputs.block_table, self.plan.num_rows, num_blocks, rows_per_block
         )
         bucket = self.bucket_of(rows_of(batch, places))
-        self.capture(bucket)
+        self._kind = extras.kind if extras else None
+        self.capture(bucket, self._kind)
         with self._graphs.active():
             self._buffers.copy_from(inputs, bucket, places)
-            return self._queue(batch, places, bucket, begin_s)
+            return self._queue(batch, places, bucket, begin_s, extras)
 
     def submit_next(self, batch: int, places: Sequence[int] | None = None) -> PendingStep:
         """Queue a step that goes on where the last one ended, which the host may not know yet.
@@ -178,7 +194,7 @@ class CapturedStep:
         """
         begin_s = time.perf_counter()
         bucket = self.bucket_of(rows_of(batch, places))
-        self.capture(bucket)
+        self.capture(bucket, self._kind)
         with self._graphs.active():
             return self._queue(batch, places, bucket, begin_s)
 
@@ -215,7 +231,10 @@ class CapturedStep:
 
     def is_replayed(self, batch: int) -> bool:
         """A step of this many sequences runs as one graph."""
-        return not self.is_split and self.is_captured(self.bucket_of(batch))
+        if self._kind and self._kind.is_masked:
+            # the host has not seen yet what the next masks follow from
+            return False
+        return not self.is_split and self.is_captured(self.bucket_of(batch), self._kind)
 
     def seconds_since(self, begin_s: float) -> float:
         """Seconds up to now, or since the host saw the last step end where that is less."""
@@ -241,14 +260,21 @@ class CapturedStep:
 
     @torch.inference_mode()
     def _queue(
-        self, batch: int, places: Sequence[int] | None, bucket: int, begin_s: float
+        self,
+        batch: int,
+        places: Sequence[int] | None,
+        bucket: int,
+        begin_s: float,
+        extras: StepExtras | None = None,
     ) -> PendingStep:
-        bound = self._bound[bucket, self.is_split]
-        captured = self._captured[bucket, self.is_split]
+        key = (bucket, self._kind or self.is_split)
+        bound, captured = self._bound[key], self._captured[key]
         parts: list[Callable[[], object]] = [graph.replay for graph in captured or ()]
-        if not parts:
+        if not parts and not self._kind:
             parts = [*bound.parts] if self.is_split else [bound.run]
-        if self.before_accept is None:
+        if isinstance(bound, ExtendedStep):
+            bound.queue(parts, batch, extras.masks if extras else None)
+        elif self.before_accept is None:
             for part in parts:
                 part()
         else:
@@ -257,7 +283,12 @@ class CapturedStep:
                 part()
             self.before_accept(_BoundValues(bound, bucket, batch, places))
             accept()
-        return PendingStep(self, batch, begin_s, self._buffers.read_results(), places)
+        if isinstance(bound, ExtendedStep) and bound.scores is not None:
+            results: HostResults = bound.scores.read()
+            self._buffers.newest = results
+        else:
+            results = self._buffers.read_results()
+        return PendingStep(self, batch, begin_s, results, places)
 
     def _warm_up(self, parts: Sequence[Callable[[], object]], bucket: int) -> None:
         """Run once: this compiles and allocates what the first run does."""
@@ -286,7 +317,7 @@ class CapturedStep:
             )
             return None
 
-    def _bind(self, bucket: int) -> BoundStep:
+    def _bind(self, bucket: int, kind: StepKind | None = None) -> BoundStep:
         buffers = self._buffers
         # plans read as many proposals and weights as they have
         widths = {"proposals": self.plan.max_depth, "vote_weights": len(self.plan.drafts)}
@@ -294,7 +325,8 @@ class CapturedStep:
         for name, view in buffers.inputs.items():
             inputs[name] = view[:bucket, : widths[name]] if name in widths else view[:bucket]
         results = buffers.results[:bucket]
-        return BoundStep(self._stages, self._constants, inputs, results, self._drafts.values())
+        own = (self._stages, self._constants, inputs, results, self._drafts.values())
+        return ExtendedStep(kind, self._graphs, self.plan, *own) if kind else BoundStep(*own)
 
 
 class _BoundValues:

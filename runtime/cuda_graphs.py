@@ -82,6 +82,10 @@ class CudaGraphs:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def replayed_event(self) -> torch.cuda.Event:
+        # external: in a capture it becomes a node that records it at every replay
+        return torch.cuda.Event(external=True)
+
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, pin_memory=True)
 

@@ -29,6 +29,7 @@ from specc.runtime.cuda_backend import (
     cuda_device,
     load_programs,
 )
+from specc.runtime.device_link import DeviceLink, HostLink
 from specc.runtime.device_memory import fit_device
 from specc.runtime.grammars import Grammars
 from specc.runtime.kv_cache import CacheShape, KVCache
@@ -76,6 +77,7 @@ class Engine:
         mapped_weights: files that the programs read, to be checked while they run.
         profile: what `specc tune` measured here; empty where it has not.
         directory: that it was loaded from; None for an engine made by hand.
+        link: to the device that the programs run on.
         turn: held for each iteration of the `LLM`s over this engine, in whatever threads.
     """
 
@@ -97,6 +99,7 @@ class Engine:
     mapped_weights: tuple[MappedWeights, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
     directory: Path | None = None
+    link: HostLink | DeviceLink = field(default_factory=HostLink)
     turn: FairLock = field(default_factory=FairLock, repr=False, compare=False)
 
     @property
@@ -189,13 +192,14 @@ class Engine:
             torch.set_num_threads(num_threads)
         loaded: tuple[Any, Any]
         operators: Any
+        link: HostLink | DeviceLink = HostLink()
         rows = manifest.rectangle.rows if manifest.rectangle and backend != "eager" else None
         if backend in ON_GPU:
             graphs = cuda_device()
             limits = fit_device(
                 manifest, graphs, capture or CaptureLimits(), max_num_seqs, kv_cache_tokens
             )
-            operators = DeviceOperators(graphs)
+            operators, link = DeviceOperators(graphs), DeviceLink(graphs)
             cache = _make_cache(
                 manifest, max_num_seqs, graphs.device, rows, num_tokens=kv_cache_tokens
             )
@@ -254,6 +258,7 @@ class Engine:
             ),
             profile=_load_profile(path, manifest, steps),
             directory=path,
+            link=link,
         )
 
 

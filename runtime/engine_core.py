@@ -65,6 +65,7 @@ class EngineCore:
             engine.prefill_chunk,
             engine.operators,
             shares_pass,
+            engine.link,
         )
         self.scheduler = Scheduler(
             engine.cache,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specc.plans import SpecPlan
+from specc.runtime.device_link import DeviceLink, HostLink, to_device
 from specc.runtime.grammar import GrammarState
 from specc.runtime.program import BeforeAccept, StepValues
 from specc.runtime.sequence import Sequence
@@ -96,11 +97,17 @@ def mask_trees(
     return mask_rows(logits, rows)
 
 
-def mask_roots(logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
-    """The logits [B, V] of what follows each sequence, as its grammar and controls change them."""
+def mask_roots(
+    logits: Tensor, sequences: Sequence_[Sequence], link: HostLink | DeviceLink | None = None
+) -> Tensor:
+    """The logits [B, V] of what follows each sequence, as its grammar and controls change them.
+
+    With a link nothing waits for the device.
+    """
     masks = {i: s.grammar.mask() for i, s in enumerate(sequences) if s.grammar is not None}
-    masked = mask_rows(logits, {i: mask for i, mask in masks.items() if mask is not None})
-    return control_trees(masked, sequences, [[0]] * len(sequences), [[-1]] * len(sequences))
+    masked = mask_rows(logits, {i: mask for i, mask in masks.items() if mask is not None}, link)
+    roots, parents = [[0]] * len(sequences), [[-1]] * len(sequences)
+    return control_trees(masked, sequences, roots, parents, link)
 
 
 def tree_masks(
@@ -142,15 +149,16 @@ def tree_masks(
     return masks
 
 
-def mask_rows(logits: Tensor, masks: Mapping[int, bytes]) -> Tensor:
+def mask_rows(
+    logits: Tensor, masks: Mapping[int, bytes], link: HostLink | DeviceLink | None = None
+) -> Tensor:
     """Logits [R, V] with -inf wherever a row's mask has no bit; rows without a mask stay."""
     if not masks:
         return logits
     device, num_rows = logits.device, len(masks)
     packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8)
-    packed = packed.view(num_rows, -1).to(device)
+    packed, rows = to_device([packed.view(num_rows, -1), torch.tensor(list(masks))], device, link)
     bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
     is_allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
-    rows = torch.tensor(list(masks), device=device)
     masked = logits[rows].masked_fill(~is_allowed, -torch.inf)
     return logits.index_copy(0, rows, masked)

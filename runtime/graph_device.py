@@ -25,6 +25,14 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+class ReplayedEvent(Event, Protocol):
+    """An event of a captured graph: `synchronize` waits for that point of the last replay."""
+
+    def record(self) -> None:
+        """Mark this point, of a capture or of what is queued now."""
+        ...
+
+
 class GraphDevice(Protocol):
     """A device that runs work in order and can capture it."""
 
@@ -51,6 +59,10 @@ class GraphDevice(Protocol):
 
     def record_event(self) -> Event:
         """An event behind everything that has been queued."""
+        ...
+
+    def replayed_event(self) -> ReplayedEvent:
+        """An event that can be recorded inside of a capture."""
         ...
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from specc.runtime.runner import Runner, RunResult
+from specc.runtime.runner import Runner
 from specc.runtime.scheduler import Scheduler
 
 
@@ -75,4 +75,4 @@ class InFlight:
 
     def _finish_oldest(self) -> None:
         batch, pending = self._scheduler.queued[0]
-        self._scheduler.postprocess(batch, RunResult(steps=[pending.result()]))
+        self._scheduler.postprocess(batch, self._runner.finish(batch, pending))

@@ -139,25 +139,35 @@ class KVCache:
         }
         return slabs | {"history": self.history}
 
-    def record(self, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> None:
-        """Put tokens of one sequence into the history.
+    def history_rows(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
+        """Places in the flat history of a sequence's positions start … end - 1.
 
         Args:
             blocks: of the sequence.
-            start: position of the first token.
-            tokens: of positions from there on.
+            start: first position.
+            end: position after the last one.
+        Returns:
+            [end - start] int64 on the host.
         """
         size = self.shape.rows_per_block
-        positions = torch.arange(start, start + len(tokens))
-        rows = torch.tensor(blocks)[positions // size] * size + positions % size
-        values = torch.tensor(tokens, dtype=torch.int32)
-        self.history.view(-1)[rows.to(self.device)] = values.to(self.device)
+        first = start // size
+        own = torch.tensor(blocks[first : -(-end // size)], dtype=torch.int64)
+        positions = torch.arange(start, end)
+        return own[positions // size - first] * size + positions % size
+
+    def record(self, rows: Tensor, tokens: Tensor) -> None:
+        """Put tokens into the history; nothing waits for the device.
+
+        Args:
+            rows: [Nt] int64 on the device, see `history_rows`.
+            tokens: [Nt] int64 on the device.
+        """
+        self.history.view(-1)[rows] = tokens.int()
 
     def block_table(self, block_lists: Sequence[Sequence[int]]) -> Tensor:
-        """[B, n] int32 on the host; entries behind a sequence's own blocks are 0 and never used."""
+        """[B, n] int32 on the host; entries after a sequence's own blocks are 0 and never used."""
         width = self.shape.blocks_per_sequence
-        if not block_lists:
-            return torch.empty(0, width, dtype=torch.int32)
-        return torch.tensor(
-            [[*blocks, *[0] * (width - len(blocks))] for blocks in block_lists], dtype=torch.int32
-        )
+        table = torch.zeros(len(block_lists), width, dtype=torch.int32)
+        for row, blocks in zip(table, block_lists, strict=True):
+            row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        return table

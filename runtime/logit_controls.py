@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specc.errors import RequestError
 from specc.logit_controls import check_vocabulary
+from specc.runtime.device_link import DeviceLink, HostLink, to_device
 from specc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,10 +80,10 @@ class LogitControls:
         """Whether outputs of this many tokens and of more differ in what may follow."""
         return num_output < self._min_tokens
 
-    def row(self, device: torch.device) -> Tensor | None:
+    def row(self, device: torch.device, link: HostLink | DeviceLink | None = None) -> Tensor | None:
         """[V] float32 to be added to all logits, -inf at what is never allowed; None adds nothing.
 
-        Made once a device.
+        Made once a device; with a link, without a wait for it.
         """
         if not self._has_row:
             return None
@@ -94,7 +95,7 @@ class LogitControls:
                 row[list(self._bias)] += torch.tensor(list(self._bias.values()))
             if self._never:
                 row[sorted(self._never)] = -torch.inf
-            self._row = row.to(device)
+            (self._row,) = to_device([row], device, link)
         return self._row
 
     def forbidden(self, tail: Sequence[int], num_output: int) -> list[int]:

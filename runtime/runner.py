@@ -15,16 +15,20 @@ from torch import Tensor
 from specc.runtime.batch import Batch, Span, StepGroup
 from specc.runtime.batch_rows import BatchRows, last_tokens_of, sampling_rows
 from specc.runtime.captured_step import CapturedStep, PendingStep
+from specc.runtime.device_link import DeviceLink, HostLink
+from specc.runtime.extended_step import StepExtras
 from specc.runtime.grammar_masks import TreeMasks, has_masks, mask_roots
 from specc.runtime.kv_cache import KVCache
 from specc.runtime.logprobs import (
     TokenLogprobs,
-    prompt_logprobs,
+    emitted_logprobs,
     step_logprobs,
-    token_logprobs,
     wants_logprobs,
 )
+from specc.runtime.mask_rules import MaskRules
+from specc.runtime.pass_inputs import PassInputs, causal_inputs
 from specc.runtime.program import Drafted, Model, Step, StepInputs, StepResult, draft_lens_of
+from specc.runtime.prompt_ends import PendingEnds, queue_ends
 from specc.runtime.sequence import Sequence
 from specc.runtime.shared_pass import (
     FlatTokens,
@@ -64,6 +68,7 @@ class Runner:
         operators: namespace of the `specc::` operators that run here.
         shares_pass: prompts and all groups go through the target together; for programs of flat
             tokens and steps that run stage by stage.
+        link: to the device of the programs; None is the host.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Runner:
         prefill_chunk: int,
         operators: Any = torch.ops.specc,
         shares_pass: bool = False,
+        link: HostLink | DeviceLink | None = None,
     ) -> None:
         self.shares_pass = shares_pass
         # passes of the target that prompts or several plans had together
@@ -85,6 +91,7 @@ class Runner:
         self._cache = cache
         self._prefill_chunk = prefill_chunk
         self._operators = operators
+        self._link = link or HostLink()
         self._rows = BatchRows(cache, last_tokens_of(step.plan for step in steps.values()))
 
     def run(self, batch: Batch) -> RunResult:
@@ -94,8 +101,8 @@ class Runner:
         result = RunResult()
         if batch.prefill:
             begin = time.perf_counter()
-            found = self._prefill(batch.prefill)
-            result = replace(found, prefill_s=time.perf_counter() - begin)
+            found = self.queue_prefill(batch.prefill).result()
+            result = RunResult(**found._asdict(), prefill_s=time.perf_counter() - begin)
         for group in batch.groups:
             step = self._step(group)
             result.steps.append(step)
@@ -105,20 +112,35 @@ class Runner:
     def queue(self, batch: Batch) -> PendingStep | None:
         """Queue a batch and return before it is done; None where only `run` can run it.
 
-        That is a batch with a prefill pass or of two plans, a step with a hook or whose logits are
-        wanted, and every program that the host itself runs.
+        That is a batch with a prefill pass or of two plans, a step with a hook or with masks, and
+        every program that the host itself runs.
         """
         if batch.prefill or len(batch.groups) != 1:
             return None
         (group,) = batch.groups
-        if wants_logprobs(group.sequences) or has_masks(group.sequences):
+        if has_masks(group.sequences):
             return None
         step = self._steps[group.plan.name]
         if not isinstance(step, CapturedStep) or step.is_split:
             return None
         begin_s = time.perf_counter()
         self._catch_up(group)
-        return step.submit(self._inputs(group))._replace(begin_s=begin_s)
+        pending = step.submit(self._inputs(group), self._extras(step, group))
+        return pending._replace(begin_s=begin_s)
+
+    def finish(self, batch: Batch, pending: PendingStep) -> RunResult:
+        """The result of a batch that was queued; waits for it."""
+        (group,) = batch.groups
+        found = pending.result()
+        return RunResult(steps=[found], logprobs=[self._logprobs(group, found)])
+
+    def _extras(self, step: CapturedStep, group: StepGroup) -> StepExtras | None:
+        """What a captured step does besides; None is nothing."""
+        is_scored, rules = wants_logprobs(group.sequences), None
+        if has_masks(group.sequences) and step.takes_masks:
+            proposals = group.extra.get("proposals")
+            rules = MaskRules(group.sequences, group.plan, proposals, self._link)
+        return StepExtras(is_scored, rules) if is_scored or rules else None
 
     def _is_shared(self, batch: Batch) -> bool:
         """More than one pass would be needed, and one can do."""
@@ -134,7 +156,8 @@ class Runner:
         """All drafts, one pass of the target for everyone, then acceptance of each group."""
         self.num_shared_passes += 1
         steps: list[Any] = [self._steps[group.plan.name] for group in batch.groups]
-        self._begin_prefill(batch.prefill)
+        if batch.prefill:
+            self._begin_prefill(batch.prefill)
         parts: list[FlatTokens] = []
         begun: list[tuple[StepInputs, Drafted, float]] = []
         if batch.prefill:
@@ -152,10 +175,10 @@ class Runner:
         pass_s = time.perf_counter() - begin_s
         num_tokens = sum(len(part.tokens) for part in parts)
         prefill_s = pass_s * sum(s.end - s.start for s in batch.prefill) / num_tokens
-        result = RunResult()
+        result = RunResult(prefill_s=prefill_s, pass_s=pass_s)
         if batch.prefill:
-            result = self._end_prefill(batch.prefill, logits.pop(0))
-        result = replace(result, prefill_s=prefill_s, pass_s=pass_s)
+            ends = queue_ends(batch.prefill, logits.pop(0), self._first_tokens, self._link)
+            result = replace(result, **ends.result()._asdict())
         groups = zip(batch.groups, steps, begun, logits, strict=True)
         for group, step, (inputs, drafted, draft_s), rows in groups:
             begin_s = time.perf_counter()
@@ -169,72 +192,52 @@ class Runner:
             result.logprobs.append(self._logprobs(group, found))
         return result
 
-    def _prefill(self, spans: list[Span]) -> RunResult:
-        self._begin_prefill(spans)
-        logits = self._causal_pass(self._target, spans, logit_rows(spans))
-        return self._end_prefill(spans, logits)
-
-    def _begin_prefill(self, spans: list[Span]) -> None:
-        """All that prompts need but the target's pass."""
-        for span in spans:
-            sequence = span.sequence
-            tokens = sequence.token_ids[span.start : span.end]
-            self._cache.record(sequence.blocks, span.start, tokens)
-        for i, draft in enumerate(self._drafts):
-            if mine := [span for span in spans if i in span.drafts]:
-                self._causal_pass(draft, mine)
-
-    def _end_prefill(self, spans: list[Span], logits: Tensor) -> RunResult:
-        """First tokens of the prompts that end, and what is asked for; from the rows [R, V]."""
-        scored: dict[str, list[TokenLogprobs]] = {}
-        first_row, last_rows = 0, []
-        for span in spans:
-            sequence, count = span.sequence, span.num_scored
-            if count:
-                tokens = sequence.token_ids[span.start + 1 : span.start + 1 + count]
-                rows = logits[first_row : first_row + count]
-                asked = sequence.params.prompt_logprobs or 0
-                scored[sequence.request_id] = prompt_logprobs(rows, tokens, asked)
-            first_row += count
-            if span.is_last:
-                last_rows.append(first_row)
-                first_row += 1
-        if scored:
-            logits = logits[last_rows]
-        ended = [span.sequence for span in spans if span.is_last]
-        first = self._first_tokens(logits, ended) if ended else []
-        firsts = iter(first)
-        logprobs = {
-            sequence.request_id: token_logprobs(logits[i, None], [first[i]], most)
-            for i, sequence in enumerate(ended)
-            if (most := sequence.params.logprobs) is not None
-        }
-        first_tokens = [next(firsts) if span.is_last else None for span in spans]
-        return RunResult(first_tokens, first_logprobs=logprobs, prompt_logprobs=scored)
+    @torch.inference_mode()
+    def queue_prefill(self, spans: list[Span]) -> PendingEnds:
+        """Queue the passes of some prompts; on a device nothing waits for it until the result."""
+        with self._link.active():
+            logits = self._target(*self._begin_prefill(spans).of_model)
+            return queue_ends(spans, logits, self._first_tokens, self._link)
 
     @torch.inference_mode()
-    def _first_tokens(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+    def _begin_prefill(self, spans: list[Span]) -> PassInputs:
+        """All that prompts need but the target's pass, whose inputs it returns."""
+        inputs = self._send(causal_inputs(spans, self._cache, logit_rows(spans), records=True))
+        with self._link.active():
+            self._cache.record(inputs.history_rows, inputs.tokens)
+        for i, draft in enumerate(self._drafts):
+            mine = [span for span in spans if i in span.drafts]
+            if mine == spans:
+                draft(*inputs.without_logits().of_model)
+            elif mine:
+                self._causal_pass(draft, mine)
+        return inputs
+
+    @torch.inference_mode()
+    def _first_tokens(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         """Draw what follows each prompt, as a step without speculation does: a tree of one node.
 
         Args:
             logits: [R, V] of the last tokens of R prompts.
             sequences: the R requests.
+        Returns:
+            [R] int64 on the device.
         """
-        device, count = self._cache.device, len(sequences)
         values, words = sampling_rows(sequences)
-        roots = [[s.token_ids[s.num_prompt_tokens - 1]] for s in sequences]
-        lengths = [s.num_prompt_tokens - 1 for s in sequences]
-        rows = (values, words, _int32(lengths))
-        table = self._cache.block_table([s.blocks for s in sequences])
+        host = [
+            torch.tensor([[s.token_ids[s.num_prompt_tokens - 1]] for s in sequences]),
+            torch.full((len(sequences), 1), -1, dtype=torch.int32),
+            values,
+            words,
+            torch.tensor([s.num_prompt_tokens - 1 for s in sequences], dtype=torch.int32),
+            self._cache.block_table([s.blocks for s in sequences]),
+        ]
+        roots, parents, *rows, table = self._link.send(host)
+        masked = mask_roots(logits, sequences, self._link)
         _, _, tokens = self._operators.accept(
-            mask_roots(logits, sequences),
-            torch.tensor(roots).to(device),
-            torch.full((count, 1), -1, dtype=torch.int32, device=device),
-            *(0, None, None, []),
-            *(row.to(device) for row in rows),
-            *(self._cache.history, table.to(device)),
+            masked, roots, parents, 0, None, None, [], *rows, self._cache.history, table
         )
-        return tokens[:, 0].tolist()
+        return tokens[:, 0]
 
     def _step(self, group: StepGroup) -> StepResult:
         begin = time.perf_counter()
@@ -249,6 +252,12 @@ class Runner:
 
     def _advance(self, step: Step, group: StepGroup) -> StepResult:
         inputs, slabs = self._inputs(group), self._cache.environment
+        if (
+            isinstance(step, CapturedStep)
+            and not step.is_split
+            and (step.takes_masks or not has_masks(group.sequences))
+        ):
+            return step.submit(inputs, self._extras(step, group)).result()
         return self._hooked(step, group, lambda reads: step.advance(inputs, slabs, reads))
 
     def _hooked(
@@ -283,6 +292,8 @@ class Runner:
             return None
         counts = zip(step.output_tokens, step.num_accepted, strict=True)
         outputs = [tokens[: accepted + 1] for tokens, accepted in counts]
+        if (scores := step.values.get("scores")) is not None:
+            return emitted_logprobs(scores, outputs, group.sequences)
         return step_logprobs(step.values["logits"], step.values["path"], outputs, group.sequences)
 
     def _inputs(self, group: StepGroup) -> StepInputs:
@@ -302,22 +313,10 @@ class Runner:
     @torch.inference_mode()
     def _causal_pass(self, model: Model, spans: list[Span], rows: Tensor | None = None) -> Tensor:
         """Feed spans of several sequences; returns [R, V] of the tokens that `rows` names."""
-        tokens = [token for s in spans for token in s.sequence.token_ids[s.start : s.end]]
-        positions = torch.tensor([p for s in spans for p in range(s.start, s.end)])
-        ends = torch.tensor([s.end - s.start for s in spans]).cumsum(0)
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        inputs = (
-            torch.tensor(tokens),
-            positions,
-            starts.int(),
-            positions.int(),
-            _int32([s.start for s in spans]),
-            None,
-            self._cache.block_table([s.sequence.blocks for s in spans]),
-            torch.zeros(0, dtype=torch.int64) if rows is None else rows,
-        )
-        device = self._cache.device
-        return model(*(x if x is None else x.to(device, non_blocking=True) for x in inputs))
+        return model(*self._send(causal_inputs(spans, self._cache, rows)).of_model)
+
+    def _send(self, inputs: PassInputs) -> PassInputs:
+        return PassInputs(*self._link.send(inputs))
 
 
 def _split(spans: list[Span], limit: int) -> Iterator[list[Span]]:
@@ -336,7 +335,3 @@ def _split(spans: list[Span], limit: int) -> Iterator[list[Span]]:
                 current, room = [], limit
     if current:
         yield current
-
-
-def _int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)

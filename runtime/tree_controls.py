@@ -7,6 +7,7 @@ from collections.abc import Sequence as Sequence_
 import torch
 from torch import Tensor
 
+from specc.runtime.device_link import DeviceLink, HostLink, to_device
 from specc.runtime.sequence import Sequence
 
 
@@ -24,6 +25,7 @@ def control_trees(
     sequences: Sequence_[Sequence],
     tokens: Sequence_[Sequence_[int]],
     parents: Sequence_[Sequence_[int]],
+    link: HostLink | DeviceLink | None = None,
 ) -> Tensor:
     """The logits of B trees, as the controls of their requests change them.
 
@@ -35,6 +37,7 @@ def control_trees(
         sequences: B requests; the last token of each is its tree's root, or follows now (N = 1).
         tokens: [B][N] token of each node; node 0 is the root.
         parents: [B][N], -1 at the root and at dead nodes; both are looked at where `reads_trees`.
+        link: with one, nothing waits for the device.
     Returns:
         [B * N, V], new; or the same where no request has active controls.
     """
@@ -43,10 +46,6 @@ def control_trees(
         return logits
     size, vocab_size = logits.shape[0] // len(sequences), logits.shape[1]
     device = logits.device
-    trees = logits.view(-1, size, vocab_size)
-    index = torch.tensor(own, device=device)
-    # a copy, in which a bias is not rounded before it is added
-    changed = trees[index].float()
     rows: list[Tensor] = []
     with_row: list[int] = []
     places: list[int] = []
@@ -54,28 +53,33 @@ def control_trees(
     for i, b in enumerate(own):
         sequence, controls = sequences[b], sequences[b].controls
         assert controls is not None, "its controls are active"
-        if (row := controls.row(device)) is not None:
+        if (row := controls.row(device, link)) is not None:
             rows.append(row)
             with_row.append(i)
         count = sequence.num_output_tokens
         if controls.num_tokens_read or controls.depends_on_depth(count):
             width = controls.num_tokens_read
-            ends = _ends(sequence.output_tail(width), width, tokens[b], parents[b])
+            ends = ends_of(sequence.output_tail(width), width, tokens[b], parents[b])
             for node, (end, depth) in ends.items():
                 found = controls.forbidden(end, count + depth)
                 places += [i * size + node] * len(found)
                 banned += found
+    indices = [torch.tensor(x, dtype=torch.int64) for x in (own, with_row, places, banned)]
+    index, biased, at, forbidden = to_device(indices, device, link)
+    trees = logits.view(-1, size, vocab_size)
+    # a copy, in which a bias is not rounded before it is added
+    changed = trees[index].float()
     if rows:
-        changed[torch.tensor(with_row, device=device)] += torch.stack(rows)[:, None]
+        changed[biased] += torch.stack(rows)[:, None]
     flat = changed.view(-1, vocab_size)
     if banned:
-        flat[torch.tensor(places, device=device), torch.tensor(banned, device=device)] = -torch.inf
+        flat[at, forbidden] = -torch.inf
     is_dead = flat.amax(dim=-1, keepdim=True) == -torch.inf
     flat.masked_fill_(is_dead, 0.0)
     return trees.index_copy(0, index, changed.to(logits.dtype)).view_as(logits)
 
 
-def _ends(
+def ends_of(
     tail: Sequence_[int], width: int, tokens: Sequence_[int], parents: Sequence_[int]
 ) -> dict[int, tuple[tuple[int, ...], int]]:
     """Node → the end of the output down to it, and its depth; without nodes off the tree.

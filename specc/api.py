@@ -39,7 +39,7 @@ def compile(
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
     block_size: int = 16,
-    prefill_chunk: int = 512,
+    prefill_chunk: int | None = None,
     tokenizer: str | Path | None = None,
     force: bool = False,
     dump_graphs: str | Path | None = None,
@@ -70,7 +70,7 @@ def compile(
         max_batch_size: sequences that decode together.
         max_seq_len: tokens of prompt and output together.
         block_size: rows of a KV cache block; 0 is dense.
-        prefill_chunk: tokens of one prefill pass.
+        prefill_chunk: tokens of one prefill pass; None is 2048 for cuda and 512 for others.
         tokenizer: directory or tokenizer.json, where the target is a module.
         force: replace an existing engine.
         dump_graphs: directory that gets each program's graph after each phase.

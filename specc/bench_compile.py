@@ -17,7 +17,7 @@ from specc.bench_model import BenchModel, BenchPrograms
 from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError
 from specc.manifest import LimitsEntry, MemoryEntry, ModelEntry
-from specc.model_entries import cache_layout, plan_model_memory
+from specc.model_entries import cache_layout, default_prefill_chunk, plan_model_memory
 from specc.passes import hf_model
 from specc.passes.draw_acceptance import draw_acceptance
 from specc.passes.emit import constant_key, program_to_json
@@ -47,7 +47,7 @@ class ShapeOptions:
         is_lowered: run the phases in front of capture on a GPU.
         acceptance: probabilities by sibling rank, drawn inside of steps; None is real acceptance.
         block_size: rows of a KV cache block.
-        prefill_chunk: prompt tokens of a pass.
+        prefill_chunk: prompt tokens of a pass; None is the default of the backend.
     """
 
     plans: tuple[SpecPlan, ...]
@@ -58,7 +58,7 @@ class ShapeOptions:
     is_lowered: bool = False
     acceptance: tuple[float, ...] | None = None
     block_size: int = 16
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
 
     @property
     def max_seq_len(self) -> int:
@@ -102,7 +102,8 @@ def compile_shapes(
         max_batch_size=options.batch_size,
         max_seq_len=_max_seq_len(configs, options, plans),
         block_size=options.block_size,
-        prefill_chunk=options.prefill_chunk,
+        prefill_chunk=options.prefill_chunk
+        or default_prefill_chunk("cuda" if options.is_lowered else "eager"),
         max_nodes=max(plan.num_rows for plan in plans),
         max_logits_mb=DEFAULT_MAX_LOGITS_MB,
     )

@@ -88,8 +88,14 @@ class RepeatingDevice:
     def record_event(self) -> RepeatingDevice:
         return self
 
+    def record(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
+
+    def replayed_event(self) -> RepeatingDevice:
+        return self
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype)

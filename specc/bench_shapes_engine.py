@@ -17,6 +17,7 @@ from specc.kernels import ops as _ops  # noqa: F401
 from specc.runtime.batch_rows import last_tokens_of
 from specc.runtime.captured_step import CapturedStep
 from specc.runtime.cuda_backend import choose_on_gpu
+from specc.runtime.device_link import DeviceLink
 from specc.runtime.engine import Engine
 from specc.runtime.graph_device import GraphDevice
 from specc.runtime.kv_cache import CacheShape, KVCache
@@ -103,6 +104,7 @@ def make_engine(
         vocab_size=programs.models[0].entry.vocab_size,
         position_limit=limits.max_seq_len,
         backend=backend,
+        link=DeviceLink(graphs),
     )
 
 

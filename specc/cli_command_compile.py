@@ -96,9 +96,13 @@ def compile_(
         ),
     ] = 16,
     prefill_chunk: Annotated[
-        int,
-        typer.Option("--prefill-chunk", help="How many tokens of a prompt one pass takes at most."),
-    ] = 512,
+        int | None,
+        typer.Option(
+            "--prefill-chunk",
+            help="How many tokens of prompts one pass takes at most. The default is 2048 for cuda,"
+            " where the memory of such a pass is no more than --max-logits-mb, and 512 for others.",
+        ),
+    ] = None,
     max_logits_mb: Annotated[
         int,
         typer.Option(

@@ -53,6 +53,7 @@ from specc.model_entries import (
     check_windows,
     describe_model,
     engine_limits,
+    fit_prefill_chunk,
     plan_model_memory,
 )
 from specc.passes import lower_aot_cuda, lower_cpu, lower_torch_tensorrt
@@ -168,13 +169,17 @@ def build(
                 with errors_of(candidate.name), advice_for(candidate.model):
                     kind = getattr(torch, dtype)
                     sources.append(ModelSource.load(candidate.name, candidate.model, kind))
-        limits = engine_limits(sources, plans, config)  # what can be refused before tracing
+        # what can be refused before tracing
+        limits = engine_limits(sources, plans, config, backend)
         phases_of = {"cuda": cuda_phases(limits.max_seq_len), "cpu": lower_cpu.LAYOUT_PHASES}
         lowering = phases_of.get(backend, ())
         models, records = _compile_models(
             sources, plans, limits.max_seq_len, lowering, dump_graphs, phases
         )
-        limits = engine_limits(sources, plans, config)  # the graphs may hold fewer positions
+        # the graphs may hold fewer positions
+        limits = engine_limits(sources, plans, config, backend)
+        typed = [(m.program, s.dtype) for m, s in zip(models, sources, strict=True)]
+        limits = fit_prefill_chunk(limits, config, typed)
         row_bytes = {model.name: logit_row_bytes(model.program) for model in models}
         batch, limit_mb = config.max_batch_size, config.max_logits_mb
         plans = [tile_plan(plan, row_bytes, batch, limit_mb) for plan in plans]

@@ -44,7 +44,8 @@ class CompileConfig:
         max_seq_len: tokens of prompt and output together; None takes the target's own maximum,
             at most 4096.
         block_size: rows of a KV cache block; 0 means dense: one block a sequence.
-        prefill_chunk: tokens of one prefill pass.
+        prefill_chunk: tokens of one prefill pass; None is 2048 for cuda and 512 for others, and no
+            more than all sequences can have.
         max_logits_mb: MiB of logits that a step may hold at a time, the drafts' included; trees
             that need more are verified in tiles.
         backend: `cpu`, `eager`, `cuda` (experimental), `onnx` or `tensorrt`; None is cpu where
@@ -65,7 +66,7 @@ class CompileConfig:
     max_batch_size: int = 8
     max_seq_len: int | None = None
     block_size: int = 16
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     backend: str | None = None
     probe: bool = True
     policy: str = "fixed"
@@ -82,6 +83,8 @@ class CompileConfig:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             option = "--" + name.replace("_", "-")
+            if value is None:
+                continue
             if value < low:
                 raise ConfigError(f"{option} {value}", f"{low} or more", f"raise {option}")
             if value > high:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,9 +15,10 @@ from specc.passes.model_source import ModelSource
 from specc.passes.plan_memory import ModelMemory, PassShape, plan_memory
 from specc.passes.plan_tiles import logit_rows, pass_rows
 from specc.passes.program import Program
-from specc.plans import SpecPlan
+from specc.plans import OFF, SpecPlan
 
 DEFAULT_MAX_SEQ_LEN = 4096
+LEAST_PREFILL_CHUNK = 512
 _MOST_UNREAD = 3
 
 
@@ -73,10 +75,19 @@ def check_windows(entry: ModelEntry, plans: list[SpecPlan]) -> None:
                 )
 
 
+def default_prefill_chunk(backend: str) -> int:
+    """Tokens of a prefill pass where nobody says how many.
+
+    On a GPU what a pass costs besides its tokens (launches, weights) is to be a small part of it:
+    2048 tokens of an 8B model are some 30 TFLOP, against 16 GB of weights.
+    """
+    return 2048 if backend == "cuda" else LEAST_PREFILL_CHUNK
+
+
 def engine_limits(
-    sources: Sequence[ModelSource], plans: list[SpecPlan], config: CompileConfig
+    sources: Sequence[ModelSource], plans: list[SpecPlan], config: CompileConfig, backend: str
 ) -> LimitsEntry:
-    """Sizes that an engine is compiled for.
+    """Sizes that an engine is compiled for; see `fit_prefill_chunk`, too.
 
     Raises:
         ConfigError: more tokens than a model has positions.
@@ -85,14 +96,36 @@ def engine_limits(
     most = min(longest.values(), default=DEFAULT_MAX_SEQ_LEN)
     max_seq_len = config.max_seq_len or min(most, DEFAULT_MAX_SEQ_LEN)
     check_seq_len(max_seq_len, longest)
+    most_tokens = max(max_seq_len * config.max_batch_size, LEAST_PREFILL_CHUNK)
+    chunk = config.prefill_chunk or min(default_prefill_chunk(backend), most_tokens)
     return LimitsEntry(
         max_batch_size=config.max_batch_size,
         max_seq_len=max_seq_len,
         block_size=config.block_size,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=chunk,
         max_nodes=max(plan.num_rows for plan in plans),
         max_logits_mb=config.max_logits_mb,
     )
+
+
+def fit_prefill_chunk(
+    limits: LimitsEntry, config: CompileConfig, models: Sequence[tuple[Program, torch.dtype]]
+) -> LimitsEntry:
+    """Halve a chunk that nobody asked for until its passes take what a step's logits may.
+
+    Args:
+        limits: of the engine.
+        config: asked for, or left to the default, how many tokens a pass takes.
+        models: programs after their last phase, and the dtype of each.
+    """
+    most = config.max_logits_mb << 20
+    while config.prefill_chunk is None and limits.prefill_chunk > LEAST_PREFILL_CHUNK:
+        plans = [plan_model_memory(program, limits, dtype, [OFF]) for program, dtype in models]
+        if max(plan.workspace for plan in plans) <= most:
+            break
+        chunk = max(limits.prefill_chunk // 2, LEAST_PREFILL_CHUNK)
+        limits = replace(limits, prefill_chunk=chunk)
+    return limits
 
 
 def plan_model_memory(

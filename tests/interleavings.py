@@ -228,7 +228,8 @@ class NearTies:
         count = cache.shape.blocks_for(len(context), 1)
         again.blocks = cache.allocator.allocate(count)
         try:
-            cache.record(again.blocks, 0, context)
+            rows = cache.history_rows(again.blocks, 0, len(context))
+            cache.record(rows, torch.tensor(context))
             last = torch.tensor([len(context) - 1])
             logits = runner._causal_pass(runner._target, [Span(again, 0, len(context))], last)
             drawn = []
@@ -236,7 +237,7 @@ class NearTies:
                 moved = logits.clone()
                 moved[0, pair[0]] += sign * self.EPSILON
                 moved[0, pair[1]] -= sign * self.EPSILON
-                drawn += runner._first_tokens(mask_roots(moved, [whole]), [again])
+                drawn += runner._first_tokens(mask_roots(moved, [whole]), [again]).tolist()
         finally:
             cache.allocator.free(again.blocks)
         if tuple(drawn) != pair:

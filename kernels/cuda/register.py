@@ -23,8 +23,8 @@ from specc.kernels.cuda.attend import attend
 from specc.kernels.cuda.commit_kv import commit_kv
 from specc.kernels.cuda.draft_children import draft_children
 from specc.kernels.cuda.embed_norm_rope_write import embed_norm_rope_write
-from specc.kernels.cuda.leave_step import leave_step
 from specc.kernels.cuda.experts import experts
+from specc.kernels.cuda.leave_step import leave_step
 from specc.kernels.cuda.lookup import lookup
 from specc.kernels.cuda.merge import ancestor_words, merge_trees, rerank_tree
 from specc.kernels.cuda.node_winners import node_winners

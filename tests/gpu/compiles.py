@@ -197,9 +197,14 @@ class MetaGraphs:
 
     def replay(self) -> None: ...
 
+    def record(self) -> None: ...
+
     def synchronize(self) -> None: ...
 
     def record_event(self) -> Any:
+        return self
+
+    def replayed_event(self) -> Any:
         return self
 
     def stream_handle(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class Tape:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, tuple, dict, list[Tensor]]] = []
+        # number of the calls before a mark, and its event
+        self.marks: list[tuple[int, Any]] = []
         self._made: list[Tensor] = []
 
     def record(self, function: Any, args: tuple, kwargs: dict, outputs: list[Tensor]) -> None:
@@ -43,11 +46,17 @@ class Tape:
     def operators(self) -> list[str]:
         return [str(function) for function, *_ in self.calls]
 
-    @torch.inference_mode()
     def replay(self) -> None:
-        for tensor in self._made:
+        self.run(0, len(self.calls))
+        for _, event in self.marks:
+            event.record()
+
+    @torch.inference_mode()
+    def run(self, first: int, last: int) -> None:
+        """Some of the calls; the first ones after all that the recording allocated is poisoned."""
+        for tensor in self._made if first == 0 else ():
             _poison(tensor)
-        for function, args, kwargs, outputs in self.calls:
+        for function, args, kwargs, outputs in self.calls[first:last]:
             found = [x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, Tensor)]
             for old, new in zip(outputs, found, strict=True):
                 assert old.shape == new.shape, f"{function}: a shape that follows from data"
@@ -89,6 +98,10 @@ class SimulatedDevice:
         self.num_waits = 0
         self.memory_bytes = 1 << 40
         self.is_active = False
+        # each part of a step once more before its capture, as CUDA does it
+        self.runs_first = False
+        # of the capture that is under way
+        self.tape: Tape | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -99,9 +112,14 @@ class SimulatedDevice:
             self.is_active = before
 
     def capture(self, run: Callable[[], object]) -> Tape:
-        tape = self.make_tape()
-        with _Recorder(tape):
+        if self.runs_first:
             run()
+        tape = self.tape = self.make_tape()
+        try:
+            with _Recorder(tape):
+                run()
+        finally:
+            self.tape = None
         self.tapes.append(tape)
         return tape
 
@@ -117,6 +135,9 @@ class SimulatedDevice:
     def synchronize(self) -> None:
         self.num_waits += 1
 
+    def replayed_event(self) -> ReplayedEvent:
+        return ReplayedEvent(self)
+
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         buffer = torch.empty(*shape, dtype=dtype)
         _poison(buffer)
@@ -125,6 +146,25 @@ class SimulatedDevice:
     def free_bytes(self) -> int:
         captured = [outs for tape in self.tapes for *_, outs in tape.calls]
         return self.memory_bytes - sum(out.nbytes for outs in captured for out in outs)
+
+
+class ReplayedEvent:
+    """An event that a capture records, and each replay of it again; waiting before that fails."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        # what was queued before the last record
+        self.point: Any = None
+
+    def record(self) -> None:
+        if self._device.tape is not None:
+            self._device.tape.marks.append((len(self._device.tape.calls), self))
+        else:
+            self.point = self._device.record_event()
+
+    def synchronize(self) -> None:
+        assert self.point is not None, "an event that nobody has recorded"
+        self.point.synchronize()
 
 
 class LateDevice(SimulatedDevice):
@@ -142,7 +182,8 @@ class LateDevice(SimulatedDevice):
         self.before_replay: Callable[[Tape], object] = lambda tape: None
         self._queue: deque[Callable[[], object]] = deque()
         self._num_queued = self._num_done = 0
-        self._host: set[int] = set()
+        # with the buffers: memory that is let go of would be another tensor's next
+        self._host: dict[int, Tensor] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -166,13 +207,13 @@ class LateDevice(SimulatedDevice):
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         buffer = super().host_buffer(*shape, dtype=dtype)
-        self._host.add(_storage(buffer))
+        self._host[_storage(buffer)] = buffer
         return buffer
 
     def is_of_host(self, values: Any) -> bool:
         """Staging memory is among these tensors, or there are none."""
         storages = _storages(tree_leaves(values))
-        return not storages or bool(storages & self._host)
+        return not storages or bool(storages & self._host.keys())
 
     def add(self, work: Callable[[], object]) -> None:
         self._queue.append(work)
@@ -183,7 +224,8 @@ class LateDevice(SimulatedDevice):
         while self._num_done < count:
             self._num_done += 1
             work = self._queue.popleft()
-            with _disable_current_modes():
+            # copies go to memory of either kind
+            with _disable_current_modes(), torch.inference_mode():
                 work()
 
     def run_all(self) -> None:
@@ -196,11 +238,17 @@ class _LateTape(Tape):
         self._device = device
 
     def replay(self) -> None:
-        def work() -> None:
-            self._device.before_replay(self)
-            super(_LateTape, self).replay()
+        first = 0
+        for last, event in (*self.marks, (len(self.calls), None)):
+            self._device.add(partial(self._work, first, last))
+            if event is not None:
+                event.point = self._device.record_event()
+            first = last
 
-        self._device.add(work)
+    def _work(self, first: int, last: int) -> None:
+        if first == 0:
+            self._device.before_replay(self)
+        self.run(first, last)
 
 
 class _LateEvent:

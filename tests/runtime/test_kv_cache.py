@@ -65,7 +65,8 @@ def test_tokens_are_recorded_at_the_places_of_their_rows(block_size: int) -> Non
         wanted[blocks[position // size], position % size] = token
     # a prompt comes in chunks, which begin and end anywhere
     for start, end in ((0, 3), (3, 3), (3, 12), (12, 15)):
-        cache.record(blocks, start, tokens[start:end])
+        rows = cache.history_rows(blocks, start, end)
+        cache.record(rows, torch.tensor(tokens[start:end], dtype=torch.int64))
     assert torch.equal(cache.history, wanted)
 
 

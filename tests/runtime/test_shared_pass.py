@@ -62,7 +62,8 @@ def run(engine: Engine, is_shared: bool) -> tuple[RunResult, Any]:
         tokens = torch.randint(0, 60, (count,), generator=generator).tolist()
         blocks = list(range(i * per, (i + 1) * per))
         sequence = make_sequence(str(i), tokens, num_rows, blocks)
-        core.engine.cache.record(blocks, 0, tokens[:num_rows])
+        rows = core.engine.cache.history_rows(blocks, 0, num_rows)
+        core.engine.cache.record(rows, torch.tensor(tokens[:num_rows]))
         if i == 3:
             # its draft has to catch up
             sequence.draft_lens = [3]
