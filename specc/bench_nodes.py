@@ -40,6 +40,8 @@ _ALLOCATIONS |= {aten.new_empty_strided, aten.detach, aten.lift_fresh}
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 # arguments that are caches as a whole
 _CACHES = ("k_cache", "v_cache", "slab")
+# what programs of one launch hand to each other: as large as it may get, and used again at once
+_SCRATCH = ("partial", "lse", "arrived")
 _ATTENTION = ("attend", "tree_attention")
 
 
@@ -207,7 +209,7 @@ class _Counter(TorchDispatchMode):
     def note(self, kernel: str, tensors: Mapping[str, Tensor]) -> None:
         """A launch of the operator that is running."""
         operator = self._operator
-        moved = sum(_bytes(x) for name, x in tensors.items() if name not in _CACHES)
+        moved = sum(_bytes(x) for name, x in tensors.items() if name not in _CACHES + _SCRATCH)
         kind = ATTEND if operator in _ATTENTION else OTHER
         if "weight" in tensors and tensors["weight"].dim() == 2:
             kind = PRODUCT
