@@ -13,9 +13,9 @@ from specc.kernels import ops
 from specc.passes.program import Program, is_view
 
 _FLOAT_BYTES = _INT_BYTES = 4
-# rows of the largest tiles of attention that are resident on a large GPU: 2 programs on each of
-# 160 multiprocessors, 128 rows each
-_RESIDENT_ROWS = 2 * 160 * 128
+# rows of the tiles of attention that are split on a large GPU: 4 waves of programs, 2 of 64 rows,
+# or one of 128, on each of 160 multiprocessors
+_SPLIT_ROWS = 4 * 160 * 128
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Sizes:
         """What an operator needs inside: attention does.
 
         On a CPU: gathered keys and values, scores and probabilities. On a GPU: partial results of
-        the splits of a context, which are as many as fill the machine.
+        the splits of a context, which fill the machine up to four times.
 
         And what the experts of a mixture do: a row of each product for every pair of a token and
         one of its experts, and the order of these pairs.
@@ -164,7 +164,7 @@ class _Sizes:
             return num_pairs * (inner + outer + _INT_BYTES) + int(gate_up.shape[0]) * _INT_BYTES
         if node.target is ops.attend:
             head_dim = int(node.args[2].meta["val"].shape[3])
-            return _FLOAT_BYTES * _RESIDENT_ROWS * (head_dim + 1)
+            return _FLOAT_BYTES * _SPLIT_ROWS * (head_dim + 1)
         if node.target is not ops.tree_attention:
             return 0
         num_heads = int(node.args[0].meta["val"].shape[0])

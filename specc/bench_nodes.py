@@ -42,6 +42,8 @@ _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 _CACHES = ("k_cache", "v_cache", "slab")
 # argument of which a kernel reads rows that tokens name
 _TABLE = "embedding"
+# what programs of one launch hand to each other: as large as it may get, and used again at once
+_SCRATCH = ("partial", "lse", "arrived")
 _ATTENTION = ("attend", "tree_attention")
 # operators that a pass of a model starts with
 _STARTS = ("embedding", "embed_norm_rope_write")
@@ -211,7 +213,8 @@ class _Counter(TorchDispatchMode):
     def note(self, kernel: str, tensors: Mapping[str, Tensor]) -> None:
         """A launch of the operator that is running."""
         operator = self._operator
-        moved = sum(_bytes(x) for name, x in tensors.items() if name not in (*_CACHES, _TABLE))
+        left_out = (*_CACHES, *_SCRATCH, _TABLE)
+        moved = sum(_bytes(x) for name, x in tensors.items() if name not in left_out)
         # as many rows of a table are read as are written
         moved += _bytes(tensors["total"]) if _TABLE in tensors else 0
         kind = ATTEND if operator in _ATTENTION else OTHER

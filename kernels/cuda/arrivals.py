@@ -2,8 +2,43 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from specc.kernels.cuda.launch import is_inlined
+
+# counters that are made at a time
+_FEWEST = 4096
+# (device, address of the memory that launches share, number) → counters
+_kept: dict[tuple[torch.device, int, int], Tensor] = {}
+
+
+def counters(shared: Tensor, count: int) -> Tensor:
+    """At least `count` int32 zeros that every launch leaves zeros: none has to write them first.
+
+    Launches over the memory of one tensor, say a cache, run one after another, so they can have
+    the same. They are made at the first launch of a size, which is before a capture, and are kept:
+    graphs know their address.
+
+    Args:
+        shared: whose memory tells launches that may run at the same time apart.
+        count: counters that the launch needs.
+    """
+    if shared.device.type == "meta":
+        return torch.empty(count, dtype=torch.int32, device=shared.device)
+    if is_inlined():
+        # generated code brings no memory that outlives it
+        return torch.zeros(count, dtype=torch.int32, device=shared.device)
+    size = max(_FEWEST, triton.next_power_of_2(count))
+    key = (shared.device, shared.untyped_storage().data_ptr(), size)
+    if key not in _kept:
+        # not part of what is being recorded or traced
+        with _disable_current_modes(), torch.inference_mode(False):
+            _kept[key] = torch.zeros(size, dtype=torch.int32, device=shared.device)
+    return _kept[key]
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """`specc::attend`: flash decoding over a paged cache, for trees, plain decoding and prefill chunks.
 
 One program takes a tile of packed rows of one sequence and KV head (its tokens × the query heads
-that share the KV head) and one split of the keys; a second kernel merges the splits. The host
-knows shapes only: which sequence a tile belongs to, how long it is and how many splits it is
-worth are found on the device, and programs without work return.
+that share the KV head) and one split of the keys; the last program of a tile to be done merges its
+splits. The host knows shapes only: which sequence a tile belongs to, how long it is and how many
+splits it is worth are found on the device, and programs without work return.
 """
 
 from __future__ import annotations
@@ -14,22 +14,18 @@ import torch
 import triton
 from torch import Tensor
 
-from specc.kernels.cuda.attend_config import Config, choose_splits, config, machine
-from specc.kernels.cuda.attend_kernels import attend_kernel, merge_splits_kernel
-from specc.kernels.cuda.launch import launcher
+from specc.kernels.cuda.arrivals import counters
+from specc.kernels.cuda.attend_config import Config, config, machine, plan_work
+from specc.kernels.cuda.attend_kernels import NO_WINDOW, attend_kernel
+from specc.kernels.cuda.launch import is_even, launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.tree import WORD_BITS
 
 MAX_HEAD_DIM = 256
-# a window that cuts nothing
-NO_WINDOW = 1 << 30
-# (rows of a program, splits of a step): few rows leave the machine empty unless each has a program
-_MERGE_FEW, _MERGE_MANY = (1, 32), (8, 4)
-_MERGE_WARPS = 4
 # packed rows of a sequence that are no chunk of a prompt: 64 nodes × 8 heads
 LARGEST_DECODE = 512
 # sequences, or tokens, that one step of a search looks at
-_SEARCH = 256
+_SEARCH = 64
 
 
 def attend(
@@ -50,7 +46,8 @@ def attend(
 ) -> Tensor:
     """Attend to prefix and tree ancestors in the cache; see `attend_reference`.
 
-    `num_splits` is the number of splits of the keys; None chooses by shapes and device.
+    `num_splits` is the number of splits of the keys of every tile; None: chosen on the device, by
+    lengths.
     """
     _check(q, k_cache, v_cache, q_start, position, slot, cache_len, ancestors, block_table)
     num_heads, num_tokens, head_dim = q.shape
@@ -64,27 +61,33 @@ def attend(
     group = num_heads // num_kv_heads
     rows = triton.cdiv(num_tokens, num_seqs) * group
     c = config(q.dtype, max(head_dim, value_dim), rows, capability)
-    if num_splits is None:
-        num_programs = num_seqs * triton.cdiv(rows, c.block_m) * num_kv_heads
-        max_splits = triton.cdiv(num_pages * block_size, c.block_n) // c.min_blocks
-        slots = c.programs_per_sm * num_sms
-        is_prompt = rows > LARGEST_DECODE
-        num_splits = choose_splits(num_programs, slots, max_splits, is_even=is_prompt)
-    is_split = num_splits > 1
+    work = plan_work(
+        num_seqs * triton.cdiv(rows, c.block_m),
+        num_tokens * group // c.block_m + num_seqs,
+        *(num_kv_heads, num_seqs, c.programs_per_sm * num_sms),
+        triton.cdiv(num_pages * block_size, c.block_n) // c.min_blocks,
+        num_splits=num_splits,
+        is_prompt=rows > LARGEST_DECODE,
+    )
     # absent, in the type they have else: one kernel for both
     partial = lse = q.new_empty(0, dtype=torch.float32)
-    if is_split:
-        lse = q.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
-        partial = q.new_empty(num_splits, num_tokens, num_heads, value_dim, dtype=torch.float32)
-    num_tiles = num_tokens * group // c.block_m + num_seqs
-    launcher(attend_kernel)[(num_tiles, num_kv_heads, num_splits)](
-        *(q, k_cache, v_cache, out, partial, lse),
+    arrived = q.new_empty(0, dtype=torch.int32)
+    if work.num_parts:
+        num_parts = num_kv_heads * work.num_parts
+        lse = q.new_empty(num_parts, c.block_m, dtype=torch.float32)
+        partial = q.new_empty(num_parts, c.block_m, value_dim, dtype=torch.float32)
+        arrived = counters(k_cache, num_parts)
+    # else q_start says
+    tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
+    launcher(attend_kernel)[(work.num_programs * num_kv_heads,)](
+        *(q, k_cache, v_cache, out, partial, lse, arrived),
         *(q_start, position, slot, cache_len),
         q_start if ancestors is None else ancestors,
-        *(block_table, scale, window or NO_WINDOW, sink),
+        *(block_table, scale, window or NO_WINDOW.value, sink),
         *(num_tokens, num_seqs, num_heads, group),
         0 if ancestors is None else ancestors.shape[1],
-        *(num_blocks, num_pages, block_size, num_splits),
+        *(num_blocks, num_pages, block_size, tokens_each),
+        *(work.num_splits, work.slots, work.waves, work.num_parts),
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -99,22 +102,12 @@ def attend(
         BC=_columns(q.dtype, head_dim),
         BB=_SEARCH,
         MIN_BLOCKS=c.min_blocks,
+        MERGED=c.merged(_padded(value_dim)),
         PAGE=_page(num_pages, block_size, c.block_n),
         IS_TREE=ancestors is not None,
         num_warps=c.num_warps,
         num_stages=c.num_stages,
     )
-    if is_split:
-        num_rows = num_tokens * num_heads
-        block_r, block_s = _MERGE_FEW if num_rows <= 4 * num_sms else _MERGE_MANY
-        launcher(merge_splits_kernel)[(triton.cdiv(num_rows, block_r),)](
-            *(out, partial, lse, num_rows, num_splits),
-            DV=value_dim,
-            BDV=_padded(value_dim),
-            BR=block_r,
-            BS=block_s,
-            num_warps=_MERGE_WARPS,
-        )
     return out.transpose(0, 1)
 
 
@@ -212,6 +205,7 @@ _POINTERS: tuple[str, ...] = (
     "out",
     "partial",
     "lse",
+    "arrived",
     "q_start",
     "position",
     "slot",
@@ -234,15 +228,14 @@ _INTEGERS: tuple[str, ...] = (
     "group",
     "num_words",
 )
-_INTEGERS += ("num_blocks", "num_pages", "block_size", "num_splits", "stride_table")
-_INTEGERS += ("stride_words", *_DIVISIBLE_STRIDES)
+_INTEGERS += ("num_blocks", "num_pages", "block_size", "tokens_each", "num_splits", "slots")
+_INTEGERS += ("waves", "num_parts", "stride_table", "stride_words", *_DIVISIBLE_STRIDES)
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """Every configuration of both kernels that engines launch on a capability."""
+    """Every configuration that engines launch on a capability."""
     for dtype in _DTYPES:
         for head_dim in _SHIPPED_HEAD_DIMS:
-            yield from _shipped_merges(TYPE_NAMES[dtype], head_dim)
             configs = {config(dtype, head_dim, rows, capability) for rows in (1, 32, 64, 4096)}
             for c in sorted(configs, key=lambda c: c.block_m):
                 # where key blocks are no longer than pages, paged and dense caches are the same
@@ -266,25 +259,10 @@ def _shipped_attend(
             **{"D": head_dim, "DV": head_dim},
             **{"BD": _padded(head_dim), "BDV": _padded(head_dim)},
             **{"BM": c.block_m, "BN": c.block_n, "BC": _columns(dtype, head_dim), "BB": _SEARCH},
-            **{"MIN_BLOCKS": c.min_blocks, "PAGE": page, "IS_TREE": is_tree},
+            **{"MIN_BLOCKS": c.min_blocks, "MERGED": c.merged(_padded(head_dim))},
+            **{"PAGE": page, "IS_TREE": is_tree},
         },
         c.num_warps,
         c.num_stages,
         (*_POINTERS, *_DIVISIBLE_STRIDES),
     )
-
-
-def _shipped_merges(name: str, head_dim: int) -> Iterator[Shipped]:
-    signature = {"out": f"*{name}", "partial": "*fp32", "lse": "*fp32"}
-    signature |= {"num_rows": "i32", "num_splits": "i32"}
-    for block_r, block_s in (_MERGE_FEW, _MERGE_MANY):
-        sizes = {"DV": head_dim, "BDV": _padded(head_dim), "BR": block_r, "BS": block_s}
-        yield Shipped(
-            f"merge_splits-{name}-d{head_dim}-rows{block_r}",
-            merge_splits_kernel,
-            signature,
-            sizes,
-            _MERGE_WARPS,
-            3,
-            ("out", "partial", "lse"),
-        )

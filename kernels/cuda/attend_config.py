@@ -10,8 +10,10 @@ import torch
 import triton
 
 MAX_SPLITS = 128
-# programs of a launch over those that run at a time, where there are more than a few
-MAX_WAVES = 4
+# programs of a launch over those that run at a time: for one sequence, for few tiles, for more
+WAVES_ONE, WAVES_FEW, MAX_WAVES = 1, 2, 4
+# registers of a thread that parts which are loaded at a time take
+_PART_REGISTERS = 64
 # what the choice of splits assumes where there is no GPU, and every program takes its time
 INTERPRETER_SMS = 1
 
@@ -39,6 +41,29 @@ class Config:
         """Fewest key blocks of a split: partial results are to cost less traffic than keys."""
         return max(1, 2 * self.block_m // self.block_n)
 
+    def merged(self, columns: int) -> int:
+        """Parts of a tile with so many columns that are loaded at a time."""
+        return max(1, _PART_REGISTERS * 32 * self.num_warps // (self.block_m * columns))
+
+
+@dataclass(frozen=True)
+class Work:
+    """How the keys of a batch are handed out; numbers of programs are those of one KV head.
+
+    Args:
+        num_programs: of the launch.
+        num_parts: programs of tiles that are split, at most; 0 is none.
+        num_splits: of every tile; 0: chosen on the device, by lengths.
+        slots: programs that run at a time.
+        waves: programs of live sequences over slots, at most.
+    """
+
+    num_programs: int
+    num_parts: int
+    num_splits: int
+    slots: int
+    waves: int
+
 
 # (bytes of an element, padded head size, rows) → Config; rows are the largest of a tile
 _TABLE = {
@@ -64,7 +89,9 @@ _EXCEPTIONS = {
     # shared and write tensor memory: the tiles above spill
     **{(c, 2, 128, rows): Config(64, 32, 8, 5, 1) for c in (80, 120) for rows in (64, 128)},
     **{(c, 2, 256, 64): Config(32, 32, 8, 5, 1) for c in (80, 120)},
-    # with 32 keys ptxas makes three programs fit the registers, and spills
+    # with five stages ptxas makes three programs fit the registers, and spills
+    (90, 2, 64, 32): Config(32, 64, 4, 4),
+    # with 32 keys, too
     (100, 2, 128, 64): Config(64, 64, 4, 4),
     # 100 KiB of a multiprocessor hold two programs with two key blocks each, not with four; of
     # head size 64 ptxas makes three fit, as above
@@ -95,23 +122,59 @@ def _family(capability: int) -> int:
     return 120 if capability in (86, 89) or capability >= 120 else capability // 10 * 10
 
 
-def choose_splits(num_programs: int, slots: int, max_splits: int, *, is_even: bool = False) -> int:
-    """How many splits of the keys a launch has programs for; how many are used a device finds out.
+def plan_work(
+    num_tiles: int,
+    most_tiles: int,
+    num_kv_heads: int,
+    num_seqs: int,
+    slots: int,
+    max_splits: int,
+    *,
+    num_splits: int | None = None,
+    is_prompt: bool = False,
+) -> Work:
+    """Programs of a launch from shapes, which is all that the host knows.
 
-    Programs that fill half of the machine or more are cut up to fill it up to `MAX_WAVES` times:
-    rows of a batch that are padding, and short sequences, then leave room that the parts of others
-    take, and the last wave is a small share. Fewer than that are cut up to fill it once: fewest
-    splits within 15 % of the best fill.
+    Sequences of which none is padding and all have their share of tokens have `num_tiles` tiles.
+    There are up to four waves of programs where these fill half of the machine: short sequences
+    and padding leave what the splits of others take. Fewer tiles have less to gain, and programs
+    that find no work cost something, too; those of one sequence are all alike.
 
     Args:
-        num_programs: programs of one split, padding among them.
+        num_tiles: of evenly spread tokens.
+        most_tiles: of tokens spread in any way.
+        num_kv_heads: of the cache.
+        num_seqs: padding among them.
         slots: programs that run at a time.
         max_splits: splits that the longest sequence is worth.
-        is_even: a chunk of a prompt: nothing is padding, and the longest programs start first.
+        num_splits: of every tile; None chooses.
+        is_prompt: a chunk of a prompt: nothing is padding, and the longest programs start first.
+    """
+    if num_splits is None and (is_prompt or max_splits <= 1):
+        num_splits = even_splits(num_tiles * num_kv_heads, slots, max_splits)
+    if num_splits is not None:
+        count = most_tiles * num_splits
+        return Work(count, count if num_splits > 1 else 0, num_splits, 0, 0)
+    waves = WAVES_FEW if num_tiles * num_kv_heads <= 0.5 * slots else MAX_WAVES
+    waves = WAVES_ONE if num_seqs == 1 else waves
+    of_head = max(1, slots // num_kv_heads)
+    # half of a batch of captured steps may be padding: each tile of it has a program, too
+    count = max(waves * of_head + num_tiles // 2, most_tiles + of_head)
+    # either all programs of live tiles are within the waves, or besides one for each tile that is
+    # split there is one for each share
+    beyond = of_head + 1 + min(most_tiles, of_head + 1)
+    return Work(count, min(count, max(waves * of_head, beyond)), 0, of_head, waves)
+
+
+def even_splits(num_programs: int, slots: int, max_splits: int) -> int:
+    """Splits of programs that are all alike: the fewest within 15 % of the best fill.
+
+    Args:
+        num_programs: programs of one split.
+        slots: programs that run at a time.
+        max_splits: splits that the longest sequence is worth.
     """
     max_splits = max(1, min(max_splits, MAX_SPLITS, slots))
-    if num_programs >= 0.5 * slots and not is_even:
-        return max(1, min(max_splits, MAX_WAVES * slots // num_programs))
     if num_programs >= 0.8 * slots:
         return 1
 

@@ -1,4 +1,4 @@
-"""Kernels of `specc::attend`: one split of the keys for a tile of rows, and the merge of splits.
+"""The kernel of `specc::attend`: a split of the keys for a tile of rows; the last one merges.
 
 Source: FlashAttention-2, arXiv:2307.08691 §3; flash decoding: partial softmax over splits of the
 keys, merged by their log-sum-exp.
@@ -8,6 +8,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from specc.kernels.cuda.arrivals import is_last
+from specc.kernels.cuda.attend_merge import GROUP, merge_parts, store_part
+from specc.kernels.cuda.attend_work import find_work
+
+# a window that cuts nothing
+NO_WINDOW = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -166,7 +173,8 @@ def _attend_block(
 @triton.jit(
     do_not_specialize=[
         *("window", "sink", "num_tokens", "num_seqs", "num_heads", "group", "num_words"),
-        *("num_blocks", "num_pages", "block_size", "num_splits", "stride_table", "stride_words"),
+        *("num_blocks", "num_pages", "block_size", "tokens_each", "num_splits", "slots", "waves"),
+        *("num_parts", "stride_table", "stride_words"),
     ]
 )
 def attend_kernel(
@@ -174,8 +182,9 @@ def attend_kernel(
     k_cache,
     v_cache,
     out,
-    partial,
-    lse,
+    partial,  # [parts, BM, DV] of each KV head
+    lse,  # [parts, BM]
+    arrived,  # [parts], zeros before and after
     q_start,
     position,
     slot,
@@ -193,7 +202,11 @@ def attend_kernel(
     num_blocks,
     num_pages,
     block_size,
+    tokens_each,
     num_splits,
+    slots,
+    waves,
+    num_parts,
     stride_qh,
     stride_qt,
     stride_kb,
@@ -213,87 +226,75 @@ def attend_kernel(
     BC: tl.constexpr,
     BB: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
+    MERGED: tl.constexpr,
     PAGE: tl.constexpr,
     IS_TREE: tl.constexpr,
 ):
-    i_tile = tl.program_id(0)
-    i_kv = tl.program_id(1)
-    i_split = tl.program_id(2)
+    # neighbors are the KV heads of one part: what is long starts early for all of them
+    num_kv_heads = num_heads // group
+    num_programs = tl.num_programs(0) // num_kv_heads
+    i_program = tl.program_id(0) // num_kv_heads
+    i_kv = tl.program_id(0) - i_program * num_kv_heads
     if not IS_TREE:
         # the last tokens of a chunk see the most keys: they start first
-        i_tile = tl.num_programs(0) - 1 - i_tile
-
-    # tiles of sequence b begin at number q_start[b] · group // BM + b: each sequence gets at
-    # least its tiles, at most one more, and no sum over sequences is needed
-    num_before = 0
-    for i in range(0, num_seqs, BB):
-        o_b = i + tl.arange(0, BB)
-        b_start = tl.load(q_start + o_b, mask=o_b < num_seqs, other=0)  # [BB]
-        m_before = (o_b < num_seqs) & (b_start * group // BM + o_b <= i_tile)
-        num_before += tl.sum(m_before.to(tl.int32), 0)
-    i_b = num_before - 1
+        is_chunk = num_splits == 1
+        i_program = tl.where(is_chunk, num_programs - 1 - i_program, i_program)
+    capacity = num_pages * block_size
+    i_b, i_tile, i_split, splits, i_part = find_work(
+        *(i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group),
+        *(window + sink, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB),
+    )
     if i_b < 0:
         return
-    first = tl.maximum(tl.load(q_start + i_b), 0)
-    last = tl.minimum(tl.load(q_start + i_b + 1), num_tokens)
-    # rows behind the last sequence are dead tokens of it
-    last_row = tl.where(i_b == num_seqs - 1, num_tokens, last)
-    i_row = (i_tile - first * group // BM - i_b) * BM
-    if first + i_row // group >= last_row:
-        return
 
-    o_r = i_row + tl.arange(0, BM)
+    first = i_b * tokens_each
+    last = first + tokens_each
+    if tokens_each == 0:
+        first = tl.maximum(tl.load(q_start + i_b), 0)
+        last = tl.minimum(tl.load(q_start + i_b + 1), num_tokens)
+    # rows after the last sequence are dead tokens of it
+    last_row = tl.where(i_b == num_seqs - 1, num_tokens, last)
+    length = tl.maximum(tl.load(cache_len + i_b), 0)
+
+    o_r = i_tile * BM + tl.arange(0, BM)
     o_t = first + o_r // group  # [BM]
     o_h = i_kv * group + o_r % group
     m_row = o_t < last_row
+    # what is in the cache by lengths alone: to wait for nothing else is one load less in a row
     m_live = tl.load(slot + o_t, mask=o_t < last, other=-1) >= 0
-    b_position = tl.load(position + o_t, mask=m_live, other=0).to(tl.int32)
-    first_position = tl.min(tl.where(m_live, b_position, 2147483647), 0)
-    last_position = tl.max(tl.where(m_live, b_position, -1), 0)
-    capacity = num_pages * block_size
-    length = tl.maximum(tl.load(cache_len + i_b), 0)
+    b_position = tl.load(position + o_t, mask=o_t < last, other=0).to(tl.int32)
+    p_q = q + o_t.to(tl.int64) * stride_qt + o_h.to(tl.int64) * stride_qh  # [BM]
+    o_d = tl.arange(0, BD)
+    # queries of dead tokens may be NaN, and stay in their rows
+    m_q = m_row[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [BM, BD]
 
-    # keys 0 … end - 1; those from `low` to `full` every row sees
+    # keys 0 … likely - 1, and `end` more or less; those from `low` to `full` every row sees
+    likely = tl.minimum(tl.minimum(length, capacity) + (last - first), capacity)
+    low = 0
+    start = 0
+    if window < NO_WINDOW:
+        low = tl.maximum(tl.max(tl.where(m_live, b_position, -1), 0) - window + 1, 0)
+        start = tl.min(tl.where(m_live, b_position, 2147483647), 0)
+        start = tl.maximum(start - window + 1, 0)
+        if IS_TREE:
+            start = tl.minimum(start, length)
     if IS_TREE:
-        last_slot = -1
-        for i in range(first, last, BB):
-            o_b = i + tl.arange(0, BB)
-            last_slot = tl.maximum(
-                last_slot, tl.max(tl.load(slot + o_b, mask=o_b < last, other=-1), 0)
-            )
-        end = tl.minimum(last_slot + 1, capacity)
-        full = tl.minimum(length, end)
+        full = tl.minimum(length, capacity)
     else:
-        end = tl.minimum(last_position + 1, capacity)
-        full = tl.minimum(first_position + 1, end)
-    end = tl.where(last_position >= 0, end, 0)
-    low = tl.maximum(last_position - window + 1, 0)
-    start = tl.maximum(first_position - window + 1, 0)
-    if IS_TREE:
-        start = tl.minimum(start, length)
+        full = tl.min(tl.where(m_live, b_position, 2147483647), 0)
+        full = tl.where(full < 2147483647, tl.minimum(full + 1, capacity), 0)
 
-    # the blocks to visit, numbered 0 … num_visits - 1: sinks, then those from `start` on
-    i_start = tl.minimum(start, end) // BN
-    num_sinks = tl.minimum((tl.minimum(sink, end) + BN - 1) // BN, i_start)
+    # the blocks to visit, numbered 0 … : sinks, then those from `start` on
+    i_start = tl.minimum(start, likely) // BN
+    num_sinks = tl.minimum((tl.minimum(sink, likely) + BN - 1) // BN, i_start)
     skip = i_start - num_sinks
-    num_visits = (end + BN - 1) // BN - skip
-    live_splits = tl.minimum(tl.maximum(num_visits // MIN_BLOCKS, 1), num_splits)
-
-    o_dv = tl.arange(0, BDV)
-    o_out = o_t.to(tl.int64) * num_heads + o_h  # [BM]
-    p_lse = lse + i_split * (num_tokens.to(tl.int64) * num_heads) + o_out
-    if i_split >= live_splits:
-        tl.store(p_lse, tl.full([BM], float("-inf"), tl.float32), mask=m_row)
-        return
-    i_first = num_visits * i_split // live_splits
-    i_last = num_visits * (i_split + 1) // live_splits
+    num_visits = (likely + BN - 1) // BN - skip
+    i_first = num_visits * i_split // splits
+    i_last = num_visits * (i_split + 1) // splits
     i_full = tl.minimum(tl.maximum((low + BN - 1) // BN - skip, i_first), i_last)
     i_rest = tl.minimum(tl.maximum(full // BN - skip, i_full), i_last)
 
-    p_q = q + o_t.to(tl.int64) * stride_qt + o_h.to(tl.int64) * stride_qh  # [BM]
-    o_d = tl.arange(0, BD)
-    m_q = m_live[:, None] & (o_d < D)[None, :]
-    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [BM, BD]
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BDV], tl.float32)
@@ -305,12 +306,27 @@ def attend_kernel(
 
     for i in range(i_full, i_rest):
         b_acc, b_l, b_m = _attend_block(
-            *(b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i + skip, end, length),
+            *(b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i + skip, capacity, length),
             *(m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size),
             *(stride_kb, stride_ks, stride_vb, stride_vs),
             *(D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False),
         )
-    # what is left of the split lies in front of the full blocks and behind them
+
+    if IS_TREE:
+        last_slot = -1
+        for i in range(first, last, BB):
+            o_s = i + tl.arange(0, BB)
+            b_slot = tl.load(slot + o_s, mask=o_s < last, other=-1)
+            last_slot = tl.maximum(last_slot, tl.max(b_slot, 0))
+        end = last_slot + 1
+    else:
+        end = tl.max(tl.where(m_live, b_position, -1), 0) + 1
+    end = tl.where(tl.max(m_live.to(tl.int32), 0) > 0, tl.minimum(end, capacity), 0)
+    # the last split has what is more than likely, too
+    num_visits = (end + BN - 1) // BN - skip
+    i_last = tl.where(i_split == splits - 1, num_visits, tl.minimum(i_last, num_visits))
+    i_last = tl.maximum(i_last, i_rest)
+    # what is left of the split lies before the full blocks and after them
     for i in tl.range(i_first, i_last - (i_rest - i_full), num_stages=1):
         i_visit = tl.where(i < i_full, i, i + i_rest - i_full)
         i_block = tl.where(i_visit < num_sinks, i_visit, i_visit + skip)
@@ -324,55 +340,33 @@ def attend_kernel(
     m_any = m_live & (b_l != 0)
     b_total = tl.where(m_any, b_l, 1.0)
     b_out = tl.where(m_any[:, None], b_acc / b_total[:, None], 0.0)
+    o_dv = tl.arange(0, BDV)
+    o_out = o_t.to(tl.int64) * num_heads + o_h  # [BM]
+    p_out = out + o_out[:, None] * DV + o_dv[None, :]
     m_out = m_row[:, None] & (o_dv < DV)[None, :]
-    if num_splits == 1:
-        p_out = out + o_out[:, None] * DV + o_dv[None, :]
+    if splits == 1:
+        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
+        return
+
+    # a part of each split, in their order; of each group, where its first split had its own
+    b_lse = tl.where(m_any, b_m + tl.log2(b_total), float("-inf"))
+    i_part += i_kv * num_parts
+    store_part(partial, lse, b_out, b_lse, i_part + i_split, m_row, DV, BM, BDV)
+    i_leader = i_split // GROUP * GROUP
+    size = tl.minimum(splits - i_leader, GROUP)
+    if not is_last(arrived + i_part + i_leader, size):
+        return
+    b_out, b_lse = merge_parts(
+        *(partial, lse, i_part + i_leader, 1, size, m_row, DV, BM, BDV, MERGED)
+    )
+    if splits <= GROUP:
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
     else:
-        b_lse = tl.where(m_any, b_m + tl.log2(b_total), float("-inf"))
-        tl.store(p_lse, b_lse, mask=m_row)
-        p_partial = partial + i_split * (num_tokens.to(tl.int64) * num_heads * DV)
-        p_partial += o_out[:, None] * DV + o_dv[None, :]
-        tl.store(p_partial, b_out, mask=m_out & m_any[:, None])
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
-def merge_splits_kernel(
-    out,
-    partial,
-    lse,
-    num_rows,
-    num_splits,
-    DV: tl.constexpr,
-    BDV: tl.constexpr,
-    BR: tl.constexpr,
-    BS: tl.constexpr,
-):
-    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
-    o_d = tl.arange(0, BDV)
-    o_row = o_r.to(tl.int64)  # [BR]
-    b_m = tl.full([BR], float("-inf"), tl.float32)
-    b_l = tl.zeros([BR], tl.float32)
-    b_acc = tl.zeros([BR, BDV], tl.float32)
-    for i in range(0, num_splits, BS):
-        o_s = i + tl.arange(0, BS)
-        m_s = (o_r < num_rows)[:, None] & (o_s < num_splits)[None, :]
-        o_part = o_s[None, :].to(tl.int64) * num_rows + o_row[:, None]  # [BR, BS]
-        b_lse = tl.load(lse + o_part, mask=m_s, other=float("-inf"))
-        # splits without keys wrote no partial result
-        b_part = tl.load(
-            partial + o_part[:, :, None] * DV + o_d[None, None, :],
-            mask=(b_lse > float("-inf"))[:, :, None] & (o_d < DV)[None, None, :],
-            other=0.0,
-        )  # [BR, BS, BDV]
-        b_m_new = tl.maximum(b_m, tl.max(b_lse, 1))
-        b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-        b_weight = tl.exp2(b_lse - b_base[:, None])  # [BR, BS]
-        b_shrink = tl.exp2(b_m - b_base)
-        b_l = b_l * b_shrink + tl.sum(b_weight, 1)
-        b_acc = b_acc * b_shrink[:, None] + tl.sum(b_weight[:, :, None] * b_part, 1)
-        b_m = b_m_new
-    b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
-    p_out = out + o_row[:, None] * DV + o_d[None, :]
-    m_out = (o_r < num_rows)[:, None] & (o_d < DV)[None, :]
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
+        store_part(partial, lse, b_out, b_lse, i_part + i_leader, m_row, DV, BM, BDV)
+        num_groups = (splits + GROUP - 1) // GROUP
+        # no group begins with the second split: its counter is free
+        if is_last(arrived + i_part + 1, num_groups):
+            b_out, b_lse = merge_parts(
+                *(partial, lse, i_part, GROUP, num_groups, m_row, DV, BM, BDV, MERGED)
+            )
+            tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)

@@ -24,6 +24,11 @@ def launcher(kernel: Any) -> Any:
     return kernel if wrap is None else wrap(kernel)
 
 
+def is_inlined() -> bool:
+    """Whether launches of this thread become nodes of a graph."""
+    return _wrap.get() is not None
+
+
 @contextlib.contextmanager
 def inlined(wrap: Wrap = torch.library.wrap_triton) -> Iterator[None]:
     """Let launches of this thread become nodes of the graph that is being traced.
@@ -37,3 +42,25 @@ def inlined(wrap: Wrap = torch.library.wrap_triton) -> Iterator[None]:
         yield
     finally:
         _wrap.reset(token)
+
+
+_is_even: ContextVar[bool] = ContextVar("specc_is_even", default=False)
+
+
+def is_even() -> bool:
+    """Whether every sequence of a launch has as many tokens as the others."""
+    return _is_even.get()
+
+
+@contextlib.contextmanager
+def even_tokens(is_even: bool = True) -> Iterator[None]:
+    """Say of launches of this thread that sequences have equally many tokens.
+
+    Kernels then know where the tokens of a sequence begin without reading it: `q_start` is
+    [0, n, 2 · n, …].
+    """
+    token = _is_even.set(is_even)
+    try:
+        yield
+    finally:
+        _is_even.reset(token)

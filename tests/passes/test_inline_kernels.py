@@ -70,8 +70,7 @@ def with_weights(exported, program, runner):
     return module
 
 
-# model, pass, whether the block table is wide, whether attention then splits its keys: gpt2 has
-# four KV heads, which are programs enough without
+# model, pass, whether the block table is wide, whether attention may then split its keys
 CASES = [
     ("llama", "prefill", False, False),
     ("llama", "tree", True, True),
@@ -80,7 +79,7 @@ CASES = [
     ("gemma3", "tree", True, True),
     ("gemma3", "decode", False, False),
     ("gpt2", "prefill", False, False),
-    ("gpt2", "tree", True, False),
+    ("gpt2", "tree", True, True),
     ("mixtral", "tree", False, False),
 ]
 
@@ -100,9 +99,9 @@ def test_launches_alone_give_the_oracles_numbers(name, kind, is_wide, is_split, 
     for operator, kernels in KERNELS_OF.items():
         expected.update(kernels * len(program.calls(operator)))
     launched = Counter(kernel_name(node) for node in launches_of(exported))
-    merges = launched.pop("merge_splits_kernel", 0)
     assert launched == +expected
-    assert merges == (len(program.layers) if is_split else 0)
+    numbers = [x["numbers"] for x in describe(exported) if x["kernel"] == "attend_kernel"]
+    assert {found["num_parts"] > 0 for found in numbers} == {is_split}
     module = with_weights(exported, program, found)
     caches = list(found.caches.values())
     logits = module(list(inputs.values()), caches)

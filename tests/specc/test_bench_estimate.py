@@ -30,15 +30,15 @@ from tests.models import tiny_config
 CHAIN, TREE = SpecPlan.from_widths((1, 1, 1, 1)), SpecPlan.from_widths((3, 2, 1))
 OFF = SpecPlan.from_widths(())
 CONTEXT = 128
-# from behind one attention to the end of the next; a split attention has a second launch
+# from after one attention to the end of the next, which merges its splits itself
 LLAMA_LAYER = [
     *("linear", "_add_norm_gate_up_kernel", "linear", "_add_norm_rope_write_kernel"),
-    *("attend_kernel", "merge_splits_kernel"),
+    "attend_kernel",
 ]
 # where the library's products were measured to be faster, or rows are many
 LIBRARY_LAYER = [
     *("linear", "_rms_norm_kernel", "linear", "_act_and_mul_kernel", "linear"),
-    *("_rms_norm_kernel", "linear", "_rope_write_kernel", "attend_kernel", "merge_splits_kernel"),
+    *("_rms_norm_kernel", "linear", "_rope_write_kernel", "attend_kernel"),
 ]
 
 
@@ -71,7 +71,7 @@ def test_nodes_of_a_llama_layer(tile: int | None, layer: list[str]) -> None:
     launches = Launches(functools.partial(recorded, tile=tile), KERNELS)
     nodes = step_nodes(compiled(), CHAIN, CONTEXT, launches)
     names = [node.name for node in of_model(nodes, "target")]
-    ends = [i for i, name in enumerate(names) if name == "merge_splits_kernel"]
+    ends = [i for i, name in enumerate(names) if name == "attend_kernel"]
     layers = [names[end + 1 : following + 1] for end, following in itertools.pairwise(ends)]
     assert layers == [layer] * 3
     assert nodes_per_layer(nodes, "target") == [len(layer)] * 3
@@ -113,10 +113,12 @@ def test_every_pass_of_the_draft_counts_and_layers_end_with_their_pass() -> None
     assert attends == 3 * 4
 
 
-def test_a_second_stage_of_attention_is_a_node_where_the_machine_has_room_for_it() -> None:
-    launches = Launches(functools.partial(recorded, machine=Machine(90, 1)), KERNELS)
-    full = step_nodes(compiled(batch_size=16), OFF, CONTEXT, launches)
-    assert nodes_per_layer(full, "target") == [len(LLAMA_LAYER) - 1] * 3
+@pytest.mark.parametrize("batch_size", [1, 16])
+@pytest.mark.parametrize("num_sms", [1, 132])
+def test_attention_is_one_node_whatever_its_splits(batch_size: int, num_sms: int) -> None:
+    launches = Launches(functools.partial(recorded, machine=Machine(90, num_sms)), KERNELS)
+    nodes = step_nodes(compiled(batch_size=batch_size), OFF, CONTEXT, launches)
+    assert nodes_per_layer(nodes, "target") == [5] * 3
 
 
 def test_unfused_graphs_have_more_nodes() -> None:
@@ -191,7 +193,7 @@ def test_an_estimate_is_the_sum_of_its_nodes() -> None:
 
 def test_the_report_names_what_is_asked_of_it() -> None:
     report = make_estimate(compiled(), CONTEXT, {"batch_size": 1})
-    assert report["target"]["nodes_per_layer"] == report["draft"]["nodes_per_layer"] == 6
+    assert report["target"]["nodes_per_layer"] == report["draft"]["nodes_per_layer"] == 5
     assert set(report["plans"]) == {"chain-4", "tree-3-2-1", "off"}
     chain = report["plans"]["chain-4"]
     assert (chain["models"]["draft"]["passes"], chain["models"]["target"]["passes"]) == (4, 1)

@@ -7,6 +7,7 @@ tokens. Unused entries of the block table name blocks that do not exist.
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 
@@ -15,6 +16,11 @@ from torch import Tensor
 
 from specc.kernels.cuda.attend import attend
 from specc.kernels.reference import attend_reference
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.kernels.cuda.interpreted_calls import patch_calls
+
+    patch_calls()
 
 NAN = float("nan")
 BAD_BLOCKS = (1_000_000_000, -7)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
+from specc.kernels.cuda import arrivals, attend_config
 from specc.kernels.cuda import attend as module
-from specc.kernels.cuda import attend_config
+from specc.kernels.cuda.launch import even_tokens, inlined
 from specc.kernels.cuda.shipped import CAPABILITIES
 from tests.kernels.cuda.cases_attend import (
+    BF16,
     CASES,
+    F16,
     GPU_CASES,
     Case,
     check_attend,
@@ -95,37 +99,82 @@ def test_refuses_large_heads(device: torch.device) -> None:
             module.attend(*call.args, **call.options)
 
 
-@pytest.mark.parametrize(
-    ("num_programs", "max_splits", "least", "most"),
-    [
-        pytest.param(8, 2000, 225, 264, id="batch-1-fills-the-machine"),
-        pytest.param(128, 2000, 225, 264, id="batch-16"),
-        pytest.param(300, 2000, 900, 1056, id="more-than-the-machine"),
-        pytest.param(2000, 2000, 2000, 2000, id="many-waves-without"),
-        pytest.param(300, 2, 600, 600, id="more-than-the-machine-short-cache"),
-        pytest.param(1, 2000, 108, 128, id="one-program"),
-        pytest.param(8, 3, 8, 24, id="short-cache"),
-    ],
+# one group of splits, two levels of groups, and splits that the device chooses, with padding
+SPLIT_CASES = {
+    "one-group": Case(((3, 300), (2, 40)), heads=(4, 2), sizes=(16, 16), splits=6),
+    "groups": Case(((3, 600), (2, 300)), heads=(4, 2), sizes=(16, 16), splits=19),
+    "groups-of-groups": Case(((1, 1100),), False, F16, (2, 1), (16, 16), 64, splits=9),
+    "chosen": Case(((2, 900), (2, 30), (2, 70)), heads=(2, 1), sizes=(16, 16), splits=None),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT_CASES)
+def test_a_replay_gives_the_same_bits_whoever_is_last(name: str, device: torch.device) -> None:
+    """Programs run in another order each time, and find the counters as the first launch did."""
+    case = SPLIT_CASES[name]
+    check_attend(case, device)
+    call = make_call(case, device)
+    outputs = [module.attend(*call.args, **call.options, num_splits=case.splits) for _ in range(2)]
+    assert torch.equal(*outputs)
+    counted = arrivals.counters(call.args[1], 1)
+    assert not counted.any()
+
+
+@pytest.fixture
+def machine_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many multiprocessors, so that splits are chosen among many."""
+    machine = attend_config.machine
+    monkeypatch.setattr(module, "machine", lambda device: (machine(device)[0], 8))
+
+
+CHOSEN = (
+    *("plain-decode", "two-tokens-catch-up", "tree-odd-pages", "tree-dense", "draft-level"),
+    *("tree-window", "tree-window-sink", "tree-in-window", "prefill", "prefill-window"),
+    *("dead-tokens", "dead-batch", "head-256", "value-size", "no-prefix", "many-sequences"),
 )
-def test_choose_splits(num_programs: int, max_splits: int, least: int, most: int) -> None:
-    splits = attend_config.choose_splits(num_programs, 2 * 132, max_splits)
-    assert 1 <= splits <= max_splits
-    assert least <= num_programs * splits <= most
+CHOSEN_CASES = {
+    **{name: CASES[name] for name in CHOSEN},
+    "long-among-short": Case(((2, 20), (2, 1500), (2, 9)), True, F16, (4, 2), (16, 16)),
+    "long-chain": Case(((6, 700), (6, 30)), True, BF16, (4, 1), (16, 16)),
+}
+# the others take half a minute
+SHORT = {"plain-decode", "tree-window", "prefill-window", "dead-batch", "no-prefix", "long-chain"}
 
 
-@pytest.mark.parametrize("num_live", range(17, 33))
-def test_sequences_of_a_half_empty_bucket_fill_the_machine(num_live: int) -> None:
-    """17 to 24 sequences of 8 KV heads in a batch of 32 filled 52 to 73 % of 132 processors."""
-    slots, num_heads, bucket = 2 * 132, 8, 32
-    splits = attend_config.choose_splits(bucket * num_heads, slots, 500)
-    waves = num_live * num_heads * splits / slots
-    assert 2 < waves <= attend_config.MAX_WAVES
-    assert waves / -(-waves // 1) > 0.68
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in SHORT else pytest.mark.slow) for x in CHOSEN_CASES],
+)
+@pytest.mark.usefixtures("machine_of_8")
+def test_splits_by_lengths(name: str, device: torch.device) -> None:
+    check_attend(dataclasses.replace(CHOSEN_CASES[name], splits=None), device)
 
 
-def test_chunks_of_prompts_are_not_cut_up_where_they_fill_the_machine() -> None:
-    for num_programs in (110, 132, 152, 264):
-        assert attend_config.choose_splits(num_programs, 132, 500, is_even=True) == 1
+EVEN = ("plain-decode", "two-tokens-catch-up", "tree-aligned", "sink-beyond-window")
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_even_sequences_need_no_starts(name: str, device: torch.device) -> None:
+    """What tells where tokens begin is not read, and the bits are the same."""
+    case = CASES[name]
+    call = make_call(case, device)
+    want = module.attend(*call.args, **call.options, num_splits=case.splits)
+    args = [*call.args]
+    args[3] = torch.full_like(args[3], 1 << 30)
+    with even_tokens():
+        found = module.attend(*args, **call.options, num_splits=case.splits)
+    assert torch.equal(found, want)
+
+
+def test_counters_are_kept_and_apart() -> None:
+    one, other = torch.zeros(3), torch.zeros(3)
+    first = arrivals.counters(one, 5)
+    assert arrivals.counters(one[1:], 7) is first
+    assert arrivals.counters(other, 5) is not first
+    assert arrivals.counters(one, 5000).numel() >= 5000
+    assert arrivals.counters(one, 5) is first
+    with inlined(lambda kernel: kernel):
+        assert arrivals.counters(one, 5).numel() == 5
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
