@@ -151,7 +151,7 @@ def test_what_fails_while_cleaning_up_does_not_hide_the_operators_error(make, na
 
 
 def test_what_fails_while_a_capture_begins_leaves_its_pool_too(make):
-    """torch routes allocations to the pool before it asks the driver."""
+    """Torch routes allocations to the pool before it asks the driver."""
     graphs, cuda = make(capture_begin=OperatorError("no capture now"))
     with pytest.raises(OperatorError, match="no capture now"):
         graphs.capture(lambda: None)
