@@ -16,6 +16,13 @@ class CudaGraphs:
     All graphs share one pool: they replay one after the other, so what one holds between its
     operators another may overwrite. Results that outlive a replay are copied out behind it.
 
+    Graphs live as long as this object, whoever else lets go of them. Once the last graph of a pool
+    is gone, torch 2.13 captures no other into it: its allocator of pinned memory never forgets the
+    pool, and asks for one that is in use. And a graph that goes frees cuBLAS's workspace of the
+    stream that it was captured on, which the other graphs of that stream go on writing to (pytorch
+    issue 193402). So graphs that were only timed cost what their nodes take, and no more: what they
+    allocate others allocate again.
+
     Args:
         index: of the GPU.
     """
@@ -25,6 +32,7 @@ class CudaGraphs:
         # None: a graph gets one of its own
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def active(self) -> torch.cuda.device:
         return torch.cuda.device(self.device)
@@ -41,14 +49,15 @@ class CudaGraphs:
         # not torch.cuda.graph: where a capture fails, that leaves its stream current and its error
         # in place of the operator's
         with torch.cuda.stream(self._stream):
-            # thread_local: other threads of the process may allocate meanwhile
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                # thread_local: other threads of the process may allocate meanwhile
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 run()
             except BaseException as error:
                 self._abandon(graph, error)
                 raise
             graph.capture_end()
+        self._graphs.append(graph)
         return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, error: BaseException) -> None:

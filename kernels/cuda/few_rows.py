@@ -180,9 +180,18 @@ def precision(dtype: torch.dtype) -> str:
     """How operands are multiplied.
 
     x times gamma leaves float16's range where the norm's scale would bring it back: TF32 has the
-    range of float32 and float16's mantissa.
+    range of float32 and float16's mantissa. What is multiplied is rounded to it before, since
+    Triton's products leave that to tensor cores, which cut bits off: results would be too small.
     """
     return "ieee" if dtype == torch.float32 else "tf32" if dtype == torch.float16 else "half"
+
+
+@triton.jit
+def _rounded_to_tf32(b_x):
+    """The nearest numbers with ten bits after the first."""
+    b_bits = (b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    # of a NaN no bits may be left, or those of a number
+    return tl.where(b_x == b_x, b_bits.to(tl.float32, bitcast=True), b_x)
 
 
 @triton.jit
@@ -224,6 +233,8 @@ def normed_pair(
             b_a = tl.dot(b_y, tl.trans(b_wa), b_a)
             b_b = tl.dot(b_y, tl.trans(b_wb), b_b)
         else:
+            if PRECISION == "tf32":
+                b_x = _rounded_to_tf32(b_x)
             b_wa = tl.trans(b_wa.to(tl.float32))
             b_wb = tl.trans(b_wb.to(tl.float32))
             b_a = tl.dot(b_x, b_wa, b_a, input_precision=PRECISION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,9 @@ class Cuda:
         self.calls: list[str] = []
         self.pools: list[Any] = []
         self.num_handles = 0
+        # pool → graphs that live in it; torch forgets none, and captures into none that lost all
+        self.users: dict[Any, int] = {}
+        self.num_lost = 0
 
     def done(self, name: str) -> None:
         self.calls.append(name)
@@ -48,12 +52,23 @@ class Cuda:
         cuda = self
 
         class Graph:
+            pool: Any = None
+
             def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
                 cuda.pools.append(pool)
                 cuda.done("capture_begin")
+                if cuda.users.get(pool) == 0:
+                    raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+                self.pool = pool
+                cuda.users[pool] = cuda.users.get(pool, 0) + 1
 
             def capture_end(self) -> None:
                 cuda.done("capture_end")
+
+            def __del__(self) -> None:
+                if self.pool is not None:
+                    cuda.users[self.pool] -= 1
+                    cuda.num_lost += 1
 
         return Graph()
 
@@ -133,6 +148,28 @@ def test_what_fails_while_cleaning_up_does_not_hide_the_operators_error(make, na
     cuda.failing.clear()
     graphs.capture(lambda: None)
     assert cuda.pools[-1] != (0, 1)
+
+
+def test_what_fails_while_a_capture_begins_leaves_its_pool_too(make):
+    """Torch routes allocations to the pool before it asks the driver."""
+    graphs, cuda = make(capture_begin=OperatorError("no capture now"))
+    with pytest.raises(OperatorError, match="no capture now"):
+        graphs.capture(lambda: None)
+    assert cuda.calls[-4:] == ["capture_begin", *CLEANING]
+    cuda.failing.clear()
+    graphs.capture(lambda: None)
+    assert cuda.pools == [(0, 1), (0, 2)]
+
+
+def test_graphs_that_nobody_keeps_live_on(make):
+    """Those that were captured to be timed: others replay in their pool, and by its workspaces."""
+    graphs, cuda = make()
+    for _ in range(3):
+        graphs.capture(lambda: None)
+    assert cuda.num_lost == 0
+    del graphs
+    gc.collect()
+    assert cuda.num_lost == 3
 
 
 def test_an_interrupt_is_passed_on(make):

@@ -268,6 +268,25 @@ def check_large_values(device: torch.device) -> None:
         _check(add_norm_linear, add_norm_linear_reference, operands, number)
 
 
+def check_rounding(device: torch.device) -> None:
+    """Results of float16 are too small as often as too large: nothing is cut off."""
+    generator = torch.Generator().manual_seed(2)
+    # of one sign, so that what is lost of each adds up
+    x, gamma, weight = (
+        (torch.rand(*shape, generator=generator) + 0.5).to(F16)
+        for shape in ((16, 256), (256,), (64, 256))
+    )
+    operands = {"gamma": gamma, "eps": EPS, "unit_offset": False, "weight": weight, "bias": None}
+    scale = (x.double().pow(2).mean(-1, keepdim=True) + EPS).rsqrt()
+    want = (x.double() * scale * gamma.double()) @ weight.double().T
+    operands |= {"x": x, "residual": torch.zeros_like(x)}
+    operands = {k: v.to(device) if torch.is_tensor(v) else v for k, v in operands.items()}
+    for number in range(len(few_rows.TILES[F16])):
+        with few_rows.forced(number):
+            got, _ = add_norm_linear(**operands)
+        assert abs((got.cpu().double() / want - 1).mean()) < 5e-5
+
+
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     largest = want.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-3)
     error = ((got.float() - want.float()).abs() / largest).max()

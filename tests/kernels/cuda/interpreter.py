@@ -2,7 +2,8 @@
 
 Unpatched, arithmetic and comparisons of bfloat16 work on the bit patterns, casts truncate, and
 nothing fails. Here every operation on values goes through float32 and rounds once, to nearest
-even. What only moves bits (load, store, reshape, select, broadcast) is left alone.
+even. What only moves bits (load, store, reshape, select, broadcast) is left alone. Products in TF32
+lose the bits that tensor cores do not read, where the interpreter's would be exact.
 """
 
 from __future__ import annotations
@@ -83,13 +84,29 @@ def _patch_casts() -> None:
     InterpreterBuilder.create_fp_to_fp = convert
 
 
+def _cut_to_tf32(handle: TensorHandle) -> TensorHandle:
+    """What tensor cores read of float32 operands: not the last 13 bits."""
+    if handle.dtype.scalar != tl.float32:
+        return handle
+    bits = np.ascontiguousarray(handle.data).view(np.uint32) & np.uint32(0xFFFFE000)
+    return TensorHandle(bits.view(np.float32), tl.float32)
+
+
 def _patch_dot() -> None:
     create_dot = InterpreterBuilder.create_dot
 
     def dot(
-        self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any
+        self: InterpreterBuilder,
+        a: TensorHandle,
+        b: TensorHandle,
+        d: TensorHandle,
+        precision: Any,
+        *rest: Any,
     ) -> TensorHandle:
-        product = create_dot(self, _widen(a), _widen(b), _widen(d), *rest)
+        a, b = _widen(a), _widen(b)
+        if precision == interpreter._ir.INPUT_PRECISION.TF32:
+            a, b = _cut_to_tf32(a), _cut_to_tf32(b)
+        product = create_dot(self, a, b, _widen(d), precision, *rest)
         return _narrow(product.data) if _is_bf16(d) else product
 
     InterpreterBuilder.create_dot = dot

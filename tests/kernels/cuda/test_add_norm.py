@@ -30,6 +30,7 @@ from tests.kernels.cuda.cases_add_norm import (
     check_large_values,
     check_linear,
     check_rotated,
+    check_rounding,
     make_operands,
 )
 
@@ -119,6 +120,10 @@ def test_bad_places(number, device):
 
 def test_values_beyond_float16(device):
     check_large_values(device)
+
+
+def test_float16_is_not_cut_off(device):
+    check_rounding(device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids(tuple((d,) for d in DTYPES)))

@@ -130,6 +130,25 @@ def test_dot_accumulates_in_float32(device: torch.device) -> None:
 
 
 @triton.jit
+def _precise_dot_kernel(a, b, out, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    o_a = o[:, None] * SIZE + o[None, :]  # [SIZE, SIZE]
+    b_product = tl.dot(tl.load(a + o_a), tl.load(b + o_a), input_precision=PRECISION)
+    tl.store(out + o_a, b_product)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_products_in_tf32_read_ten_bits(precision: str, device: torch.device) -> None:
+    a = torch.randn(SIZE, SIZE, device=device)
+    b = torch.eye(SIZE, device=device)
+    out = torch.empty(SIZE, SIZE, device=device)
+    _precise_dot_kernel[(1,)](a, b, out, SIZE, precision)
+    bits = a.view(torch.int32)
+    want = a if precision == "ieee" else (bits & -0x2000).view(torch.float32)
+    assert torch.equal(out, want)
+
+
+@triton.jit
 def _reduce_kernel(x, out, SIZE: tl.constexpr):
     b_x = tl.load(x + tl.arange(0, SIZE))
     tl.store(out, tl.sum(b_x, 0))

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from specc.kernels.cuda import row_filters
 from specc.kernels.cuda.arrivals import is_last
+from specc.kernels.cuda.row_noise import order_of
+from specc.kernels.cuda.row_scan import NUM_PIVOTS, PIVOTS, measure, number_of, pivot_of
 from specc.sampling_rows import Rule
 from tests.kernels.cuda import cases_accept as cases
 from tests.kernels.cuda.typed_trees import PADDING, Row
@@ -128,6 +130,33 @@ def test_many_parts_read_a_row_of_a_large_vocabulary():
     """One row of 128k tokens: sixteen programs, and four wide loads of a thread in a pass."""
     c = row_filters.config(1, 131072, BF16)
     assert (c["num_parts"], c["num_blocks"], c["BR"] // (32 * row_filters.WARPS)) == (16, 4, 1)
+
+
+@triton.jit
+def _pivots_kernel(logits, bounds, pivots, numbers, vocab, BR: tl.constexpr, W: tl.constexpr):
+    """Pivots as rounds look for them, and what a pass measures at them."""
+    low = order_of(tl.load(bounds)).to(tl.int64)
+    high = order_of(tl.load(bounds + 1)).to(tl.int64)
+    o_j = tl.arange(0, PIVOTS)
+    b_number, _ = measure((logits, vocab, 1.0), 0.0, low, high, 0, 1, BR, W)
+    tl.store(pivots + o_j, number_of(pivot_of(o_j, low, high)))
+    tl.store(numbers + o_j, b_number)
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.0, 17.0), (-7.25, -0.375), (-40.0, 1.7)])
+def test_a_pass_counts_from_the_pivots_that_rounds_look_for(low, high, device):
+    """To the last bit: tokens on either side of each pivot are next to it."""
+    bounds = torch.tensor([low, high], device=device)
+    logits = torch.zeros(128, device=device)
+    pivots = torch.empty(NUM_PIVOTS, device=device)
+    numbers = torch.empty(NUM_PIVOTS, dtype=torch.int32, device=device)
+    args = (logits, bounds, pivots, numbers, 3 * NUM_PIVOTS)
+    _pivots_kernel[(1,)](*args, BR=64, W=2, enable_fp_fusion=False)
+    above, below = (pivots.nextafter(pivots.new_tensor(end)) for end in (1e38, -1e38))
+    logits[: 3 * NUM_PIVOTS] = torch.cat([above, pivots, below])
+    _pivots_kernel[(1,)](*args, BR=64, W=2, enable_fp_fusion=False)
+    wanted = (logits[: 3 * NUM_PIVOTS, None] >= pivots).sum(0)
+    assert numbers.tolist() == wanted.tolist()
 
 
 @triton.jit
