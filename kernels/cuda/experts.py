@@ -389,14 +389,14 @@ def _tile_of_few(ids, num_pairs, num_experts, BS: tl.constexpr, BM: tl.constexpr
     o_s = tl.arange(0, BS)
     b_id = tl.load(ids + o_s, mask=o_s < num_pairs, other=-1)
     own = tl.load(ids + i_t)
+    is_expert = (own >= 0) & (own < num_experts)
     m_own = b_id == own
     b_rank = tl.cumsum(m_own.to(tl.int32), 0) - 1
     rank = tl.sum((m_own & (o_s < i_t)).to(tl.int32), 0)
     o_rank = rank + tl.arange(0, BM)
     m_row = m_own[None, :] & (b_rank[None, :] == o_rank[:, None])  # [BM, BS]
     b_pair = tl.max(tl.where(m_row, o_s[None, :], -1), 1)
-    # one below 0 is none, too
-    return tl.where((own < num_experts) & (rank % BM == 0), own, -1), b_pair
+    return tl.where(is_expert & (rank % BM == 0), own, -1), b_pair
 
 
 @triton.jit
