@@ -179,7 +179,7 @@ def _stack(program: Program, node: Any) -> fx.Node:
 def _weighted_sum(second: fx.Node, sort: fx.Node, top_k: int) -> tuple[fx.Node, fx.Node]:
     """Weights [N, K], and the node that has the sum over each token's experts."""
     reason = "nothing but a product with the router's weights reads the second product"
-    product = only_user(second)
+    product: Any = only_user(second)
     _require(product, aten.mul.Tensor, reason)
     factors = [item for item in product.args if item is not second]
     _require(factors[0] if len(factors) == 1 else None, aten.unsqueeze.default, reason)
@@ -190,7 +190,7 @@ def _weighted_sum(second: fx.Node, sort: fx.Node, top_k: int) -> tuple[fx.Node, 
     if _sort_of(index, 1) is not sort:
         raise _NoMatch("weights are in the order of another sort")
     weights = _flattened(source, top_k, "weights")
-    rows = only_user(product)
+    rows: Any = only_user(product)
     _require(rows, aten.index.Tensor, "weighted rows do not go back to the order of tokens")
     if rows.args[0] is not product:
         raise _NoMatch("weighted rows are an index")
@@ -201,7 +201,7 @@ def _weighted_sum(second: fx.Node, sort: fx.Node, top_k: int) -> tuple[fx.Node, 
     value, shape = view.meta["val"], view.meta["val"].shape
     if value.dim() != 3 or shape[1] != top_k or shape[2] != second.meta["val"].shape[1]:
         raise _NoMatch("weighted rows are not those of each token's experts")
-    total = only_user(view)
+    total: Any = only_user(view)
     _require(total, aten.sum.dim_IntList, "the rows of a token's experts are not added up")
     if list(total.args[1]) not in ([1], [-2]) or bind_args(total)["keepdim"]:
         raise _NoMatch("the rows of a token's experts are not added up")

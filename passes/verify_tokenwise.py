@@ -406,8 +406,9 @@ def _outputs(node: fx.Node) -> Iterator[Any]:
 
 def _is_in_order(state: State) -> TypeGuard[Tokens]:
     """Whether there is one entry for each token of the pass, which says nothing of its place."""
-    is_tokens = isinstance(state, Tokens) and not state.is_place
-    return is_tokens and (state.scale, state.order) == (1, None)
+    if not isinstance(state, Tokens) or state.is_place:
+        return False
+    return (state.scale, state.order) == (1, None)
 
 
 def _is_whole(node: fx.Node, name: str) -> bool:
