@@ -297,12 +297,12 @@ def test_bytes_of_a_published_pair():
 
     off, chain = count(SpecPlan("off")), count(PLANS[1])
     layer = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336 + 2 * 4096
-    rotary = 4 * 64
-    assert off.target_weights == 2 * (2 * layer + 4096 + 128256 * 4096) + rotary
+    assert off.target_weights == 2 * (2 * layer + 4096 + 128256 * 4096)
     assert off.kv_cache == 2 * 2 * 2 * 8 * 128 * 1024
-    assert off.embeddings == 2 * 4096
+    # rows of the embedding, and cosines and sines of a position
+    assert off.embeddings == 2 * 4096 + 2 * (2 * 128)
     assert off.draft_weights == 0
     # tied: the table is the head, and read whole in each of three passes
     layer = 2048 * (2048 + 2 * 512 + 2048) + 3 * 2048 * 8192 + 2 * 2048
-    assert chain.draft_weights == 3 * (2 * (layer + 2048 + 128256 * 2048) + 4 * 32)
+    assert chain.draft_weights == 3 * 2 * (layer + 2048 + 128256 * 2048)
     assert chain.kv_cache == off.kv_cache + 3 * 2 * 2 * 8 * 64 * 1024

@@ -28,16 +28,8 @@ from typing import Any
 
 # files of specc/kernels/cuda with a function `shipped`, the quick ones first
 MODULES = (
-    *(
-        "rows",
-        "leave_step",
-        "commit_kv",
-        "write_kv",
-        "act_and_mul",
-        "rms_norm",
-        "rope_write",
-        "sampling",
-    ),
+    *("rows", "leave_step", "commit_kv", "write_kv"),
+    *("act_and_mul", "rms_norm", "rope_write", "sampling"),
     *("accept_winners", "tree_expand", "merge", "trees", "lookup", "attend"),
     *("add_norm_linear", "add_norm_gate_up", "add_norm_rope_write"),
     *("add_norm_head", "embed_norm_rope_write", "experts"),
