@@ -24,8 +24,8 @@ PLACE = torch.device("cuda", 0)
 # operators that read tensors of both, and those that read shapes and types alone
 _ANYWHERE = ("_to_copy", "view_as", "expand_as", "reshape_as", "empty_like", "zeros_like")
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
-# ask for a guard of the device, which a CPU's torch has not
-_GUARDED = ("contiguous", "new_tensor", "__invert__")
+# ask for a guard of the device, or for numbers on it, which a CPU's torch has not
+_GUARDED = ("contiguous", "new_tensor", "__invert__", "where")
 # values for Python
 _NUMBERS = (
     *("item", "tolist", "__bool__", "__int__", "__float__", "__index__"),
@@ -122,6 +122,7 @@ class Machine(TorchFunctionMode):
             return args[0]
         kwargs.pop("pin_memory", None)
         if name in _GUARDED and is_here:
+            _refuse_mixtures(name, args, kwargs)
             return _wrapped(args, func(*tree_map(_held, args), **tree_map(_held, kwargs)))
         if name == "copy_":
             # from either to either
