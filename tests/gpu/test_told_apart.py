@@ -62,9 +62,9 @@ WRONG = {
 }
 
 
-def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
+def run(code: str, directory: Path, setup: str = SETUP) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which stays changed; Triton reads its kernels from a file."""
-    (directory / "run.py").write_text(SETUP + code)
+    (directory / "run.py").write_text(setup + code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
     return subprocess.run(
         [sys.executable, "-P", str(directory / "run.py")],
@@ -95,6 +95,55 @@ def test_what_a_gpu_refuses(tmp_path):
     assert done.returncode == 0, done.stderr
     for line, (_, wanted) in zip(done.stdout.splitlines(), WRONG.values(), strict=True):
         assert wanted in line
+
+
+# every test of the kernels up to what it makes of its results
+GIVEN = """
+import inspect, json, os
+from pathlib import Path
+from tests.gpu import runner, tasks, told_apart
+from tests.gpu.importable import ROOT
+
+runner.install()
+told_apart.prepare(is_launched=False)
+LARGE = tasks.large_cases()
+
+
+def device():
+    return told_apart.PLACE
+
+
+device.fixture = {"scope": "session"}
+found, counts = {}, {}
+for path in tasks.kernel_files():
+    file = runner.load(path, ROOT)
+    # races need memory that is the interpreter's own
+    fixtures = {k: x for k, x in file.fixtures.items() if k != "watched_launches"}
+    tests = [t for t in file.tests if "device" in inspect.signature(t.function).parameters]
+    tests = [t for t in tests if t.name.partition("[")[2].rstrip("]") not in LARGE]
+    counts[path.stem] = len(tests)
+
+    def report(outcome):
+        if outcome.state == "failed":
+            found[f"{path.stem}: {outcome.name}"] = outcome.message[-400:]
+
+    runner.run(runner.File(tests, fixtures | {"device": device}), report)
+print(json.dumps([counts, found]))
+"""
+REFUSALS = ("same device", "cannot be accessed from Triton", "device type tensor")
+
+
+@pytest.mark.slow
+def test_kernels_are_given_tensors_of_the_device(tmp_path):
+    """Nothing is computed, so that tests fail over values, and none over where its tensors lie."""
+    done = run(GIVEN, tmp_path, "")
+    assert done.returncode == 0, done.stderr
+    counts, found = json.loads(done.stdout.splitlines()[-1])
+    assert sum(counts.values()) > 500
+    refused = {name: x for name, x in found.items() if any(word in x for word in REFUSALS)}
+    assert refused == {}
+    # what is right without a result: shapes, refusals of bad inputs
+    assert 0 < len(found) < sum(counts.values())
 
 
 @pytest.mark.slow

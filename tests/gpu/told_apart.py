@@ -216,8 +216,12 @@ class _InferenceMode(_DecoratorContextManager):
         return type(self)(self._mode)
 
 
-def prepare() -> None:
-    """Let this process have the device, before it imports the runtime; Triton has to interpret."""
+def prepare(is_launched: bool = True) -> None:
+    """Let this process have the device, before it imports the runtime; Triton has to interpret.
+
+    Args:
+        is_launched: run kernels; otherwise they are asked what they are given, and write nothing.
+    """
     from triton.runtime.interpreter import InterpretedFunction
 
     replace: Any = setattr
@@ -233,7 +237,9 @@ def prepare() -> None:
         replace(torch.cuda, name, lambda device=None: None)
     replace(torch.cuda, "CUDAGraph", _Graph)
     replace(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
-    replace(InterpretedFunction, "run", _launching(InterpretedFunction.run))
+    replace(
+        InterpretedFunction, "run", _launching(InterpretedFunction.run if is_launched else None)
+    )
     # for gradients torch asks the device for its streams
     torch.set_grad_enabled(False)
     Machine().__enter__()
@@ -259,7 +265,7 @@ def graphs() -> Any:
     return Graphs()
 
 
-def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
+def _launching(run: Callable[..., Any] | None) -> Callable[..., Any]:
     def launch(kernel: Any, *args: Any, **options: Any) -> Any:
         for value in tree_leaves((args, options)):
             if isinstance(value, Tensor) and not isinstance(value, DeviceTensor):
@@ -267,6 +273,8 @@ def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
                     f"{kernel.fn.__name__}: Pointer argument cannot be accessed from Triton (cpu"
                     f" tensor?): {list(value.shape)} of {value.dtype}"
                 )
+        if run is None:
+            return None
         return run(kernel, *tree_map(_held, args), **tree_map(_held, options))
 
     return launch
