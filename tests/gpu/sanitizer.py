@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.gpu.results import Device, Results, Skipped
 
 SIZE = 128
-# numbers that the fault writes: more than what may happen to lie behind the tensor
+# numbers that the fault writes: more than what may happen to lie after the tensor
 FAR = 1 << 16
 
 
@@ -15,7 +15,7 @@ def skip(results: Results, device: Device) -> None:
 
 
 def probe(results: Results, device: Device) -> None:
-    """Run a kernel, then let it write behind its tensor, which memcheck has to tell."""
+    """Run a kernel, then let it write beyond its tensor, which memcheck has to tell."""
     results.begin("a kernel")
     if device.kind == "cuda":
         _launch(SIZE)
