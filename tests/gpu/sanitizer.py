@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.gpu.results import Device, Results, Skipped
 
 SIZE = 128
+# numbers that the fault writes: more than what may happen to lie after the tensor
+FAR = 1 << 16
 
 
 def skip(results: Results, device: Device) -> None:
@@ -13,7 +15,7 @@ def skip(results: Results, device: Device) -> None:
 
 
 def probe(results: Results, device: Device) -> None:
-    """Run a kernel, then let it write behind its tensor, which memcheck has to tell."""
+    """Run a kernel, then let it write beyond its tensor, which memcheck has to tell."""
     results.begin("a kernel")
     if device.kind == "cuda":
         _launch(SIZE)
@@ -22,7 +24,7 @@ def probe(results: Results, device: Device) -> None:
     results.begin("a planted fault")
     if device.kind == "cuda":
         try:
-            _launch(2 * SIZE)
+            _launch(FAR)
             device.synchronize()
         except RuntimeError as error:
             # memcheck ends the kernel, and everything after it fails
@@ -37,8 +39,8 @@ def _launch(size: int) -> None:
 
     from tests.gpu.double_kernel import double_kernel
 
-    x = torch.ones(2 * SIZE, device="cuda")
+    x = torch.ones(FAR, device="cuda")
     out = torch.zeros(SIZE, device="cuda")
-    double_kernel[(1,)](x, out, size, BLOCK=2 * SIZE)
+    double_kernel[(max(1, size // SIZE),)](x, out, size, BLOCK=SIZE)
     if size <= SIZE:
         assert out.tolist() == [2.0] * SIZE

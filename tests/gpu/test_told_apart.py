@@ -40,7 +40,11 @@ RIGHT = {
     "indices": ("c = a[index] + a[index.to(a.device)]", "c", "[2.0, 6.0]"),
     "to the host": ("c = a.cpu() + host; assert c.numpy()[0] == 2", "c", "[2.0, 3.0, 4.0, 5.0]"),
     "numbers": ("c = a * int(a.sum()) if a[1] == 1 and a.any() else a", "c", "[0.0, 28.0, 56.0"),
-    "guards": ("c = a.new_tensor([2.0]) * (~(a > 2))[a[1].int() :]", "c", "[2.0, 2.0, 0.0"),
+    "guards": (
+        "c = torch.where(~(a > 2), a.new_tensor([2.0]), 0.0)[a[1].int() :]",
+        "c",
+        "[2.0, 2.0, 0.0",
+    ),
     "views": ("c = a.view(2, 4).T.contiguous(); c[0] = 5", "c[:2, 0]", "[5.0, 1.0]"),
     "as another": ("c = torch.zeros_like(a) + a.new_ones(8) + host.to(a)", "c", "[3.0, 3.0, 3.0"),
     "kernels": ("add_kernel[(1,)](a, b, 8)", "b", "[1.0, 2.0, 3.0, 4.0]"),
@@ -49,6 +53,7 @@ WRONG = {
     "operators": ("a + host", "found at least two devices"),
     "the host's first": ("torch.cat([host, a])", "found at least two devices"),
     "in place": ("host.add_(a)", "found at least two devices"),
+    "choices": ("torch.where(a > 2, host, a)", "found at least two devices"),
     "stacks": ("torch.stack([a, host])", "found at least two devices"),
     "the device's indices": ("host[index.cuda()]", "found at least two devices"),
     "values at indices": ("a[index] = host[:2]", "found at least two devices"),
@@ -57,9 +62,9 @@ WRONG = {
 }
 
 
-def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
+def run(code: str, directory: Path, setup: str = SETUP) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which stays changed; Triton reads its kernels from a file."""
-    (directory / "run.py").write_text(SETUP + code)
+    (directory / "run.py").write_text(setup + code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
     return subprocess.run(
         [sys.executable, "-P", str(directory / "run.py")],
@@ -92,12 +97,61 @@ def test_what_a_gpu_refuses(tmp_path):
         assert wanted in line
 
 
+# every test of the kernels up to what it makes of its results
+GIVEN = """
+import inspect, json, os
+from pathlib import Path
+from tests.gpu import runner, tasks, told_apart
+from tests.gpu.importable import ROOT
+
+runner.install()
+told_apart.prepare(is_launched=False)
+LARGE = tasks.large_cases()
+
+
+def device():
+    return told_apart.PLACE
+
+
+device.fixture = {"scope": "session"}
+found, counts = {}, {}
+for path in tasks.kernel_files():
+    file = runner.load(path, ROOT)
+    # races need memory that is the interpreter's own
+    fixtures = {k: x for k, x in file.fixtures.items() if k != "watched_launches"}
+    tests = [t for t in file.tests if "device" in inspect.signature(t.function).parameters]
+    tests = [t for t in tests if t.name.partition("[")[2].rstrip("]") not in LARGE]
+    counts[path.stem] = len(tests)
+
+    def report(outcome):
+        if outcome.state == "failed":
+            found[f"{path.stem}: {outcome.name}"] = outcome.message[-400:]
+
+    runner.run(runner.File(tests, fixtures | {"device": device}), report)
+print(json.dumps([counts, found]))
+"""
+REFUSALS = ("same device", "cannot be accessed from Triton", "device type tensor")
+
+
+@pytest.mark.slow
+def test_kernels_are_given_tensors_of_the_device(tmp_path):
+    """Nothing is computed, so that tests fail over values, and none over where its tensors lie."""
+    done = run(GIVEN, tmp_path, "")
+    assert done.returncode == 0, done.stderr
+    counts, found = json.loads(done.stdout.splitlines()[-1])
+    assert sum(counts.values()) > 500
+    refused = {name: x for name, x in found.items() if any(word in x for word in REFUSALS)}
+    assert refused == {}
+    # what is right without a result: shapes, refusals of bad inputs
+    assert 0 < len(found) < sum(counts.values())
+
+
 @pytest.mark.slow
 def test_parts_of_the_check_tell_the_device_from_the_host(tmp_path):
-    """Steps, replays and quick kernel files; what computes with transformers is left out."""
-    command = [sys.executable, "-P", str(ROOT / "tests/gpu/rehearsal.py"), "A", "B"]
+    """Steps and replays; what computes with transformers is left out."""
+    command = [sys.executable, "-P", str(ROOT / "tests/gpu/rehearsal.py"), "A"]
     command += ["--device", "apart", "--output", str(tmp_path / "report.json")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     parts = json.loads((tmp_path / "report.json").read_text())["parts"]
-    assert set(parts) == {"steps", "replay", "kernels"}
+    assert set(parts) == {"steps", "replay"}

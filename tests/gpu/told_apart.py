@@ -24,8 +24,8 @@ PLACE = torch.device("cuda", 0)
 # operators that read tensors of both, and those that read shapes and types alone
 _ANYWHERE = ("_to_copy", "view_as", "expand_as", "reshape_as", "empty_like", "zeros_like")
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
-# ask for a guard of the device, which a CPU's torch has not
-_GUARDED = ("contiguous", "new_tensor", "__invert__")
+# ask for a guard of the device, or for numbers on it, which a CPU's torch has not
+_GUARDED = ("contiguous", "new_tensor", "__invert__", "where")
 # values for Python
 _NUMBERS = (
     *("item", "tolist", "__bool__", "__int__", "__float__", "__index__"),
@@ -122,6 +122,7 @@ class Machine(TorchFunctionMode):
             return args[0]
         kwargs.pop("pin_memory", None)
         if name in _GUARDED and is_here:
+            _refuse_mixtures(name, args, kwargs)
             return _wrapped(args, func(*tree_map(_held, args), **tree_map(_held, kwargs)))
         if name == "copy_":
             # from either to either
@@ -215,8 +216,12 @@ class _InferenceMode(_DecoratorContextManager):
         return type(self)(self._mode)
 
 
-def prepare() -> None:
-    """Let this process have the device, before it imports the runtime; Triton has to interpret."""
+def prepare(is_launched: bool = True) -> None:
+    """Let this process have the device, before it imports the runtime; Triton has to interpret.
+
+    Args:
+        is_launched: run kernels; otherwise they are asked what they are given, and write nothing.
+    """
     from triton.runtime.interpreter import InterpretedFunction
 
     replace: Any = setattr
@@ -232,7 +237,9 @@ def prepare() -> None:
         replace(torch.cuda, name, lambda device=None: None)
     replace(torch.cuda, "CUDAGraph", _Graph)
     replace(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
-    replace(InterpretedFunction, "run", _launching(InterpretedFunction.run))
+    replace(
+        InterpretedFunction, "run", _launching(InterpretedFunction.run if is_launched else None)
+    )
     # for gradients torch asks the device for its streams
     torch.set_grad_enabled(False)
     Machine().__enter__()
@@ -258,7 +265,7 @@ def graphs() -> Any:
     return Graphs()
 
 
-def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
+def _launching(run: Callable[..., Any] | None) -> Callable[..., Any]:
     def launch(kernel: Any, *args: Any, **options: Any) -> Any:
         for value in tree_leaves((args, options)):
             if isinstance(value, Tensor) and not isinstance(value, DeviceTensor):
@@ -266,6 +273,8 @@ def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
                     f"{kernel.fn.__name__}: Pointer argument cannot be accessed from Triton (cpu"
                     f" tensor?): {list(value.shape)} of {value.dtype}"
                 )
+        if run is None:
+            return None
         return run(kernel, *tree_map(_held, args), **tree_map(_held, options))
 
     return launch
