@@ -16,6 +16,8 @@ _FLOAT_BYTES = 4
 # rows of the largest tiles of attention that are resident on a large GPU: 2 programs on each of
 # 160 multiprocessors, 128 rows each
 _RESIDENT_ROWS = 2 * 160 * 128
+# with many rows they run the operators that they were made of
+_PRODUCTS = (ops.add_norm_linear, ops.add_norm_gate_up, ops.add_norm_rope_write)
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,8 @@ class _Sizes:
         On a CPU: gathered keys and values, scores and probabilities. On a GPU: partial results of
         the splits of a context, which are as many as fill the machine.
         """
+        if node.target in _PRODUCTS:
+            return self._inside_product(node)
         if node.target is ops.attend:
             head_dim = int(node.args[2].meta["val"].shape[3])
             return _FLOAT_BYTES * _RESIDENT_ROWS * (head_dim + 1)
@@ -164,6 +168,13 @@ class _Sizes:
         scores = 2 * num_heads * self.shape.longest * self.shape.context
         gathered = 2 * int(num_kv_heads) * int(head_dim) * self.shape.context
         return _FLOAT_BYTES * (scores + gathered)
+
+    def _inside_product(self, node: fx.Node) -> int:
+        """Of many rows: what the norm makes of them, and a product before what follows it."""
+        normed = self._bytes(node.args[0].meta["val"])
+        num_out, size = node.args[5].meta["val"].shape
+        inside = 0 if node.target is ops.add_norm_linear else int(num_out)
+        return normed + normed // int(size) * inside
 
     def _bytes(self, value: Tensor) -> int:
         count = 1
