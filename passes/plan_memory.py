@@ -10,12 +10,17 @@ import torch
 from torch import Tensor, fx
 
 from specc.kernels import ops
-from specc.passes.program import Program, is_view
+from specc.passes.program import Program, bind_args, is_view
 
 _FLOAT_BYTES = _INT_BYTES = 4
 # rows of the tiles of attention that are split on a large GPU: 4 waves of programs, 2 of 64 rows,
 # or one of 128, on each of 160 multiprocessors
 _SPLIT_ROWS = 4 * 160 * 128
+# with many rows they run the operators that they were made of
+_PRODUCTS = (
+    *(ops.add_norm_linear, ops.add_norm_gate_up, ops.add_norm_rope_write),
+    *(ops.embed_norm_rope_write, ops.add_norm_head),
+)
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,8 @@ class _Sizes:
             num_pairs = self._size(ids.shape[0]) * int(ids.shape[1])
             inner, outer = int(down.shape[2]) * x.dtype.itemsize, int(down.shape[1]) * _FLOAT_BYTES
             return num_pairs * (inner + outer + _INT_BYTES) + int(gate_up.shape[0]) * _INT_BYTES
+        if node.target in _PRODUCTS:
+            return self._inside_product(node)
         if node.target is ops.attend:
             head_dim = int(node.args[2].meta["val"].shape[3])
             return _FLOAT_BYTES * _SPLIT_ROWS * (head_dim + 1)
@@ -172,6 +179,19 @@ class _Sizes:
         scores = 2 * num_heads * self.shape.longest * self.shape.context
         gathered = 2 * int(num_kv_heads) * int(head_dim) * self.shape.context
         return _FLOAT_BYTES * (scores + gathered)
+
+    def _inside_product(self, node: fx.Node) -> int:
+        """Of many rows: what the norm makes of them, and a product before what follows it."""
+        bound = bind_args(node)
+        weight = bound["weight"].meta["val"]
+        # those of the embedding are its tokens; the head takes those that are chosen
+        first = next(bound[name] for name in ("rows", "tokens", "x") if name in bound)
+        shape = first.meta["val"].shape
+        counts = shape[:-1] if first is bound.get("x") else shape
+        num_rows = math.prod(map(self._size, counts))
+        is_last = node.target in (ops.add_norm_linear, ops.add_norm_head)
+        num_out, size = map(int, weight.shape)
+        return int(num_rows * (size + (0 if is_last else num_out)) * weight.dtype.itemsize)
 
     def _bytes(self, value: Tensor) -> int:
         count = 1

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specc.passes.lower_cuda import cuda_phases
 from specc.passes.pipeline import Pipeline
 from specc.passes.plan_memory import ModelMemory, PassShape, peak_bytes, plan_memory
-from tests.models import POSITIONS
+from tests.models import POSITIONS, build_model
 from tests.passes.modules import Tiny, compiled, flat_logits
 
 # 12 tokens of 2 sequences, 5 rows of logits
@@ -124,3 +124,18 @@ def test_a_gpu_needs_memory_for_splits(model):
     scratch = 4 * 2 * 160 * 128 * (4 + 1)
     longer = PassShape(12, 5, 2, 6, 640)
     assert scratch < peak_bytes(program, SHAPE) == peak_bytes(program, longer)
+
+
+def test_products_with_norms_need_what_they_are_made_of():
+    """With many rows they run those operators, one after the other; inputs live on meanwhile."""
+    model = build_model("llama")
+    # so many that attention is not what needs the most
+    many = PassShape(100_000, 5, 2, 50_000, 64)
+    peaks = []
+    fused_phases = cuda_phases(POSITIONS)
+    for phases in (tuple(p for p in fused_phases if p[0] != "products"), fused_phases):
+        program = compiled(model)[0]
+        Pipeline(phases).run(program)
+        peaks.append(peak_bytes(program, many))
+    separate, fused = peaks
+    assert separate < fused < 2 * separate
