@@ -15,7 +15,7 @@ from specc.errors import EngineError
 from specc.graph_io import graph_from_json
 from specc.runtime.bound_step import BoundStep
 from specc.runtime.failed_operator import OperatorError
-from specc.runtime.graph_device import Graph, GraphDevice
+from specc.runtime.graph_device import Event, Graph, GraphDevice
 from specc.runtime.place import place
 from specc.runtime.program import (
     BeforeAccept,
@@ -107,7 +107,7 @@ class CapturedStep:
             stage["name"]: place(graph_from_json(stage["graph"], modules=models), graphs.device)
             for stage in program["stages"]
         }
-        self._by_block = by_block
+        self.by_block = by_block
         for stage in self._stages.values():
             adapt(stage)
             # the module and its graph name each other: weights would outlive the engine until the
@@ -147,17 +147,27 @@ class CapturedStep:
             self._bound[key], self._captured[key] = bound, self._try_capture(parts, bucket)
             return time.perf_counter() - begin_s
 
-    def submit(self, inputs: StepInputs) -> PendingStep:
+    def submit(
+        self,
+        inputs: StepInputs,
+        sequences: Sequence[object] = (),
+        is_carried: Sequence[bool] = (),
+    ) -> PendingStep:
         """Queue a step; nothing waits for the device.
 
         Args:
-            inputs: on the host.
+            inputs: on the host. A carried row has any last tokens, and at least as many committed
+                rows as the device has.
+            sequences: whose rows these are, where later steps are to go on from what this one
+                leaves; else ().
+            is_carried: which of them go on from what their last step leaves; `StateRows.knows`
+                them.
         Raises:
             EngineError: the step would leave the cache, or cannot run at all.
         """
         begin_s = time.perf_counter()
         batch = len(inputs.rows)
-        places = inputs.block_table[:, 0].tolist() if self._by_block else None
+        places = inputs.block_table[:, 0].tolist() if self.by_block else None
         num_blocks, rows_per_block = self._slabs["history"].shape
         lengths = [row[-1] for row in inputs.rows]
         check_step_bounds(
@@ -167,6 +177,8 @@ class CapturedStep:
         self.capture(bucket)
         with self._graphs.active():
             self._buffers.copy_from(inputs, bucket, places)
+            if sequences:
+                self._buffers.state.route(sequences, is_carried, bucket, places)
             return self._queue(batch, places, bucket, begin_s)
 
     def submit_next(self, batch: int, places: Sequence[int] | None = None) -> PendingStep:
@@ -208,6 +220,14 @@ class CapturedStep:
             yield
         finally:
             self.before_accept = before
+
+    def knows(self, sequences: Sequence[object]) -> bool:
+        """Whether the device still has the state of all these sequences."""
+        return all(self._buffers.state.knows(sequence) for sequence in sequences)
+
+    def mark(self) -> Event:
+        """An event after everything that has been queued."""
+        return self._graphs.record_event()
 
     def is_newest(self, results: HostResults) -> bool:
         """No step of the engine was queued behind the one of these results."""
@@ -257,6 +277,7 @@ class CapturedStep:
                 part()
             self.before_accept(_BoundValues(bound, bucket, batch, places))
             accept()
+        self._buffers.state.stepped()
         return PendingStep(self, batch, begin_s, self._buffers.read_results(), places)
 
     def _warm_up(self, parts: Sequence[Callable[[], object]], bucket: int) -> None:
