@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specc.errors import ConfigError
-from specc.metrics import SpecStats
 from specc.runtime.adaptive_length import AdaptiveLength
+
+if TYPE_CHECKING:
+    from specc.metrics import SpecStats
+    from specc.runtime.batch import Batch
+    from specc.runtime.runner import RunResult
 
 
 class AdaptivePolicy:
@@ -16,7 +20,8 @@ class AdaptivePolicy:
 
     One state a batch size, rounded up to a power of two: what a step costs depends on it. A new
     size starts from the length that the last one had found. Rounds in which requests ran different
-    plans, because some of them cannot or do not want to speculate, teach nothing.
+    plans, because some of them cannot or do not want to speculate, teach nothing; nor do those
+    that were still in flight when their size went on to another length.
 
     Args:
         plans: name → tokens that the plan drafts a step (0 of off), rising: chains of one draft.
@@ -26,6 +31,7 @@ class AdaptivePolicy:
     """
 
     needs_results = True
+    chooses_late = True
 
     def __init__(self, plans: Mapping[str, int], **options: Any) -> None:
         lengths = list(plans.values())
@@ -35,47 +41,36 @@ class AdaptivePolicy:
                 "one or more, each longer than the one before",
                 "compile the engine with several chains: --num-speculative-tokens 2,4,8",
             )
+        self._plans = dict(plans)
         self._names = {length: name for name, length in plans.items()}
         self._options = options
         self._lengths: dict[int, AdaptiveLength] = {}
         self._last = self._length_of(1)
-        self._before = SpecStats()
 
     def choose(self, num_running: int, stats: SpecStats) -> str:
-        """Learn from the step since the last call, and name the next one's plan."""
-        self._observe(stats)
+        """Name the plan of the next step, by the rounds that were observed."""
         if num_running:
             self._last = self._length_of(num_running)
         return self._names[self._last.current]
 
+    def observe_batch(self, batch: Batch, result: RunResult) -> None:
+        """Take the outcome of an iteration that was one step."""
+        if len(batch.groups) != 1:
+            return
+        (group,), (step,) = batch.groups, result.steps
+        state = self._lengths.get(_bucket(len(group.sequences)))
+        seconds = sum(step.stage_s.values())
+        is_current = state is not None and self._plans.get(group.plan.name) == state.current
+        if state is not None and is_current and seconds > 0:
+            state.observe(seconds, [accepted + 1 for accepted in step.num_accepted])
+
     def _length_of(self, num_running: int) -> AdaptiveLength:
-        bucket = 1 << (num_running - 1).bit_length()
+        bucket = _bucket(num_running)
         if bucket not in self._lengths:
             start = self._last.home if self._lengths else None
             self._lengths[bucket] = AdaptiveLength(list(self._names), start=start, **self._options)
         return self._lengths[bucket]
 
-    def _observe(self, stats: SpecStats) -> None:
-        before, self._before = self._before, stats.copy()
-        num_passes = stats.num_step_passes - before.num_step_passes
-        num_steps = stats.num_steps - before.num_steps
-        num_spec_steps = stats.num_spec_steps - before.num_spec_steps
-        length = self._last.current
-        # one step, of the plan that was chosen; counters that fell are those of a new engine
-        if num_passes != 1 or num_steps < 1 or num_spec_steps != (num_steps if length else 0):
-            return
-        seconds = _step_seconds(stats) - _step_seconds(before)
-        counts = [
-            now - then
-            for now, then in itertools.zip_longest(
-                stats.accepted_at_depth, before.accepted_at_depth, fillvalue=0
-            )
-        ]
-        # sequences by falling acceptance: the i-th accepted a depth that more than i have accepted
-        num_tokens = [1 + sum(count > i for count in counts) for i in range(num_steps)]
-        if seconds > 0 and max(num_tokens) <= length + 1:
-            self._last.observe(seconds, num_tokens)
 
-
-def _step_seconds(stats: SpecStats) -> float:
-    return stats.draft_s + stats.verify_s + stats.whole_s + stats.commit_s
+def _bucket(num_running: int) -> int:
+    return 1 << (num_running - 1).bit_length()

@@ -12,7 +12,7 @@ from specc.runtime.sequence import Sequence
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specc.runtime.captured_step import PendingStep
+    from specc.runtime.pending_batch import PendingBatch
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,16 @@ class StepGroup:
 
     Args:
         extra: what the host brings to this step besides rows, see `StepInputs`.
+        ahead: tokens that a step in flight may yet bring each sequence, at most; 0 where none is
+            in flight, () where that holds for all.
+        catches_up: a draft has to read tokens that its first level does not reach back to.
     """
 
     plan: SpecPlan
     sequences: list[Sequence]
     extra: Mapping[str, Tensor] = field(default_factory=dict)
+    ahead: tuple[int, ...] = ()
+    catches_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,4 +82,4 @@ class Queued(NamedTuple):
     """A batch that the device has, and where its results will be."""
 
     batch: Batch
-    pending: PendingStep
+    pending: PendingBatch

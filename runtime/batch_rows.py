@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specc.plans import SpecPlan
+from specc.runtime.block_rows import BlockRows
 from specc.runtime.kv_cache import KVCache
 from specc.runtime.program import StepInputs
 from specc.runtime.sequence import Sequence
@@ -23,24 +24,40 @@ class BatchRows:
     """
 
     def __init__(self, cache: KVCache, num_last: int) -> None:
-        self._cache = cache
         self._num_last = num_last
         self._sequences: list[Sequence] = []
-        self._blocks: list[list[int]] = []
-        self._table = cache.block_table([])
+        self._blocks = BlockRows(cache.shape)
+        self._table = self._blocks.select([])
         self._sampling = sampling_rows([])
 
-    def inputs(self, sequences: list[Sequence], extra: Mapping[str, Tensor]) -> StepInputs:
-        """A step's inputs; sequences keep their blocks and options, so these mostly are known."""
-        blocks = [sequence.blocks for sequence in sequences]
-        if blocks != self._blocks:
-            self._blocks = [list(one) for one in blocks]
-            self._table = self._cache.block_table(blocks)
-        if sequences != self._sequences:
+    def inputs(
+        self,
+        sequences: list[Sequence],
+        extra: Mapping[str, Tensor],
+        ahead: Sequence_[int] = (),
+    ) -> StepInputs:
+        """A step's inputs; sequences keep their blocks and options, so these mostly are known.
+
+        The same table is the same tensor.
+
+        Args:
+            sequences: of the step.
+            extra: see `StepInputs`.
+            ahead: rows that steps in flight may yet commit, of each sequence; they count as
+                committed. () is none.
+        """
+        has_changed = self._blocks.write(sequences)
+        is_other = sequences != self._sequences
+        if has_changed or is_other:
+            self._table = self._blocks.select(sequences)
+        if is_other:
             self._sequences = list(sequences)
             self._sampling = sampling_rows(sequences)
         count = self._num_last
-        rows = [(*_last(sequence.token_ids, count), sequence.cache_len) for sequence in sequences]
+        rows = [
+            (*_last(sequence.token_ids, count), sequence.cache_len + more)
+            for sequence, more in zip(sequences, ahead or [0] * len(sequences), strict=True)
+        ]
         return StepInputs(rows, self._table, *self._sampling, extra)
 
 

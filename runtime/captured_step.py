@@ -16,7 +16,7 @@ from specc.graph_io import graph_from_json
 from specc.runtime.bound_step import BoundStep
 from specc.runtime.extended_step import ExtendedStep, StepExtras, StepKind
 from specc.runtime.failed_operator import OperatorError
-from specc.runtime.graph_device import Graph, GraphDevice
+from specc.runtime.graph_device import Event, Graph, GraphDevice
 from specc.runtime.place import place
 from specc.runtime.program import (
     BeforeAccept,
@@ -54,7 +54,8 @@ class PendingStep(NamedTuple):
         meanwhile: the device goes on from that one.
         """
         count = rows_of(self.batch, self.places)
-        return self.step.is_newest(self.results) and self.step.is_replayed(count)
+        is_newest = self.step.is_newest(self.results)
+        return is_newest and self.step.is_replayed(count, self.step.kind)
 
     def result(self) -> StepResult:
         """Once; the seconds are those since the step before it ended, or it was queued."""
@@ -112,7 +113,7 @@ class CapturedStep:
             stage["name"]: place(graph_from_json(stage["graph"], modules=models), graphs.device)
             for stage in program["stages"]
         }
-        self._by_block = by_block
+        self.by_block = by_block
         for stage in self._stages.values():
             adapt(stage)
             # the module and its graph name each other: weights would outlive the engine until the
@@ -123,8 +124,8 @@ class CapturedStep:
         # in stages, or of some kind
         self._bound: dict[tuple[int, bool | StepKind], BoundStep] = {}
         self._captured: dict[tuple[int, bool | StepKind], list[Graph] | None] = {}
-        # of the step that was queued last
-        self._kind: StepKind | None = None
+        # what the step that was queued last does besides
+        self.kind: StepKind | None = None
 
     @property
     def is_split(self) -> bool:
@@ -134,7 +135,7 @@ class CapturedStep:
     @property
     def takes_masks(self) -> bool:
         """Masks can be part of its graphs: nothing else stands between the stages."""
-        return not (self.is_split or self._by_block)
+        return not (self.is_split or self.by_block)
 
     def is_captured(self, bucket: int, kind: StepKind | None = None) -> bool:
         """Whether a step of this size is replayed; False before `capture`."""
@@ -161,28 +162,41 @@ class CapturedStep:
             self._bound[key], self._captured[key] = bound, self._try_capture(parts, bucket)
             return time.perf_counter() - begin_s
 
-    def submit(self, inputs: StepInputs, extras: StepExtras | None = None) -> PendingStep:
+    def submit(
+        self,
+        inputs: StepInputs,
+        sequences: Sequence[object] = (),
+        is_carried: Sequence[bool] = (),
+        extras: StepExtras | None = None,
+    ) -> PendingStep:
         """Queue a step; nothing waits for the device, unless masks follow from what it drafts.
 
         Args:
-            inputs: on the host.
+            inputs: on the host. A carried row has any last tokens, and at least as many committed
+                rows as the device has.
+            sequences: whose rows these are, where later steps are to go on from what this one
+                leaves; else ().
+            is_carried: which of them go on from what their last step leaves; `StateRows.knows`
+                them.
             extras: what it does besides.
         Raises:
             EngineError: the step would leave the cache, or cannot run at all.
         """
         begin_s = time.perf_counter()
         batch = len(inputs.rows)
-        places = inputs.block_table[:, 0].tolist() if self._by_block else None
+        places = inputs.block_table[:, 0].tolist() if self.by_block else None
         num_blocks, rows_per_block = self._slabs["history"].shape
         lengths = [row[-1] for row in inputs.rows]
         check_step_bounds(
             lengths, inputs.block_table, self.plan.num_rows, num_blocks, rows_per_block
         )
         bucket = self.bucket_of(rows_of(batch, places))
-        self._kind = extras.kind if extras else None
-        self.capture(bucket, self._kind)
+        self.kind = extras.kind if extras else None
+        self.capture(bucket, self.kind)
         with self._graphs.active():
             self._buffers.copy_from(inputs, bucket, places)
+            if sequences:
+                self._buffers.state.route(sequences, is_carried, bucket, places)
             return self._queue(batch, places, bucket, begin_s, extras)
 
     def submit_next(self, batch: int, places: Sequence[int] | None = None) -> PendingStep:
@@ -194,7 +208,7 @@ class CapturedStep:
         """
         begin_s = time.perf_counter()
         bucket = self.bucket_of(rows_of(batch, places))
-        self.capture(bucket, self._kind)
+        self.capture(bucket, self.kind)
         with self._graphs.active():
             return self._queue(batch, places, bucket, begin_s)
 
@@ -225,16 +239,24 @@ class CapturedStep:
         finally:
             self.before_accept = before
 
+    def knows(self, sequences: Sequence[object]) -> bool:
+        """Whether the device still has the state of all these sequences."""
+        return all(self._buffers.state.knows(sequence) for sequence in sequences)
+
+    def mark(self) -> Event:
+        """An event after everything that has been queued."""
+        return self._graphs.record_event()
+
     def is_newest(self, results: HostResults) -> bool:
         """No step of the engine was queued behind the one of these results."""
         return self._buffers.newest is results
 
-    def is_replayed(self, batch: int) -> bool:
-        """A step of this many sequences runs as one graph."""
-        if self._kind and self._kind.is_masked:
+    def is_replayed(self, batch: int, kind: StepKind | None = None) -> bool:
+        """A step of this many sequences, which does this besides, runs as one graph."""
+        if kind and kind.is_masked:
             # the host has not seen yet what the next masks follow from
             return False
-        return not self.is_split and self.is_captured(self.bucket_of(batch), self._kind)
+        return not self.is_split and self.is_captured(self.bucket_of(batch), kind)
 
     def seconds_since(self, begin_s: float) -> float:
         """Seconds up to now, or since the host saw the last step end where that is less."""
@@ -267,10 +289,10 @@ class CapturedStep:
         begin_s: float,
         extras: StepExtras | None = None,
     ) -> PendingStep:
-        key = (bucket, self._kind or self.is_split)
+        key = (bucket, self.kind or self.is_split)
         bound, captured = self._bound[key], self._captured[key]
         parts: list[Callable[[], object]] = [graph.replay for graph in captured or ()]
-        if not parts and not self._kind:
+        if not parts and not self.kind:
             parts = [*bound.parts] if self.is_split else [bound.run]
         if isinstance(bound, ExtendedStep):
             bound.queue(parts, batch, extras.masks if extras else None)
@@ -283,6 +305,7 @@ class CapturedStep:
                 part()
             self.before_accept(_BoundValues(bound, bucket, batch, places))
             accept()
+        self._buffers.state.stepped()
         if isinstance(bound, ExtendedStep) and bound.scores is not None:
             results: HostResults = bound.scores.read()
             self._buffers.newest = results

@@ -90,6 +90,9 @@ class GoodputPolicy:
         ConfigError: acceptance that is no table of probabilities.
     """
 
+    # a decision holds for many iterations
+    chooses_late = True
+
     def __init__(
         self,
         plans: Mapping[str, SpecPlan],
@@ -127,7 +130,6 @@ class GoodputPolicy:
         self._probed: dict[str, int] = {}
         # place of a plan → whether it could be in use, as long as the load counts as the same
         self._served: dict[int, bool] = {}
-        self._lagging: set[str] = set()
         self._settled = self.decision = Decision({}, 0.0, 0.0, 0.0, self._first_rate())
 
     @property
@@ -147,6 +149,9 @@ class GoodputPolicy:
 
     def choose_each(self, sequences: list[Request], stats: SpecStats) -> list[str]:
         """Plan of each sequence."""
+        if self._probed:
+            # a trial is one iteration long; then what was decided besides holds
+            self._probed, self.decision = {}, self._settled
         if self._left <= 0 or self._are_others(sequences):
             begin_s = self._clock()
             self._decide(sequences)
@@ -157,18 +162,9 @@ class GoodputPolicy:
                 most = min(_LONGEST_HOLD, _HOLD * self._num_decisions)
                 self._left = max(self._left, min(most, math.ceil(slow)))
             self._held = self._left
-        elif sequences == self._last_sequences and not self._probed:
-            # the same plans once more, and drafts that have caught up
-            self._lagging = set()
+        elif sequences == self._last_sequences:
             return self._last_names
-        chosen = [self._place_of(sequence) for sequence in sequences]
-        plans = [self._plans[place] for place in chosen]
-        self._lagging = {
-            plan.name
-            for sequence, plan in zip(sequences, plans, strict=True)
-            if plan.speculates and any(lag(sequence, plan).values())
-        }
-        self._last_names = [plan.name for plan in plans]
+        self._last_names = [self._plans[self._place_of(sequence)].name for sequence in sequences]
         self._last_sequences = [] if self._probed else list(sequences)
         return self._last_names
 
@@ -205,13 +201,14 @@ class GoodputPolicy:
         is_known = all(group.plan.name in self._places for group in batch.groups)
         is_due = is_known and (self._num_iterations < _OFTEN or self._num_iterations % _SELDOM == 0)
         self._seconds.observe_prompts(batch, result, is_due)
-        is_new = batch.prefill or self._probed or self._left == self._held
+        # of a trial that was queued before its results came, another decision holds by now
+        is_other = any(group.plan.name not in self._settled.plans for group in batch.groups)
+        is_new = batch.prefill or self._probed or is_other or self._left == self._held
         if is_due or (is_known and is_new):
-            self._seconds.observe(batch, result, self._lagging)
+            lagging = {group.plan.name for group in batch.groups if group.catches_up}
+            self._seconds.observe(batch, result, lagging)
         self._left -= 1
         self._probes.earn(self.decision.seconds)
-        # a trial is one iteration long; then what was decided besides holds
-        self._probed, self.decision = {}, self._settled
 
     def _decide(self, sequences: list[Request]) -> None:
         requests = {sequence.request_id for sequence in sequences}

@@ -47,6 +47,10 @@ class HostDrafts:
             )
         return extra
 
+    def brings(self, plan: SpecPlan) -> bool:
+        """Whether steps of a plan read anything of the host, which has to know their sequences."""
+        return plan.name in self._weights or (plan.speculates and SUFFIX in plan.drafts)
+
     def propose(self, sequence: Sequence, num_tokens: int, draft: str) -> tuple[list[int], int]:
         """What followed the longest suffix of a sequence, here or in earlier outputs.
 

@@ -1,4 +1,4 @@
-"""The loop of an engine: schedule, run, postprocess; one step ahead of the results if it can."""
+"""The loop of an engine: schedule, run, postprocess; one iteration ahead of results if it can."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from specc.runtime.scheduler import Scheduler
 
 
 class InFlight:
-    """Iterations, and the steps that are queued on the device: none, one, or two.
+    """Iterations, and those that are queued on the device: none, one, or two.
 
-    Where the next step is certain to be the last one again, it is queued before the host waits for
-    results. So the device runs step n + 1 while the host appends the tokens of step n, decodes
-    them, looks for stop strings and hands them out. Who ends in step n has a row in step n + 1
-    that nobody reads; the blocks of that row stay taken until the step is done.
+    Before the host waits for results, it queues the next iteration wherever that can be chosen
+    without them: prompts, and the steps of all plans. So the device runs iteration n + 1 while the
+    host appends the tokens of iteration n, decodes them, looks for stop strings and hands them out.
+    Who ends in iteration n has a row in iteration n + 1 that nobody reads; the blocks of that row
+    stay taken until it is done.
 
     Whatever ends a call early (a wait or an operator that fails, a detokenizer, Ctrl-C) may leave
     the device ahead of what was committed. So the next call waits for everything that is queued,
     gives it up, and goes on from what was committed. An interrupt meanwhile changes nothing: the
-    call behind it starts over.
+    call after it starts over.
+
+    `num_iterations` counts them, `num_ahead` those that were queued before the results of the one
+    before were read.
 
     Args:
         scheduler: picks batches and commits their results.
@@ -30,6 +34,7 @@ class InFlight:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self.num_iterations = self.num_ahead = 0
         # False within a call, and where one ended early
         self._is_whole = True
 
@@ -40,6 +45,7 @@ class InFlight:
                 batch = self._scheduler.schedule()
                 if not batch.prefill and not batch.groups:
                     return False
+                self.num_iterations += 1
                 pending = self._runner.queue(batch)
                 if pending is None:
                     self._scheduler.postprocess(batch, self._runner.run(batch))
@@ -59,19 +65,21 @@ class InFlight:
     def _as_a_whole(self) -> Iterator[None]:
         """What runs in here ends, or the next call starts from what was committed."""
         if not self._is_whole:
-            for _, pending in self._scheduler.queued:
-                pending.result()
+            self._runner.wait()
             self._scheduler.forget_queued()
         self._is_whole = False
         yield
         self._is_whole = True
 
     def _queue_ahead(self) -> None:
-        """Queue the step behind the only one that is queued, where both are certain to be alike."""
+        """Queue the iteration after the only one that is queued, where it needs no results."""
         scheduler = self._scheduler
-        batch, pending = scheduler.queued[-1]
-        if len(scheduler.queued) == 1 and pending.can_go_on and scheduler.repeats(batch):
-            scheduler.hold(batch, pending.step.submit_next(pending.batch, pending.places))
+        if len(scheduler.queued) != 1 or (batch := scheduler.schedule_ahead()) is None:
+            return
+        if (pending := self._runner.queue(batch)) is not None:
+            scheduler.hold(batch, pending)
+            self.num_iterations += 1
+            self.num_ahead += 1
 
     def _finish_oldest(self) -> None:
         batch, pending = self._scheduler.queued[0]

@@ -18,10 +18,15 @@ class Policy(Protocol):
 
     Args:
         needs_results: the choice depends on what the last step did. False promises that it follows
-            from `num_running` alone: a step over the same sequences may then be queued, with the
-            same plan, before the results of the last one are known, and `choose` is not asked.
-            A policy without it counts as one that needs results. It is read before every
-            iteration, so a policy can keep to its choice for a while.
+            from `num_running` (and, of an `EachPolicy`, from the sequences that take part) alone:
+            the next step may then be queued before the results of the last one are known. A
+            policy without it counts as one that needs results. It is read before every iteration,
+            so a policy can keep to its choice for a while.
+
+    A policy that needs results, and has an attribute `chooses_late` that is True, may be asked all
+    the same while the results of one iteration are on their way: it chooses by those before, and
+    takes the outcome of an iteration after it was asked for the next one. Where a choice cannot be
+    made without those results after all, it is asked for the same iteration again.
     """
 
     @property
@@ -39,7 +44,7 @@ class Policy(Protocol):
 
 @runtime_checkable
 class EachPolicy(Policy, Protocol):
-    """Chooses a plan for every sequence, from what steps have done; its `needs_results` is True."""
+    """Chooses a plan for every sequence, from what steps have done."""
 
     def choose_each(self, sequences: list[Sequence], stats: SpecStats) -> list[str]:
         """Names of plans, one for each sequence that will take part."""

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specc.runtime.batch import Batch, Span, StepGroup
 from specc.runtime.batch_rows import BatchRows, last_tokens_of, sampling_rows
-from specc.runtime.captured_step import CapturedStep, PendingStep
+from specc.runtime.captured_step import CapturedStep, PendingStep, rows_of
 from specc.runtime.device_link import DeviceLink, HostLink
 from specc.runtime.extended_step import StepExtras
 from specc.runtime.grammar_masks import TreeMasks, has_masks, mask_roots
@@ -27,6 +27,7 @@ from specc.runtime.logprobs import (
 )
 from specc.runtime.mask_rules import MaskRules
 from specc.runtime.pass_inputs import PassInputs, causal_inputs
+from specc.runtime.pending_batch import PendingBatch, PendingPrefill
 from specc.runtime.program import Drafted, Model, Step, StepInputs, StepResult, draft_lens_of
 from specc.runtime.prompt_ends import PendingEnds, queue_ends
 from specc.runtime.sequence import Sequence
@@ -54,6 +55,14 @@ class RunResult:
     logprobs: list[list[list[TokenLogprobs] | None] | None] = field(default_factory=list)
     # of the target's pass that everyone shared; stages and `prefill_s` have their parts of it
     pass_s: float = 0.0
+
+
+class _Last(NamedTuple):
+    """The step that was queued last, and the block table that it had."""
+
+    group: StepGroup
+    table: Tensor
+    pending: PendingStep
 
 
 class Runner:
@@ -93,6 +102,7 @@ class Runner:
         self._operators = operators
         self._link = link or HostLink()
         self._rows = BatchRows(cache, last_tokens_of(step.plan for step in steps.values()))
+        self._last_queued: _Last | None = None
 
     def run(self, batch: Batch) -> RunResult:
         """Prefill, then one step for each group; sequences are read, never changed."""
@@ -109,30 +119,75 @@ class Runner:
             result.logprobs.append(self._logprobs(group, step))
         return result
 
-    def queue(self, batch: Batch) -> PendingStep | None:
+    def queue(self, batch: Batch) -> PendingBatch | None:
         """Queue a batch and return before it is done; None where only `run` can run it.
 
-        That is a batch with a prefill pass or of two plans, a step with a hook or with masks, and
-        every program that the host itself runs.
+        That is one with a step that has a hook or masks, and every program that the host itself
+        runs. Where results of its sequences are on their way, it is None for steps that do not run
+        as one graph, too: they could wait while the results are ready to be read.
         """
-        if batch.prefill or len(batch.groups) != 1:
+        steps = [self._steps[group.plan.name] for group in batch.groups]
+        for group, step in zip(batch.groups, steps, strict=True):
+            if not isinstance(step, CapturedStep) or step.is_split:
+                return None
+            if has_masks(group.sequences):
+                return None
+            if any(group.ahead) and not self._can_follow(step, group):
+                return None
+        first = next(iter(self._steps.values()), None)
+        if not isinstance(first, CapturedStep):
             return None
-        (group,) = batch.groups
-        if has_masks(group.sequences):
-            return None
-        step = self._steps[group.plan.name]
-        if not isinstance(step, CapturedStep) or step.is_split:
-            return None
+        read: Callable[[], RunResult] = RunResult
+        if batch.prefill:
+            begin_s = time.perf_counter()
+            ends = self.queue_prefill(batch.prefill)
+            prompts = PendingPrefill(
+                first, first.mark(), begin_s, lambda: RunResult(**ends.result()._asdict())
+            )
+            read = prompts.result
+        return PendingBatch(read, [self._queue_step(group) for group in batch.groups])
+
+    def wait(self) -> None:
+        """Wait until the device is done with all that was queued."""
+        first = next(iter(self._steps.values()), None)
+        if isinstance(first, CapturedStep):
+            first.mark().synchronize()
+
+    def _can_follow(self, step: CapturedStep, group: StepGroup) -> bool:
+        carried = [s for s, more in zip(group.sequences, group.ahead, strict=True) if more]
+        # of captured steps over rows of a dense cache, buckets reach to the last row in use
+        places = [s.blocks[0] for s in group.sequences] if step.by_block else None
+        extras = self._extras(step, group)
+        count = rows_of(len(group.sequences), places)
+        return step.is_replayed(count, extras and extras.kind) and step.knows(carried)
+
+    def _queue_step(self, group: StepGroup) -> PendingStep:
         begin_s = time.perf_counter()
+        step = self._steps[group.plan.name]
+        assert isinstance(step, CapturedStep), "others are not queued"
         self._catch_up(group)
-        pending = step.submit(self._inputs(group), self._extras(step, group))
+        inputs, extras = self._inputs(group), self._extras(step, group)
+        last, sequences = self._last_queued, group.sequences
+        goes_on = (
+            last is not None
+            and all(group.ahead or [0])
+            and (last.group.plan, last.group.sequences) == (group.plan, sequences)
+            and last.table is inputs.block_table
+            and last.pending.can_go_on
+        )
+        if last is not None and goes_on:
+            pending = step.submit_next(len(sequences), last.pending.places)
+        else:
+            is_carried = [more > 0 for more in group.ahead] or [False] * len(sequences)
+            pending = step.submit(inputs, sequences, is_carried, extras)
+        self._last_queued = _Last(group, inputs.block_table, pending)
         return pending._replace(begin_s=begin_s)
 
-    def finish(self, batch: Batch, pending: PendingStep) -> RunResult:
+    def finish(self, batch: Batch, pending: PendingBatch) -> RunResult:
         """The result of a batch that was queued; waits for it."""
-        (group,) = batch.groups
         found = pending.result()
-        return RunResult(steps=[found], logprobs=[self._logprobs(group, found)])
+        scores = [self._logprobs(*item) for item in zip(batch.groups, found.steps, strict=True)]
+        return replace(found, logprobs=scores)
 
     def _extras(self, step: CapturedStep, group: StepGroup) -> StepExtras | None:
         """What a captured step does besides; None is nothing."""
@@ -257,7 +312,7 @@ class Runner:
             and not step.is_split
             and (step.takes_masks or not has_masks(group.sequences))
         ):
-            return step.submit(inputs, self._extras(step, group)).result()
+            return step.submit(inputs, extras=self._extras(step, group)).result()
         return self._hooked(step, group, lambda reads: step.advance(inputs, slabs, reads))
 
     def _hooked(
@@ -297,15 +352,19 @@ class Runner:
         return step_logprobs(step.values["logits"], step.values["path"], outputs, group.sequences)
 
     def _inputs(self, group: StepGroup) -> StepInputs:
-        return self._rows.inputs(group.sequences, group.extra)
+        return self._rows.inputs(group.sequences, group.extra, group.ahead)
 
     def _catch_up(self, group: StepGroup) -> None:
-        """Feed drafts the committed tokens that their first level does not reach back to."""
+        """Feed drafts the committed tokens that their first level does not reach back to.
+
+        Who has a step in flight is left alone: its drafts are in step.
+        """
+        ahead = group.ahead or [0] * len(group.sequences)
         for i in draft_lens_of(group.plan):
             behind = [
                 Span(s, s.draft_lens[i], s.cache_len)
-                for s in group.sequences
-                if s.draft_lens[i] < s.cache_len + 1 - group.plan.catch_up
+                for s, more in zip(group.sequences, ahead, strict=True)
+                if not more and s.draft_lens[i] < s.cache_len + 1 - group.plan.catch_up
             ]
             for spans in _split(behind, self._prefill_chunk):
                 self._causal_pass(self._drafts[i], spans)

@@ -11,8 +11,10 @@ from specc.errors import RequestError
 from specc.metrics import SpecStats
 from specc.plans import OFF, SpecPlan
 from specc.runtime.batch import Batch, Queued, Span, StepGroup
+from specc.runtime.commit_batch import commit_prefill, commit_steps
 from specc.runtime.host_drafts import HostDrafts
 from specc.runtime.kv_cache import KVCache
+from specc.runtime.look_ahead import LookAhead
 from specc.runtime.policy import EachPolicy, Policy, WholePolicy
 from specc.runtime.program import draft_lens_of
 from specc.runtime.request_queue import RequestQueue, turn_of
@@ -22,7 +24,7 @@ from specc.runtime.sequence_blocks import SequenceBlocks
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from specc.runtime.captured_step import PendingStep
+    from specc.runtime.pending_batch import PendingBatch
     from specc.runtime.runner import RunResult
 
 # tokens that a sequence may grow by before its step has to come from the host again
@@ -142,37 +144,119 @@ class Scheduler:
                 )
 
     def schedule(self) -> Batch:
-        """Pick the work of the next iteration."""
+        """Pick the work of the next iteration; nothing is in flight."""
         self._end_late()
         self._admit()
-        ready = [sequence for sequence in self.running if sequence.is_prefilled]
+        batch = self._pick(LookAhead())
+        assert batch is not None, "all results are known"
+        return batch
+
+    def schedule_ahead(self) -> Batch | None:
+        """Pick the work of the iteration after those that are queued, without their results.
+
+        Rows, blocks and positions are judged by the longest that steps in flight may make their
+        sequences, and who is certain to end has no part; who happens to end has a row that
+        `postprocess` drops. A prompt whose last token is in flight takes its first step later.
+        Nobody gives up blocks meanwhile.
+
+        Returns:
+            None where the results come first: the policy needs them, a deadline has passed, blocks
+            or positions may run out, a draft has to read tokens that nobody knows yet, the host
+            has drafts of its own to bring, or nothing would be sure to be of use.
+        """
+        if not self._may_look_ahead or self._late():
+            return None
+        self._admit()
+        return self._pick(LookAhead(self.queued))
+
+    def _pick(self, ahead: LookAhead) -> Batch | None:
+        ready = [s for s in self.running if s.is_prefilled and s.num_tokens_left > ahead.least(s)]
+        if ahead and not self._is_worth_it(ready, ahead):
+            return None
         plan = self._plans[self.policy.choose(len(ready), self.stats)]
-        groups = self._divide(ready, plan)
+        if (groups := self._divide(ready, plan, ahead)) is None:
+            return None
         num_step_tokens = sum(g.plan.num_nodes * len(g.sequences) for g in groups)
-        spans = self._prefill_spans(plan, num_step_tokens)
+        spans = self._prefill_spans(plan, num_step_tokens, ahead)
         self.last_plans = Counter({g.plan.name: len(g.sequences) for g in groups})
         return Batch(spans, groups, len(self.running) + len(self.waiting))
 
-    def _divide(self, ready: list[Sequence], plan: SpecPlan) -> list[StepGroup]:
-        """Who runs which plan; whoever cannot speculate decodes plainly, in the last group."""
+    def _is_worth_it(self, ready: list[Sequence], ahead: LookAhead) -> bool:
+        """A prompt goes on, or a row that no length limit ends."""
+        return any(s.num_tokens_left > ahead.most(s) for s in ready) or any(
+            not s.is_prefilled and ahead.prefilled(s) < s.prefill_end for s in self.running
+        )
+
+    def _divide(
+        self, ready: list[Sequence], plan: SpecPlan, ahead: LookAhead
+    ) -> list[StepGroup] | None:
+        """Who runs which plan; whoever cannot speculate decodes plainly, in the last group.
+
+        None where that depends on results in flight.
+        """
         plans = [plan] * len(ready)
         if ready and self._each is not None:
             plans = [self._plans[name] for name in self._each.choose_each(ready, self.stats)]
-        wishes = {
-            id(sequence): own if self._speculates(sequence, own) else OFF
-            for sequence, own in zip(ready, plans, strict=True)
-        }
-        granted = self._grant(ready, wishes)
+        wishes = {}
+        for sequence, chosen in zip(ready, plans, strict=True):
+            wish = self._wish(sequence, chosen, ahead)
+            if wish is None:
+                return None
+            wishes[id(sequence)] = wish
+        granted: Mapping[int, SpecPlan] = wishes
+        if not ahead:
+            granted = self._grant(ready, wishes)
+        elif not self._has_blocks_for(ready, wishes, ahead):
+            return None
+        if self._looks_ahead and self._may_look_ahead:
+            self._take_ahead(ready, granted)
         members: dict[str, list[Sequence]] = {}
         for sequence in ready:
             if (own := granted.get(id(sequence))) is not None:
                 members.setdefault(own.name, []).append(sequence)
         plain = members.pop(OFF.name, [])
-        groups = []
-        for name, sequences in members.items():
-            own = self._plans[name]
-            groups.append(StepGroup(own, sequences, self.host_drafts.inputs(own, sequences)))
-        return [*groups, StepGroup(OFF, plain)] if plain else groups
+        groups = [self._group(self._plans[name], own, ahead) for name, own in members.items()]
+        return [*groups, self._group(OFF, plain, ahead)] if plain else groups
+
+    def _group(self, plan: SpecPlan, sequences: list[Sequence], ahead: LookAhead) -> StepGroup:
+        extra = self.host_drafts.inputs(plan, sequences) if plan.speculates else {}
+        tokens = tuple(map(ahead.most, sequences)) if ahead else ()
+        lags = any(ahead.lags(sequence, plan) for sequence in sequences)
+        return StepGroup(plan, sequences, extra, tokens, lags)
+
+    def _wish(self, sequence: Sequence, plan: SpecPlan, ahead: LookAhead) -> SpecPlan | None:
+        """What a sequence runs of what the policy chose; None where results in flight decide."""
+        least, most = ahead.least(sequence), ahead.most(sequence)
+        does = self._speculates(sequence, plan, sequence.cache_len + most)
+        if not most:
+            return plan if does else OFF
+        if self._speculates(sequence, plan, sequence.cache_len + least) != does:
+            return None
+        if does and (ahead.lags(sequence, plan) or self.host_drafts.brings(plan)):
+            return None
+        return plan if does else OFF
+
+    def _has_blocks_for(
+        self, ready: list[Sequence], wishes: Mapping[int, SpecPlan], ahead: LookAhead
+    ) -> bool:
+        """Blocks for everyone's step, wherever those in flight end; False where they run out."""
+        for sequence in ready:
+            plan, most = wishes[id(sequence)], ahead.most(sequence)
+            if not self._blocks.grow(sequence, plan, most):
+                return False
+            if not self._blocks.holds(sequence, plan, sequence.cache_len + most):
+                return False
+        return True
+
+    def _take_ahead(self, ready: list[Sequence], granted: Mapping[int, SpecPlan]) -> None:
+        """Blocks for several steps, so that tables rarely change."""
+        blocks = self._blocks
+        for sequence in ready:
+            own = granted.get(id(sequence))
+            more = min(_AHEAD, sequence.num_tokens_left)
+            # not at the cost of somebody's next step
+            if own and blocks.missing(sequence, own, more) + len(ready) <= blocks.num_free:
+                blocks.grow(sequence, own, more)
 
     def _grant(self, ready: list[Sequence], wishes: Mapping[int, SpecPlan]) -> dict[int, SpecPlan]:
         """Blocks for everyone's step, by their turns; plainly, or not at all, where they run out.
@@ -202,21 +286,15 @@ class Scheduler:
                     break
             else:
                 granted[id(sequence)] = plan
-        if self._looks_ahead and not self._needs_results:
-            # the next steps can then be queued without a word of the host
-            for sequence in ready:
-                own = granted.get(id(sequence))
-                ahead = min(_AHEAD, sequence.num_tokens_left)
-                # not at the cost of somebody's next step
-                if own and blocks.missing(sequence, own, ahead) + len(ready) <= blocks.num_free:
-                    blocks.grow(sequence, own, ahead)
         return granted
 
     @property
-    def _needs_results(self) -> bool:
-        return getattr(self.policy, "needs_results", True)
+    def _may_look_ahead(self) -> bool:
+        """The policy chooses without the results of the last iteration, or can do so late."""
+        policy = self.policy
+        return not getattr(policy, "needs_results", True) or getattr(policy, "chooses_late", False)
 
-    def hold(self, batch: Batch, pending: PendingStep) -> None:
+    def hold(self, batch: Batch, pending: PendingBatch) -> None:
         """The batch is queued: until `postprocess`, the blocks of its sequences stay theirs."""
         self.queued.append(Queued(batch, pending))
 
@@ -235,38 +313,13 @@ class Scheduler:
         self._release_finished()
         self._free_blocks()
 
-    def repeats(self, batch: Batch) -> bool:
-        """Whether the iteration behind a queued step is that step again, whatever its results are.
-
-        The same plan then runs over the same sequences, but for one that happens to end:
-        `postprocess` drops its row of the repetition. No sequence may be certain to end, or reach
-        behind its blocks or the last position where all of its draft tokens are accepted.
-
-        Args:
-            batch: one step, whose results nobody has seen yet.
-        """
-        group = batch.groups[0]
-        if self._needs_results or group.extra:
-            return False
-        if group.sequences != self.running or self._can_admit() or self._late():
-            return False
-        most_tokens = group.plan.max_depth + 1
-        for sequence in group.sequences:
-            cache_len = sequence.cache_len + most_tokens
-            is_within = self._blocks.holds(sequence, group.plan, cache_len)
-            is_same = not group.plan.speculates or self._speculates(sequence, group.plan, cache_len)
-            if sequence.num_tokens_left == 1 or not is_within or not is_same:
-                return False
-        # a row that no length limit ends makes the repetition worth its while
-        return any(sequence.num_tokens_left > most_tokens for sequence in group.sequences)
-
     def postprocess(self, batch: Batch, result: RunResult) -> None:
         """Commit what the passes did: lengths, tokens, counters; release requests that ended."""
         if self.queued:
             assert self.queued[0].batch is batch, "batches end in the order of their start"
             self.queued.popleft()
-        self._commit_prefill(batch, result)
-        self._commit_steps(batch, result)
+        commit_prefill(batch, result, self.stats, self._left)
+        commit_steps(batch, result, self.stats, self._left, self.host_drafts, self._each)
         for sequence in self.running:
             self._blocks.publish(sequence)
         self._release_finished()
@@ -274,49 +327,6 @@ class Scheduler:
             self._free_blocks()
         if self._whole is not None:
             self._whole.observe_batch(batch, result)
-
-    def _commit_prefill(self, batch: Batch, result: RunResult) -> None:
-        if batch.prefill:
-            self.stats.record_prefill_pass(result.prefill_s)
-        for span, token in zip(batch.prefill, result.first_tokens, strict=True):
-            sequence = span.sequence
-            sequence.stats.record_prefill_pass(result.prefill_s)
-            if (scored := result.prompt_logprobs.get(sequence.request_id)) is not None:
-                # whoever was preempted in its prompt has these already
-                sequence.prompt_logprobs[span.start :] = scored
-            # in front of the first token: without that token, `_is_torn` then tells
-            sequence.cache_len = span.end
-            for draft in span.drafts:
-                sequence.draft_lens[draft] = span.end
-            if token is not None:
-                sequence.append_first(token, result.first_logprobs.get(sequence.request_id))
-                if sequence.has_output:
-                    self.stats.record_first_token(sequence.stats.first_token_s)
-                self.stats.num_prompt_tokens += sequence.num_prompt_tokens
-
-    def _commit_steps(self, batch: Batch, result: RunResult) -> None:
-        no_logprobs: list[None] = [None] * len(result.steps)
-        logprobs = result.logprobs or no_logprobs
-        for group, step, scores in zip(batch.groups, result.steps, logprobs, strict=True):
-            rows = [(i, s) for i, s in enumerate(group.sequences) if s not in self._left]
-            if not rows:
-                continue
-            self.stats.record_step_pass(step.stage_s)
-            if len(rows) == len(group.sequences):
-                self.host_drafts.observe(group.plan, group.sequences, group.extra, step)
-            for i, sequence in rows:
-                num_accepted = step.num_accepted[i]
-                tokens = step.output_tokens[i][: num_accepted + 1]
-                num_emitted = sequence.append(tokens, scores[i] if scores else None)
-                sequence.cache_len = step.next_cache_len[i]
-                # a draft whose length is not moved any more would catch up
-                for draft, lengths in step.draft_lens.items():
-                    sequence.draft_lens[draft] = lengths[i]
-                sequence.stats.record_step_pass(step.stage_s)
-                for stats in (sequence.stats, self.stats):
-                    stats.record_step(group.plan.level_sizes, num_accepted, num_emitted)
-            if len(rows) == len(group.sequences) and self._each is not None:
-                self._each.observe(group, step)
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_num_seqs:
@@ -331,14 +341,6 @@ class Scheduler:
             if is_first_time:
                 self.num_looked_up += sequence.num_prompt_tokens
                 self.stats.num_cached_tokens += sequence.cache_len
-
-    def _can_admit(self) -> bool:
-        """There is a slot for the first who waits, and there are blocks."""
-        if not self.waiting or len(self.running) >= self._max_num_seqs:
-            return False
-        if self._waits_for_leader(self.waiting.first):
-            return False
-        return self._blocks.can_admit(self.waiting.first, self.running)
 
     def _waits_for_leader(self, sequence: Sequence) -> bool:
         """The rows of its prompt are on their way in another request, to be shared."""
@@ -370,7 +372,7 @@ class Scheduler:
             sequence.end("timeout")
         self._release_finished()
 
-    def _prefill_spans(self, plan: SpecPlan, num_step_tokens: int) -> list[Span]:
+    def _prefill_spans(self, plan: SpecPlan, num_step_tokens: int, ahead: LookAhead) -> list[Span]:
         spans = []
         budget = self._prefill_chunk
         longest = budget
@@ -379,8 +381,10 @@ class Scheduler:
             budget = max(budget - num_step_tokens, budget // _LEAST_PREFILL, 1)
             longest = min(budget, self._window or budget)
         for sequence in self.running:
-            start = sequence.cache_len
             if sequence.is_prefilled or budget == 0:
+                continue
+            start = ahead.prefilled(sequence)
+            if start == sequence.prefill_end:
                 continue
             end = min(sequence.prefill_end, start + min(budget, longest))
             if sequence.is_scored:
@@ -393,8 +397,8 @@ class Scheduler:
             drafts: tuple[int, ...] = ()
             if self._speculates(sequence, plan, sequence.prefill_end):
                 # a draft that lags behind catches up later, in front of its first step
-                lens = sequence.draft_lens
-                drafts = tuple(i for i in draft_lens_of(plan) if lens[i] == start)
+                known = ahead.drafts_at(sequence, start)
+                drafts = tuple(i for i in draft_lens_of(plan) if i in known)
             spans.append(Span(sequence, start, end, drafts))
         return spans
 
@@ -427,6 +431,7 @@ class Scheduler:
     def _free_blocks(self) -> None:
         """Free the blocks of those who left, but for those that a queued step still uses."""
         used = {id(s) for batch, _ in self.queued for g in batch.groups for s in g.sequences}
+        used |= {id(span.sequence) for batch, _ in self.queued for span in batch.prefill}
         for sequence in [s for s in self._left if id(s) not in used]:
             self._left.remove(sequence)
             self._blocks.release(sequence.blocks)

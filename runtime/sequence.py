@@ -88,6 +88,8 @@ class Sequence:
         self.cache_len = 0
         self.draft_lens = [0] * num_drafts
         self.blocks: list[int] = []
+        # of these, the first that are as they were when `BlockRows` last wrote them down
+        self.num_kept_blocks = 0
         # of `PrefixCache`: keys of its blocks, and how many of them others can find
         self.block_keys: list[bytes] = []
         self.num_published = 0
@@ -176,6 +178,7 @@ class Sequence:
             draft_lens: rows that they hold of each draft, at most `num_cached`; none for ().
         """
         self.blocks = blocks
+        self.num_kept_blocks = 0
         self.cache_len = num_cached
         self.draft_lens = list(draft_lens) or [0] * len(self.draft_lens)
         if self._admitted is None:
@@ -185,6 +188,7 @@ class Sequence:
     def preempt(self) -> list[int]:
         """Give up all rows, to compute them again later; returns the blocks."""
         blocks, self.blocks = self.blocks, []
+        self.num_kept_blocks = 0
         self.cache_len = 0
         self.draft_lens = [0] * len(self.draft_lens)
         self.prefill_end = len(self.token_ids) - self.has_output

@@ -64,10 +64,6 @@ class SequenceBlocks:
         is_long = sequence.num_prompt_tokens > self._size
         return self._shares_prefixes and is_long and not sequence.is_scored
 
-    def can_admit(self, sequence: Sequence, running: Sequence_[Sequence]) -> bool:
-        """Whether `admit` would."""
-        return self._is_free(sequence, self._find(sequence), running)
-
     def grow(self, sequence: Sequence, plan: SpecPlan, num_ahead: int = 0) -> bool:
         """Have the blocks of a step of this plan; False, and nothing changed, if they are not free.
 
@@ -87,6 +83,7 @@ class SequenceBlocks:
         if (surplus := -self.missing(sequence, plan)) > 0:
             self._pool.free(sequence.blocks[-surplus:])
             del sequence.blocks[-surplus:]
+            sequence.num_kept_blocks = min(sequence.num_kept_blocks, len(sequence.blocks))
 
     def missing(self, sequence: Sequence, plan: SpecPlan, num_ahead: int = 0) -> int:
         """Blocks that a step needs more than the sequence has; negative where it has more."""

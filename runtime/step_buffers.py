@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from specc.runtime.graph_device import Event, GraphDevice
 from specc.runtime.program import StepInputs
+from specc.runtime.state_rows import StateRows
 from specc.sampling_rows import Value, Word
 
 # committed rows of a padding row: so far below zero that every slot of it is negative, which
@@ -18,8 +20,10 @@ PADDING = -(1 << 30)
 _PADDING_OF = {"cache_len": PADDING}
 # of tensors, in units of int32: what Triton specializes pointers on, 16 bytes
 _ALIGNMENT = 4
-# results of a step that the host has not read yet, and inputs that the device has not read yet
-NUM_STAGES = 2
+# inputs that the device has not read yet: of two iterations, each of two plans
+NUM_STAGES = 4
+# results of steps that the host has not read yet: of two iterations, each of several plans
+_MOST_RESULTS = 16
 
 
 class HostResults:
@@ -36,10 +40,15 @@ class HostResults:
         self._is_read = False
 
     def wait(self) -> Tensor:
-        """The values; read them before two further steps are queued."""
+        """The values; read them before another step is queued."""
         self._event.synchronize()
         self._is_read = True
         return self._values
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its staging memory can be had for other results."""
+        return self._is_read
 
     def leave_staging(self) -> None:
         """Another step needs the staging memory: keep a copy for whoever has not read this."""
@@ -51,7 +60,7 @@ class HostResults:
 class StepBuffers:
     """Inputs of steps on the device, and the host's staging memory for them.
 
-    The host fills one of two staging sets while the device may still read the other; an event
+    The host fills one of a few staging sets while the device may still read the others; an event
     fences each. One copy brings everything over.
 
     Args:
@@ -99,17 +108,16 @@ class StepBuffers:
         self.last_tokens, self.cache_len = self.inputs["last_tokens"], self.inputs["cache_len"]
         self.block_table = self.inputs["block_table"]
         self.results = torch.zeros(max_batch, result_width, dtype=torch.int64, device=graphs.device)
+        self.state = StateRows(graphs, self.last_tokens, self.cache_len, PADDING)
         self._inputs = [graphs.host_buffer(total, dtype=torch.int32) for _ in range(NUM_STAGES)]
-        self._outputs = [
-            graphs.host_buffer(max_batch, result_width, dtype=torch.int64)
-            for _ in range(NUM_STAGES)
-        ]
         self._fences: list[Event | None] = [None] * NUM_STAGES
-        self._results: list[HostResults | None] = [None] * NUM_STAGES
+        # staging memory that nobody has, and whose results the other holds, the newest at the end
+        self._free = [self._new_output() for _ in range(NUM_STAGES)]
+        self._outputs: deque[tuple[Tensor, HostResults]] = deque()
         # of the step that was queued last; when the host last saw one end
         self.newest: HostResults | None = None
         self.end_s = 0.0
-        self._next_input = self._next_output = 0
+        self._next_input = 0
 
     def copy_from(
         self, inputs: StepInputs, bucket: int, places: Sequence[int] | None = None
@@ -123,6 +131,7 @@ class StepBuffers:
         """
         # whatever interrupts what follows: no step goes on from inputs that are not its own
         self.newest = None
+        self.state.save()
         stage = self._next_input
         self._next_input = (stage + 1) % NUM_STAGES
         if (fence := self._fences[stage]) is not None:
@@ -163,14 +172,30 @@ class StepBuffers:
 
     def read_results(self) -> HostResults:
         """Queue the copy of the results to the host, behind the step that made them."""
-        stage = self._next_output
-        self._next_output = (stage + 1) % NUM_STAGES
-        if (older := self._results[stage]) is not None:
-            older.leave_staging()
-        self._outputs[stage].copy_(self.results, non_blocking=True)
-        self.newest = HostResults(self._outputs[stage], self._graphs.record_event())
-        self._results[stage] = self.newest
+        values = self._free_output()
+        values.copy_(self.results, non_blocking=True)
+        self.newest = HostResults(values, self._graphs.record_event())
+        self._outputs.append((values, self.newest))
         return self.newest
+
+    def _free_output(self) -> Tensor:
+        """Staging memory of results that were read, else more of it, else of the oldest ones."""
+        for place, (values, results) in enumerate(self._outputs):
+            if results.is_read:
+                del self._outputs[place]
+                return values
+        if self._free:
+            return self._free.pop()
+        if len(self._outputs) < _MOST_RESULTS:
+            return self._new_output()
+        values, oldest = self._outputs.popleft()
+        oldest.leave_staging()
+        return values
+
+    def _new_output(self) -> Tensor:
+        # not of the inference mode that a step is queued in: others may write to it
+        with torch.inference_mode(False):
+            return self._graphs.host_buffer(self.max_batch, self.result_width, dtype=torch.int64)
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         views = {}

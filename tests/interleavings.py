@@ -25,6 +25,7 @@ class Moody:
     """A plan for every sequence and step, by dice; often the same for all."""
 
     needs_results = True
+    chooses_late = True
 
     def __init__(self, names: Sequence[str], dice: random.Random) -> None:
         self._names = list(names)
@@ -58,6 +59,8 @@ class Figures:
     num_cached_tokens: int = 0
     num_shared_passes: int = 0
     num_ties: int = 0
+    num_iterations: int = 0
+    num_ahead: int = 0
     steps: Counter[str] = field(default_factory=Counter)
 
     def to_json(self) -> dict[str, Any]:
@@ -68,6 +71,8 @@ class Figures:
 Draw = Callable[[random.Random, int, int], SamplingParams]
 # what else of a request is compared with its solo run, up to a position where they differ
 Compare = Callable[[Request, Request, int], None]
+# who chooses plans: names of an engine's plans, dice
+Choose = Callable[[Sequence[str], random.Random], Any]
 # how a mismatch is judged: request, its solo tokens, where they differ
 Judge = Callable[[Request, list[int], int], None]
 
@@ -129,6 +134,7 @@ def run_interleaving(
     max_tokens: int = 24,
     draw: Draw = draw_params,
     compare: Compare | None = None,
+    policy: Choose = Moody,
 ) -> None:
     """Serve random requests in a random order of events; compare those that were not cancelled.
 
@@ -143,9 +149,10 @@ def run_interleaving(
         max_tokens: of a request at most.
         draw: its options.
         compare: what else is compared.
+        policy: chooses plans.
     """
     dice = random.Random(seed)
-    core = EngineCore(engine, policy=Moody(list(engine.plans), dice))
+    core = EngineCore(engine, policy=policy(list(engine.plans), dice))
     crowd = dice.choice([0.2, 0.5, 0.95])
     engine.cache.allocator.forget_all()
     requests: list[Request] = []
@@ -172,11 +179,14 @@ def run_interleaving(
             figures.steps.update(core.scheduler.last_plans)
             figures.num_shared_passes += core.runner.num_shared_passes
             core.runner.num_shared_passes = 0
+    core.in_flight.settle()
     assert core.engine.cache.allocator.num_free == core.engine.cache.allocator.num_blocks
     figures.num_interleavings += 1
     figures.num_requests += len(requests)
     figures.num_cancelled += len(cancelled)
     figures.num_preemptions += core.scheduler.stats.num_preemptions
+    figures.num_iterations += core.in_flight.num_iterations
+    figures.num_ahead += core.in_flight.num_ahead
     figures.num_cached_tokens += core.scheduler.stats.num_cached_tokens
     for request in requests:
         if id(request) in cancelled:

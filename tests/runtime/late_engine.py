@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from specc.api import compile_with
+from specc.config import CompileConfig
+from specc.runtime import engine as engine_module
+from specc.runtime.cuda_backend import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.policy import FixedPolicy
@@ -29,6 +36,7 @@ class Rig:
     device: LateDevice
     num_ahead: int = 0
     num_dropped: int = 0
+    path: Path = Path()
 
     def llm(self, plan: str, *, overlaps: bool = True) -> LLM:
         return LLM(self.engine, plan=plan, policy=(FixedPolicy if overlaps else Waits)(plan))
@@ -40,6 +48,27 @@ class Rig:
             and allocator.num_free == allocator.num_blocks
             and self.device.num_waiting == 0
         )
+
+
+@contextlib.contextmanager
+def late_rig(models: Any, path: Path, config: CompileConfig, **options: Any) -> Iterator[Rig]:
+    """Compile the tiny pair for a device that runs late, and load it there, guarded.
+
+    Args:
+        models: tiny ones.
+        path: of the engine, beside which the draft is saved.
+        config: for the backend `cuda`.
+        options: of `Engine.load`.
+    """
+    draft = save_draft(models, path.parent / "draft")
+    compile_with(str(models.target), str(draft), path, config)
+    device = LateDevice()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(engine_module, "cuda_device", lambda: device)
+        rig = Rig(Engine.load(path, capture=CaptureLimits.lazy(), **options), device, path=path)
+        guard_blocks(rig)
+        yield rig
 
 
 def save_draft(models: Any, path: Path) -> Path:

@@ -27,6 +27,12 @@ _FORBIDDEN = {
     *(aten.unique_consecutive, aten.repeat_interleave, aten.argwhere),
 }
 
+# say that they are views, and copy where they have to
+_COPYING_VIEWS = {aten.to, aten.contiguous, aten.reshape, aten.flatten}
+
+# write into tensors that they are given, whatever these hold, and read nothing on the host
+_MOVES = {aten.index_copy_.default, aten.index_select.out}
+
 
 class Tape:
     """Recorded operators."""
@@ -170,9 +176,10 @@ class ReplayedEvent:
 class LateDevice(SimulatedDevice):
     """Runs what is queued as late as a device may: when somebody waits for it, or needs it.
 
-    Replays and copies that need not be staged are queued in their order; every other operator on
-    memory of the device waits for all of them. Staging buffers are read and written at once: one
-    that is filled again too early spoils the copy from it.
+    Replays, copies that need not be staged and operators that move rows between given tensors are
+    queued in their order; every other operator on memory of the device waits for all of them.
+    Staging buffers are read and written at once: one that is filled again too early spoils the copy
+    from it.
 
     `before_replay` is called with the tape whenever the device comes to a replay.
     """
@@ -273,7 +280,11 @@ class _Late(TorchDispatchMode):
         if func is aten.copy_.default and (kwargs.get("non_blocking") or len(args) > 2):
             self._device.add(lambda: args[0].copy_(args[1]))
             return args[0]
-        if not (func.is_view or self._device.is_of_host((args, kwargs))):
+        if func in _MOVES:
+            self._device.add(lambda: func(*args, **kwargs))
+            return kwargs.get("out", args[0])
+        is_view = func.is_view and func.overloadpacket not in _COPYING_VIEWS
+        if not (is_view or self._device.is_of_host((args, kwargs))):
             self._device.run_all()
         return func(*args, **kwargs)
 

@@ -1,65 +1,85 @@
-"""The adaptive policy: it reads an engine's counters, and keeps batch sizes apart."""
+"""The adaptive policy: it learns from iterations of one step, and keeps batch sizes apart."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
+from collections.abc import Sequence
 
 import pytest
 
 from specc.errors import ConfigError
 from specc.metrics import SpecStats
+from specc.plans import SpecPlan
 from specc.runtime.adaptive_policy import AdaptivePolicy
+from specc.runtime.batch import Batch, Span, StepGroup
+from specc.runtime.program import StepResult
+from specc.runtime.runner import RunResult
+from specc.runtime.sequence import Sequence as Request
+from specc.sampling_params import SamplingParams
 from tests.runtime.simulated_load import Load
 
 PLANS = {"off": 0, "chain-1": 1, "chain-2": 2, "chain-4": 4, "chain-8": 8}
+STATS = SpecStats()
+
+
+def round_of(accepted: Sequence[int], length: int = 2, **stages: float) -> tuple[Batch, RunResult]:
+    """An iteration of one step, of a chain, and a prompt beside it."""
+    plan = SpecPlan.from_widths((1,) * length)
+    sequences = [
+        Request(str(i), [0], SamplingParams(), max_seq_len=9) for i in range(len(accepted))
+    ]
+    step = StepResult(list(accepted), [], [], {}, stages or {"step": 1.0})
+    spans = [Span(sequences[0], 0, 1)]
+    return Batch(spans, [StepGroup(plan, sequences)]), RunResult([None], 9.0, [step])
 
 
 class Engine:
-    """Counts steps as an engine does."""
+    """Runs steps as an engine does; `delay` of them are in flight when the next one is chosen."""
 
-    def __init__(self, policy: AdaptivePolicy, load: Load, seed: int = 1) -> None:
+    def __init__(self, policy: AdaptivePolicy, load: Load, seed: int = 1, delay: int = 0) -> None:
         self.policy = policy
         self.load = load
-        self.stats = SpecStats()
         self.chosen: list[str] = []
         self._random = random.Random(seed)
+        self._flying: deque[tuple[Batch, RunResult]] = deque()
+        self._delay = delay
 
-    def step(self, batch: int, is_prefill: bool = False) -> str:
-        plan = self.policy.choose(batch, self.stats)
+    def step(self, batch: int) -> str:
+        plan = self.policy.choose(batch, STATS)
         self.chosen.append(plan)
-        if is_prefill:
-            self.stats.record_prefill_pass(5.0)
-            self.stats.record_first_token(7.0)
-        self.record(plan, batch)
-        return plan
-
-    def record(self, plan: str, batch: int) -> None:
         length = PLANS[plan]
         noise = max(0.5, self._random.gauss(1, 0.05))
         seconds = self.load.seconds(length) * noise
         stages = {"draft": 0.3 * seconds, "verify": 0.6 * seconds, "accept_commit": 0.1 * seconds}
-        self.stats.record_step_pass(stages if self._random.random() < 0.5 else {"step": seconds})
-        for _ in range(batch):
-            accepted = self.load.draw(self._random, length)
-            self.stats.record_step((1,) * length, accepted, accepted + 1)
+        accepted = [self.load.draw(self._random, length) for _ in range(batch)]
+        is_whole = self._random.random() < 0.5
+        made = round_of(accepted, length, **({"step": seconds} if is_whole else stages))
+        self._flying.append(made)
+        if len(self._flying) > self._delay:
+            self.policy.observe_batch(*self._flying.popleft())
+        return plan
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.9])
-def test_finds_the_best_plan(batch, chance):
+@pytest.mark.parametrize("delay", [0, 1])
+def test_finds_the_best_plan(batch, chance, delay):
+    """Also where it chooses one step late."""
     load = Load((chance,), 0.1, 0.02, 0.05)
-    engine = Engine(AdaptivePolicy(PLANS), load)
-    for number in range(1500):
-        engine.step(batch, is_prefill=number % 7 == 0)
+    engine = Engine(AdaptivePolicy(PLANS), load, delay=delay)
+    for _ in range(1500):
+        engine.step(batch)
     rate = sum(load.mean_tokens(PLANS[p]) for p in engine.chosen[500:])
     rate /= sum(load.seconds(PLANS[p]) for p in engine.chosen[500:])
     assert rate > 0.95 * load.rate(load.best(tuple(PLANS.values())))
     assert set(engine.chosen) <= set(PLANS)
 
 
-def test_needs_results():
+def test_needs_results_but_chooses_late():
     assert AdaptivePolicy(PLANS).needs_results
+    assert AdaptivePolicy(PLANS).chooses_late
 
 
 def observed(policy: AdaptivePolicy) -> list[tuple[int, float, list[int]]]:
@@ -78,76 +98,55 @@ def observed(policy: AdaptivePolicy) -> list[tuple[int, float, list[int]]]:
             self.setdefault(bucket, Recorder(bucket))
             return True
 
+        def get(self, bucket):
+            assert bucket in self
+            return self[bucket]
+
     policy._lengths = Buckets()
     policy._last = Recorder(0)
     return seen
 
 
-def test_counters_become_rounds():
-    policy, stats = AdaptivePolicy(PLANS), SpecStats()
+def test_iterations_become_rounds():
+    policy = AdaptivePolicy(PLANS)
     seen = observed(policy)
-    assert policy.choose(3, stats) == "chain-2"
-    assert seen == []
-    # three sequences that accept 2, 0 and 1, beside a prefill with its first token
-    stats.record_prefill_pass(9.0)
-    stats.record_first_token(1.0)
-    stats.record_step_pass({"draft": 0.25, "verify": 0.5, "accept_commit": 0.125})
-    for accepted in (2, 0, 1):
-        stats.record_step((1, 1), accepted, accepted + 1)
-    policy.choose(2, stats)
-    assert seen == [(4, 0.875, [3, 2, 1])]
-    # a step in one graph, behind which one request ended early: emitted tokens count
-    stats.record_step_pass({"step": 2.0})
-    stats.record_step((1, 1), 2, 1)
-    stats.record_step((1, 1), 2, 3)
-    policy.choose(2, stats)
+    assert policy.choose(3, STATS) == "chain-2"
+    policy.observe_batch(*round_of((2, 0, 1), draft=0.25, verify=0.5, accept_commit=0.125))
+    # seconds of the prompt are not those of the step
+    assert seen == [(4, 0.875, [3, 1, 2])]
+    policy.observe_batch(*round_of((2, 0), step=2.0))
     assert seen[1:] == [(2, 2.0, [3, 1])]
-    # nothing ran
-    policy.choose(0, stats)
-    policy.choose(2, stats)
-    assert len(seen) == 2
 
 
 def test_mixed_and_foreign_rounds_teach_nothing():
-    policy, stats = AdaptivePolicy(PLANS), SpecStats()
+    policy = AdaptivePolicy(PLANS)
     seen = observed(policy)
-    policy.choose(2, stats)
-    # one speculates, one does not: two passes
-    stats.record_step_pass({"step": 2.0})
-    stats.record_step((1, 1), 2, 3)
-    stats.record_step_pass({"step": 1.0})
-    stats.record_step((), 0, 1)
-    policy.choose(2, stats)
+    policy.choose(2, STATS)
+    one, other = round_of((2, 1)), round_of((0,), 0)
+    # one speculates, one does not: two steps
+    mixed = Batch([], one[0].groups + other[0].groups)
+    policy.observe_batch(mixed, RunResult(steps=one[1].steps + other[1].steps))
     # the plan speculates, but neither sequence could
-    stats.record_step_pass({"step": 1.0})
-    stats.record_step((), 0, 1)
-    stats.record_step((), 0, 1)
-    policy.choose(2, stats)
+    policy.observe_batch(*round_of((0, 0), 0))
+    # queued before the length changed
+    policy.observe_batch(*round_of((0, 0), 8))
+    # a plan that is not among these
+    policy.observe_batch(*round_of((0, 0), 3))
     # no time passed
-    stats.record_step_pass({})
-    stats.record_step((1, 1), 2, 3)
-    policy.choose(2, stats)
-    # counters of another engine
-    fresh = SpecStats()
-    fresh.record_step_pass({"step": 1.0})
-    fresh.record_step((1, 1), 2, 3)
-    policy.choose(2, fresh)
+    policy.observe_batch(*round_of((2, 1), step=0.0))
+    # prompts alone
+    policy.observe_batch(Batch(one[0].prefill, []), RunResult([None], 1.0))
     assert seen == []
-    fresh.record_step_pass({"step": 1.0})
-    fresh.record_step((1, 1), 2, 3)
-    policy.choose(2, fresh)
-    assert seen == [(2, 1.0, [3])]
+    policy.observe_batch(*one)
+    assert seen == [(2, 1.0, [3, 2])]
 
 
 def test_batch_sizes_by_powers_of_two():
-    policy, stats = AdaptivePolicy(PLANS), SpecStats()
+    policy = AdaptivePolicy(PLANS)
     seen = observed(policy)
     for batch, bucket in {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 9: 16, 64: 64}.items():
-        policy.choose(batch, stats)
-        stats.record_step_pass({"step": 1.0})
-        for _ in range(batch):
-            stats.record_step((1, 1), 1, 2)
-        policy.choose(0, stats)
+        policy.choose(batch, STATS)
+        policy.observe_batch(*round_of((1,) * batch))
         assert seen[-1] == (bucket, 1.0, [2] * batch)
 
 
@@ -156,7 +155,6 @@ def test_batch_sizes_have_their_own_optimum():
     policy = AdaptivePolicy(PLANS)
     alone = Engine(policy, Load((0.8,), 0.03, 0.0, 0.0))
     crowd = Engine(policy, Load((0.8,), 0.3, 1.0, 0.0), seed=2)
-    crowd.stats = alone.stats
     for _ in range(8):
         for engine, batch in ((alone, 1), (crowd, 16)):
             for _ in range(150):
@@ -171,7 +169,7 @@ def test_a_new_batch_size_starts_where_the_last_one_is():
     assert engine.step(1) == "chain-2"
     for _ in range(600):
         engine.step(1)
-    assert policy.choose(40, engine.stats) == "chain-8"
+    assert policy.choose(40, STATS) == "chain-8"
 
 
 def test_options_reach_the_states():

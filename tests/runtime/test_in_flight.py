@@ -10,18 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
-from specc.api import compile_with
 from specc.config import CompileConfig
 from specc.errors import RequestError
 from specc.metrics import SpecStats
 from specc.plans import SpecPlan
-from specc.runtime import engine as engine_module
 from specc.runtime.batch import Batch
 from specc.runtime.captured_step import CapturedStep
-from specc.runtime.cuda_backend import CaptureLimits
-from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.outputs import RequestOutput, StreamOutput
 from specc.runtime.runner import RunResult
@@ -29,8 +24,7 @@ from specc.runtime.scheduler import Scheduler
 from specc.runtime.sequence import Sequence
 from specc.runtime.step_buffers import HostResults, StepBuffers
 from specc.sampling_params import SamplingParams
-from tests.runtime.late_engine import Rig, guard_blocks, save_draft
-from tests.runtime.simulated_device import LateDevice
+from tests.runtime.late_engine import Rig, late_rig
 
 PLANS = ("off", "chain-3", "tree-2-1")
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7, list(range(60, 83)), [200]]
@@ -44,31 +38,24 @@ SEEDS = [
 @pytest.fixture(scope="module")
 def rig(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     path = tmp_path_factory.mktemp("engines") / "overlap"
-    draft = save_draft(tiny_models, tmp_path_factory.mktemp("draft"))
     plans = tuple(SpecPlan.from_widths(widths) for widths in ((2, 1), (1, 1, 1)))
     config = CompileConfig(
         plans=plans, max_seq_len=MAX_SEQ_LEN, max_batch_size=3, block_size=4, backend="cuda"
     )
-    with pytest.MonkeyPatch.context() as patch:
-        device = LateDevice()
-        compile_with(str(tiny_models.target), str(draft), path, config)
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(engine_module, "cuda_device", lambda: device)
-        made = Rig(Engine.load(path, capture=CaptureLimits.lazy()), device)
-        submit_next, postprocess = CapturedStep.submit_next, Scheduler.postprocess
+    with late_rig(tiny_models, path, config) as made, pytest.MonkeyPatch.context() as patch:
+        hold, postprocess = Scheduler.hold, Scheduler.postprocess
 
-        def counted(step: CapturedStep, batch: int, *places: Any) -> Any:
-            made.num_ahead += 1
-            return submit_next(step, batch, *places)
+        def counted(scheduler: Scheduler, *queued: Any) -> None:
+            made.num_ahead += len(scheduler.queued)
+            hold(scheduler, *queued)
 
         def watched(scheduler: Scheduler, batch: Batch, result: RunResult) -> None:
             sequences = [s for group in batch.groups for s in group.sequences]
             made.num_dropped += sum(s not in scheduler.running for s in sequences)
             postprocess(scheduler, batch, result)
 
-        patch.setattr(CapturedStep, "submit_next", counted)
+        patch.setattr(Scheduler, "hold", counted)
         patch.setattr(Scheduler, "postprocess", watched)
-        guard_blocks(made)
         yield made
 
 
@@ -394,6 +381,7 @@ PLACES = [
     pytest.param(StepBuffers, "read_results", False, id="replayed"),
     pytest.param(StepBuffers, "read_results", True, id="queued"),
     pytest.param(CapturedStep, "submit_next", True, id="queued-ahead"),
+    pytest.param(Scheduler, "schedule_ahead", True, id="scheduled-ahead"),
     pytest.param(Scheduler, "hold", False, id="not-held"),
     pytest.param(Scheduler, "hold", True, id="held"),
     pytest.param(Scheduler, "postprocess", False, id="not-postprocessed"),

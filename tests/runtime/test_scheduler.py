@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from specc.errors import RequestError
-from specc.metrics import SpecStats
 from specc.plans import OFF, SpecPlan
 from specc.runtime.batch import Batch
 from specc.runtime.kv_cache import CacheShape, KVCache
@@ -232,84 +231,6 @@ def running(scheduler: Scheduler, *sequences: Sequence) -> Batch:
     assert not batch.prefill
     scheduler.hold(batch, PENDING)
     return batch
-
-
-def test_an_iteration_repeats_while_results_cannot_change_it() -> None:
-    scheduler, _ = make_scheduler(chunk=100)
-    batch = running(scheduler, make_sequence("a", max_tokens=20), make_sequence("b", max_tokens=20))
-    assert scheduler.repeats(batch)
-    scheduler.hold(batch, PENDING)
-    scheduler.postprocess(batch, run(batch, 2))
-    assert scheduler.repeats(batch)
-    # no slot: c would not join either way
-    scheduler.add(make_sequence("c"))
-    assert scheduler.repeats(batch)
-    scheduler.abort(batch.groups[0].sequences[0])
-    assert not scheduler.repeats(batch)
-
-
-def test_who_can_join_does_so_in_the_next_iteration() -> None:
-    scheduler, _ = make_scheduler(chunk=100)
-    batch = running(scheduler, make_sequence("a", max_tokens=20))
-    assert scheduler.repeats(batch)
-    scheduler.add(make_sequence("b"))
-    assert not scheduler.repeats(batch)
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "repeats"),
-    [
-        # one token of two is out, and the step emits one at least
-        pytest.param((2, 20), False, id="certain-end"),
-        pytest.param((3, 20), True, id="possible-end"),
-        # up to three tokens more
-        pytest.param((4, 4), False, id="all-may-end"),
-        pytest.param((4, 5), True, id="one-goes-on"),
-    ],
-)
-def test_lengths_that_end_an_iteration(max_tokens: tuple[int, int], repeats: bool) -> None:
-    scheduler, _ = make_scheduler(chunk=100)
-    sequences = [make_sequence(str(i), max_tokens=n) for i, n in enumerate(max_tokens)]
-    assert scheduler.repeats(running(scheduler, *sequences)) == repeats
-
-
-@pytest.mark.parametrize(("num_prompt", "repeats"), [(25, True), (26, False), (27, False)])
-def test_no_node_of_a_repetition_lies_behind_the_last_position(num_prompt, repeats) -> None:
-    """Three tokens more, and two levels: 25 + 3 + 2 < 31."""
-    scheduler, _ = make_scheduler(chunk=100, limit=31)
-    batch = running(scheduler, make_sequence("a", num_prompt, max_tokens=99))
-    assert groups(batch) == {"chain-2": ["a"]}
-    assert scheduler.repeats(batch) == repeats
-
-
-@pytest.mark.parametrize(("max_tokens", "repeats"), [(5, True), (4, True), (3, False)])
-def test_a_repetition_keeps_to_its_blocks(max_tokens: int, repeats: bool) -> None:
-    """Rows 0 … 4, three more, and three nodes: 10 of them, and blocks of 4."""
-    scheduler, _ = make_scheduler(chunk=100)
-    short, long = make_sequence("a", 4, max_tokens=max_tokens), make_sequence("b", max_tokens=20)
-    batch = running(scheduler, short, long)
-    short.blocks = short.blocks[: -(-(4 + max_tokens + 3) // 4)]
-    del short.blocks[3 if max_tokens > 3 else 2 :]
-    assert scheduler.repeats(batch) == repeats
-
-
-def test_two_plans_or_a_policy_that_needs_results_do_not_repeat() -> None:
-    scheduler, _ = make_scheduler(chunk=100)
-    plain = make_sequence("b", max_tokens=20, speculative=False)
-    assert not scheduler.repeats(running(scheduler, make_sequence("a", max_tokens=20), plain))
-
-    class Fickle(FixedPolicy):
-        needs_results = True
-
-    class Old:
-        def choose(self, num_running: int, stats: SpecStats) -> str:
-            return CHAIN.name
-
-    for policy, repeats in ((FixedPolicy(CHAIN.name), True), (Fickle(CHAIN.name), False),
-                            (Old(), False)):  # fmt: skip
-        other, cache = make_scheduler()
-        other = Scheduler(cache, {OFF.name: OFF, CHAIN.name: CHAIN}, policy, 100, MAX_SEQ_LEN)
-        assert other.repeats(running(other, make_sequence("a", max_tokens=20))) == repeats
 
 
 def test_blocks_in_flight_stay_taken_and_rows_of_who_left_are_dropped() -> None:

@@ -346,16 +346,16 @@ def test_deadlines_end_requests_that_wait_and_that_run() -> None:
     assert scheduler.stats.num_requests == 2
 
 
-def test_a_deadline_ends_a_repetition() -> None:
+def test_who_looks_ahead_waits_for_a_deadline() -> None:
     clock = Clock()
     scheduler, _ = make_scheduler(chunk=100, clock=clock)
     scheduler.add(sequence("a", [1] * 4, clock, max_tokens=20, timeout_s=5.0))
     advance(scheduler)
     batch = scheduler.schedule()
     scheduler.hold(batch, object())  # type: ignore[arg-type]
-    assert scheduler.repeats(batch)
+    assert scheduler.schedule_ahead() is not None
     clock.now_s = 5.0
-    assert not scheduler.repeats(batch)
+    assert scheduler.schedule_ahead() is None
 
 
 def test_prompts_and_steps_share_a_pass() -> None:
