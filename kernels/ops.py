@@ -14,6 +14,7 @@ from torch import Tensor
 from specc.kernels import (
     reference,
     reference_accept,
+    reference_experts,
     reference_fused,
     reference_products,
     reference_rectangular,
@@ -232,6 +233,10 @@ def _masked_attention_fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale:
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
+def _experts_fake(x: Tensor, *args: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _grouped_mm_fake(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
@@ -402,6 +407,12 @@ act_and_mul = _define(
     "act_and_mul(Tensor gate_up, str activation) -> Tensor",
     reference_fused.act_and_mul_reference,
     _act_and_mul_fake,
+)
+experts = _define(
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str activation)"
+    " -> Tensor",
+    reference_experts.experts_reference,
+    _experts_fake,
 )
 # what ONNX and TensorRT have of their own
 cache_write = _define(

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specc.kernels import ops
 from specc.passes.fuse_add_norm import FuseAddNorm
+from specc.passes.fuse_experts import FuseExperts
 from specc.passes.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
 from specc.passes.fuse_swiglu import FuseSwiGLU
@@ -21,6 +22,7 @@ from specc.passes.program import Program, is_update
 CUDA_PHASES: Phases = (
     ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
     ("gates", (FuseSwiGLU,)),
+    ("mixtures", (FuseExperts,)),
     # from here on operators communicate through the caches, in the order of the graph
     ("caches", (FuseRopeWrite, SplitTreeAttention)),
     ("products", (FuseAddNorm,)),

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from specc.kernels import ops
 from specc.passes.program import Program, is_view
 
-_FLOAT_BYTES = 4
+_FLOAT_BYTES = _INT_BYTES = 4
 # rows of the largest tiles of attention that are resident on a large GPU: 2 programs on each of
 # 160 multiprocessors, 128 rows each
 _RESIDENT_ROWS = 2 * 160 * 128
@@ -149,11 +149,19 @@ class _Sizes:
         return sum(self._bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
     def scratch(self, node: fx.Node) -> int:
-        """What attention needs inside.
+        """What an operator needs inside: attention does.
 
         On a CPU: gathered keys and values, scores and probabilities. On a GPU: partial results of
         the splits of a context, which are as many as fill the machine.
+
+        And what the experts of a mixture do: a row of each product for every pair of a token and
+        one of its experts, and the order of these pairs.
         """
+        if node.target is ops.experts:
+            x, ids, _, gate_up, down = (item.meta["val"] for item in node.args[:5])
+            num_pairs = self._size(ids.shape[0]) * int(ids.shape[1])
+            inner, outer = int(down.shape[2]) * x.dtype.itemsize, int(down.shape[1]) * _FLOAT_BYTES
+            return num_pairs * (inner + outer + _INT_BYTES) + int(gate_up.shape[0]) * _INT_BYTES
         if node.target is ops.attend:
             head_dim = int(node.args[2].meta["val"].shape[3])
             return _FLOAT_BYTES * _RESIDENT_ROWS * (head_dim + 1)

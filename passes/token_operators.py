@@ -31,12 +31,15 @@ ATTENTION = {
     "write_kv": (2, 0),
     "rope_write": (3, 2),
 }
-# residual addition, norm and product; operands of tokens by name, then tables
-ADD_NORM: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+# products of rows of tokens with parameters; operands of tokens by name, then tables
+ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "add_norm_linear": (("x", "residual"), ()),
     "add_norm_gate_up": (("x", "residual"), ()),
     "add_norm_rope_write": (("x", "residual"), ("cos", "sin")),
+    "experts": (("x",), ("ids", "weights")),
 }
+# what of these operands is a parameter
+PARAMETERS = ("gamma", "weight", "bias", "gate_up", "down")
 PRODUCTS = frozenset(("linear", "mm", "bmm", "matmul", "addmm", "baddbmm"))
 # element by element, and yet without the tag; `repeat` of tokens would change their number
 POINTWISE = frozenset(

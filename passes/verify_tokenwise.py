@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -113,8 +113,8 @@ class _Proof:
             return routed
         if name in operators.ATTENTION:
             return self._attention(node, *operators.ATTENTION[name])
-        if name in operators.ADD_NORM:
-            return self._add_norm(node, *operators.ADD_NORM[name])
+        if name in operators.ROWS:
+            return self._rows(node, *operators.ROWS[name])
         self._refuse_uses(node, name, states)
         if rule := self._rule(node, name):
             return rule(node, name)
@@ -353,19 +353,18 @@ class _Proof:
     def _attention(self, node: fx.Node, num_operands: int, num_tables: int) -> Any:
         for i, item in enumerate(node.args[: num_operands + num_tables]):
             state = self._states[item]
-            is_plain = isinstance(state, Tokens) and (state.scale, state.order) == (1, None)
             place, what = ((1, 3), "[heads, tokens, head_dim]")
             if i >= num_operands:
                 place, what = ((0, 2), "[tokens, columns]")
-            if not is_plain or (state.dim, state.ndim) != place:
+            if not _is_in_order(state) or (state.dim, state.ndim) != place:
                 raise self._refuse(node, f"{item.name} is not {what}")
         if node.meta["val"] is None:
             return None
         state = self._states[node.args[0]]
         return replace(self._result(node, state), is_position=False)
 
-    def _add_norm(self, node: fx.Node, rows: tuple[str, ...], tables: tuple[str, ...]) -> Any:
-        """Rows of tokens that are normalized and multiplied; what else is read has none of them."""
+    def _rows(self, node: fx.Node, rows: tuple[str, ...], tables: tuple[str, ...]) -> Any:
+        """Rows of tokens that are multiplied; parameters have no tokens."""
         bound = bind_args(node)
         states = {
             name: self._states[item] for name, item in bound.items() if isinstance(item, fx.Node)
@@ -373,16 +372,15 @@ class _Proof:
         first = states[rows[0]]
         for name in rows:
             state = states[name]
-            if not isinstance(state, Tokens) or (state.scale, state.order) != (1, None):
+            if not _is_in_order(state):
                 raise self._refuse(node, f"{bound[name].name} is not a row for each token")
             if state.right == -1 or state.right != first.right:
                 raise self._mixes(node)
         for name in tables:
             state = states[name]
-            is_plain = isinstance(state, Tokens) and (state.scale, state.order) == (1, None)
-            if not is_plain or (state.dim, state.ndim) != (0, 2):
+            if not _is_in_order(state) or (state.dim, state.ndim) != (0, 2):
                 raise self._refuse(node, f"{bound[name].name} is not [tokens, columns]")
-        for name in ("gamma", "weight", "bias"):
+        for name in operators.PARAMETERS:
             if states.get(name) is not None:
                 raise self._mixes(node)
         return self._result(node, replace(first, role="", is_position=False))
@@ -397,6 +395,13 @@ class _Proof:
 def _outputs(node: fx.Node) -> Iterator[Any]:
     value = node.meta["val"]
     yield from value if isinstance(value, list | tuple) else (value,)
+
+
+def _is_in_order(state: State) -> TypeGuard[Tokens]:
+    """Whether there is one entry for each token of the pass, which says nothing of its place."""
+    if not isinstance(state, Tokens) or state.is_place:
+        return False
+    return (state.scale, state.order) == (1, None)
 
 
 def _is_whole(node: fx.Node, name: str) -> bool:

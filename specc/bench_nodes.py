@@ -209,7 +209,7 @@ class _Counter(TorchDispatchMode):
         operator = self._operator
         moved = sum(_bytes(x) for name, x in tensors.items() if name not in _CACHES)
         kind = ATTEND if operator in _ATTENTION else OTHER
-        if "weight" in tensors and tensors["weight"].dim() == 2:
+        if "weight" in tensors and tensors["weight"].dim() > 1:
             kind = PRODUCT
         self._add(kernel, operator, kind, moved + self._pending)
         self._pending = 0

@@ -21,6 +21,7 @@ from specc.kernels.cuda.add_norm_rope_write import add_norm_rope_write
 from specc.kernels.cuda.attend import attend
 from specc.kernels.cuda.commit_kv import commit_kv
 from specc.kernels.cuda.draft_children import draft_children
+from specc.kernels.cuda.experts import experts
 from specc.kernels.cuda.lookup import lookup
 from specc.kernels.cuda.merge import ancestor_words, merge_trees, rerank_tree
 from specc.kernels.cuda.node_winners import node_winners
@@ -74,7 +75,7 @@ KERNELS: dict[str, Callable] = {
         *(rms_norm, rope_write, tree_attention, tree_expand, tree_rows, write_kv),
         *(ancestor_words, image_slots, lookup, merge_trees, record_tokens, rerank_tree, vote_chain),
         *(accept, draft_children, node_winners),
-        *(add_norm_gate_up, add_norm_linear, add_norm_rope_write),
+        *(add_norm_gate_up, add_norm_linear, add_norm_rope_write, experts),
     )
 }
 _registered: dict[str, torch.library.Library] = {}

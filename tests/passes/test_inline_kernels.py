@@ -34,6 +34,8 @@ KERNELS_OF = {
     ops.add_norm_linear: ("_rms_norm_kernel",),
     ops.add_norm_gate_up: ("_rms_norm_kernel", "_act_and_mul_kernel"),
     ops.add_norm_rope_write: ("_rms_norm_kernel", "_rope_write_kernel"),
+    # of few pairs of token and expert
+    ops.experts: ("_experts_gate_up_kernel", "_experts_down_kernel", "_experts_sum_kernel"),
 }
 # blocks and their rows, as Runner has them
 CACHE = (2 * BLOCKS_A_ROW + 1, BLOCK_SIZE)
@@ -77,6 +79,7 @@ CASES = [
     ("gemma3", "decode", False, False),
     ("gpt2", "prefill", False, False),
     ("gpt2", "tree", True, False),
+    ("mixtral", "tree", False, False),
 ]
 
 
@@ -107,7 +110,8 @@ def test_launches_alone_give_the_oracles_numbers(name, kind, is_wide, is_split, 
 
 
 def test_an_operator_without_a_kernel_is_refused():
-    program, _ = lowered("mixtral")
+    program, _ = compiled(build_model("mixtral"))
+    Pipeline(tuple(item for item in CUDA_PHASES if item[0] != "mixtures")).run(program)
     inputs = several_passes(VOCAB)[2]
     with pytest.raises(UnsupportedGraphError) as error:
         export_for(program, inputs, torch.empty(3, 4))

@@ -386,6 +386,65 @@ def test_broken_routing_is_refused(kind):
     assert "after fuse: " in caught.value.found, caught.value.found
 
 
+class Experts(Tiny):
+    """One expert of four a token, by one operator; tests override what it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.gate_up = nn.Parameter(torch.randn(4, 24, 16))
+        self.down = nn.Parameter(torch.randn(4, 16, 12))
+
+    def after(self, x, positions):
+        weights, ids = self.gate(x[0]).softmax(-1).topk(1)
+        operands = self.choose(x[0], ids, weights)
+        return ops.experts(*operands, self.gate_up, self.down, "silu")[None]
+
+    def choose(self, x, ids, weights):
+        return x, ids, weights
+
+
+class SortedRows(Experts):
+    def choose(self, x, ids, weights):
+        return x[ids.reshape(-1).sort().indices // 1], ids, weights
+
+
+class SortedIds(Experts):
+    def choose(self, x, ids, weights):
+        return x, ids.reshape(-1).sort().values[:, None], weights
+
+
+class SortedWeights(Experts):
+    def choose(self, x, ids, weights):
+        return x, ids, weights.reshape(-1)[ids.reshape(-1).sort().indices][:, None]
+
+
+class PlacesAsIds(Experts):
+    def choose(self, x, ids, weights):
+        return x, torch.arange(x.shape[0])[:, None], weights
+
+
+def test_experts_are_accepted():
+    program, _ = compiled(Experts())
+    assert len(program.calls(ops.experts)) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (SortedRows, "is not a row for each token"),
+        (SortedIds, "is not [tokens, columns]"),
+        (SortedWeights, "is not [tokens, columns]"),
+        (PlacesAsIds, "is not [tokens, columns]"),
+    ],
+)
+def test_experts_of_other_tokens_are_refused(kind, found):
+    with pytest.raises(UnsupportedGraphError) as caught:
+        compiled(kind())
+    assert "after fuse: " in caught.value.found
+    assert found in caught.value.found
+
+
 def test_time_is_linear_in_nodes():
     """A chain of thousands of operators takes seconds at most, however machines are loaded."""
     program, _ = compiled(Tiny())

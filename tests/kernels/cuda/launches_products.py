@@ -8,10 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.kernels.cuda import add_norm_gate_up, add_norm_linear, add_norm_rope_write, few_rows
+from specc.kernels.cuda import (
+    add_norm_gate_up,
+    add_norm_linear,
+    add_norm_rope_write,
+    experts,
+    few_rows,
+)
 from specc.kernels.reference_fused import ACTIVATIONS
 
-I32 = torch.int32
+I32, I64 = torch.int32, torch.int64
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HIDDEN, _TOKENS = 4096, 5
 
@@ -58,8 +64,21 @@ def _rope_write_calls() -> Iterator[Any]:
             )
 
 
+def _experts_calls() -> Iterator[Any]:
+    # one token, a tree, a prompt; weights as they are, and in float32
+    for dtype in FLOATS:
+        stacks = _meta(8, 1536, 2048, dtype=dtype), _meta(8, 2048, 768, dtype=dtype)
+        for num_tokens in (1, _TOKENS, 16, 512):
+            x, ids = _meta(num_tokens, 2048, dtype=dtype), _meta(num_tokens, 8, dtype=I64)
+            for activation in ACTIVATIONS:
+                for kind in {dtype, torch.float32}:
+                    weights = _meta(num_tokens, 8, dtype=kind)
+                    yield experts.experts(x, ids, weights, *stacks, activation)
+
+
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "add_norm_gate_up": _gate_up_calls,
     "add_norm_linear": _linear_calls,
     "add_norm_rope_write": _rope_write_calls,
+    "experts": _experts_calls,
 }

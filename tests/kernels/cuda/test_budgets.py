@@ -56,7 +56,10 @@ SAMPLED_ODD = (
 )
 
 # products of half precision besides attention
-PRODUCTS = tuple(f"_add_norm_{name}_kernel" for name in ("linear", "gate_up", "rope_write"))
+PRODUCTS = (
+    *(f"_add_norm_{name}_kernel" for name in ("linear", "gate_up", "rope_write")),
+    *("_experts_gate_up_kernel", "_experts_down_kernel"),
+)
 
 every_table = pytest.mark.parametrize(
     ("version", "capability"), CONDITIONS, ids=[f"{v}-sm_{c}" for v, c in CONDITIONS]
