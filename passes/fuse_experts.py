@@ -83,6 +83,8 @@ def _fuse(program: Program, first: fx.Node, gate: fx.Node, second: fx.Node) -> N
     total = _rounded(total, value.dtype)
     if not same_shape(total.meta["val"], value) or _dtype(total) != value.dtype:
         raise _NoMatch("the sum is not a row of the input's dtype for each token")
+    if not same_shape(weights.meta["val"], ids.meta["val"]):
+        raise _NoMatch("weights are not those of a token's experts")
     if _dtype(weights) not in (torch.float32, value.dtype):
         raise _NoMatch(f"the weights are of {_dtype(weights)}")
     graph = program.graph
@@ -170,8 +172,9 @@ def _stack(program: Program, node: Any) -> fx.Node:
     reason = "matrices of experts are not parameters of rows of their inputs"
     if not isinstance(node, fx.Node) or node.target is not aten.transpose.int:
         raise _NoMatch(reason)
-    source, *dims = node.args
-    if {int(dim) % 3 for dim in dims} != {1, 2} or source.target not in program.weights:
+    bound = bind_args(node)
+    source: fx.Node = bound["self"]
+    if {bound["dim0"] % 3, bound["dim1"] % 3} != {1, 2} or source.target not in program.weights:
         raise _NoMatch(reason)
     return source
 
@@ -179,19 +182,18 @@ def _stack(program: Program, node: Any) -> fx.Node:
 def _weighted_sum(second: fx.Node, sort: fx.Node, top_k: int) -> tuple[fx.Node, fx.Node]:
     """Weights [N, K], and the node that has the sum over each token's experts."""
     reason = "nothing but a product with the router's weights reads the second product"
-    product: Any = only_user(second)
-    _require(product, aten.mul.Tensor, reason)
+    product = _require(only_user(second), aten.mul.Tensor, reason)
     factors = [item for item in product.args if item is not second]
-    _require(factors[0] if len(factors) == 1 else None, aten.unsqueeze.default, reason)
-    column, dim = factors[0].args
+    factor = _require(factors[0] if len(factors) == 1 else None, aten.unsqueeze.default, reason)
+    column, dim = factor.args
     if dim not in (1, -1):
         raise _NoMatch(reason)
     source, index = _row_of(column, "weights")
     if _sort_of(index, 1) is not sort:
         raise _NoMatch("weights are in the order of another sort")
     weights = _flattened(source, top_k, "weights")
-    rows: Any = only_user(product)
-    _require(rows, aten.index.Tensor, "weighted rows do not go back to the order of tokens")
+    reason = "weighted rows do not go back to the order of tokens"
+    rows = _require(only_user(product), aten.index.Tensor, reason)
     if rows.args[0] is not product:
         raise _NoMatch("weighted rows are an index")
     _require_inverse(_row_of(rows, "weighted rows")[1], sort)
@@ -201,22 +203,25 @@ def _weighted_sum(second: fx.Node, sort: fx.Node, top_k: int) -> tuple[fx.Node, 
     value, shape = view.meta["val"], view.meta["val"].shape
     if value.dim() != 3 or shape[1] != top_k or shape[2] != second.meta["val"].shape[1]:
         raise _NoMatch("weighted rows are not those of each token's experts")
-    total: Any = only_user(view)
-    _require(total, aten.sum.dim_IntList, "the rows of a token's experts are not added up")
-    if list(total.args[1]) not in ([1], [-2]) or bind_args(total)["keepdim"]:
-        raise _NoMatch("the rows of a token's experts are not added up")
+    reason = "the rows of a token's experts are not added up"
+    total = _require(only_user(view), aten.sum.dim_IntList, reason)
+    bound = bind_args(total)
+    if bound["dim"] not in ([1], [-2]) or bound["keepdim"]:
+        raise _NoMatch(reason)
     return weights, total
 
 
 def _rounded(total: fx.Node, dtype: torch.dtype) -> fx.Node:
     """The sum, or what converts it to this type and alone reads it."""
     user = only_user(total)
-    is_wider = user is not None and user.target is aten.to.dtype and _dtype(total) != dtype
-    return user if is_wider and _dtype(user) == dtype else total
+    if user is None or user.target is not aten.to.dtype or _dtype(total) == dtype:
+        return total
+    return user if _dtype(user) == dtype else total
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    return node.meta["val"].dtype
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
 
 
 def _require_inverse(index: Any, sort: fx.Node) -> None:
@@ -234,6 +239,7 @@ def _require_inverse(index: Any, sort: fx.Node) -> None:
         raise _NoMatch(reason)
 
 
-def _require(node: Any, target: Any, reason: str) -> None:
+def _require(node: Any, target: Any, reason: str) -> fx.Node:
     if not isinstance(node, fx.Node) or node.target is not target:
         raise _NoMatch(reason)
+    return node

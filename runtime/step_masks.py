@@ -105,10 +105,9 @@ class StepMasks:
             rows = slice(first, first + _ROWS_AT_ONCE)
             index, own = self._index[rows].long(), self._of_row[rows]
             bits = self._bits[index.clamp(min=0)]
-            is_allowed = (bits[:, :, None] >> self._shifts) & 1
-            is_forbidden = (is_allowed.flatten(1)[:, : self._vocab_size] == 0) & (index >= 0)[
-                :, None
-            ]
+            is_masked = (index >= 0)[:, None]
+            allowed = ((bits[:, :, None] >> self._shifts) & 1).flatten(1)[:, : self._vocab_size]
+            is_forbidden = (allowed == 0) & is_masked
             if not self._has_biases:
                 logits[rows].masked_fill_(is_forbidden, -torch.inf)
                 continue

@@ -169,6 +169,11 @@ def test_the_device_verifies_while_the_host_makes_masks(tiny_engine, monkeypatch
     # the rest of the first graph
     assert waiting
     assert set(waiting) == {1}
+    for tape in (tape for tape in device.tapes if tape.marks):
+        ((place, _),) = tape.marks
+        passes = ["tree_attention" in name for name in tape.operators]
+        # two levels of a draft with one layer, then the target's two
+        assert (sum(passes[:place]), sum(passes[place:])) == (2, 2)
     assert_same(rig.run(rig.engine, "off", CASES["all"]), rig.run(rig.eager, "off", CASES["all"]))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specc.runtime.batch import Span
+from specc.runtime.device_link import NUM_STAGES, DeviceLink
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.prompt_ends import PendingEnds
@@ -145,3 +146,20 @@ def test_first_tokens_may_stay_pending(tiny_engine) -> None:
         found.append(core.runner.queue_prefill([Span(sequence, 0, len(tokens), (0,))]))
     first = [pending.result().first_tokens for pending in found]
     assert first == [[output.outputs[0].token_ids[0]] for output in wanted]
+
+
+def test_values_are_not_spoilt_on_their_way() -> None:
+    """More are sent than there are staging buffers, before the device takes the first copy."""
+    device = LateDevice()
+    link = DeviceLink(device)
+    given = [
+        [torch.full((i % 5,), i), torch.full((3, i % 3), -i, dtype=torch.int32), torch.ones(i) * i]
+        for i in range(4 * NUM_STAGES)
+    ]
+    sent = [link.send(values) for values in given]
+    device.run_all()
+    for values, found in zip(given, sent, strict=True):
+        for own, other in zip(values, found, strict=True):
+            assert own.dtype == other.dtype
+            assert torch.equal(own, other)
+            assert other.data_ptr() % 16 == 0 or not other.numel()
