@@ -30,6 +30,9 @@ ROWS = (1, 2, 4, 8, 16)
 # a kernel that saves less than this share may be as fast as the library's: it is not chosen
 _LEAST_GAIN = 0.01
 _REPEATS, _REPLAYS = 3, 5
+# difference of two results over the size of one: what roundings and another order of a sum leave,
+# and far less than a kernel that is compiled wrongly
+_MOST_OFF = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class ProductWarning(UserWarning):
@@ -81,16 +84,21 @@ class Call:
         """The call for this many rows, which writes no row of a cache."""
         device, dtype, size = self.weight.device, self.weight.dtype, self.weight.shape[1]
         operator = getattr(torch.ops.specc, self.operator)
-        x = torch.ones(1, rows, size, dtype=dtype, device=device)
-        first: tuple[Tensor, ...] = (x, x)
+        dice = torch.Generator().manual_seed(rows)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=dice).to(device, dtype)
+
+        first: tuple[Tensor, ...] = (draw(1, rows, size), draw(1, rows, size))
         if self.embedding is not None:
-            first = torch.zeros(1, rows, dtype=torch.int64, device=device), self.embedding
+            ids = torch.randint(self.embedding.shape[0], (1, rows), generator=dice)
+            first = ids.to(device), self.embedding
         args = [*first, self.gamma, self.eps, self.unit_offset, self.weight, self.last]
         if self.operator == "add_norm_head":
             args.append(torch.arange(rows, device=device))
         if self.caches:
-            table = torch.zeros(rows, self.caches[0].shape[3], dtype=dtype, device=device)
-            args += [table, table, *self.caches]
+            width = self.caches[0].shape[3]
+            args += [draw(rows, width), draw(rows, width), *self.caches]
             args += [
                 torch.tensor([0, rows], dtype=torch.int32, device=device),
                 torch.full((rows,), -1, dtype=torch.int32, device=device),
@@ -239,9 +247,13 @@ def _measure(
             call()
 
     found: dict[int | None, float] = {}
+    with few_rows.forced(None):
+        wanted = bound[0]()
     for number in (None, *range(num_tiles)):
         with few_rows.forced(number):
             try:
+                if number is not None:
+                    _check_result(bound[0](), wanted)
                 found[number] = timer(run)
             except Exception as error:
                 if number is None:
@@ -253,6 +265,20 @@ def _measure(
                     stacklevel=5,
                 )
     return found
+
+
+def _check_result(found: object, wanted: object) -> None:
+    """Raises ArithmeticError: a kernel's result is not the library's but for roundings."""
+    for own, other in zip(_tensors(found), _tensors(wanted), strict=True):
+        size = torch.linalg.vector_norm(other.float())
+        off = float(torch.linalg.vector_norm(own.float() - other.float()) / size)
+        # neither where the difference is no number
+        if not off <= _MOST_OFF[other.dtype]:
+            raise ArithmeticError(f"its results differ from those of separate kernels by {off:.2g}")
+
+
+def _tensors(value: object) -> Sequence[Tensor]:
+    return (value,) if isinstance(value, Tensor) else value  # type: ignore[return-value]
 
 
 def _best(found: Mapping[int | None, float]) -> int | None:

@@ -126,6 +126,36 @@ def test_a_kernel_that_fails_is_not_taken(program) -> None:
     assert "tile-0" not in report[0]["ms"]
 
 
+def test_a_kernel_with_other_results_is_not_taken() -> None:
+    """However fast it is: roundings, a wrong column, no numbers, and what nobody multiplied."""
+    right = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    column = right.clone()
+    column[:, 7] = 0.0
+    results = [right, right * (1 + 1e-5), column, right.log(), torch.zeros(4, 64)]
+
+    def call() -> tuple[torch.Tensor, ...]:
+        (number,) = few_rows._forced.get() or (None,)
+        return right, results[0 if number is None else number + 1]
+
+    def seconds(run: Any) -> float:
+        run()
+        return 1.0
+
+    with pytest.warns(ProductWarning, match="results differ") as caught:
+        found = chosen._measure([call], 4, seconds)
+    assert set(found) == {None, 0}
+    assert len(caught) == 3
+
+
+def test_inputs_tell_products_apart(program) -> None:
+    """Each value of a result depends on its row: zeros or ones would hide what is wrong."""
+    for call in calls_of(program):
+        out = call.bind(4)()
+        first = out if isinstance(out, torch.Tensor) else out[0]
+        rows = first.reshape(4, -1) if first.shape[-2] == 4 else first.movedim(-2, 0).flatten(1)
+        assert len({tuple(row.tolist()) for row in rows}) == len(rows), call.operator
+
+
 def test_a_library_that_fails_is_an_error(program) -> None:
     with pytest.raises(RuntimeError, match="out of resources"):
         choose_products([program], SimulatedDevice(), FakeTimer({None: -1.0, 0: 1.0}), rows=(1,))
