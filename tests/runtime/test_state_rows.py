@@ -105,14 +105,19 @@ def test_rows_are_carried_from_batch_to_batch(seed: int) -> None:
     assert min(num_mixed, num_repeated) > 5
 
 
-def test_padding_stays_padding_whoever_comes_and_goes() -> None:
+@pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
+def test_padding_stays_padding_whoever_comes_and_goes(is_first) -> None:
+    """After the sequences' rows, and before them, where what theirs leave comes last."""
     steps = Steps(LateDevice())
     for turn in range(4):
         names = ["ab", "c", "cab", "b"][turn]
         rows = [(1, 2, 3)] * len(names)
-        bucket = next(size for size in steps.tapes if size >= len(names))
-        steps.queue(rows, list(names), [turn > 0] * len(names), bucket).wait()
-        assert (steps.buffers.cache_len[len(names) : bucket] < PADDING // 2).all()
+        bucket = max(steps.tapes)
+        places = list(range(bucket - len(names), bucket)) if is_first else None
+        steps.queue(rows, list(names), [turn > 0] * len(names), bucket, places).wait()
+        padding = slice(bucket - len(names)) if is_first else slice(len(names), bucket)
+        assert len(steps.buffers.cache_len[padding]) > 0
+        assert (steps.buffers.cache_len[padding] < PADDING // 2).all()
 
 
 def test_a_slot_is_given_to_another_only_where_none_is_free() -> None:
