@@ -171,8 +171,9 @@ def check_logits(config: CompileConfig, target: Candidate, dtype: str) -> None:
     Raises:
         ConfigError: not even those fit.
     """
-    if target.config is not None:
-        num_ids = target.config.get_text_config().vocab_size
+    # a module may bring a configuration of its own kind
+    num_ids = getattr(target.config, "vocab_size", None)
+    if num_ids is not None:
         row_bytes = {"target": num_ids * getattr(torch, dtype).itemsize}
         tile_plan(OFF, row_bytes, config.max_batch_size, config.max_logits_mb)
 

@@ -45,6 +45,8 @@ def _freeze_garbage() -> None:
     _num_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
+    # full collections wait until a quarter is new, of what there is no longer: they would be many
+    gc.set_threshold(10_000, 10, 50)
 
 
 @pytest.fixture(autouse=True)

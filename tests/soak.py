@@ -204,7 +204,7 @@ def _break_now_and_then(service: Service, share: float, figures: SoakFigures) ->
     """Let iterations fail in the middle: before the device, behind it, or between two commits."""
     dice = random.Random(1)
     runner, scheduler = service.core.runner, service.core.scheduler
-    run, commit = runner.run, scheduler._commit_steps
+    run, publish = runner.run, scheduler._blocks.publish
 
     def broken_run(batch: Any) -> Any:
         chance = dice.random()
@@ -217,14 +217,15 @@ def _break_now_and_then(service: Service, share: float, figures: SoakFigures) ->
             raise InjectedError("behind the passes")
         return result
 
-    def broken_commit(batch: Any, result: Any) -> None:
-        commit(batch, result)
-        if dice.random() < share / 3:
+    def broken_publish(sequence: Any) -> None:
+        # the first thing after tokens and lengths, for each sequence
+        if dice.random() < share / 3 / len(scheduler.running):
             figures.num_faults += 1
-            raise InjectedError("behind the tokens")
+            raise InjectedError("after the tokens")
+        publish(sequence)
 
     runner.run = broken_run  # type: ignore[method-assign]
-    scheduler._commit_steps = broken_commit  # type: ignore[method-assign]
+    scheduler._blocks.publish = broken_publish  # type: ignore[method-assign]
 
 
 def _rss() -> int:
