@@ -88,6 +88,13 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    max_grammar_chars: Annotated[
+        int,
+        typer.Option(
+            "--max-grammar-chars",
+            help="Of a grammar, schema or regex, or all choices of a request together.",
+        ),
+    ] = 256 << 10,
     request_timeout: Annotated[
         float | None,
         typer.Option(
@@ -165,6 +172,7 @@ def serve(
         api_keys=tuple(api_key or ()),
         max_body_bytes=max_body_bytes,
         max_unbounded_bytes=max_unbounded_bytes,
+        max_grammar_chars=max_grammar_chars,
         request_timeout_s=request_timeout,
         log_every_s=log_every,
     )

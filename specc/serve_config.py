@@ -56,6 +56,8 @@ class ServeConfig:
         max_unbounded_bytes: of a prompt, of those that the tokenizer may leave out or put together
             without end, so that their number says nothing about tokens; None follows from the
             engine's max_seq_len.
+        max_grammar_chars: of a grammar, schema or regex, or all choices together; what a request
+            asks its output to be costs memory and time, tens of times as much as its text.
         body_timeout_s: seconds between two parts of a body; all of it has as long, and a second
             more for each KiB that comes.
         request_timeout_s: seconds after which a request ends with what it has; None is never.
@@ -69,6 +71,7 @@ class ServeConfig:
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
     max_unbounded_bytes: int | None = None
+    max_grammar_chars: int = 256 << 10
     body_timeout_s: float = 30.0
     request_timeout_s: float | None = None
     log_every_s: float = 10.0
@@ -89,6 +92,8 @@ class ServeConfig:
             raise ConfigError(f"max_body_bytes={self.max_body_bytes}", "1 or more", do)
         if self.max_unbounded_bytes is not None and self.max_unbounded_bytes < 0:
             raise ConfigError(f"max_unbounded_bytes={self.max_unbounded_bytes}", "0 or more", do)
+        if self.max_grammar_chars < 1:
+            raise ConfigError(f"max_grammar_chars={self.max_grammar_chars}", "1 or more", do)
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ConfigError(f"request_timeout={self.request_timeout_s}", "above 0", do)
         if not self.log_every_s >= 0:

@@ -18,6 +18,7 @@ from specc.serve_chat import render
 from specc.serve_config import MAX_CHOICES, ServeConfig
 from specc.serve_errors import JSON, ApiError, bad_request, unknown_model
 from specc.serve_generate import Generation, Job, Output, unless_gone
+from specc.serve_grammar_size import check_grammar_size
 from specc.serve_logprobs import TokenTexts
 from specc.serve_metrics import ServeMetrics
 from specc.serve_params import chat_params, completion_params, for_choices, is_prompt_alone
@@ -83,7 +84,7 @@ class Endpoints:
         """
 
         def read(body: bytes) -> _Completion:
-            wanted = parse(CompletionRequest, parse_body(body))
+            wanted = parse(CompletionRequest, self._parse(body))
             self._check(wanted)
             params = completion_params(wanted)
             prompts = self._read_prompts(wanted)
@@ -107,7 +108,7 @@ class Endpoints:
         """
 
         def read(body: bytes) -> tuple[ChatRequest, SamplingParams, list[int]]:
-            wanted = parse(ChatRequest, parse_body(body))
+            wanted = parse(ChatRequest, self._parse(body))
             self._check(wanted)
             params = chat_params(wanted, self._engine.max_seq_len)
             self._check_count(wanted.n or 1)
@@ -128,6 +129,11 @@ class Endpoints:
         async with read_body(request, self._config) as body:
             work = self._threads.run(len(body), functools.partial(read, body), is_chat)
             return await unless_gone(request, work)
+
+    def _parse(self, body: bytes) -> dict[str, Any]:
+        found = parse_body(body)
+        check_grammar_size(found, self._config.max_grammar_chars)
+        return found
 
     def _options(
         self, wanted: GenerationRequest, logprobs: int | None, echo: tuple[str, ...] | None = None

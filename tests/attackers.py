@@ -146,7 +146,8 @@ class Choices(Attack):
                 COMPLETIONS,
                 {"prompt": "a", "max_tokens": 4, "guided_choice": [f"item {i}" for i in range(n)]},
             )
-            for n in (100_000, 5000)
+            # beyond what a server takes, just below it, and ordinary
+            for n in (100_000, 18_000, 5000)
         ]
 
 

@@ -143,6 +143,7 @@ LAYER_OF_FILE = {
     "serve_errors": "serve",
     "serve_generate": "serve",
     "serve_grammar": "serve",
+    "serve_grammar_size": "serve",
     "serve_hosts": "serve",
     "serve_http": "serve",
     "serve_latencies": "serve",

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specc import serve_body
+from specc import serve_body, serve_work
 from specc.errors import OverloadError
 from specc.runtime.bounded_child import ChildLimits
 from specc.runtime.chat_template import ChatTemplate
@@ -285,5 +285,46 @@ def test_prompts_wait_for_their_turn() -> None:
             await threads.run(LARGE_BODY_BYTES, large)
         long.gate.set()
         await until(lambda: threads._large.num_open == 0)
+
+    asyncio.run(scenario())
+
+
+def test_large_prompts_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each, as long as it took; nobody waits for that but the next large one."""
+    begun: list[float] = []
+
+    def work() -> None:
+        begun.append(time.monotonic())
+        time.sleep(0.2)
+
+    async def scenario() -> None:
+        threads = PromptThreads()
+        begin_s = time.monotonic()
+        await threads.run(LARGE_BODY_BYTES, work)
+        assert time.monotonic() - begin_s < 0.4
+        first = asyncio.ensure_future(threads.run(LARGE_BODY_BYTES, work))
+        assert await threads.run(LONG, lambda: 5) == 5
+        assert len(begun) == 1
+        await first
+        assert 0.4 <= begun[1] - begun[0] < 2.0
+        # an error is told at once, too
+        monkeypatch.setattr(serve_work, "_MAX_REST_S", 60.0)
+
+        def fail() -> None:
+            time.sleep(0.3)
+            raise KeyError("a")
+
+        begin_s = time.monotonic()
+        with pytest.raises(KeyError):
+            await threads.run(LARGE_BODY_BYTES, fail)
+        last = asyncio.ensure_future(threads.run(LARGE_BODY_BYTES, work))
+        await asyncio.sleep(0.05)
+        # it ends the rest, and who waits for what has not begun is told
+        threads.close()
+        threads.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await last
+        assert len(begun) == 2
+        assert time.monotonic() - begin_s < 2.0
 
     asyncio.run(scenario())
