@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from specc.errors import FaultError
 from specc.runtime.graph_device import GraphDevice
 
 # those that end with rotation and cache write, and all
@@ -37,6 +38,26 @@ _MOST_OFF = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 class ProductWarning(UserWarning):
     """A kernel that does not run here; the library's product takes its place."""
+
+
+class DeviceLostError(FaultError):
+    """After a kernel that was measured, the device takes no more work: a fault that came late.
+
+    Args:
+        error: of the device.
+        report: what was found before, as `choose_products` returns it, and last the product whose
+            kernel it was: with `lost`, the kernel's name, and chosen the library's.
+    """
+
+    def __init__(self, error: BaseException, report: list[dict[str, Any]]) -> None:
+        last = report[-1]
+        super().__init__(
+            f"a device that takes no work after {last['lost']} of {last['operator']}"
+            f" {last['shape']} in {last['dtype']} with {last['rows']} rows: {error}",
+            "kernels that run on this device",
+            "load the engine again: what was measured is kept, and this kernel left out. Report it",
+        )
+        self.report = report
 
 
 class Program(Protocol):
@@ -175,6 +196,8 @@ def choose_products(
     Returns:
         what was found, ready for JSON: `operator`, `shape` [N, K], `dtype`, `rows`, `ms` of all
         layers' calls by candidate (`library`, and the number of each tile), and `chosen`.
+    Raises:
+        DeviceLostError: a kernel has ended the work of the device.
     """
     # a hundred captures follow
     with _quick_collections():
@@ -220,41 +243,55 @@ def _choose(
                 if product in few_rows.choices:
                     continue
                 bound = [call.bind(count) for call in calls]
-                found = _measure(bound, len(product.tiles), timer)
+                item: dict[str, Any] = {
+                    "operator": product.operator,
+                    "shape": list(product.shape),
+                    "dtype": str(product.dtype).removeprefix("torch."),
+                    "rows": product.rows,
+                }
+                found: dict[int | None, float] = {}
+                for number, seconds in _measure(bound, len(product.tiles), timer):
+                    if seconds is not None:
+                        found[number] = seconds
+                    elif (error := _fault(graphs)) is not None:
+                        item |= {"ms": _named(found), "chosen": _name(None), "lost": _name(number)}
+                        raise DeviceLostError(error, [*report, item]) from error
                 best = _best(found)
                 few_rows.choices[product] = None if best is None else product.tiles[best]
-                report.append(
-                    {
-                        "operator": product.operator,
-                        "shape": list(product.shape),
-                        "dtype": str(product.dtype).removeprefix("torch."),
-                        "rows": product.rows,
-                        "ms": {_name(number): 1e3 * s for number, s in found.items()},
-                        "chosen": _name(best),
-                    }
-                )
+                report.append(item | {"ms": _named(found), "chosen": _name(best)})
     return report
+
+
+def _fault(graphs: GraphDevice) -> Exception | None:
+    """What the device says when it is waited for; None where it works."""
+    try:
+        graphs.record_event().synchronize()
+    except Exception as error:
+        return error
+    return None
 
 
 def _measure(
     bound: list[Callable[[], object]], num_tiles: int, timer: Timer
-) -> dict[int | None, float]:
-    """Seconds of all calls by number of a tile; None is the library's product."""
+) -> Iterator[tuple[int | None, float | None]]:
+    """Seconds of all calls by number of a tile, None is the library's product; or None of one that
+    does not run.
+    """
     from specc.kernels.cuda import few_rows
 
     def run() -> None:
         for call in bound:
             call()
 
-    found: dict[int | None, float] = {}
     with few_rows.forced(None):
         wanted = bound[0]()
     for number in (None, *range(num_tiles)):
+        seconds = None
         with few_rows.forced(number):
             try:
                 if number is not None:
                     _check_result(bound[0](), wanted)
-                found[number] = timer(run)
+                seconds = timer(run)
             except Exception as error:
                 if number is None:
                     raise
@@ -262,9 +299,9 @@ def _measure(
                 warnings.warn(
                     f"a kernel for few rows does not run on this device and is not used: {error}",
                     ProductWarning,
-                    stacklevel=5,
+                    stacklevel=6,
                 )
-    return found
+        yield number, seconds
 
 
 def _check_result(found: object, wanted: object) -> None:
@@ -285,6 +322,11 @@ def _best(found: Mapping[int | None, float]) -> int | None:
     """The fastest, where it is clearly faster than the library's product."""
     best = min(found, key=lambda number: found[number])
     return best if found[best] < (1 - _LEAST_GAIN) * found[None] else None
+
+
+def _named(found: Mapping[int | None, float]) -> dict[str, float]:
+    """Milliseconds by the names of candidates."""
+    return {_name(number): 1e3 * seconds for number, seconds in found.items()}
 
 
 def _name(number: int | None) -> str:

@@ -17,7 +17,7 @@ from specc.plans import SUFFIX, VOTE, SpecPlan
 from specc.runtime.aot_cuda_program import load_model
 from specc.runtime.batch_rows import last_tokens_of
 from specc.runtime.captured_step import CapturedStep
-from specc.runtime.choose_products import Timer, choose_products
+from specc.runtime.choose_products import DeviceLostError, Timer, choose_products
 from specc.runtime.graph_device import GraphDevice
 from specc.runtime.kept_products import Conditions, KeptProducts
 from specc.runtime.kv_cache import KVCache
@@ -188,9 +188,15 @@ def choose_and_keep(
         timer: what measures; None replays graphs.
     Returns:
         what was measured now, see `choose_products`.
+    Raises:
+        DeviceLostError: as `choose_products`; what was found is kept, and the next load goes on.
     """
     kept.take()
-    found = choose_products(models, graphs, timer)
+    try:
+        found = choose_products(models, graphs, timer)
+    except DeviceLostError as error:
+        kept.add(error.report)
+        raise
     kept.add(found)
     return found
 

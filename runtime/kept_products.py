@@ -105,7 +105,7 @@ class KeptProducts:
 
         Args:
             report: as `choose_products` returns it. What has a candidate that failed is not kept:
-                the next load tries it again.
+                the next load tries it again; but not one that has ended the device's work.
         """
         found = [dict(item) for item in report if _is_whole(item)]
         if not found:
@@ -151,10 +151,12 @@ def _choices(items: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, int | No
 
 
 def _is_whole(item: Mapping[str, Any]) -> bool:
-    """Whether every candidate was timed."""
+    """Whether every candidate was timed, or one of them can never be."""
     from specc.kernels.cuda import few_rows
 
-    return len(item["ms"]) == 1 + len(few_rows.TILES[getattr(torch, item["dtype"])])
+    return "lost" in item or len(item["ms"]) == 1 + len(
+        few_rows.TILES[getattr(torch, item["dtype"])]
+    )
 
 
 def _key(item: Mapping[str, Any]) -> tuple[Any, ...]:

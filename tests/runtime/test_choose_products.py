@@ -142,8 +142,8 @@ def test_a_kernel_with_other_results_is_not_taken() -> None:
         return 1.0
 
     with pytest.warns(ProductWarning, match="results differ") as caught:
-        found = chosen._measure([call], 4, seconds)
-    assert set(found) == {None, 0}
+        found = dict(chosen._measure([call], 4, seconds))
+    assert {number for number, seconds in found.items() if seconds} == {None, 0}
     assert len(caught) == 3
 
 

@@ -13,7 +13,7 @@ from specc import file_cache
 from specc.file_cache import FileCache
 from specc.kernels.cuda import few_rows
 from specc.runtime import kept_products
-from specc.runtime.choose_products import ROWS, ProductWarning
+from specc.runtime.choose_products import ROWS, DeviceLostError, ProductWarning
 from specc.runtime.cuda_backend import choose_and_keep
 from specc.runtime.kept_products import Conditions, KeptProducts, kernel_digest
 from tests.runtime.simulated_device import SimulatedDevice
@@ -144,6 +144,35 @@ def test_a_candidate_that_failed_is_tried_again(program, cache, new_process):
     new_process()
     assert len(load(program, cache).asked) == ALL
     assert None not in few_rows.choices.values()
+
+
+class LostDevice(SimulatedDevice):
+    """Takes no more work once the kernel of a product has failed for the third time."""
+
+    def __init__(self, timer: FakeTimer) -> None:
+        super().__init__()
+        self.timer = timer
+
+    def synchronize(self) -> None:
+        if self.timer.asked.count(0) == 3:
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.mark.filterwarnings("ignore::specc.runtime.choose_products.ProductWarning")
+def test_a_kernel_that_ends_the_work_of_the_device_is_left_out(program, cache, new_process):
+    """Two fail and leave the device as it was: they are tried again by the next load."""
+    timer = FakeTimer({None: 2.0, 0: -1.0})
+    with pytest.raises(DeviceLostError, match=r"tile-0 of .*illegal memory") as caught:
+        choose_and_keep([program], LostDevice(timer), KeptProducts(HERE, cache), timer)
+    *failed, lost = caught.value.report
+    assert len(failed) == 2
+    assert lost["lost"] == "tile-0"
+    new_process()
+    assert len(load(program, cache).asked) == ALL - 2
+    kept = [product for product, tile in few_rows.choices.items() if tile is None]
+    assert [(p.operator, list(p.shape), p.rows) for p in kept] == [
+        (lost["operator"], lost["shape"], lost["rows"])
+    ]
 
 
 def test_a_process_keeps_what_another_has_written(program, cache, new_process):
