@@ -210,7 +210,7 @@ def measure_coverage(
     plain: Sequence[RequestOutput],
     covers: Callable[[int, Tensor, Tensor, int], Tensor],
 ) -> dict[str, float]:
-    """Share of the target's greedy tokens that drafts propose behind the target's own text."""
+    """Share of the target's greedy tokens that drafts propose after the target's own text."""
     num_before = len(contestants.drafts)
     first = range(num_before)
     groups = {

@@ -175,7 +175,7 @@ def compare(prompts: list[str], outputs: list[list[int]], expected: list[list[in
 
 
 def logit_gap(prompt: str, tokens: list[int]) -> float:
-    """Gap between the target's two best logits behind this text, by transformers."""
+    """Gap between the target's two best logits after this text, by transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -128,7 +128,7 @@ class Problem:
         self.scale = dim**-0.5
 
     def _mask(self) -> Tensor:
-        """[B, 1, N, S]: the prefix, and ancestors and the node itself behind it."""
+        """[B, 1, N, S]: the prefix, and ancestors and the node itself after it."""
         case = self.case
         mask = torch.zeros(case.num_nodes, self.size, dtype=torch.bool)
         mask[:, : case.context] = True

@@ -274,7 +274,7 @@ def build_widened(
 def donor_layers(config: PretrainedConfig, size: Size) -> list[int]:
     """For each layer, the trained one that it is or whose spread it has.
 
-    The first layer of each donor is the donor itself; the new ones stand behind it. Any place
+    The first layer of each donor is the donor itself; the new ones stand after it. Any place
     would do, since they add zero; in this one they keep the order of sliding and full attention.
     """
     return [i * config.num_hidden_layers // size.num_layers for i in range(size.num_layers)]

@@ -77,7 +77,7 @@ C_SHIMS = {
     "embedding_of_blocks": "AOTITorchError aoti_torch_cpu_embedding_of_blocks(AtenTensorHandle,"
     " AtenTensorHandle, int64_t, int64_t, AtenTensorHandle*)",
 }
-# the sources that define what Python, compiled programs and steps call; kernels behind the same
+# the sources that define what Python, compiled programs and steps call; kernels after the same
 # operators may change, and an engine that carries older ones still loads
 _INTERFACE = (
     *("programs.cpp", "programs.h", "register.cpp", "sampling_operators.cpp"),

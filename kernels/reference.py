@@ -215,7 +215,7 @@ def accept_winners_reference(
     """Walk each tree from its root, from a node to the child that carries the target's token.
 
     Args:
-        winners: [B, N] int64 token that the target puts out behind each node; -1 is none: the walk
+        winners: [B, N] int64 token that the target puts out after each node; -1 is none: the walk
             ends there with token 0, as that of padding does.
         tokens: [B, N] int64 token of each node; node 0 is the root.
         parents: [B, N] int32, -1 at the root and at dead nodes; the first of siblings with one
@@ -249,11 +249,11 @@ def accept_winners_reference(
 
 
 def tree_rows_reference(cache_len: Tensor, nodes: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-    """Where nodes of a tree stand in each sequence: node -1 is the token in front of the root.
+    """Where nodes of a tree stand in each sequence: node -1 is the token before the root.
 
     Args:
         cache_len: [B] int32 committed rows; the root's row is the next one.
-        nodes: [M] int32 node ids; a node's row is its id behind the committed ones.
+        nodes: [M] int32 node ids; a node's row is its id after the committed ones.
         depths: [M] int32 depth of each node.
     Returns:
         slot: [B * M] int32 row of each node, -1 where there is none.
@@ -272,7 +272,7 @@ def commit_rows_reference(
     Args:
         path: [B, P] int32 accepted nodes from the root on, then -1.
         cache_len: [B] int32 committed rows; a sequence with fewer than 0 commits nothing.
-        slot_of: [N] or [B, N] int32 row behind the committed ones in which the model holds each
+        slot_of: [N] or [B, N] int32 row after the committed ones in which the model holds each
             node, -1 where it was never fed it.
     Returns:
         source: [B, P] int32 slot of each committed node, -1 from the first node without a row on.
@@ -316,7 +316,7 @@ def leave_step_reference(
 
     Args:
         results: [B, R] int64, mutated: number of accepted tokens, output tokens, committed rows of
-            the target, and of each draft; columns behind these stay.
+            the target, and of each draft; columns after these stay.
         last_tokens: [B, C] int64, mutated.
         cache_len: [B] int32, mutated.
         num_accepted: [B] int32.

@@ -260,7 +260,7 @@ def node_winners_reference(
     history: Tensor,
     block_table: Tensor,
 ) -> Tensor:
-    """Token that the target puts out behind each node of a tile, whatever its children carry.
+    """Token that the target puts out after each node of a tile, whatever its children carry.
 
     That is where `accept_reference` goes on from a node under greedy, coupled and delta; rows of
     MSS and SWOR get the target's own token, too, which is no walk of theirs.

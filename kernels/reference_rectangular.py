@@ -17,11 +17,11 @@ def cache_write_reference(cache: Tensor, update: Tensor, write_index: Tensor) ->
     Args:
         cache: [B, HK, L, D].
         update: [B, HK, N, D]; N ≤ L.
-        write_index: [B] int64 row of each sequence's first token; the others lie behind it.
+        write_index: [B] int64 row of each sequence's first token; the others follow it.
     Returns:
         [B, HK, L, D], a new tensor.
     Raises:
-        IndexError: a row in front of the cache or behind it.
+        IndexError: a row before the cache or after it.
     Source: operator TensorScatter of ONNX opset 24, mode linear.
     """
     rows = write_index[:, None] + torch.arange(update.shape[2])

@@ -168,7 +168,7 @@ def merge_trees_reference(
     """The union of several drafts' trees: a node is its parent's node and its token.
 
     Args:
-        tokens: [B, T] int64 nodes of S trees, one behind the other.
+        tokens: [B, T] int64 nodes of S trees, one after the other.
         parents: [B, T] int32 ids within the tree, before the node's own; -1 at roots and at dead
             nodes.
         start: [S + 1] int32; tree s owns columns start[s] … start[s + 1] - 1, its root first. All

@@ -12,7 +12,7 @@ def image_slots_reference(image: Tensor, slots: Tensor, num_nodes: int) -> Tenso
     Args:
         image: [B, T] int32 merged node of each of the draft's own nodes; what is no node of the
             merged tree, as the -1 of dead ones, has no row.
-        slots: [T] or [B, T] int32 row behind the draft's committed ones that each own node was fed
+        slots: [T] or [B, T] int32 row after the draft's committed ones that each own node was fed
             into, -1 for nodes that were never fed.
         num_nodes: N, of the merged tree.
     Returns:
@@ -122,7 +122,7 @@ def record_tokens_reference(
     """Add a step's root and its output to the history: at cache_len, cache_len + 1, …
 
     The last of these, the bonus token, is the next step's root and may have no row yet: what stands
-    behind the table, or in no block of the history, is left out.
+    after the table, or in no block of the history, is left out.
 
     Args:
         history: [blocks, block_size] int32, mutated.

@@ -27,7 +27,7 @@ class Cache:
     Args:
         input, output: names.
         node: the TensorScatter that writes it.
-        shape: (KV heads, rows, head size), behind the batch.
+        shape: (KV heads, rows, head size), after the batch.
     """
 
     input: str

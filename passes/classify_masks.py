@@ -161,7 +161,7 @@ class MaskEvaluator:
             self._releases.setdefault(at, []).append(node)
 
     def require_linear(self) -> None:
-        """Refuse operators behind which an edge could hide beyond the widest evaluation."""
+        """Refuse operators after which an edge could hide beyond the widest evaluation."""
         for node in self._calls():
             name = _name(node)
             factors = [item for item in _numbers(node) if not math.isfinite(item)]

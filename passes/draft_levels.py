@@ -16,7 +16,7 @@ def first_level(g: StepGraph, draft: str, catch_up: int) -> fx.Node:
     """Feed the last tokens of each sequence causally; returns logits [B, V] of the root.
 
     A draft has not seen the leaf that the last step accepted, nor what only other drafts proposed.
-    Feeding all that it can lack is idempotent and keeps the shape; tokens in front of the sequence
+    Feeding all that it can lack is idempotent and keeps the shape; tokens before the sequence
     have negative slots, which makes them dead.
     """
     batch = g.batch
@@ -52,7 +52,7 @@ def feed_level(
         draft: model.
         tokens: [B, count].
         ancestors: [B * count, W].
-        first_slot: the draft's row of the first node, the others behind it; or all rows, [count].
+        first_slot: the draft's row of the first node, the others after it; or all rows, [count].
         count: nodes of a sequence.
         depth: of all of them.
     """

@@ -34,7 +34,7 @@ class Proposals:
         parents: [B, n] int32.
         q_rows: of each node, which row of logits it was drawn from; -1 is none.
         logits: [B * F, V] of each level.
-        slots: of each node, the draft's row behind the committed ones, -1 for none; None of
+        slots: of each node, the draft's row after the committed ones, -1 for none; None of
             lookups, which have no cache.
     """
 

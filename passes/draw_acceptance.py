@@ -157,7 +157,7 @@ class Draws:
         chance = random.Random(self.seed)
         rows = []
         for place in range(self.max_batch):
-            # row i behind the start; those that the walk does not reach stay independent
+            # row i after the start; those that the walk does not reach stay independent
             values = [chance.random() for _ in range(self.period)]
             row = 0
             for quantile in self.quantiles(place, self.shift):

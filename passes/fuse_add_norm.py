@@ -33,7 +33,7 @@ class NoMatch(Exception):
 class FuseAddNorm(Pass):
     """`add_rms_norm`, a linear layer, and what reads it alone → one operator.
 
-    With `rope_write` behind it `specc.add_norm_rope_write`, with `act_and_mul` behind it
+    With `rope_write` after it `specc.add_norm_rope_write`, with `act_and_mul` after it
     `specc.add_norm_gate_up`, else `specc.add_norm_linear`. On a device each of them is one kernel
     for few rows, and the operators that it replaces for many.
     """

@@ -151,7 +151,7 @@ def _nearest_linear(node: fx.Node) -> fx.Node | None:
 
 
 def _through_activation(node: fx.Node) -> fx.Node | None:
-    """A linear layer, directly or behind one activation."""
+    """A linear layer, directly or after one activation."""
     activations = (
         aten.silu.default,
         aten.gelu.default,

@@ -1,4 +1,4 @@
-"""Fuse root-mean-square norms, and the residual addition in front of one."""
+"""Fuse root-mean-square norms, and the residual addition before one."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _match(operand: fx.Node, name: str) -> _Rotation:
     if narrow.meta["val"].dtype != source.meta["val"].dtype:
         raise _NoMatch(
             f"{name} is {source.meta['val'].dtype} before rotary embedding and"
-            f" {narrow.meta['val'].dtype} behind it"
+            f" {narrow.meta['val'].dtype} after it"
         )
     for item in (operand, *moves, narrow, node):
         if only_user(item) is None:
@@ -320,7 +320,7 @@ def _why_not_rotary(operand: fx.Node) -> str:
             stack += following
     if has_tables:
         return "rotary embedding in a form other than x · cos + rotate_half(x) · sin"
-    return "no rotary embedding in front of attention"
+    return "no rotary embedding before attention"
 
 
 def _makes_pairs(node: fx.Node) -> bool:

@@ -86,7 +86,7 @@ def fuse_step(plan: SpecPlan, slabs: dict[str, int], is_rectangular: bool = Fals
 
 
 def _verify_stage(plan: SpecPlan, constants: dict[str, torch.Tensor]) -> fx.Graph:
-    """Passes of the target over all nodes of all sequences, and what it wants behind each.
+    """Passes of the target over all nodes of all sequences, and what it wants after each.
 
     Parents precede their children, so that what a tile attends to is in the cache by then: the
     prefix, earlier tiles, and its own nodes. Dead nodes of a tree that is data are fed, too:
@@ -196,7 +196,7 @@ def _accept_commit_stage(
 def _is_chain(plan: SpecPlan) -> bool:
     """Whether node d of a path is always node d of the tree: its rows lie where they have to be.
 
-    A model holds node d in row d behind the committed ones, or in none, also where the tree is
+    A model holds node d in row d after the committed ones, or in none, also where the tree is
     data: a lookup's chain ends early, and of a voted one a draft has the nodes up to where it
     proposed another.
     """

@@ -1,4 +1,4 @@
-"""Lower programs to CUDA: the phases in front of capture, and how many kernels they leave."""
+"""Lower programs to CUDA: the phases before capture, and how many kernels they leave."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def launches(program: Program) -> list[fx.Node]:
 
 
 def launches_per_layer(program: Program) -> tuple[int, ...]:
-    """Launches of each layer but the first, from behind one attention to the end of the next."""
+    """Launches of each layer but the first, from after one attention to the end of the next."""
     nodes = launches(program)
     ends = [i for i, node in enumerate(nodes) if node.target in (ops.attend, ops.tree_attention)]
     return tuple(after - before for before, after in itertools.pairwise(ends))

@@ -44,7 +44,7 @@ _MASK_DIMS, _CACHE_DIMS = {0: "batch", 2: "nodes"}, {0: "batch"}
 _DOCS = {
     "tokens": "Token ids of each sequence's nodes; a tree's are in the order of its levels.",
     "positions": "Position of each node in its sequence: committed tokens + depth in the tree.",
-    "write_index": "Cache row of each sequence's first node; the others lie behind it, in order."
+    "write_index": "Cache row of each sequence's first node; the others follow it, in order."
     " write_index + nodes must not exceed the rows of the cache: runtimes drop such rows silently.",
     "logit_rows": "Which nodes get logits: b * nodes + n for node n of sequence b.",
     "logits": "Logits of the asked nodes, in the order of logit_rows.",

@@ -44,7 +44,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
             matrix = op.Squeeze(op.Gather(weight, place, axis=0), axis)
             parts.append(op.MatMul(rows, matrix))
             start = end
-        # rows behind the last end belong to no expert
+        # rows after the last end belong to no expert
         rest = op.Sub(op.Shape(x, start=0, end=1), start)
         shape = op.Concat(rest, op.Constant(value_ints=[int(width)]), axis=0)
         nothing = op.CastLike(op.Constant(value_floats=[0.0]), x)

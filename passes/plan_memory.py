@@ -87,7 +87,7 @@ def plan_memory(
 
 
 def logit_row_bytes(program: Program) -> int:
-    """Bytes of the logits behind one token."""
+    """Bytes of the logits after one token."""
     (output,) = program.graph.find_nodes(op="output")
     logits = output.args[0].meta["val"]
     return int(logits.shape[-1]) * logits.dtype.itemsize

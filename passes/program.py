@@ -134,7 +134,7 @@ def emit_call(graph: fx.Graph, target: Callable, *args: Any, **kwargs: Any) -> f
 
 
 def add_placeholder(program: Program, name: str, value: Tensor, after: fx.Node) -> fx.Node:
-    """Add an input behind `after`; value is fake."""
+    """Add an input after `after`; value is fake."""
     with program.graph.inserting_after(after):
         node = program.graph.placeholder(name)
     node.meta["val"] = value

@@ -96,9 +96,9 @@ class RewriteTreeAttention(Pass):
 
 
 def fold_repeat(node: fx.Node) -> fx.Node | None:
-    """The [1, HK, T, D] node behind `repeat_kv`, or None where the heads are not repeated so.
+    """The [1, HK, T, D] node that `repeat_kv` repeats, or None where the heads are not repeated so.
 
-    Only the order of repeat_kv counts (head h reads key head h // G): unsqueeze behind the head
+    Only the order of repeat_kv counts (head h reads key head h // G): unsqueeze after the head
     dimension, expand, reshape.
     """
     value = node.meta["val"]

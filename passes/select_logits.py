@@ -26,7 +26,7 @@ _ELEMENTWISE = (
 
 
 class SelectLogits(Pass):
-    """Gather `logit_rows` in front of the vocabulary projection; the output becomes [R, V].
+    """Gather `logit_rows` before the vocabulary projection; the output becomes [R, V].
 
     Rows are counted over all tokens of a pass: those of [B, N] tokens are laid end to end first.
     """

@@ -166,6 +166,6 @@ def _output(layer: Any, name: str, what: str) -> Any:
         )
     layer.name = name
     # where a report looks for the node that a kernel belongs to; torch-tensorrt puts the path of a
-    # module in front of a name
+    # module ahead of a name
     layer.metadata = f"[ONNX Layer: {name.rpartition('/')[2]}]"
     return layer.get_output(0)

@@ -2,7 +2,7 @@
 
 Minions' adaptive speculation length: minimize t_step(batch, s) / tokens(s) over windows of rounds:
 measure the lengths in a warm-up, go where the cost falls, step back where it rises and pay for it,
-ignore the rounds right behind a change, try others again from time to time.
+ignore the rounds right after a change, try others again from time to time.
 Source: Minions, arXiv:2402.15678 §4; the estimates and the budget of tries are specc's own.
 """
 
@@ -68,10 +68,10 @@ class AdaptiveLength:
         lengths: to choose from, each above the one before; 0 may stand for off.
         start: the first one; None is the middle.
         window: rounds of a measurement.
-        settle: rounds that are ignored behind a change of the length.
+        settle: rounds that are ignored after a change of the length.
         trial_share: of the time, that tries may lose.
-        longest_wait: rounds at home behind which the next try begins in any case.
-        memory: rounds behind which a measurement counts for half.
+        longest_wait: rounds at home after which the next try begins in any case.
+        memory: rounds after which a measurement counts for half.
     Raises:
         ConfigError: no length, lengths out of order, or a number outside its range.
     """

@@ -74,6 +74,6 @@ def last_tokens_of(plans: Iterable[SpecPlan]) -> int:
 
 
 def _last(tokens: list[int], count: int) -> list[int]:
-    """The last tokens; zeros in front of a sequence that is shorter."""
+    """The last tokens; zeros before a sequence that is shorter."""
     last = tokens[-count:]
     return last if len(last) == count else [0] * (count - len(last)) + last

@@ -80,7 +80,7 @@ class BoundStep:
             for part in self.parts:
                 part()
         finally:
-            # nobody reads it behind the step, and captured memory would stay taken for it
+            # nobody reads it after the step, and captured memory would stay taken for it
             for name in self.environment.keys() - self._lasting_names:
                 del self.environment[name]
 

@@ -48,7 +48,7 @@ class PendingStep(NamedTuple):
 
     @property
     def can_go_on(self) -> bool:
-        """Whether `submit_next` is the step behind this one: queued without a word of the host.
+        """Whether `submit_next` is the step after this one: queued without a word of the host.
 
         Not with a hook, which reads what the device has made, nor where another step was queued
         meanwhile: the device goes on from that one.
@@ -248,7 +248,7 @@ class CapturedStep:
         return self._graphs.record_event()
 
     def is_newest(self, results: HostResults) -> bool:
-        """No step of the engine was queued behind the one of these results."""
+        """No step of the engine was queued after the one of these results."""
         return self._buffers.newest is results
 
     def is_replayed(self, batch: int, kind: StepKind | None = None) -> bool:

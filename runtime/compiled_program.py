@@ -192,7 +192,7 @@ class CompiledStep:
         return self._finish(flat_rows, block_table, first, reads)
 
     def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
-        """Run what stands in front of the target's pass; see `Drafted`."""
+        """Run what stands before the target's pass; see `Drafted`."""
         self._encoder.bind(slabs)
         self._encoder.bind_rows(inputs)
         verify = self._stages.index("verify")
@@ -248,7 +248,7 @@ class CompiledStep:
 
 
 class _RunnerValues:
-    """What the stages in front of a hook computed, where the runner keeps it.
+    """What the stages before a hook computed, where the runner keeps it.
 
     A hook pays for the values that it looks at.
     """
@@ -345,7 +345,7 @@ class _Encoder:
         return self._after[-1][name]
 
     def slots_before(self, stage: int) -> dict[str, int]:
-        """Name → slot of what the stages in front of `stage` compute."""
+        """Name → slot of what the stages before `stage` compute."""
         return self._after[stage - 1]
 
     def _encode_stage(self, graph: fx.GraphModule, static_names: set[str]) -> None:

@@ -14,7 +14,7 @@ class CudaGraphs:
     """`GraphDevice` of a CUDA GPU.
 
     All graphs share one pool: they replay one after the other, so what one holds between its
-    operators another may overwrite. Results that outlive a replay are copied out behind it.
+    operators another may overwrite. Results that outlive a replay are copied out after it.
 
     Graphs live as long as this object, whoever else lets go of them. Once the last graph of a pool
     is gone, torch 2.13 captures no other into it: its allocator of pinned memory never forgets the

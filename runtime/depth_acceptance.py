@@ -3,7 +3,7 @@
 A step of length s shows, for every depth d ≤ s, whether depth d was accepted where depth d - 1 was.
 Counted that way, each step informs about all lengths, the shorter ones in full: the estimator of
 survival by Kaplan and Meier (1958), where a longer step that ended by its length says nothing about
-the depths behind it.
+the depths after it.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Engine:
         position_limit: positions 0 … position_limit - 1 exist in every model.
         tokenizer: None where the engine has none; prompts are token ids then.
         eos_token_ids: end an output.
-        bos_token_id: put in front of a text prompt where `add_bos`.
+        bos_token_id: put before a text prompt where `add_bos`.
         manifest: None for an engine made by hand.
         backend: what runs the programs: `cuda` (captured graphs), `cpu` (compiled code), `onnx`
             (onnxruntime), `tensorrt` (its engines in captured graphs) or `eager` (torch, op by

@@ -20,7 +20,7 @@ _FLAT_BACKENDS = ("cpu", "eager")
 
 
 class EngineCore:
-    """The moving parts behind `LLM` and `Service`; for one thread at a time, but for `requests`.
+    """The moving parts after `LLM` and `Service`; for one thread at a time, but for `requests`.
 
     Args:
         engine: loaded.

@@ -47,7 +47,7 @@ class GrammarState:
         """Take a token that was put out.
 
         Returns:
-            whether the output ends here: behind EOS, or, of a model without, where nothing but an
+            whether the output ends here: after EOS, or, of a model without, where nothing but an
             end may follow; or because of `error`.
         """
         if self.is_over or self._is_slow:

@@ -113,10 +113,10 @@ def mask_roots(
 def tree_masks(
     grammar: GrammarState, tokens: Sequence_[int], parents: Sequence_[int]
 ) -> dict[int, bytes]:
-    """Node → mask of the grammar behind the path from the root to it.
+    """Node → mask of the grammar after the path from the root to it.
 
     Nodes are left out that no walk reaches, because the grammar does not allow their token or
-    theirs above, and those behind the end of the output.
+    theirs above, and those after the end of the output.
 
     Args:
         grammar: at the root; it is there again afterwards.

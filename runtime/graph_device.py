@@ -58,7 +58,7 @@ class GraphDevice(Protocol):
         ...
 
     def record_event(self) -> Event:
-        """An event behind everything that has been queued."""
+        """An event after everything that has been queued."""
         ...
 
     def replayed_event(self) -> ReplayedEvent:

@@ -1,4 +1,4 @@
-"""Caches with heads in front of rows, [layers, 2, sequences, HK, L, D], in steps.
+"""Caches with heads before rows, [layers, 2, sequences, HK, L, D], in steps.
 
 Runtimes of rectangles want them so. A step touches caches in one operator only, the commit; its
 graph is that of every other backend, and the commit is done here head by head.

@@ -25,7 +25,7 @@ class CacheShape:
 
     Args:
         max_seq_len: tokens of a sequence at most.
-        max_nodes: nodes of the largest tree; their rows lie behind the committed ones.
+        max_nodes: nodes of the largest tree; their rows lie after the committed ones.
         block_size: rows of a block; 0 is dense: one block a sequence.
         max_num_seqs: sequences that run together.
         pool_blocks: blocks of the cache; None is enough for the worst case of all sequences, so
@@ -67,7 +67,7 @@ class KVCache:
         slab_specs: model name → (num_layers, num_kv_heads, head_dim) of each of its slabs.
         dtype: of the rows; or model name → its rows' own.
         device: that they lie on.
-        rows: of a sequence, where heads come in front of rows: [layers, 2, sequences, HK, L, D];
+        rows: of a sequence, where heads come before rows: [layers, 2, sequences, HK, L, D];
             such a cache is dense. None is [layers, 2, blocks, block_size, HK, D].
         grows: begin with few of these rows, see `reserve`.
     """
@@ -110,7 +110,7 @@ class KVCache:
         return heads, self.length
 
     def reserve(self, num_slots: int) -> int:
-        """Have rows for this many slots of every sequence, in caches with heads in front of rows.
+        """Have rows for this many slots of every sequence, in caches with heads before rows.
 
         Slabs that are too short are replaced by longer ones with the same content. Not while a
         step is under way, which holds the ones that it began with.

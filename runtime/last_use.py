@@ -8,11 +8,11 @@ from torch import fx
 
 
 def last_used(nodes: Iterable[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Node → values that no node behind it reads, its own included.
+    """Node → values that no node after it reads, its own included.
 
     Args:
         nodes: in the order in which they run.
-        kept: values that are needed behind all of them.
+        kept: values that are needed after all of them.
     """
     last: dict[fx.Node, fx.Node] = {}
     found: dict[fx.Node, list[fx.Node]] = {}

@@ -30,7 +30,7 @@ def load_onnx_programs(
     Args:
         path: the engine directory.
         manifest: its manifest.
-        cache: heads in front of rows.
+        cache: heads before rows.
         caches_of: a model's layers' k and v caches, as they are now.
         operators: namespace of the `specc::` operators that run here.
     Raises:

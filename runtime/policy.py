@@ -51,7 +51,7 @@ class EachPolicy(Policy, Protocol):
         ...
 
     def observe(self, group: StepGroup, step: StepResult) -> None:
-        """Take the outcome of a step, behind its commit."""
+        """Take the outcome of a step, after its commit."""
         ...
 
 
@@ -60,7 +60,7 @@ class WholePolicy(Policy, Protocol):
     """Learns from whole iterations, prompts and steps of all plans together."""
 
     def observe_batch(self, batch: Batch, result: RunResult) -> None:
-        """Take the outcome of an iteration, behind its commit and after `EachPolicy.observe`."""
+        """Take the outcome of an iteration, after its commit and after `EachPolicy.observe`."""
         ...
 
 

@@ -116,12 +116,12 @@ class PredictedSeconds:
         )
 
     def draft_token_s(self, plan: SpecPlan, context: float) -> float:
-        """Seconds in which a plan's drafts read a token behind such a context, in a long pass."""
+        """Seconds in which a plan's drafts read a token after such a context, in a long pass."""
         drafts = draft_lens_of(plan)
         return sum(self._read_s(plan, draft, _CHUNK, context) for draft in drafts) / _CHUNK
 
     def target_token_s(self, context: float) -> float:
-        """Seconds by which a token behind such a context makes a pass of the target longer."""
+        """Seconds by which a token after such a context makes a pass of the target longer."""
         more = [self.table.target((PassPart(1, n, context),)) for n in (_LONG, _LONGER)]
         return (more[1] - more[0]) / (_LONGER - _LONG) * self._ratio(_TARGET, _LONG)
 
@@ -172,7 +172,7 @@ class PredictedSeconds:
 
         Args:
             batch: as it ran.
-            result: behind its commit.
+            result: after its commit.
             is_due: its seconds are to be predicted, too.
         """
         if not self.shares_pass:

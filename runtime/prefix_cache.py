@@ -1,8 +1,8 @@
 """Prefixes that earlier requests left in the cache: found block by block, by a hash of all tokens.
 
-The key of a block is the hash of the key in front of it and of its own tokens, so equal keys mean
+The key of a block is the hash of the key before it and of its own tokens, so equal keys mean
 equal tokens from the first one on. A block is published once its rows cannot change: the target has
-committed past its end; rows behind that belong to trees. Which drafts have committed past it, too,
+committed past its end; rows after that belong to trees. Which drafts have committed past it, too,
 is noted block by block: plans without a draft then still share the target's rows, and a draft that
 finds the rows of others but not its own writes those, which nobody reads before they are noted.
 """

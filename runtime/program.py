@@ -35,7 +35,7 @@ class StepResult(NamedTuple):
         next_cache_len: [B] committed rows of the target.
         draft_lens: draft → [B] committed rows of it.
         stage_s: seconds of each stage.
-        values: what was asked for by name, as it is in front of the next step.
+        values: what was asked for by name, as it is before the next step.
     """
 
     num_accepted: list[int]
@@ -283,7 +283,7 @@ class StepProgram:
 
     @torch.inference_mode()
     def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
-        """Run what stands in front of the target's pass; see `Drafted`."""
+        """Run what stands before the target's pass; see `Drafted`."""
         environment = {**environment_of(inputs, slabs), **self._constants}
         stage_s = self._run_stages(environment, ["draft"])
 
@@ -330,7 +330,7 @@ def result_of(
     stage_s: dict[str, float],
     reads: Sequence[str],
 ) -> StepResult:
-    """What the host reads of an environment behind the last stage."""
+    """What the host reads of an environment after the last stage."""
     return StepResult(
         environment["num_accepted"].tolist(),
         environment["output_tokens"].tolist(),

@@ -79,7 +79,7 @@ class RectangularModel(nn.Module):
         """One pass over the flat tokens of all sequences; writes their K and V to the caches.
 
         Raises:
-            EngineError: the pass would write behind the cache.
+            EngineError: the pass would write past the cache.
         """
         starts = q_start.tolist()
         # no words at all: causal, as compiled programs have it
@@ -189,7 +189,7 @@ def _runs(
     """Cut the sequences of a pass into runs of neighbouring blocks, in the order of the blocks.
 
     Shorter sequences of a run are filled up to the longest one, and what filling writes must fit
-    behind them.
+    after them.
     """
     order = sorted((b for b, count in enumerate(counts) if count), key=blocks.__getitem__)
     run: list[int] = []
@@ -219,7 +219,7 @@ def _gather(
 
     What fills up follows in slots, and nothing looks at it: a causal token sees what is in front
     of it, and one of a tree its ancestors. Its position is that of the last token, since a model
-    may have no position behind that.
+    may have no position after that.
     """
     tokens, positions, slot, cache_len, ancestors = inputs
     device = tokens.device

@@ -46,7 +46,7 @@ class RequestDemand:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # requests in the engine behind the last iteration, those included that wait
+        # requests in the engine after the last iteration, those included that wait
         self.num_unfinished = 0
         # seconds of iterations since the last prompt
         self._idle_s = 0.0
@@ -57,7 +57,7 @@ class RequestDemand:
         self._running: list[Request] = []
 
     def observe(self, batch: Batch, result: RunResult) -> None:
-        """Take an iteration, behind its commit."""
+        """Take an iteration, after its commit."""
         seconds = result.prefill_s + sum(sum(step.stage_s.values()) for step in result.steps)
         num_rows = sum(len(group.sequences) for group in batch.groups)
         # where all places are taken, that no prompt comes says nothing

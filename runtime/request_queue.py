@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from specc.runtime.sequence import Sequence
 
 # a request is served as if it had arrived so many seconds later for each level of its priority:
-# however many urgent requests follow it, those that come later than that are behind it
+# however many urgent requests follow it, those that come later than that are after it
 _S_PER_LEVEL = 10.0
 
 
@@ -44,7 +44,7 @@ class RequestQueue:
         bisect.insort(self._sequences, sequence, key=turn_of)
 
     def add_again(self, sequence: Sequence) -> None:
-        """Who was served before is in front of those with the same turn."""
+        """Who was served before is before those with the same turn."""
         index = bisect.bisect_left(self._sequences, turn_of(sequence), key=turn_of)
         self._sequences.insert(index, sequence)
 

@@ -49,13 +49,13 @@ class Scheduler:
         policy: picks the plan of each step.
         prefill_chunk: tokens of a prefill pass at most.
         position_limit: positions 0 … position_limit - 1 exist in every model; no draft token may
-            lie behind them.
+            lie after them.
         shares_prefixes: rows of a prompt are looked for among those of earlier requests.
         shares_pass: prompts and steps of all plans go through the target together, and share
             `prefill_chunk`.
         window: of the target's layers, the smallest; 0 is no limit. A prompt's part of a shared
             pass is no longer.
-        looks_ahead: steps can be queued behind each other, so sequences take blocks for several.
+        looks_ahead: steps can be queued after each other, so sequences take blocks for several.
         clock: seconds, those of the sequences.
     """
 
@@ -272,7 +272,7 @@ class Scheduler:
         granted: dict[int, SpecPlan] = {}
         for sequence in sorted(ready, key=turn_of):
             if not sequence.blocks:
-                continue  # given up for somebody in front of it
+                continue  # given up for somebody before it
             plan = wishes[id(sequence)]
             if not blocks.grow(sequence, plan):
                 for other in self.running:
@@ -301,9 +301,9 @@ class Scheduler:
     def forget_queued(self) -> None:
         """Give up what is queued: the next iteration starts from what was committed.
 
-        To be called behind a failure, once the device is done with all of it. Repeating steps is
-        safe: they write no row in front of `cache_len` or `draft_lens` but that of the last
-        committed token, as it is, and every row behind is written before it is read. Who was
+        To be called after a failure, once the device is done with all of it. Repeating steps is
+        safe: they write no row before `cache_len` or `draft_lens` but that of the last
+        committed token, as it is, and every row after is written before it is read. Who was
         caught between its tokens and its lengths cannot go on and is dropped: see `check`.
         """
         self.queued.clear()
@@ -396,7 +396,7 @@ class Scheduler:
             budget -= end - start
             drafts: tuple[int, ...] = ()
             if self._speculates(sequence, plan, sequence.prefill_end):
-                # a draft that lags behind catches up later, in front of its first step
+                # a draft that lags behind catches up later, before its first step
                 known = ahead.drafts_at(sequence, start)
                 drafts = tuple(i for i in draft_lens_of(plan) if i in known)
             spans.append(Span(sequence, start, end, drafts))
@@ -441,6 +441,6 @@ class Scheduler:
 def _is_torn(sequence: Sequence) -> bool:
     """A failure came between the tokens of a sequence and its committed rows, or its end."""
     if sequence.is_finished:
-        # counted as the last thing, behind its text and its events
+        # counted as the last thing, after its text and its events
         return sequence.stats.num_requests == 0
     return sequence.is_prefilled and len(sequence.token_ids) != sequence.cache_len + 1

@@ -52,7 +52,7 @@ class UpdateStream:
         self._service.cancel(self.ticket)
 
     async def _updates(self) -> AsyncIterator[Update]:
-        """Ends behind the last update; closing it earlier cancels the request."""
+        """Ends after the last update; closing it earlier cancels the request."""
         is_last = False
         try:
             while not is_last:

@@ -1,7 +1,7 @@
 """One pass of the target over chunks of prompts and the trees of several plans.
 
 Everything outside of attention is token-wise, so tokens of any kind can be rows of one flat pass:
-the weights are read once for all of them. A chunk of a prompt is a chain behind its committed rows.
+the weights are read once for all of them. A chunk of a prompt is a chain after its committed rows.
 Tokens that name their ancestors see all of them, so a chunk must not be longer than the window of
 any layer.
 """
@@ -146,7 +146,7 @@ def accepted_values(plan: SpecPlan, logits: Tensor, inputs: StepInputs) -> Mappi
 
 @functools.lru_cache(maxsize=4)
 def _causal_words(count: int) -> Tensor:
-    """[count, W]: every node is the child of the one in front of it."""
+    """[count, W]: every node is the child of the one before it."""
     return pack_bits(torch.ones(count, count, dtype=torch.bool).tril())
 
 

@@ -53,7 +53,7 @@ class SteadyLoad:
         self._num_compared = 0
 
     def observe(self, batch: Batch, result: RunResult) -> None:
-        """Take an iteration, behind its commit."""
+        """Take an iteration, after its commit."""
         self._demand.observe(batch, result)
 
     @property

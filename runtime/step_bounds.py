@@ -26,11 +26,11 @@ def check_step_bounds(
     Args:
         cache_lens: committed rows of each sequence.
         block_table: [B, n] int32 on the host.
-        num_nodes: rows behind the committed ones that the step's tree takes.
+        num_nodes: rows after the committed ones that the step's tree takes.
         num_blocks: of the cache.
         rows_per_block: of a block.
     Raises:
-        EngineError: a length below 0 or a tree behind the blocks; a block that is not there.
+        EngineError: a length below 0 or a tree past the blocks; a block that is not there.
     """
     columns = block_table.shape[1]
     lengths = torch.tensor(cache_lens)

@@ -31,7 +31,7 @@ class HostResults:
 
     Args:
         values: staging memory, [B, result_width] int64.
-        event: behind the copy into it.
+        event: after the copy into it.
     """
 
     def __init__(self, values: Tensor, event: Event) -> None:
@@ -171,7 +171,7 @@ class StepBuffers:
                 self.inputs[name][:bucket] = kept
 
     def read_results(self) -> HostResults:
-        """Queue the copy of the results to the host, behind the step that made them."""
+        """Queue the copy of the results to the host, after the step that made them."""
         values = self._free_output()
         values.copy_(self.results, non_blocking=True)
         self.newest = HostResults(values, self._graphs.record_event())

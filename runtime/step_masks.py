@@ -63,7 +63,7 @@ class StepMasks:
         self._num_rows = batch * num_nodes
         self._has_biases = has_biases
         self._vocab_size = 0
-        # bytes in front of the bits: index of each row, and whether sequences are controlled
+        # bytes before the bits: index of each row, and whether sequences are controlled
         self._head = -(-4 * (self._num_rows + batch) // _ALIGNMENT) * _ALIGNMENT
         self._of_row = torch.arange(self._num_rows, device=graphs.device) // num_nodes
         self._shifts = torch.arange(8, dtype=torch.uint8, device=graphs.device)

@@ -22,7 +22,7 @@ _NO_TOKEN = -2
 
 
 class SuffixAutomaton:
-    """States are numbers; place n is behind the n-th token, so `tokens[n]` follows it.
+    """States are numbers; place n is after the n-th token, so `tokens[n]` follows it.
 
     Token ids are not negative; -1 may separate texts.
     """
@@ -149,7 +149,7 @@ class SuffixAutomaton:
         Args:
             state: of the substring.
             length: of the substring.
-            token: behind it.
+            token: that follows it.
         """
         while (following := self.step(state, token)) == _NOWHERE:
             state = self._link[state]

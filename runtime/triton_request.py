@@ -65,7 +65,7 @@ class TritonRequest:
         prompt: text, or token ids.
         params: options.
         is_streamed: a response for every update; else one for the whole request.
-        echoed: text that goes in front of the output.
+        echoed: text that goes before the output.
         outputs: names of the tensors to send.
         priority: lower ones are served first.
         timeout_s: seconds after which the request ends with what it has.

@@ -42,7 +42,7 @@ def load_trt_programs(
     Args:
         path: the engine directory.
         manifest: its manifest.
-        cache: on the device, heads in front of rows.
+        cache: on the device, heads before rows.
         caches: model name → its layers' k and v caches.
         graphs: the device.
         limits: of capturing.

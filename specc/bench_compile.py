@@ -44,7 +44,7 @@ class ShapeOptions:
         batch_size: sequences of a step.
         context: tokens of a prompt.
         tokens: output tokens of a prompt.
-        is_lowered: run the phases in front of capture on a GPU.
+        is_lowered: run the phases before capture on a GPU.
         acceptance: probabilities by sibling rank, drawn inside of steps; None is real acceptance.
         block_size: rows of a KV cache block.
         prefill_chunk: prompt tokens of a pass; None is the default of the backend.

@@ -1,4 +1,4 @@
-"""The engine's own contenders, one a plan, and the margin behind a token that differs."""
+"""The engine's own contenders, one a plan, and the margin after a token that differs."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def add_margins(
 
 
 def _best_logits(engine: Engine, prompt: list[int], output: list[int]) -> Tensor | None:
-    """The target's two best logits behind prompt and output; None where this cannot tell.
+    """The target's two best logits after prompt and output; None where this cannot tell.
 
     The last of these tokens is decoded once more, in a step of plain decoding.
     """

@@ -106,7 +106,7 @@ def step_nodes(
 
 
 def nodes_per_layer(nodes: Sequence[Node], model: str) -> list[int]:
-    """Nodes of each layer but a pass's first, from behind one attention to the end of the next."""
+    """Nodes of each layer but a pass's first, from after one attention to the end of the next."""
     own = [node for node in nodes if node.model == model]
     ends = [i for i, node in enumerate(own) if _ends_attention(own, i)]
     starts = [i for i, node in enumerate(own) if node.operator in _STARTS]

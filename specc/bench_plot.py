@@ -13,7 +13,7 @@ _OTHER = "#c9a227"
 
 
 def check_plot(path: Path) -> None:
-    """Fail before the benchmark, not behind it.
+    """Fail before the benchmark, not after it.
 
     Raises:
         ConfigError: another format than SVG, or no matplotlib.

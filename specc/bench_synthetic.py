@@ -130,7 +130,7 @@ class _Logits:
 
 
 class _Winners:
-    """The target's tokens [N] behind the nodes of one tree."""
+    """The target's tokens [N] after the nodes of one tree."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens

@@ -21,7 +21,7 @@ def make_weights(model: BenchModel, device: torch.device, seed: int = _SEED) -> 
     """Draw the weights of a model on a device; its module gets the same tensors.
 
     Values are those that transformers gives to a model before training: matrices of small normal
-    numbers behind norms of one, so activations stay finite in every dtype.
+    numbers after norms of one, so activations stay finite in every dtype.
 
     Args:
         model: whose module is on the meta device.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specc.load_sweep import Sweep
     from specc.runtime.engine import Engine
 
-# seconds in which passes are measured behind a load, to tell whether the machine is the same
+# seconds in which passes are measured after a load, to tell whether the machine is the same
 _AGAIN_S = 10.0
 
 

@@ -35,7 +35,7 @@ class ShapesOptions:
     """What `--synthetic` adds to the options of every benchmark.
 
     Args:
-        synthetic: shapes of the target and, behind a slash or a comma, of the draft; None measures
+        synthetic: shapes of the target and, after a slash or a comma, of the draft; None measures
             an engine.
         context: tokens of each prompt; None is 1024.
         trees: plans, such as `3,2,1`.
@@ -107,7 +107,7 @@ def choose_shape_plans(
     if options.trees or options.num_speculative_tokens is not None:
         plans = parse_plans(options.trees, options.num_speculative_tokens)
     if not has_draft and acceptance is not None:
-        # as `parse_shapes` reads them: behind a name a slash, behind a directory a comma
+        # as `parse_shapes` reads them: after a name a slash, after a directory a comma
         separator = "/" if options.synthetic in SHAPES else ","
         raise ConfigError(
             f"--synthetic-acceptance without a draft: --synthetic {options.synthetic}",

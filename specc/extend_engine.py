@@ -69,7 +69,7 @@ class EngineExtension:
 
         Args:
             plans: off among them; in tiles where the engine's limit of logits asks for them.
-            max_nodes: rows behind the committed ones, where more is needed than the plans say.
+            max_nodes: rows after the committed ones, where more is needed than the plans say.
         """
         plans = self._write(plans)
         return self._writer.seal(self._with(plans, max_nodes, "fixed"))

@@ -86,7 +86,7 @@ class PassSeconds:
     def from_points(cls, points: Sequence[PassPoint], what: str) -> PassSeconds:
         """Fit measured points.
 
-        Where the same pass was measured behind several contexts, the slope between the shortest
+        Where the same pass was measured after several contexts, the slope between the shortest
         and the longest one is what a row costs; of several such slopes at one number of tokens a
         sequence, the median counts. What remains of each point is the cost of its tokens.
 

@@ -28,7 +28,7 @@ class BaseUrl:
         host: name or address.
         port: TCP.
         is_secure: https.
-        path: in front of every path, without a slash at its end.
+        path: before every path, without a slash at its end.
     """
 
     host: str
@@ -127,7 +127,7 @@ async def open_request(
     body: bytes = b"",
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Response]:
-    """Send a request over a connection of its own, which closes behind the block.
+    """Send a request over a connection of its own, which closes after the block.
 
     Raises:
         OSError: nobody listens, or the connection broke.

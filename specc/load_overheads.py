@@ -25,7 +25,7 @@ def with_overheads(
 
     Requests are served alone, with every plan that passes of models draft: what the gaps between
     their tokens have beyond passes is the host's part, the service's and the client's included,
-    and what a pass takes longer behind others than in a row of its own kind.
+    and what a pass takes longer after others than in a row of its own kind.
 
     Args:
         table: of passes.

@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 _UNEVEN = 1.25
 # share of the machine's cores that others may have used before the runs
 _BUSY = 0.5
-# seconds of passes behind the runs over those before, beyond which no simulation can agree
+# seconds of passes after the runs over those before, beyond which no simulation can agree
 _DRIFTED = 1.1
 # of a rate's mean latency, by which a client that is late is worth a note
 _LATE = 0.05
@@ -38,7 +38,7 @@ class LoadBench:
         engine: None where none was loaded.
         table: of the simulation, or that goodput started from; None where there is none.
         predicted: the same sweep, simulated; None where nobody asked.
-        drift: seconds of passes behind the runs, over those in `table`; None where nobody looked.
+        drift: seconds of passes after the runs, over those in `table`; None where nobody looked.
         acceptance: of the simulation's dice; None where there is none.
         load_before: of the machine, before the first run.
     """
@@ -64,7 +64,7 @@ def make_load_report(bench: LoadBench, command: str) -> dict[str, Any]:
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
-        # of the last 1, 5 and 15 minutes; its own work is in what comes behind
+        # of the last 1, 5 and 15 minutes; its own work is in what comes after
         "load_average": {"before": bench.load_before, "after": load_average()},
         "versions": versions(),
         "subject": bench.subject,
@@ -162,7 +162,7 @@ def _drifted(bench: LoadBench) -> list[str]:
     if bench.drift is None or 1 / _DRIFTED < bench.drift < _DRIFTED:
         return []
     return [
-        f"passes took {bench.drift:.2f} times as long behind the runs as in the latency table:"
+        f"passes took {bench.drift:.2f} times as long after the runs as in the latency table:"
         " other work disturbed one of them, so the simulation says nothing about the runs"
     ]
 

@@ -169,7 +169,7 @@ class TracedPolicy:
                 time_s=self._last_s - self._begin_s,
                 running=self._running,
                 waiting=self._waiting,
-                # of a step that was queued behind another one, from the end of that one on
+                # of a step that was queued after another one, from the end of that one on
                 seconds=now_s - self._last_s,
                 num_tokens=num_tokens - self._num_tokens,
                 num_prompt_tokens=sum(span.end - span.start for span in batch.prefill),

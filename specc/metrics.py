@@ -1,10 +1,10 @@
 """Counters of speculative decoding and the rates that derive from them.
 
-One rule for tokens behind the end of a request: a step whose accepted tokens run past EOS, a stop
+One rule for tokens after the end of a request: a step whose accepted tokens run past EOS, a stop
 string or the length limit emits fewer tokens than the target verified. Its last emitted token
 then counts as the bonus token, only the emitted tokens before it count as accepted, only the tree
 levels of those count as drafted, and the rest is `num_trimmed_tokens`. So `mean_acceptance_length`
-is exactly what speculative steps emitted, and a predictable tail behind EOS flatters nothing.
+is exactly what speculative steps emitted, and a predictable tail after EOS flatters nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class SpecStats:
         num_output_tokens: tokens emitted, the first (from prefill) included.
         num_steps: decode steps, one for each request that took part.
         num_spec_steps: those of them that drafted.
-        num_draft_tokens: draft tokens, without those behind the end of a request.
+        num_draft_tokens: draft tokens, without those after the end of a request.
         num_accepted_tokens: accepted and emitted draft tokens, bonus not counted.
-        num_trimmed_tokens: verified tokens behind the end of a request, not emitted.
+        num_trimmed_tokens: verified tokens after the end of a request, not emitted.
         accepted_at_depth: speculative steps in which depth 1, 2, … was accepted.
         num_prefill_passes: target passes over prompt tokens.
         num_step_passes: target passes of decode steps.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_picture(path: Path) -> None:
-    """Fail before the work, not behind it.
+    """Fail before the work, not after it.
 
     Raises:
         ConfigError: another format than SVG, or a library is missing.

@@ -60,7 +60,7 @@ class StepSeconds:
         verify: seconds of the target's pass by nodes a sequence; 1 is what off costs.
         draft: seconds of one draft level by frontier rows a sequence: the nodes that the level
             reads. The first level's 1 stands for what it really reads, the root and the token
-            in front of it.
+            before it.
         overhead: seconds of a speculative step outside of these passes, such as acceptance and
             commit, that exceed those of an off step.
     """

@@ -55,7 +55,7 @@ def to_tree(parents: Sequence[int]) -> TokenTree:
     """Number the nodes level by level, siblings adjacent and in their order.
 
     Args:
-        parents: in any order in which a child comes behind its parent and its elder siblings.
+        parents: in any order in which a child comes after its parent and its elder siblings.
     Returns:
         A tree whose `widths` are given where it is an expansion.
     """

@@ -1,7 +1,7 @@
 """The dynamic program for optimal static trees, for acceptance that may rise with the rank.
 
 A node's children are the draft's best tokens in order, so a node that has the child of rank r also
-has those of rank 0 … r - 1, however unlikely they are: a likely rank behind an unlikely one has to
+has those of rank 0 … r - 1, however unlikely they are: a likely rank after an unlikely one has to
 be paid for. T[d][b][n] is the most expected tokens, counted from a node of depth d on, of its
 subtree of at most n nodes in which it has exactly b children, and B[d][n] is the best over b:
 
@@ -64,7 +64,7 @@ class TreeTables:
     def parents(self, num_nodes: int, max_depth: int | None) -> list[int]:
         """Parent of each node of the best tree of at most `num_nodes`.
 
-        A child comes behind its parent and behind the siblings of smaller rank. Nodes that would
+        A child comes after its parent and after the siblings of smaller rank. Nodes that would
         add nothing are left out.
         """
         limit = self._limit(max_depth)

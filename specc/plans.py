@@ -237,7 +237,7 @@ class SpecPlan:
 
     @cached_property
     def num_rows(self) -> int:
-        """Cache rows behind the committed ones that a step may write, of any model."""
+        """Cache rows after the committed ones that a step may write, of any model."""
         return max(self.num_nodes, self.dynamic.num_fed if self.dynamic else 0)
 
     @cached_property
@@ -289,7 +289,7 @@ class SpecPlan:
         return tuple(Rule)
 
     def tiles(self, count: int) -> tuple[tuple[int, int], ...]:
-        """Bounds of the tiles of `count` nodes of a sequence: first, and behind the last."""
+        """Bounds of the tiles of `count` nodes of a sequence: first, and after the last."""
         size = self.tile or count
         return tuple((first, min(first + size, count)) for first in range(0, count, size))
 

@@ -3,9 +3,9 @@
 Programs for ONNX and TensorRT write the tokens of a pass to rows that follow each other, for every
 sequence of their batch, and nothing tells them to leave one out. So a sequence's rows have a rim:
 
-    front     in front of slot 0: a draft's first level feeds tokens that a short sequence lacks
+    front     before slot 0: a draft's first level feeds tokens that a short sequence lacks
     slots     0 … max_seq_len + max_nodes - 1: committed tokens, then the tree
-    scratch   behind them: what sequences of a batch write that take no part in a pass
+    scratch   after them: what sequences of a batch write that take no part in a pass
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class CacheRows:
     """Rows of one sequence.
 
     Args:
-        front: rows in front of slot 0.
+        front: rows before slot 0.
         slots: rows of slots.
-        scratch: rows behind them that no sequence attends to.
+        scratch: rows after them that no sequence attends to.
     """
 
     front: int

@@ -30,7 +30,7 @@ class Options:
     Args:
         logprobs: best tokens to name beside each; None leaves them out.
         has_metrics: counters of speculation come with it.
-        echo: prompts' texts, to stand in front of the outputs.
+        echo: prompts' texts, to stand before the outputs.
         has_token_ids: of prompts and outputs.
         prompt_logprobs: best tokens to name beside each of a prompt; None leaves them out.
     """
@@ -59,7 +59,7 @@ class Answer(abc.ABC):
         self._model = model
         self._tokens = tokens
         self._options = options
-        # output → characters in front of the next token
+        # output → characters before the next token
         self._offsets: dict[int, int] = {}
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Answer(abc.ABC):
         return self._head(self.chunk_kind) | {"choices": [choice]}
 
     def last_chunk(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Usage alone, behind all text."""
+        """Usage alone, after all text."""
         head = self._head(self.chunk_kind) | {"choices": [], "usage": usage_of(outputs)}
         return head | self._metrics(outputs)
 

@@ -58,7 +58,7 @@ def completion_logprobs(
         tokens: texts.
         token_ids: emitted tokens, after those of the prompt where it is repeated.
         logprobs: of each; None of a prompt's first.
-        offset: characters in front of the first of them.
+        offset: characters before the first of them.
     """
     texts: list[str] = []
     offsets: list[int] = []

@@ -35,7 +35,7 @@ from specc.serve_memory import forget_garbage, share_heaps
 DEAD = 1
 # seconds that clients have to read the ends of their answers
 _FLUSH_S = 5
-# and that the process has behind a second signal
+# and that the process has after a second signal
 _END_NOW_S = 2.0
 # for threads that still work when everything else has ended
 _END_S = 5.0

@@ -146,7 +146,7 @@ class SimulatedRunner:
 
 
 def _part_of(span: Span) -> PassPart:
-    """Prompt tokens attend to half of their own span on average, and to all in front of it."""
+    """Prompt tokens attend to half of their own span on average, and to all before it."""
     return PassPart(1, span.end - span.start, (span.start + span.end) / 2)
 
 

@@ -1,7 +1,7 @@
 """What a picture of a step program shows of a stage, and where: boxes, pills, and the ways between.
 
 Layers from left to right in the order of the data, each item as late as its readers allow. A value
-that is read several layers behind runs along a row of its own, by a `via` in each layer between, so
+that is read several layers later runs along a row of its own, by a `via` in each layer between, so
 that no line crosses a box.
 """
 
@@ -145,7 +145,7 @@ def _set_layers(graph: networkx.DiGraph, passed: Set[str]) -> None:
 
 
 def _add_vias(graph: networkx.DiGraph) -> None:
-    """One row for each value that is read further behind, whoever reads it."""
+    """One row for each value that is read further on, whoever reads it."""
     items = dict(graph.nodes(data="item"))
     for source in list(items):
         last: Any = source

@@ -33,7 +33,7 @@ def tree_svg(tree: TokenTree, acceptance: Sequence[float] | None, title: str, pa
         tree: at most 1024 nodes.
         acceptance: of each node, given that its parent is accepted; the root's is not read. None
             labels nodes by their number.
-        title: in front of the number of nodes, the depth and the expected tokens a step.
+        title: before the number of nodes, the depth and the expected tokens a step.
         path: ends in .svg.
     Raises:
         ConfigError: a number of probabilities that is not that of the nodes, a probability outside

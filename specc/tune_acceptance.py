@@ -2,7 +2,7 @@
 
 A draft's rank at a position is the place of the token that came among its best children, drawn as
 the request's rule and seed draw them. Depth d counts the positions that a tree would have reached:
-those behind d tokens that were all among the children.
+those after d tokens that were all among the children.
 """
 
 from __future__ import annotations

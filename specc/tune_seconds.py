@@ -48,7 +48,7 @@ def measure_seconds(
         table = cache.block_table(blocks).to(cache.device)
         for done in range(_WARMUP + _ROUNDS):
             for kind, model, size in sizes:
-                # the first level of a draft reads the token in front of the root, too
+                # the first level of a draft reads the token before the root, too
                 width = 2 if (kind, size) == ("draft", 1) else size
                 seconds = time_pass(engine, model, table, context, width)
                 if done >= _WARMUP:
@@ -66,7 +66,7 @@ def measure_seconds(
 
 @torch.inference_mode()
 def time_pass(engine: Engine, model: Model, table: torch.Tensor, context: int, width: int) -> float:
-    """Seconds of one pass of `width` tokens of each sequence: a chain behind its context."""
+    """Seconds of one pass of `width` tokens of each sequence: a chain after its context."""
     batch = table.shape[0]
     device = engine.cache.device
     tree = torch.arange(width)

@@ -46,7 +46,7 @@ from specc.kernels.cuda.tree_expand import (
 
 @triton.jit
 def _largest_keys(b_key, k, BK: tl.constexpr, IS_SORTED: tl.constexpr):
-    """The k largest of distinct keys, in descending order; what lies behind them is anything."""
+    """The k largest of distinct keys, in descending order; what lies after them is anything."""
     if IS_SORTED:
         b_best = tl.topk(b_key, BK)
     else:

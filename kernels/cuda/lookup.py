@@ -1,7 +1,7 @@
 """`specc::lookup` in two launches: the best place of each part of a context, then what followed it.
 
 Parts are those of the longest context that the block table has room for, so that shapes do not
-depend on lengths; a program whose part lies behind its sequence's end ends at once.
+depend on lengths; a program whose part lies after its sequence's end ends at once.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def lookup_tokens_kernel(
     last = (key & 0x7FFFFFFF).to(tl.int32)
     length = tl.load(cache_len + i_b)
     root = tl.load(last_tokens + (i_b + 1) * num_last - 1)
-    # what followed; behind the root, which is the last of it, it begins again
+    # what followed; after the root, which is the last of it, it begins again
     period = tl.maximum(length - last, 1)
     b_place = last + 1 + (o_l - 1) % period
     is_read = is_found & (o_l > 0) & (b_place < length)

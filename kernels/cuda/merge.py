@@ -95,7 +95,7 @@ def rerank_tree_kernel(
     m_m = o_m < num_candidates
     b_score = tl.load(scores + i_b * score_stride + o_m, mask=m_m, other=0.0)
     b_key = order_key(b_score, o_m)
-    # NaN, which sorts above all, is least here: behind -inf, by descending index as well
+    # NaN, which sorts above all, is least here: after -inf, by descending index as well
     b_key = tl.where(b_score != b_score, NO_KEY + (BM - o_m).to(tl.int64), b_key)
     b_key = tl.where(o_m == 0, 0x7FFFFFFFFFFFFFFF, b_key)
     b_key = tl.where(m_m, b_key, NO_KEY)  # [BM]

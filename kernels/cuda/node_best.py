@@ -43,7 +43,7 @@ MAX_ODD_REGISTERS = 168
 def _best_token(row, first, num_blocks, BV: tl.constexpr):
     """Key of the best logit of some blocks of a row."""
     o_v = first + tl.arange(0, BV)
-    # a token beyond the row is -inf behind all tokens of the row: it never wins
+    # a token beyond the row is -inf after all tokens of the row: it never wins
     b_best = tl.full([BV], -float("inf"), tl.float32)
     b_token = o_v
     for i in range(num_blocks):

@@ -1,4 +1,4 @@
-"""`specc::node_winners`: the launches of `accept` in front of its walk, and one that ends them.
+"""`specc::node_winners`: the launches of `accept` before its walk, and one that ends them.
 
 1. `tree_context`. 2. `row_filters` of the tile's rows. 3. `node_best`. 4. The best of their parts.
 """

@@ -8,7 +8,7 @@ registers; no TensorRT at hand could run it. TensorRT-RTX has no plugins of this
 
 The kernel is compiled when an engine is built and stored in it, so that running the engine takes
 neither Python nor Triton. TensorRT launches it with the pointers of the inputs, the numbers of
-`extra_args`, and the pointer of the output; Triton adds parameters of its own behind them, which
+`extra_args`, and the pointer of the output; Triton adds parameters of its own after them, which
 are taken out of the code here.
 """
 

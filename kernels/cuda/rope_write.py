@@ -1,6 +1,6 @@
 """`specc::rope_write`: rotary embedding of q and k, and the cache write of k and v, one launch.
 
-Programs of the first head groups rotate queries; those behind rotate keys and write keys and
+Programs of the first head groups rotate queries; those after rotate keys and write keys and
 values to the cache.
 """
 

@@ -75,7 +75,7 @@ def commit_rows_kernel(
     m_node = (b_path >= 0) & (b_path < num_nodes) & (b_len >= 0)[:, None]
     p_slot = slot_of + o_b[:, None] * slot_stride + b_path.to(tl.int64) * slot_step
     b_slot = tl.load(p_slot, mask=m_node, other=-1)
-    # nodes in front of the first one without a row
+    # nodes before the first one without a row
     b_kept = tl.min(tl.where(b_slot >= 0, BP, o_p[None, :]), 1)
     b_source = tl.where(o_p[None, :] < b_kept[:, None], b_slot + b_len[:, None], -1)
     tl.store(source + o_b[:, None] * width + o_p[None, :], b_source, mask=m)
@@ -108,7 +108,7 @@ def next_tokens_kernel(
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < count
     o_b = (o // columns).to(tl.int64)
-    # place in the accepted run; in front of it are the last tokens before it
+    # place in the accepted run, which the last tokens before it precede
     b_accepted = tl.load(num_accepted + o_b * accepted_stride, mask=m, other=0)
     b_place = b_accepted + 1 + o % columns - columns
     p_output = output_tokens + o_b * output_stride + b_place

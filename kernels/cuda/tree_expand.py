@@ -41,7 +41,7 @@ def token_of(b_key):
 
 @triton.jit
 def best_keys(b_key, K: tl.constexpr, BK: tl.constexpr, MAX_ROUNDS: tl.constexpr):
-    """The K largest of distinct keys, in descending order; what lies behind them is anything."""
+    """The K largest of distinct keys, in descending order; what lies after them is anything."""
     if K > MAX_ROUNDS:
         b_best = tl.topk(b_key, BK)
     else:

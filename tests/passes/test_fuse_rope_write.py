@@ -323,7 +323,7 @@ FORM = "rotary embedding in a form other than"
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Without, "no rotary embedding in front of attention"),
+        (Without, "no rotary embedding before attention"),
         (Interleaved, "rotary embedding of interleaved pairs"),
         (PairsByView, "rotary embedding of interleaved pairs"),
         (SwappedHalves, FORM),
@@ -333,7 +333,7 @@ FORM = "rotary embedding in a form other than"
         (HalvesOfAnother, FORM),
         (Difference, FORM),
         (WeightedSum, "q is rotated by a scaled sum"),
-        (QueriesOnly, "no rotary embedding in front of attention"),
+        (QueriesOnly, "no rotary embedding before attention"),
         (TwoTables, "q and k are rotated by different tables"),
         (LastColumns, FORM),
         (LastColumnsInFront, "q is not rotated in its first columns"),

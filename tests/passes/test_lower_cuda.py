@@ -96,7 +96,7 @@ def test_fused_program_runs_alike(name):
     assert not program.calls(aten.rsqrt.default, aten.neg.default, ops.tree_attention)
     assert launches_per_layer(program) == (per_layer,) * (len(program.layers) - 1)
     declined = reasons(pipeline, "FuseRopeWrite")
-    assert declined == ["no rotary embedding in front of attention"] * num_split
+    assert declined == ["no rotary embedding before attention"] * num_split
     assert_runs_alike(before, after, models.VOCAB)
 
 
