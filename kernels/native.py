@@ -216,7 +216,7 @@ def watch_memory(data: Tensor) -> None:
     """Let a process that a cut weight file kills say why; compiled programs do so themselves.
 
     Args:
-        data: contiguous and in a mapped file; whoever frees its memory calls `forget_memory`.
+        data: contiguous and in a mapped file; what frees its memory calls `forget_memory`.
     """
     assert _loaded is not None, "load() first"
     _loaded[1].specc_watch_memory(ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.nbytes))

@@ -1,6 +1,6 @@
 """Oracles of typed trees: how children are drawn from a draft, and how a tree is verified.
 
-A row of logits becomes a distribution in one way, whoever's it is (`process_reference`); which
+A row of logits becomes a distribution in one way for all models (`process_reference`); which
 noise decides what is in `specc.kernels.reference_sampling`. Position p of a sequence has one Gumbel
 vector for tokens, and for each column of proposals one more and one uniform: those that decide
 which token stands at p. A walk that ends at position p has looked at none of a later position, so

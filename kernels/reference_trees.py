@@ -30,7 +30,7 @@ def image_slots_reference(image: Tensor, slots: Tensor, num_nodes: int) -> Tenso
 
 
 def vote_chain_reference(tokens: Tensor, weights: Tensor) -> Tensor:
-    """The majority's chain: from the root on, the heaviest next token of those who agree so far.
+    """The majority's chain: from the root on, the heaviest next token of those that agree so far.
 
     Args:
         tokens: [B, S, L] int64 chains of S drafts; -1 ends a chain.

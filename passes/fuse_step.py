@@ -71,7 +71,7 @@ def fuse_step(plan: SpecPlan, slabs: dict[str, int], is_rectangular: bool = Fals
     """Compose the step of a plan.
 
     Args:
-        plan: off, or who proposes in which shape.
+        plan: off, or what proposes in which shape.
         slabs: number of cache slabs of each model, `target` and the drafts of the plan.
         is_rectangular: the models' programs write the nodes of a pass to rows that follow each
             other.

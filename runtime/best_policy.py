@@ -98,7 +98,7 @@ class BestPolicy:
                 self._of_model[request] = self._new_model_outcomes(self._of_models.mean())
             gains.append((of_lookup, self._of_model[request].hoped(self._step)))
         count = len(sequences)
-        # who gains most from the lookup takes it first
+        # the sequence that gains most from the lookup takes it first
         order = sorted(range(count), key=lambda i: gains[i][1] - gains[i][0])
         names = [self._model.name] * count
         for i in order[: self._best_split([gains[i] for i in order])]:

@@ -1,4 +1,4 @@
-"""Blocks of a paged cache: who uses them, and which prefixes the free ones still hold."""
+"""Blocks of a paged cache: which are in use, and which prefixes the free ones still hold."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class BlockPool:
         return block in self._key_of
 
     def share(self, block: int) -> None:
-        """Use a block with a key, besides whoever uses it."""
+        """Use a block with a key, besides those that use it."""
         assert block in self._key_of, "other blocks change"
         self._kept.pop(block, None)
         self._users[block] = self._users.get(block, 0) + 1
@@ -108,7 +108,7 @@ class BlockPool:
         self._drafts[block] |= 1 << draft
 
     def forget_all(self) -> None:
-        """Nothing is found any more; who uses blocks goes on to."""
+        """Nothing is found any more; blocks in use stay so."""
         for block in self._kept:
             heapq.heappush(self._free, block)
         self._kept.clear()

@@ -10,7 +10,7 @@ from torch import Tensor
 from specc.runtime.kv_cache import CacheShape
 from specc.runtime.sequence import Sequence
 
-# rows for each sequence that may run: who waits again after a preemption often comes back
+# rows for each sequence that may run: one that waits again after a preemption often comes back
 _SPARE = 2
 
 

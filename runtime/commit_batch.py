@@ -34,7 +34,7 @@ def commit_prefill(
         sequence = span.sequence
         sequence.stats.record_prefill_pass(result.prefill_s)
         if (scored := result.prompt_logprobs.get(sequence.request_id)) is not None:
-            # whoever was preempted in its prompt has these already
+            # a sequence that was preempted in its prompt has these already
             sequence.prompt_logprobs[span.start :] = scored
         # before the first token: without that token, `Scheduler` then tells that it is torn
         sequence.cache_len = span.end

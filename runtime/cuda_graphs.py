@@ -16,7 +16,7 @@ class CudaGraphs:
     All graphs share one pool: they replay one after the other, so what one holds between its
     operators another may overwrite. Results that outlive a replay are copied out after it.
 
-    Graphs live as long as this object, whoever else lets go of them. Once the last graph of a pool
+    Graphs live as long as this object, whatever else lets go of them. Once the last graph of a pool
     is gone, torch 2.13 captures no other into it: its allocator of pinned memory never forgets the
     pool, and asks for one that is in use. And a graph that goes frees cuBLAS's workspace of the
     stream that it was captured on, which the other graphs of that stream go on writing to (pytorch

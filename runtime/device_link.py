@@ -22,7 +22,7 @@ class Fetched(Protocol):
     """Values on their way to the host."""
 
     def wait(self) -> list[Tensor]:
-        """The values, in memory of the host; whoever asks first waits for the device."""
+        """The values, in memory of the host; the first call waits for the device."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Who runs which plan, so that the batch is expected to yield most tokens a second.
+"""Which sequence runs which plan, so that the batch is expected to yield most tokens a second.
 
 A ratio of sums is largest where no change has a gain in tokens above its seconds times the ratio
 itself (Dinkelbach, Management Science 13, 1967). So sequences are moved to a plan in the order of

@@ -177,7 +177,7 @@ class GoodputPolicy:
         return max(num_new, num_gone) > self._num_decided / 8
 
     def _place_of(self, sequence: Request) -> int:
-        """What was decided; who came since then does as most do, unless drafts would catch up."""
+        """What was decided; later sequences do as most do, unless drafts would catch up."""
         request = sequence.request_id
         place = self._probed.get(request, self._chosen.get(request))
         if place is not None:

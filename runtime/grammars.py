@@ -140,7 +140,7 @@ class Grammars:
         return None if found is None else self._state_of(found)
 
     def close(self) -> None:
-        """End what is compiled, and whoever waits for it."""
+        """End what is compiled, and the requests that wait for it."""
         self.children.close()
 
     @property
@@ -153,7 +153,7 @@ class Grammars:
             return self._read
 
     def _find(self, key: bytes, cancellation: Cancellation) -> _Compiled | None:
-        """The grammar, once whoever compiles it has; None where that is up to the caller now."""
+        """The grammar, once it is compiled; None where that is up to the caller now."""
         with cancellation.calling(self._wake), self._changed:
             if self._num_waiting >= _MAX_WAITING:
                 raise OverloadError(

@@ -15,8 +15,8 @@ class InFlight:
     Before the host waits for results, it queues the next iteration wherever that can be chosen
     without them: prompts, and the steps of all plans. So the device runs iteration n + 1 while the
     host appends the tokens of iteration n, decodes them, looks for stop strings and hands them out.
-    Who ends in iteration n has a row in iteration n + 1 that nobody reads; the blocks of that row
-    stay taken until it is done.
+    A sequence that ends in iteration n has a row in iteration n + 1 that nothing reads; the blocks
+    of that row stay taken until it is done.
 
     Whatever ends a call early (a wait or an operator that fails, a detokenizer, Ctrl-C) may leave
     the device ahead of what was committed. So the next call waits for everything that is queued,

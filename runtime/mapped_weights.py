@@ -37,7 +37,7 @@ class MappedWeights(dict[str, Tensor]):
     def check(self) -> None:
         """Find out whether the file still holds what is mapped; a microsecond.
 
-        Reading after the end of a mapped file kills the process, whoever cut it.
+        Reading after the end of a mapped file kills the process, whatever cut it.
 
         Raises:
             EngineError: the file has become shorter.

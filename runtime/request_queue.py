@@ -15,8 +15,8 @@ _S_PER_LEVEL = 10.0
 def turn_of(sequence: Sequence) -> float:
     """When a request's turn is, in seconds of its clock; fixed from its arrival on.
 
-    A total order that time does not change: whoever is first of all can only be served and leave,
-    so nobody waits for ever, and nobody who gives up blocks for another takes them back from it.
+    A total order that time does not change: the first of all can only be served and leave,
+    so none waits for ever, and none that gives up blocks for another takes them back from it.
     """
     return sequence.arrival_s + sequence.priority * _S_PER_LEVEL
 
@@ -44,7 +44,7 @@ class RequestQueue:
         bisect.insort(self._sequences, sequence, key=turn_of)
 
     def add_again(self, sequence: Sequence) -> None:
-        """Who was served before is before those with the same turn."""
+        """A sequence that was served before goes ahead of those with the same turn."""
         index = bisect.bisect_left(self._sequences, turn_of(sequence), key=turn_of)
         self._sequences.insert(index, sequence)
 

@@ -357,7 +357,7 @@ class Runner:
     def _catch_up(self, group: StepGroup) -> None:
         """Feed drafts the committed tokens that their first level does not reach back to.
 
-        Who has a step in flight is left alone: its drafts are in step.
+        A sequence with a step in flight is left alone: its drafts are in step.
         """
         ahead = group.ahead or [0] * len(group.sequences)
         for i in draft_lens_of(group.plan):

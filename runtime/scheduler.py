@@ -1,4 +1,4 @@
-"""Continuous batching: who prefills, who steps, and what a pass has changed."""
+"""Continuous batching: which sequences prefill, which step, and what a pass has changed."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _LEAST_PREFILL = 8
 class Scheduler:
     """Admits requests by their turn, whenever a slot and the blocks of the next one are free.
 
-    Sequences take blocks as they grow. Where none is left for a plain step, whoever's turn is last
-    gives up its own and computes its rows again later; so whoever's turn is first always ends. A
-    request that finds no room is not overtaken by smaller ones.
+    Sequences take blocks as they grow. Where none is left for a plain step, the one whose turn is
+    last gives up its own and computes its rows again later; so the one whose turn is first always
+    ends. A request that finds no room is not overtaken by smaller ones.
 
     `queued` holds the batches that were queued and not post-processed, in order: blocks of their
     sequences are not free, and `postprocess` takes the oldest one out.
@@ -93,7 +93,7 @@ class Scheduler:
         self._clock = clock
         self._has_deadlines = False
         self.use(policy)
-        # who left while a queued step held its blocks; and who was dropped, until `abort`
+        # left while a queued step held their blocks; and dropped, until `abort`
         self._left: list[Sequence] = []
         self._torn: list[Sequence] = []
 
@@ -155,7 +155,7 @@ class Scheduler:
         """Pick the work of the iteration after those that are queued, without their results.
 
         Rows, blocks and positions are judged by the longest that steps in flight may make their
-        sequences, and who is certain to end has no part; who happens to end has a row that
+        sequences. One that is certain to end has no part; one that happens to end has a row that
         `postprocess` drops. A prompt whose last token is in flight takes its first step later.
         Nobody gives up blocks meanwhile.
 
@@ -190,7 +190,7 @@ class Scheduler:
     def _divide(
         self, ready: list[Sequence], plan: SpecPlan, ahead: LookAhead
     ) -> list[StepGroup] | None:
-        """Who runs which plan; whoever cannot speculate decodes plainly, in the last group.
+        """Which sequence runs which plan; those that cannot speculate are the last group, plain.
 
         None where that depends on results in flight.
         """
@@ -262,7 +262,7 @@ class Scheduler:
         """Blocks for everyone's step, by their turns; plainly, or not at all, where they run out.
 
         Returns:
-            the plan of those who still run, by identity.
+            the plan of those that still run, by identity.
         """
         blocks = self._blocks
         if not self._looks_ahead and all(
@@ -303,8 +303,8 @@ class Scheduler:
 
         To be called after a failure, once the device is done with all of it. Repeating steps is
         safe: they write no row before `cache_len` or `draft_lens` but that of the last
-        committed token, as it is, and every row after is written before it is read. Who was
-        caught between its tokens and its lengths cannot go on and is dropped: see `check`.
+        committed token, as it is, and every row after is written before it is read. A
+        sequence between its tokens and its lengths cannot go on and is dropped: see `check`.
         """
         self.queued.clear()
         for sequence in [s for s in self.running if _is_torn(s)]:
@@ -429,7 +429,7 @@ class Scheduler:
             self.stats.num_requests += 1
 
     def _free_blocks(self) -> None:
-        """Free the blocks of those who left, but for those that a queued step still uses."""
+        """Free the blocks of those that left, but for those that a queued step still uses."""
         used = {id(s) for batch, _ in self.queued for g in batch.groups for s in g.sequences}
         used |= {id(span.sequence) for batch, _ in self.queued for span in batch.prefill}
         for sequence in [s for s in self._left if id(s) not in used]:

@@ -45,8 +45,8 @@ class SequenceBlocks:
     def admit(self, sequence: Sequence, running: Sequence_[Sequence]) -> bool:
         """Give a sequence the blocks of its prompt and of a first plain step, if they are free.
 
-        A block stays free for everyone who runs and may still grow, else the next steps would take
-        away what was given.
+        A block stays free for every sequence that runs and may still grow, else the next steps
+        would take away what was given.
         """
         hit = self._find(sequence)
         if not self._is_free(sequence, hit, running):
@@ -104,7 +104,7 @@ class SequenceBlocks:
 
     def _is_free(self, sequence: Sequence, hit: Hit, running: Sequence_[Sequence]) -> bool:
         needed = self._blocks_of(sequence.prefill_end + 2) - len(hit.blocks)
-        # who shares a block that nobody uses takes it from the free ones
+        # a sequence that shares a block of no other takes it from the free ones
         needed += sum(not self._pool.is_used(block) for block in hit.blocks)
         growing = sum(len(other.blocks) < self._most_for(other) for other in running)
         return needed + growing <= self.num_free

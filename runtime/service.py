@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # iterations that fail in a row, from which on the engine counts as lost
 MAX_FAILURES = 3
-# seconds for which a failure counts: who is sent no requests because of it would never recover
+# seconds for which a failure counts: without requests because of it, a server would not recover
 _FAILING_S = 10.0
 # seconds from which on an iteration counts as stuck; the slowest ones take a few
 STALLED_S = 120.0

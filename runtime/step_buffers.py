@@ -51,7 +51,7 @@ class HostResults:
         return self._is_read
 
     def leave_staging(self) -> None:
-        """Another step needs the staging memory: keep a copy for whoever has not read this."""
+        """Another step needs the staging memory: keep a copy for those that have not read this."""
         if not self._is_read:
             self._event.synchronize()
             self._values = self._values.clone()

@@ -5,8 +5,8 @@ same places, at most 2n of them, and grows by amortized O(1) a token. The suffix
 on the path of links from the state of the whole text to the root, longer ones first.
 
 Where a state's substrings ended last is not stored in the state: each token would move a whole
-path. Each place owns the part of its path that no later place has taken, and remembers who took
-the rest, and up to which length: that is the last one who took anything, since whoever takes a
+path. Each place owns the part of its path that no later place has taken, and remembers which took
+the rest, and up to which length: that is the last one that took anything, since one that takes a
 substring takes all its suffixes. So to find the last place of a state is to follow takers, with
 the path compressed, and a token touches only the owners of its path. That is the `access` of
 link-cut trees (Sleator and Tarjan, 1983), amortized O(log n) owners a token.
@@ -38,7 +38,7 @@ class SuffixAutomaton:
         self._next = array("i", [_NOWHERE])
         self._more: dict[int, dict[int, int]] = {}
         # of each place: its state; and of the last place that took from its path: up to which
-        # length, at which state, and who
+        # length, at which state, and which place
         self._state = array("i", [_ROOT])
         self._taken = array("i", [0])
         self._taken_at = array("i", [_ROOT])
@@ -99,7 +99,7 @@ class SuffixAutomaton:
         state = self._state[now]
         last[state] = now
         state = link[state]
-        # first look, then take: whoever takes changes what is found
+        # first look, then take: taking changes what is found
         path: list[tuple[int, int]] = []
         while state > _ROOT:
             place = last[state]
@@ -128,7 +128,7 @@ class SuffixAutomaton:
             chain.append(place)
             place = taker[place]
         self._place[state] = place
-        # let each of them name the last one who took as much, for the states in between
+        # let each of them name the last one that took as much, for the states in between
         for earlier in reversed(chain[:-1]):
             later, limit = taker[earlier], taken[earlier]
             while taken[later] >= limit:

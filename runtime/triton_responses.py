@@ -25,7 +25,7 @@ from specc.triton_tensors import OUTPUT_IDS, OUTPUTS, TEXT, TritonTensor
 if TYPE_CHECKING:
     from specc.runtime.service import Service, Ticket, Update
 
-# seconds between two looks at who has cancelled
+# seconds between two looks at what was cancelled
 _POLL_S = 0.05
 _IDLE_S = 1.0
 _OUTPUTS = {tensor.name: tensor for tensor in OUTPUTS}
@@ -108,7 +108,7 @@ class Answers:
         self._send(sender, self._failed(error), is_last=True)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Send what is left; who is open then gets an error. The service is closed by now."""
+        """Send what is left; requests still open get an error. The service is closed by now."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -148,7 +148,7 @@ class Answers:
                 return
 
     def _look_around(self) -> None:
-        """Who has cancelled? And write metrics."""
+        """Look for cancelled requests, and write metrics."""
         with self._changed:
             everyone = list(self._open)
         for answer in everyone:

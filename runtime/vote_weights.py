@@ -2,7 +2,7 @@
 
 The voted chain is one draft's, or what several agree on, and what the target accepts of it says
 nothing of a draft that was outvoted: its tokens were not verified. Counting accepted votes alone
-would keep whoever leads in the lead. So each draft leads now and then, and only a leader's chain
+would keep the leader in the lead. So each draft leads now and then, and only a leader's chain
 is counted, its own tokens up to the first that the target refuses.
 """
 

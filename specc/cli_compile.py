@@ -60,7 +60,7 @@ def parse_plans(
     Args:
         trees: such as `3,2,1` or `dynamic:16,4,4`.
         num_speculative_tokens: length of a chain, instead of trees.
-        drafts: who proposes, see `split_drafts`.
+        drafts: what proposes, see `split_drafts`.
         combine: of several drafts.
     Raises:
         TreeError: no list of positive widths.

@@ -203,7 +203,7 @@ def probe_line(probe: dict[str, Any]) -> str:
 
 
 def describe_plan(plan: SpecPlan) -> str:
-    """A plan in one line: shape, size, and who proposes."""
+    """A plan in one line: shape, size, and what proposes."""
     if not plan.speculates:
         return "plain decoding, 1 token a pass"
     size = f"{plan.num_nodes} nodes a pass, root included"

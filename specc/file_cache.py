@@ -2,8 +2,8 @@
 
     <root>/<name>            the file
     <root>/<name>.sha256     its hash, as `sha256sum -c` reads it
-    <root>/scratch/…         directories of those who are making files
-    <root>/locks/…           held by who makes a file
+    <root>/scratch/…         directories of processes that are making files
+    <root>/locks/…           held by the process that makes a file
 
 Files of the cache are loaded and executed, so it has to be the user's own: nobody else may write
 to it, and whatever a crash, a full disk or somebody's hand made of a file, it is made again.
@@ -104,7 +104,7 @@ class FileCache:
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
         """An empty directory of the cache's file system, removed at the end or, after a crash, by
-        the next one who needs such a directory.
+        the next process that needs such a directory.
 
         Raises:
             CompilerError: the cache cannot be written, or others may write to it.
@@ -134,7 +134,7 @@ class FileCache:
         )
 
     def _publish(self, made: Path, data: bytes, name: str) -> None:
-        """Give a file its name, durably; whoever reads between the steps finds no valid file."""
+        """Give a file its name, durably; readers between the steps find no valid file."""
         path = self.path(name)
         hash_file, made_hash = (p.with_name(p.name + _HASH_SUFFIX) for p in (path, made))
         try:
@@ -160,7 +160,7 @@ class FileCache:
                 raise self.error(lock, error) from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-                # who held it before has removed it, and others may hold another one by now
+                # its last owner has removed it, and others may hold another one by now
                 if is_at(descriptor, lock):
                     try:
                         yield

@@ -1,7 +1,7 @@
 """JSON of files that anybody may have written: whatever is wrong with it is one error.
 
-Python's own reader raises RecursionError for text that is nested deeply, and whoever walks what it
-has read meets the same further on, so nesting has a bound here.
+Python's own reader raises RecursionError for text that is nested deeply, and so does code that
+walks what it has read: nesting has a bound here.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Answer:
 
 
 class LoadClient(Protocol):
-    """Brings requests to whoever serves them."""
+    """Brings requests to what serves them."""
 
     async def send(self, request: LoadRequest, on_tokens: Callable[[int], object]) -> Answer:
         """Serve one request; a cancelled one is ended there, too.

@@ -1,4 +1,4 @@
-"""Who serves a load: an engine in this process, or a server."""
+"""What serves a load: an engine in this process, or a server."""
 
 from __future__ import annotations
 

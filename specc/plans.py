@@ -1,4 +1,4 @@
-"""Speculation plans: who proposes, in which shape, and how proposals become one tree."""
+"""Speculation plans: what proposes, in which shape, and how proposals become one tree."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SpecPlan:
             shape is another one, and for off.
         parents: of a static tree that is no expansion; see `TokenTree`.
         dynamic: instead of a static shape.
-        drafts: who proposes: `draft_0`, `draft_1`, …, `lookup-N` (n-grams of at most N tokens are
+        drafts: what proposes: `draft_0`, `draft_1`, …, `lookup-N` (n-grams of at most N tokens are
             looked up in the request), `suffix` (the host's index). A lookup proposes a chain as
             long as the shape is deep.
         combine: `merge` or `vote`, where several propose.

@@ -38,7 +38,7 @@ Stop = Annotated[
 
 
 def _number(low: float, high: float | None = None) -> Any:
-    """A range for the description; `SamplingParams` is who checks it."""
+    """A range for the description; `SamplingParams` checks it."""
     limits: dict[str, Any] = {"minimum": low} | ({} if high is None else {"maximum": high})
     return Field(json_schema_extra=limits)
 

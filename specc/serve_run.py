@@ -164,7 +164,7 @@ def start_service(engine: Path, loading: Loading) -> Service:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with this package's connections; leaves signals to whoever runs it.
+    """uvicorn, with this package's connections; leaves signals to its caller.
 
     Args:
         app: to serve.

@@ -54,7 +54,7 @@ class Item:
 
 
 def stage_items(stage: Mapping[str, Any], passed: Set[str]) -> networkx.DiGraph:
-    """Items of a stage and who feeds whom; the item of a node is its attribute `item`.
+    """Items of a stage and which feeds which; the item of a node is its attribute `item`.
 
     Nodes are named as in the program, outputs end in `=`, vias are pairs.
 
@@ -145,7 +145,7 @@ def _set_layers(graph: networkx.DiGraph, passed: Set[str]) -> None:
 
 
 def _add_vias(graph: networkx.DiGraph) -> None:
-    """One row for each value that is read further on, whoever reads it."""
+    """One row for each value that is read further on, whichever reads it."""
     items = dict(graph.nodes(data="item"))
     for source in list(items):
         last: Any = source

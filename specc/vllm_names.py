@@ -105,7 +105,7 @@ def answer_names(
 
     Args:
         given: name → value.
-        known: names that whoever asks has got.
+        known: names that the asking class has got.
         answers: name → what is said about it.
         error: made of found, needed and do.
     Raises:

@@ -1,4 +1,4 @@
-"""Who is the last of several programs to be done with what they share."""
+"""Which is the last of several programs to be done with what they share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_last(p_arrived, num_programs):
     """Whether all others have come here before; what they stored before that is then visible.
 
     The barrier orders the stores of a program's threads before the addition, which one of them
-    makes: it releases them, and acquires those of all who added before, whatever multiprocessor
+    makes: it releases them, and acquires those of all that added before, whatever multiprocessor
     they ran on. The second barrier hands that on to the other threads. The counter is 0 again
     afterwards, so that a replay of the launch finds it as the first one did.
 
