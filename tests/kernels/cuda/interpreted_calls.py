@@ -58,7 +58,9 @@ def _patch_dtypes() -> None:
     is_equal = tl.dtype.__eq__
 
     def equals(self: tl.dtype, other: Any) -> bool:
-        return self is other or is_equal(self, other)
+        if self is other:
+            return True
+        return self.name == other.name if type(other) is tl.dtype else is_equal(self, other)
 
     interpreter._get_np_dtype = np_dtype
     tl.dtype.__eq__ = equals
