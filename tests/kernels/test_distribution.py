@@ -1,8 +1,12 @@
 """Typed trees put out the target's distribution; eight schemes that do not are refused.
 
-Every comparison is of the joint counts of three tokens, over 200,000 sequences with seeds of their
+Every comparison is of the joint counts of three tokens, over many sequences with seeds of their
 own, which several steps have put out. A right implementation fails one with probability 1e-9, and
-as all seeds are fixed, it passes them all or it never does.
+as all seeds are fixed, it passes them all or it never does. The slow tier compares 200,000
+sequences of every case, the default tier 60,000 of cases that cover all pairs: Pearson's statistic
+then finds relative deviations of 7 % (root mean square, weighed by probability) instead of 4 %. The
+mildest of the losing schemes deviates by 14 %: 60,000 sequences of it are 14 standard deviations
+beyond the bound.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ TEMPERATURES = (0.3, 1.0, 1.5)
 FILTERS = {"top-p": {"top_p": 0.85}, "top-k": {"top_k": 4}}
 # trees whose topology is data, and votes, are for rules that hold for any tree
 ANY_TREE = (Rule.COUPLED, Rule.DELTA)
+# sequences of a case in the default tier
+FEW_DRAWS = 60_000
 # how far beyond its bound a losing scheme has to be
 MARGIN = 3.0
 ORACLES = SimpleNamespace(
@@ -85,10 +91,10 @@ class Case:
     def pairs(self) -> frozenset[Any]:
         return frozenset(itertools.combinations(vars(self).items(), 2))
 
-    def measure(self, operators: Any) -> Outcome:
+    def measure(self, operators: Any, num_draws: int = NUM_DRAWS) -> Outcome:
         options = Options(self.rule, self.temperature, **FILTERS[self.filter])
         tree = proposing(self.combination, self.shape)
-        return measure(operators, WORLD, tree, options, seed_of(self.name))
+        return measure(operators, WORLD, tree, options, seed_of(self.name), num_draws)
 
 
 def seed_of(name: str) -> int:
@@ -133,15 +139,15 @@ def figures(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
         write_figures(request.config.rootpath / "build" / "distribution.json", rows)
 
 
-def check(outcome: Outcome, least_accepted: float = 0.1) -> None:
+def check(outcome: Outcome, least_accepted: float = 0.1, num_draws: int = NUM_DRAWS) -> None:
     assert outcome.is_lossless, outcome
-    assert outcome.num_draws == NUM_DRAWS
+    assert outcome.num_draws == num_draws
     assert outcome.accepted_per_step > least_accepted, "hardly anything was speculated"
 
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=ids)
 def test_pairs_of_properties(operators, case):
-    check(case.measure(operators))
+    check(case.measure(operators, FEW_DRAWS), num_draws=FEW_DRAWS)
 
 
 @pytest.mark.slow

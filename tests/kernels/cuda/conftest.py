@@ -9,9 +9,11 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.kernels.cuda.interpreted_calls import patch_calls
     from tests.kernels.cuda.interpreter import patch_bf16
 
     patch_bf16()
+    patch_calls()
 
 
 @pytest.fixture(autouse=True)

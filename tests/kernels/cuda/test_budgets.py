@@ -39,20 +39,18 @@ REGISTERS = 65536
 # registers are handed out to a warp in units
 REGISTER_UNIT = 256
 TENSOR_MEMORY = 512
-# one of each way in which `attend` uses tensor cores, most of them next to a limit, and one of none
+# one of each way in which `attend` uses tensor cores: mma.sync, wgmma, tcgen05
 SAMPLED_ATTEND = (
     "sm_80/attend/attend-bf16-d128-rows64-page0-tree",
     "sm_90/attend/attend-bf16-d128-rows128-page0-tree",
-    "sm_90/attend/attend-fp32-d64-rows16-page0-causal",
     "sm_100/attend/attend-fp16-d64-rows64-page16-causal",
-    "sm_120/attend/attend-bf16-d128-rows16-page16-tree",
 )
 # vocabularies that are no multiple of 16
 SAMPLED_ODD = (
     "sm_80/row_filters/cut-tree-bf16-odd",
     "sm_90/child_keys/parts-bf16-k4-odd",
     "sm_100/node_best/nodes-bf16-odd",
-    "sm_120/accept_walk/walk-drafts-bf16-nodes64-depth16-odd",
+    "sm_120/accept_walk/walk-drafts-bf16-nodes16-depth16-odd",
 )
 
 # products of half precision besides attention
@@ -222,21 +220,26 @@ def test_a_measured_number_that_moves_is_named() -> None:
     assert resident(Usage(32, 0, 0, 101_377, 0, 0), 4, 120) == 0
 
 
+def split_name(name: str) -> tuple[int, str]:
+    """(capability, name) of `sm_90/rows/tree_rows`."""
+    capability, rest = name.split("/", 1)
+    return int(capability.removeprefix("sm_")), rest
+
+
 @pytest.fixture(scope="module")
 def compiled_sample(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Usage]:
     """One configuration of every kernel, the capabilities in turn; the slow tier compiles all."""
     names = [*SAMPLED_ATTEND, *SAMPLED_ODD]
-    for place, capability in enumerate(CAPABILITIES):
-        by_kernel: dict[str, list[str]] = {}
-        for name, item in shipped(capability).items():
-            by_kernel.setdefault(item.kernel.__name__, []).append(name)
-        del by_kernel["attend_kernel"]
-        chosen = sorted(by_kernel)[place :: len(CAPABILITIES)]
-        names += [
-            f"sm_{capability}/{by_kernel[kernel][place * len(by_kernel[kernel]) // 4]}"
-            for kernel in chosen
-        ]
-    names = sorted(set(names))
+    kernels = {
+        capability: {
+            item.kernel.__name__: name for name, item in reversed(shipped(capability).items())
+        }
+        for capability in CAPABILITIES
+    }
+    sampled = {shipped(c)[n].kernel.__name__ for c, n in map(split_name, names)}
+    for i, kernel in enumerate(sorted(kernels[CAPABILITIES[0]].keys() - sampled)):
+        capability = CAPABILITIES[i % len(CAPABILITIES)]
+        names.append(f"sm_{capability}/{kernels[capability][kernel]}")
     found = compile_kernels(tmp_path_factory.mktemp("aot"), ["--names", *names], PINNED)
     assert len(found) == len(names) > 20
     return found
