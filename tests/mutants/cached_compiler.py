@@ -43,8 +43,10 @@ def _key(source: Path, made: Path, arguments: list[str]) -> str:
         macro = argument.removeprefix("-D").partition("=")[0] if argument[:2] == "-D" else None
         if macro and not any(macro in text for text in texts.values()):
             continue
+        if argument == str(made):
+            continue
         # wherever the copy is
-        own = argument in (str(source), str(made), str(source.parent))
+        own = argument in (str(source), str(source.parent))
         digest.update((Path(argument).name if own else argument).encode() + b"\0")
     for name, text in sorted(texts.items()):
         digest.update(name.encode() + b"\0" + text.encode() + b"\0")
