@@ -19,7 +19,8 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc
 
-.PHONY: help decode demo gpu-check gpu-compiles gpu-rehearsal test test-full sanitize lint clean distclean
+.PHONY: help decode demo gpu-check gpu-compiles gpu-rehearsal mutants test test-full sanitize lint \
+	clean distclean
 # the oldest that pyproject.toml allows; tests/kernels/cuda/test_budgets.py compiles with it, too
 OLDEST_TRITON := 3.6.0
 # where there is a GPU: an interpreter with torch and Triton, nothing installed by make
@@ -31,6 +32,7 @@ help:
 	@echo "make test-full  the slow tests too"
 	@echo "make decode     build/decode: examples/decode.cpp, an engine without Python"
 	@echo "make sanitize   the C++ operators under GCC's sanitizers: their tests, and hostile calls"
+	@echo "make mutants    break the code on purpose and see that tests notice; tests/mutants"
 	@echo "make gpu-check  on a machine with a GPU: speed, replays, output, kernels; docs/cuda.md"
 	@echo "make gpu-rehearsal  the same without a GPU, with faults put into it"
 	@echo "make lint       formatting, lint and types only"
@@ -57,6 +59,10 @@ test-full: lint build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.in
 sanitize: $(VENV)/.dev
 	@$(RUN) $(BIN)/python tests/kernels/sanitize.py -m "not slow" -n $(WORKERS) --dist loadfile \
 		$(PYTEST_ARGS)
+
+# ARGS="--only 'step/*' --jobs 2 --resume --json docs/results/mutants.json"; tests/mutants/README.md
+mutants: $(VENV)/.dev
+	@PYTHONPATH=. PYTHONSAFEPATH=1 $(RUN) $(BIN)/python -m tests.mutants $(ARGS)
 
 # COMMAND=A, B or C: each ends within 8 minutes; without it all three, one after the other
 gpu-check:

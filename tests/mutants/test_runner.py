@@ -1,0 +1,223 @@
+"""The runner, on a repository of two files: what is caught, what survives, what does not count."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mutants.__main__ import main
+from tests.mutants.mutant import Mutant, MutantError, check_mutant, read_mutants
+from tests.mutants.tree_copy import TreeCopy
+
+CODE = """
+def double(x):
+    return 2 * x
+
+def count_down(x):
+    while x > 0:
+        x -= 1
+    return x
+
+NAME = "toy"
+"""
+TESTS = """
+import os
+import time
+
+import pytest
+from toy import code
+
+def test_double():
+    assert code.double(3) == 6
+
+@pytest.mark.parametrize("x", [0, 1])
+def test_cases(x):
+    assert code.double(x) == 2 * x
+
+def test_zero():
+    assert code.double(0) == 0
+
+def test_count_down():
+    assert code.count_down(3) == 0
+
+def test_death():
+    if code.double(1) != 2:
+        os.abort()
+
+@pytest.fixture
+def doubled():
+    assert code.double(1) == 2
+
+def test_fixture(doubled):
+    pass
+
+def test_where():
+    assert code.NAME == "toy" and os.getcwd() in code.__file__
+
+def test_wrong():
+    assert code.double(1) == 3
+
+@pytest.mark.slow
+def test_slow():
+    assert code.double(1) == 2
+"""
+# name → what it replaces, by what, its test, and what else it says
+MUTANTS: dict[str, tuple[str, str, str, str]] = {
+    "caught": ("2 * x", "3 * x", "test_double", ""),
+    "cases": ("2 * x", "3 * x", "test_cases", ""),
+    "survivor": ("2 * x", "3 * x", "test_zero", ""),
+    "hang": ("x -= 1", "x -= 0", "test_count_down", "limit_s = 0.9"),
+    "said-hang": ("x -= 1", "x -= 0", "test_count_down", 'limit_s = 0.9\nends = "hang"'),
+    "death": ("2 * x", "3 * x", "test_death", ""),
+    "said-death": ("2 * x", "3 * x", "test_death", 'ends = "crash"'),
+    "fixture": ("2 * x", "3 * x", "test_fixture", ""),
+    "no-name": ("2 * x", "2 * y", "test_double", ""),
+    "no-import": ('NAME = "toy"', 'raise ValueError("toy")', "test_double", ""),
+    "where": ('NAME = "toy"', 'NAME = "boy"', "test_where", ""),
+    "unsound": ("2 * x", "3 * x", "test_wrong", ""),
+    "slow": ("2 * x", "3 * x", "test_slow", ""),
+}
+OUTCOMES = {
+    "caught": "caught",
+    "cases": "caught",
+    "survivor": "survived",
+    "hang": "hung",
+    "said-hang": "caught",
+    "death": "crashed",
+    "said-death": "caught",
+    "fixture": "broken elsewhere",
+    "no-name": "broken elsewhere",
+    "no-import": "broken elsewhere",
+    "where": "caught",
+    "unsound": "test fails without it",
+    "slow": "test fails without it",
+}
+
+
+def _entry(name: str, find: str, replace: str, test: str, more: str = "") -> str:
+    return (
+        f"[[mutant]]\nname = '{name}'\nfile = 'source/code.py'\nbreaks = 'it'\n"
+        f"find = '''{find}'''\nreplace = '''{replace}'''\n"
+        f"tests = ['tests/test_code.py::{test}']\n{more}\n"
+    )
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Makes a repository whose package lies in a folder of another name, with these mutants."""
+    # its tests need none, and every run would import them
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+    def make(mutants: str) -> Path:
+        files = {
+            "source/__init__.py": "",
+            "source/code.py": CODE,
+            "tests/test_code.py": TESTS,
+            "tests/mutants/toy.toml": mutants,
+            "pyproject.toml": '[tool.setuptools.package-dir]\ntoy = "source"\n'
+            '[tool.pytest.ini_options]\nmarkers = ["slow"]\n',
+            ".gitignore": "build/\n",
+        }
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        if not (tmp_path / ".git").exists():
+            subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+        return tmp_path
+
+    return make
+
+
+def _run(root: Path, *arguments: str) -> int:
+    return main(["--json", "build/results.json", *arguments], root, preloaded=())
+
+
+def _results(root: Path) -> dict[str, Any]:
+    found = json.loads((root / "build" / "results.json").read_text(encoding="utf-8"))
+    return {entry["name"].partition("/")[2]: entry for entry in found["mutants"]}
+
+
+def test_what_becomes_of_mutants(toy, capfd):
+    root = toy("".join(_entry(name, *rest) for name, rest in MUTANTS.items()))
+    assert _run(root, "--limit-s", "30") == 1
+    found = _results(root)
+    assert {name: entry["outcome"] for name, entry in found.items()} == OUTCOMES
+    assert found["cases"]["by"] == ["tests/test_code.py::test_cases[1]"]
+    # whatever went wrong, nothing is left of it, neither here nor in the copy
+    for path in (root, root / "build" / "mutants" / "copy-0"):
+        assert (path / "source" / "code.py").read_text(encoding="utf-8") == CODE
+    assert "survived: toy/survivor (it)" in capfd.readouterr().out
+
+
+def test_known_results_are_taken_over(toy, capfd):
+    entries = [_entry(name, *MUTANTS[name]) for name in ("caught", "survivor")]
+    root = toy("".join(entries))
+    assert _run(root, "--jobs", "2") == 1
+    # what survived runs again, since its test may be another by now; what was caught does not
+    assert _run(root, "--resume") == 1
+    assert "2 mutants, 1 to run" in capfd.readouterr().out
+    changed = _entry("caught", "2 * x", "4 * x", "test_double")
+    toy("".join([changed, entries[1]]))
+    assert _run(root, "--resume", "--only", "toy/c*") == 0
+    assert "1 mutants, 1 to run" in capfd.readouterr().out
+    (root / "source" / "code.py").write_text(CODE + "\nOTHER = 1\n", encoding="utf-8")
+    assert _run(root, "--resume", "--seconds", "0") == 2
+    assert "2 mutants, 2 to run" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mutant", "message"),
+    [
+        (_entry("a", "4 * x", "5 * x", "test_double"), "occurs 0 times"),
+        (_entry("a", "x", "y", "test_double"), "not once"),
+        (_entry("a", "2 * x", "2 * x  # twice", "test_double"), "nothing changes"),
+        (_entry("a", "2 * x", "2 *", "test_double"), "would not parse"),
+        (_entry("a", "2 * x", "3 * x", "test_nothing"), "there is no tests/test_code.py"),
+        (_entry("a", "2 * x", "3 * x", "test_double", "speed = 1"), "unknown: speed"),
+        (_entry("a", "2 * x", "3 * x", "test_double", "ends = 'well'"), "ends is one of"),
+        (_entry("a", "2 * x", "3 * x", "test_double") * 2, "twice: toy/a"),
+    ],
+    ids=["gone", "often", "comment", "syntax", "no-test", "key", "end", "name"],
+)
+def test_what_cannot_be_run_is_refused_before_anything_runs(toy, capfd, mutant, message):
+    root = toy(mutant)
+    assert _run(root) == 1
+    assert message in capfd.readouterr().err
+    assert not (root / "build").exists()
+
+
+def test_cpp_is_compared_without_comments(toy):
+    root = toy("")
+    (root / "code.cpp").write_text("int f() { return 1; /* one */ }  // f\n", encoding="utf-8")
+    values = {"name": "a", "file": "code.cpp", "breaks": "it", "find": "// f"}
+    test = ("tests/test_code.py::test_double",)
+    with pytest.raises(MutantError, match="nothing changes"):
+        check_mutant(Mutant(**values, replace="// g\n", tests=test), root)
+    check_mutant(Mutant(**values, replace="\nint g();", tests=test), root)
+
+
+def test_a_copy_has_what_git_does_not_ignore(toy):
+    root = toy("")
+    (root / "build").mkdir()
+    (root / "build" / "made").touch()
+    copy = TreeCopy(root, root / "build" / "mutants" / "copy-0").path
+    assert not (copy / "build").exists()
+    assert (copy / "toy").resolve() == copy / "source"
+
+
+def test_all_mutants_of_specc_apply():
+    """Each one replaces text that occurs once, changes what the file says, and names tests."""
+    directory = Path(__file__).parent
+    problems = []
+    for mutant in read_mutants(directory):
+        try:
+            check_mutant(mutant, directory.parents[1])
+        except MutantError as error:
+            problems.append(str(error))
+    assert not problems, "\n".join(problems)
