@@ -328,7 +328,7 @@ def test_a_stream_that_is_closed_cancels(service: Service, gate: Gate) -> None:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("soak") / "engine"
     config = CompileConfig(
-        plans=PLANS, max_seq_len=128, max_batch_size=8, backend="cpu", block_size=4
+        plans=PLANS, max_seq_len=128, max_batch_size=8, backend="cpu", block_size=4, probe=False
     )
     models = ROOT / "examples" / "pair"
     compile_with(str(models / "target"), str(models / "draft"), path, config)
