@@ -193,10 +193,11 @@ def _example_inputs(
 
 
 def _content_key(program: Mapping[str, Any], compiler: str) -> str:
-    """Hash of all that the package is made of."""
+    """Hash of all that the package is made of: models of the same shape share it."""
     digest = hashlib.sha256()
     parts = [torch.__version__, str(native.compiler_version(compiler)), *isa_flags()]
-    parts += [json.dumps(program, sort_keys=True), Path(__file__).read_text(encoding="utf-8")]
+    parts += [json.dumps(_compiled_part(program), sort_keys=True)]
+    parts += [Path(__file__).read_text(encoding="utf-8")]
     # Inductor takes the layouts of results from the fakes, and the C functions make them
     sources = [Path(ops.__file__), *(native.SOURCE_DIR / n for n in ("register.cpp", "tensors.h"))]
     if Path(compiler).is_relative_to(FileCache().root):
@@ -206,6 +207,15 @@ def _content_key(program: Mapping[str, Any], compiler: str) -> str:
     for part in parts:
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
+
+
+def _compiled_part(program: Mapping[str, Any]) -> dict[str, Any]:
+    """What `BoundProgram` reads; weights have their places, so their keys name none in the code."""
+    inputs = [
+        {key: entry[key] for key in ("kind", "dtype", "shape") if key in entry}
+        for entry in program["inputs"]
+    ]
+    return {"inputs": inputs, "graph": program["graph"]}
 
 
 if __name__ == "__main__":

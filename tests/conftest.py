@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,6 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 SEED = 42
-# imports after which it is time for `_freeze_garbage` again, and modules that there were then
-_MANY_MODULES = 100
-_num_modules = 0
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -35,14 +31,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _garbage() -> None:
-    if len(sys.modules) > _num_modules + _MANY_MODULES:
-        _freeze_garbage()
+    _freeze_garbage()
 
 
 def _freeze_garbage() -> None:
-    """Leave what is there out of collections: over torch and thousands of tests each takes 1 s."""
-    global _num_modules
-    _num_modules = len(sys.modules)
+    """Leave what is there out of collections: over torch and thousands of tests each takes 1 s.
+
+    Before every file, when what the one before it used is let go of: this collection goes over
+    that alone, and those of the file, which code under test may ask for, over what is the file's.
+    """
     gc.collect()
     gc.freeze()
     # full collections wait until a quarter is new, of what there is no longer: they would be many

@@ -7,7 +7,6 @@ import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from specc import compiler
@@ -42,16 +41,14 @@ DRAFTS = ("noisy", "random")
 
 
 @functools.cache
-def engine(zoo: Zoo, root: Path, name: str, backend: str) -> Engine:
+def engine(zoo: Zoo, name: str, backend: str) -> Engine:
     """An engine of two drafts with all plans: one that is often right, one that never is.
 
     Args:
         zoo: of checkpoints.
-        root: directory for engines.
         name: architecture; its layout is the one of tests/lossless.py.
         backend: of the engine.
     """
-    path = root / f"drafts-{name}-{backend}"
     config = CompileConfig(
         plans=PLANS,
         max_batch_size=max(BATCH_SIZES),
@@ -61,7 +58,10 @@ def engine(zoo: Zoo, root: Path, name: str, backend: str) -> Engine:
         **layout_of(name),
     )
     drafts = [zoo.checkpoint(name, draft=draft) for draft in DRAFTS]
-    compiler.build(zoo.checkpoint(name), drafts, path, config)
+    path = zoo.once(
+        f"drafts-{name}-{backend}",
+        lambda path: compiler.build(zoo.checkpoint(name), drafts, path, config),
+    )
     loaded = Engine.load(path)
     for slabs in loaded.cache.slabs.values():
         for slab in slabs:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import functools
 import json
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -81,7 +84,7 @@ class Zoo:
     """Checkpoints, engines and references, each made once.
 
     Args:
-        root: directory for checkpoints and engines.
+        root: directory for checkpoints and engines; processes of one session may share it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -91,17 +94,38 @@ class Zoo:
         self.compiled = functools.cache(self._compiled)
         self.engine = functools.cache(self._engine)
         self.reference_model = functools.cache(self._reference_model)
-        self._references: dict[tuple[Any, ...], Reference] = {}
+        # the number of tokens that were asked for, of which there are fewer behind an EOS
+        self._references: dict[tuple[Any, ...], tuple[int, Reference]] = {}
+
+    def once(self, name: str, make: Callable[[Path], object]) -> Path:
+        """A directory of the session; of the processes that ask, the first makes it.
+
+        Args:
+            name: of the directory.
+            make: writes it, where nothing is yet.
+        """
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_name(f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.is_dir():
+                # under another name until it is whole
+                scratch = path.with_name(f"{name}.scratch")
+                shutil.rmtree(scratch, ignore_errors=True)
+                make(scratch)
+                scratch.rename(path)
+        return path
 
     def reference(
         self, name: str, prompt: Sequence[int], num_tokens: int, **changes: Any
     ) -> Reference:
         """Greedy continuation of a prompt by `transformers.generate`; see `reference_model`."""
-        key = (name, tuple(prompt), num_tokens, *changes.items())
-        if key not in self._references:
-            model = self.reference_model(name, **changes)
-            self._references[key] = _generate(model, prompt, num_tokens)
-        return self._references[key]
+        key = (name, tuple(prompt), *changes.items())
+        asked, known = self._references.get(key, (0, None))
+        if known is None or asked < num_tokens:
+            known = _generate(self.reference_model(name, **changes), prompt, num_tokens)
+            self._references[key] = num_tokens, known
+        return Reference(known.tokens[:num_tokens], known.logits[:num_tokens])
 
     def _reference_model(self, name: str, dtype: str = "float32", **changes: Any) -> Any:
         from transformers import AutoModelForCausalLM
@@ -110,11 +134,11 @@ class Zoo:
         return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
 
     def _checkpoint(self, name: str, draft: str = "target", **changes: Any) -> Path:
-        path = self._root / "-".join(map(str, (name, draft, *changes.values())))
-        if not path.is_dir():
-            noise = models.DRAFT_NOISE[name] if draft == "noisy" else 0.0
-            models.save_tiny(name, path, _SEEDS[draft], noise, **changes)
-        return path
+        noise = models.DRAFT_NOISE[name] if draft == "noisy" else 0.0
+        return self.once(
+            "-".join(map(str, (name, draft, *changes.values()))),
+            lambda path: models.save_tiny(name, path, _SEEDS[draft], noise, **changes),
+        )
 
     def _compiled(
         self,
@@ -137,10 +161,15 @@ class Zoo:
             backend=backend,
             probe=False,
         )
-        path = self._root / f"engine-{self.compiled.cache_info().currsize}"
-        target = self.checkpoint(name, **changes)
-        compiler.build(target, self.checkpoint(name, draft=draft, **changes), path, config)
-        return path
+        target, other = (
+            self.checkpoint(name, **changes),
+            self.checkpoint(name, draft=draft, **changes),
+        )
+        layout = f"{block_size}-{prefill_chunk}-{max_seq_len}"
+        return self.once(
+            "-".join(map(str, ("engine", name, draft, layout, dtype, backend, *changes.values()))),
+            lambda path: compiler.build(target, other, path, config),
+        )
 
     def _engine(
         self,
@@ -168,8 +197,12 @@ class Zoo:
 
 @functools.cache
 def shared_zoo(root: Path) -> Zoo:
-    """The zoo of a test session."""
-    return Zoo(root)
+    """The zoo of a test session; what it holds on disk, workers of pytest-xdist share.
+
+    Args:
+        root: temporary directory of this process.
+    """
+    return Zoo((root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "zoo")
 
 
 def require_near_tie(prompt: Sequence[int], reference: Reference, tie: Tie) -> None:
@@ -221,12 +254,21 @@ def layout_of(name: str, other: bool = False) -> dict[str, int]:
     return {"block_size": BLOCK_SIZES[index], "prefill_chunk": (7, 64)[index]}
 
 
-def check_matrix(zoo: Zoo, name: str, plan: SpecPlan, draft: str, **options: Any) -> list[Outcome]:
+def check_matrix(
+    zoo: Zoo,
+    name: str,
+    plan: SpecPlan,
+    draft: str,
+    num_tokens: int = models.NUM_TOKENS,
+    **options: Any,
+) -> list[Outcome]:
     """All prompts in one batch, then one of them alone; `options` are those of `Zoo.engine`."""
     engine = zoo.engine(name, draft, **options)
     prompts = models.prompts()
     alone = prompts[PLANS.index(plan)]
-    return [run_case(zoo, name, engine, plan.name, batch) for batch in (prompts, [alone])]
+    return [
+        run_case(zoo, name, engine, plan.name, batch, num_tokens) for batch in (prompts, [alone])
+    ]
 
 
 def check_full_acceptance(zoo: Zoo, name: str, plan: SpecPlan, **options: Any) -> list[Outcome]:

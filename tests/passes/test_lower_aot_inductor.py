@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from pathlib import Path
 
@@ -33,7 +34,18 @@ def test_the_cache_knows_all_that_a_package_is_made_of(program, monkeypatch, tmp
     compiler = lower_aot_inductor.native.find_compiler()
     key = _content_key(program, compiler)
     assert key == _content_key(program, compiler)
-    assert key != _content_key(program | {"name": "draft_0"}, compiler)
+    graph = json.dumps(program["graph"])
+    assert "aten.mul" in graph
+    other = json.loads(graph.replace("aten.mul", "aten.add", 1))
+    assert key != _content_key(program | {"graph": other}, compiler)
+    for i in (0, -1):
+        for change in ({"dtype": "float16"}, {"shape": [7, 7]}, {"kind": "constant"}):
+            inputs = list(program["inputs"])
+            inputs[i] = inputs[i] | change
+            assert key != _content_key(program | {"inputs": inputs}, compiler), change
+    # which model it is, and where its weights come from, are no part of the code
+    keys = [entry | {"key": f"other {i}"} for i, entry in enumerate(program["inputs"])]
+    assert key == _content_key(program | {"name": "draft_0", "inputs": keys}, compiler)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "2.13.1")
         assert key != _content_key(program, compiler)

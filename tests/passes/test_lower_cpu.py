@@ -15,7 +15,7 @@ from specc.kernels import native
 from specc.passes import lower_aot_inductor, lower_cpu
 from tests.file_limits import file_size_limit
 
-PROGRAM = {"name": "target", "graph": "x" * 9000}
+PROGRAM: dict[str, Any] = {"name": "target", "inputs": [], "graph": "x" * 9000}
 # a compiler that is new enough and writes 9000 bytes where -o says
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "g++ (x) 12.1.0"; exit 0; fi

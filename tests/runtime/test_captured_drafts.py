@@ -49,7 +49,7 @@ class Rig:
     eager: Engine
     other: Engine
     device: SimulatedDevice
-    steps: dict[str, CapturedStep]
+    steps: Steps
 
     def state(self, plan: SpecPlan, batch: int) -> StepInputs:
         """Inputs of sequences of different lengths, and caches to match."""
@@ -77,33 +77,52 @@ class Rig:
             torch.testing.assert_close(self.other.cache.environment[name], slab)
 
 
-@pytest.fixture
-def rig(make_engine) -> Rig:
-    eager, other = (make_engine(plans=PLANS, max_num_seqs=4) for _ in range(2))
-    device = SimulatedDevice()
-    models = {"target": other.target}
-    models |= {f"draft_{i}": draft for i, draft in enumerate(other.drafts)}
-    buffers = StepBuffers(
-        device,
-        4,
-        other.cache.shape.blocks_per_sequence,
-        2 + 6 + len(other.drafts),
-        num_last=last_tokens_of(PLANS),
-        num_votes=4,
-        num_proposals=3,
-    )
-    steps = {
-        plan.name: CapturedStep(
-            json.loads(json.dumps(fuse_step(plan, dict.fromkeys(models, 1)).to_json())),
-            models,
-            other.cache.environment,
-            buffers,
+class Steps(dict[str, CapturedStep]):
+    """Captured steps of all plans over the same buffers, each made when it is asked for.
+
+    Args:
+        engine: whose models and caches they use.
+        device: that they run on.
+    """
+
+    def __init__(self, engine: Engine, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._models = {"target": engine.target}
+        self._models |= {f"draft_{i}": draft for i, draft in enumerate(engine.drafts)}
+        self._engine, self._device = engine, device
+        self._buffers = StepBuffers(
             device,
+            4,
+            engine.cache.shape.blocks_per_sequence,
+            2 + 6 + len(engine.drafts),
+            num_last=last_tokens_of(PLANS),
+            num_votes=4,
+            num_proposals=3,
+        )
+
+    def __missing__(self, plan: str) -> CapturedStep:
+        program = fuse_step(BY_NAME[plan], dict.fromkeys(self._models, 1)).to_json()
+        self[plan] = CapturedStep(
+            json.loads(json.dumps(program)),
+            self._models,
+            self._engine.cache.environment,
+            self._buffers,
+            self._device,
             BUCKETS,
         )
-        for plan in PLANS
-    }
-    return Rig(eager, other, device, steps)
+        return self[plan]
+
+
+@pytest.fixture(scope="module")
+def engines(make_engine) -> list[Engine]:
+    return [make_engine(plans=PLANS, max_num_seqs=4) for _ in range(2)]
+
+
+@pytest.fixture
+def rig(engines: list[Engine]) -> Rig:
+    eager, other = engines
+    device = SimulatedDevice()
+    return Rig(eager, other, device, Steps(other, device))
 
 
 def extra_of(plan: SpecPlan, batch: int, seed: int) -> Mapping[str, Tensor]:

@@ -129,15 +129,22 @@ def test_drafts_are_accepted_under_controls(engine, prompts, requests) -> None:
             assert llm.get_metrics().num_accepted_tokens > 2
 
 
-@pytest.mark.parametrize("plan", PLAN_IDS)
-def test_a_seed_gives_the_same_tokens_with_any_plan(engine, prompts, requests, plan) -> None:
+@pytest.fixture(scope="module")
+def seeded(engine, prompts, requests) -> tuple[list[SamplingParams], list[CompletionOutput]]:
+    """The controls with seeds, and what plain decoding makes of them."""
     sampled = [
         replace(params, temperature=0.8, seed=7, top_k=(0, 9)[i % 2], frequency_penalty=0.3)
         for i, (params, _) in enumerate(requests)
     ]
     wanted = generate(engine, "off", prompts, sampled)
-    assert generate(engine, plan, prompts, sampled) == wanted
     assert [o.token_ids for o in wanted] != [tokens for _, tokens in requests]
+    return sampled, wanted
+
+
+@pytest.mark.parametrize("plan", PLAN_IDS)
+def test_a_seed_gives_the_same_tokens_with_any_plan(engine, prompts, seeded, plan) -> None:
+    sampled, wanted = seeded
+    assert generate(engine, plan, prompts, sampled) == wanted
 
 
 @pytest.mark.parametrize("rule", ["delta", "mss", "swor"])

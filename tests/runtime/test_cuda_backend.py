@@ -94,18 +94,21 @@ def test_replayed_steps_say_the_same(cuda_engine, wanted, plan, device) -> None:
 
 @pytest.mark.parametrize("plan", ["off", "tree-2-1"])
 def test_the_kernels_say_the_same(cuda_engine, wanted, plan, device, triton_kernels) -> None:
-    """All of it: fused graphs, captured, with the Triton kernels.
+    """All of it: fused graphs, captured, with the Triton kernels, of two requests.
 
     No launch races, and none is of a binary that budgets do not know: of an integer that is 1, or
     of a pointer that is not aligned, but for that of a lone root's token.
     """
     from tests.kernels.cuda.races import watched
 
-    limits = CaptureLimits(sizes=(2,), max_seconds=0)
+    # of the plan that runs, of two sequences, whatever ends first
+    limits = CaptureLimits(sizes=(2,), max_seconds=-1)
     with watched(plan) as launches:
         llm = LLM(Engine.load(cuda_engine, capture=limits), plan=plan)
         params = SamplingParams(max_tokens=4, ignore_eos=True)
-        assert generate(llm, params) == [tokens[:4] for tokens in wanted]
+        outputs = llm.generate(PROMPTS[:2], params)
+        assert [list(o.outputs[0].token_ids) for o in outputs] == [t[:4] for t in wanted[:2]]
+    assert len(device.tapes) == 1
     assert {launch.name for launch in launches} >= {"attend_kernel", "commit_rows_kernel"}
     assert {(launch.name, name) for launch in launches for name in launch.folded} == set()
     # a root is the last column of a step's tokens, and is loaded alone

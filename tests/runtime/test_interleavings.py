@@ -90,7 +90,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pair") / "engine"
     plans = tuple(plan for plan in PLANS if plan.speculates and plan.models)
     config = CompileConfig(
-        plans=plans, max_seq_len=256, max_batch_size=6, backend="cpu", block_size=4
+        plans=plans, max_seq_len=256, max_batch_size=6, backend="cpu", block_size=4, probe=False
     )
     pair = ROOT / "examples" / "pair"
     compile_with(str(pair / "target"), str(pair / "draft"), path, config)

@@ -1,8 +1,9 @@
 """Greedy output of compiled engines equals `transformers.generate`, token for token.
 
-The default tier runs every architecture with every plan and both batch sizes, one cache layout
-and one size of prefill chunks each; the slow tier adds the other layout, and drafts that equal
-the target or have nothing to do with it. The slow tier leaves its figures in build/lossless.json.
+The default tier runs every architecture without speculation, with a chain and with a tree, and
+both batch sizes, one cache layout and one size of prefill chunks each; those of tests/MUTATIONS.md
+with every plan. The slow tier adds the other plans and the other layout, and drafts that equal the
+target or have nothing to do with it. The slow tier leaves its figures in build/lossless.json.
 """
 
 from __future__ import annotations
@@ -37,10 +38,26 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     yield from collect_figures(request.config.rootpath / "build" / "lossless.json")
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=PLAN_IDS)
-@pytest.mark.parametrize("name", models.ARCHITECTURES)
+# a window, learned positions, and windows beside whole attention
+EVERY_PLAN = ("mistral", "gpt2", "gemma3")
+# of the others; two windows, or two blocks
+FEWER_TOKENS = 32
+# off, one of the chains, and one of the trees: every plan with every other architecture
+CASES = [
+    pytest.param(
+        *(name, plan),
+        id=f"{name}-{plan.name}",
+        marks=[pytest.mark.slow] if name not in EVERY_PLAN and j and (i + j) % 2 else [],
+    )
+    for i, name in enumerate(models.ARCHITECTURES)
+    for j, plan in enumerate(PLANS)
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
 def test_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
-    outcome, _ = check_matrix(zoo, name, plan, "noisy", **layout_of(name))
+    num_tokens = models.NUM_TOKENS if name in EVERY_PLAN else FEWER_TOKENS
+    outcome, _ = check_matrix(zoo, name, plan, "noisy", num_tokens, **layout_of(name))
     if plan.tree.max_depth > 1:
         assert PARTIAL[0] <= outcome.stats.mean_acceptance_length <= PARTIAL[1]
         # depth 2 of a tree is never in place: its acceptance moves rows
@@ -56,8 +73,9 @@ def test_rotary_scaling(zoo: Zoo, name: str) -> None:
 @pytest.mark.parametrize("name", models.ARCHITECTURES)
 def test_references_vary(zoo: Zoo, name: str) -> None:
     """An output of one repeated token would hide almost any mistake."""
-    tokens = [zoo.reference(name, prompt, models.NUM_TOKENS).tokens for prompt in models.prompts()]
-    assert all(len(line) == models.NUM_TOKENS for line in tokens)
+    num_tokens = models.NUM_TOKENS if name in EVERY_PLAN else FEWER_TOKENS
+    tokens = [zoo.reference(name, prompt, num_tokens).tokens for prompt in models.prompts()]
+    assert all(len(line) == num_tokens for line in tokens)
     assert sum(len(set(line)) for line in tokens) / len(tokens) > 8
 
 
@@ -69,6 +87,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(
     check_full_acceptance(zoo, name, plan, **layout_of(name))
 
 
+@pytest.mark.slow  # compiled in the default tier: test_compiled_lossless.py
 @pytest.mark.parametrize("plan", PLANS[2:], ids=PLAN_IDS[2:])
 def test_a_random_draft_changes_nothing(zoo: Zoo, plan: SpecPlan) -> None:
     outcome, _ = check_matrix(zoo, "qwen2", plan, "random", **layout_of("qwen2", other=True))

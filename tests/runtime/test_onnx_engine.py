@@ -176,9 +176,9 @@ def test_coupled_sampling_gives_the_tokens_of_plain_decoding(zoo: Zoo, plan: Spe
 
 
 @pytest.fixture(scope="module")
-def two_drafts(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def two_drafts(zoo: Zoo) -> Engine:
     """Trees of any shape, dynamic ones, several drafts, lookups; see tests/drafts.py."""
-    return drafts.engine(zoo, tmp_path_factory.mktemp("onnx"), "mistral", "onnx")
+    return drafts.engine(zoo, "mistral", "onnx")
 
 
 @pytest.mark.parametrize("plan", drafts.PLAN_IDS)
@@ -393,9 +393,7 @@ def test_full_matrix(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", models.ARCHITECTURES)
-def test_every_architecture_in_every_kind_of_plan(
-    zoo: Zoo, tmp_path_factory: pytest.TempPathFactory, name: str
-) -> None:
-    engine = drafts.engine(zoo, tmp_path_factory.mktemp("onnx"), name, "onnx")
+def test_every_architecture_in_every_kind_of_plan(zoo: Zoo, name: str) -> None:
+    engine = drafts.engine(zoo, name, "onnx")
     for plan in drafts.PLAN_IDS:
         run_case(zoo, name, engine, plan, models.prompts(), NUM_TOKENS)

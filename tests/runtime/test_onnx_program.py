@@ -251,7 +251,7 @@ def test_files_of_other_inputs_are_refused(small: tuple[Lowered, Path]) -> None:
 
 
 def test_bfloat16_is_refused_at_load(tmp_path: Path, small: tuple[Lowered, Path]) -> None:
-    pair = lowered("llama", ROWS, torch.bfloat16)
+    pair = lowered("llama", ROWS, torch.bfloat16, num_hidden_layers=1)
     write_onnx(pair, tmp_path)
     with pytest.raises(EngineError) as caught:
         BothPrograms(pair, tmp_path, 1)

@@ -11,6 +11,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from tests.runtime.test_sampling_pair import (
     ALL_CASES,
+    NUM_PAIRS,
     PAIR,
     PLAN_IDS,
     check_pairs,
@@ -38,7 +39,7 @@ def target() -> Any:
 def test_pairs_of_tokens_follow_the_targets_probabilities(
     engine: Engine, target: Any, plan: str, rule: str
 ) -> None:
-    statistic, bound = check_pairs(engine, target, plan, rule, {"temperature": 0.8}, 1200)
+    statistic, bound = check_pairs(engine, target, plan, rule, {"temperature": 0.8}, NUM_PAIRS)
     assert statistic < bound
 
 

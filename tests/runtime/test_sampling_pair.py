@@ -46,8 +46,12 @@ PROMPTS = (
     "class Node:\n    def __init__(self",
     "for i in range(",
 )
-# a lookup of three tokens has something to find behind it
-REPEATED = "for i in range(10):\n    print(i)\n" * 2 + "for i in range(10):\n    "
+# what pairs of tokens follow: the target is nearly sure of one token, and of none after that, so
+# that of 640 runs about 580 count, and 520 of the other prompt
+CERTAIN = "def read(path):"
+# a lookup of three tokens has something to find in it
+REPEATED = "for i in range(10):\n    print(i)\n" * 2 + "for i in range(10):\n"
+NUM_PAIRS = 640
 # of each request in turn
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
@@ -55,7 +59,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.2, "top_k": 50},
     {"temperature": 0.9, "min_p": 0.02, "frequency_penalty": 0.2},
 )
-NUM_SEEDED = 200
+NUM_SEEDED = 96
 # scores of two tokens this close may change places with the width of a pass
 NEAR_TIE = 2e-4
 
@@ -128,7 +132,7 @@ def check_pairs(
     The first one comes from prefill, without a tree: of all runs, those count in which it is the
     likeliest token.
     """
-    text = PROMPTS[0] if "draft_0" in PLANS[PLAN_IDS.index(plan)].drafts else REPEATED
+    text = CERTAIN if "draft_0" in PLANS[PLAN_IDS.index(plan)].drafts else REPEATED
     (output,) = _greedy(engine, text)
     prompt = output.prompt_token_ids
     known = prompt + output.outputs[0].token_ids[:1]
@@ -148,7 +152,7 @@ def check_pairs(
             if [*prompt, a] == known:
                 found += 1
                 counts[(b, c) if (b, c) in counts else None] += 1
-    assert found > num / 8, "the likeliest token is likely"
+    assert found > num / 3, "the likeliest token is likely"
     assert llm.get_metrics().num_accepted_tokens > 0
     cells = [key for key in joint if joint[key] * found > 5]
     small = 1.0 - sum(joint[key] for key in cells)
@@ -185,7 +189,7 @@ ALL_CASES = [(plan.name, rule.name.lower()) for plan in PLANS for rule in plan.r
 def test_pairs_of_tokens_follow_the_targets_probabilities(
     engine: Engine, target: Any, plan: str, rule: str
 ) -> None:
-    statistic, bound = check_pairs(engine, target, plan, rule, {"temperature": 0.8}, 1200)
+    statistic, bound = check_pairs(engine, target, plan, rule, {"temperature": 0.8}, NUM_PAIRS)
     assert statistic < bound
 
 
@@ -193,18 +197,18 @@ def test_pairs_of_tokens_follow_the_targets_probabilities(
 @pytest.mark.parametrize(("plan", "rule"), ALL_CASES)
 def test_pairs_of_tokens_with_a_filter(engine: Engine, target: Any, plan: str, rule: str) -> None:
     for options in ({"temperature": 1.1, "top_p": 0.9}, {"temperature": 0.6}):
-        statistic, bound = check_pairs(engine, target, plan, rule, options, 8000)
+        statistic, bound = check_pairs(engine, target, plan, rule, options, 5000)
         assert statistic < bound
 
 
 def test_the_statistic_rejects_another_temperature(engine: Engine, target: Any) -> None:
     """Else the tests above would say nothing."""
-    (prompt,) = [output.prompt_token_ids for output in _greedy(engine, PROMPTS[0])]
-    known = prompt + _greedy(engine, PROMPTS[0])[0].outputs[0].token_ids[:1]
+    (output,) = _greedy(engine, CERTAIN)
+    known = output.prompt_token_ids + output.outputs[0].token_ids[:1]
     right = joint_of_two(target, known, {"temperature": 0.8})
     wrong = joint_of_two(target, known, {"temperature": 1.0})
     keys = [key for key in right if key in wrong]
-    counts = torch.tensor([round(1200 / 3 * right[key]) for key in keys])
+    counts = torch.tensor([round(0.9 * NUM_PAIRS * right[key]) for key in keys])
     probs = torch.tensor([wrong[key] for key in keys])
     assert chi_square(counts, probs) > chi_square_bound(len(keys) - 1)
 
@@ -221,7 +225,7 @@ def seeded(count: int) -> list[tuple[str, SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def plainly(engine: Engine) -> list[list[int]]:
-    """What 200 seeds give without speculation, one request after the other."""
+    """What each seed gives without speculation, one request after the other."""
     llm = LLM(engine, plan="off")
     return [
         llm.generate([prompt], params)[0].outputs[0].token_ids
