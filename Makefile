@@ -114,9 +114,9 @@ build/triton-%/.installed: | $(VENV)/.dev
 
 # a Triton Inference Server (no relative of the above), and a Python for its models that has
 # numpy < 2, and of the packages in .venv only those that specc's runtime needs
-build/triton-server/.installed: $(VENV)/.dev tests/runtime/triton_environment.py
+build/triton-server/.installed: $(VENV)/.dev tests/runtime/triton/environment.py
 	@echo "specc: installing a Triton Inference Server (for tests)"
-	@$(BIN)/python tests/runtime/triton_environment.py $(@D)
+	@$(BIN)/python tests/runtime/triton/environment.py $(@D)
 	@mkdir -p $(@D) && touch $@
 
 # torch comes first and alone: nothing that depends on it may choose another build

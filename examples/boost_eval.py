@@ -22,15 +22,15 @@ from pair_data import read_prompts
 from pair_eval import distinct_share, mean
 from torch import Tensor
 
-from specc import compiler
+from specc.compiler import build as compiler
 from specc.config import CompileConfig
-from specc.machine import describe_machine
-from specc.metrics import SpecStats
-from specc.plans import MERGE, OFF, SpecPlan
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.runtime.outputs import RequestOutput
-from specc.sampling_params import SamplingParams
+from specc.runtime.outputs.request_output import RequestOutput
+from specc.sampling.params import SamplingParams
+from specc.speculation.metrics import SpecStats
+from specc.speculation.plans import MERGE, OFF, SpecPlan
+from specc.system.machine import describe_machine
 
 RESAMPLES = 2000
 BEFORE, AFTER, CONTROL, WIDER = "before", "after", "control", "wider"

@@ -51,10 +51,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from specc.compiler.token_maps import TokenMap
 from specc.errors import ConfigError, InputFileError, OutputError, SpeccError, VocabMismatchError
-from specc.machine import check_threads
-from specc.passes import hf_model
-from specc.tokens import TokenMap
+from specc.passes.frontend import hf_model
+from specc.system.machine import check_threads
 
 PAIR = Path(__file__).resolve().parent / "pair"
 POOL_SHARE = 0.4  # of the minutes, for the target's text

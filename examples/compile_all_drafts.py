@@ -12,11 +12,11 @@ from typing import Annotated
 
 import typer
 
-from specc import compiler
-from specc.artifact import open_engine
-from specc.cli_progress import make_listener
+from specc.artifact.directory import open_engine
+from specc.cli.progress import make_listener
+from specc.compiler import build as compiler
 from specc.config import CompileConfig
-from specc.plans import MERGE, VOTE, DynamicTree, SpecPlan
+from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 
 LOOKUP = "lookup-3"
 

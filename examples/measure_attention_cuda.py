@@ -34,9 +34,9 @@ if not torch.cuda.is_available():
 
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from specc.bench_device import describe_device, make_clock, measure_copy_bandwidth
+from specc.bench.device import describe_device, make_clock, measure_copy_bandwidth
 from specc.kernels.cuda.attend import attend
-from specc.tree import TokenTree
+from specc.speculation.tree import TokenTree
 
 BLOCK_SIZE = 16
 # sequences are padded to whole tiles for torch

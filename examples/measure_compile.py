@@ -52,9 +52,9 @@ def measure_trace(num_layers: int) -> dict[str, Any]:
     import torch
     from transformers import LlamaConfig
 
-    from specc.passes import hf_model
+    from specc.passes.frontend import hf_model
+    from specc.passes.frontend.trace_flat import trace
     from specc.passes.pipeline import Pipeline
-    from specc.passes.trace import trace
 
     config = LlamaConfig(
         hidden_size=8192,
@@ -120,7 +120,7 @@ def write_random_checkpoint(directory: Path, shape: dict[str, int]) -> None:
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig
 
-    from specc.passes import hf_model
+    from specc.passes.frontend import hf_model
 
     config = LlamaConfig(**shape, max_position_embeddings=2048, architectures=["LlamaForCausalLM"])
     directory.mkdir(parents=True)

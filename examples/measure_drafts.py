@@ -23,15 +23,15 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from specc.bench import Measurement
-from specc.bench_engine import EngineContender, tokenize
-from specc.cli_prompts import plain_prompts
-from specc.machine import describe_machine
-from specc.manifest import PROFILE_FILE
-from specc.plans import OFF
+from specc.artifact.manifest import PROFILE_FILE
+from specc.bench.engine import EngineContender, tokenize
+from specc.bench.rounds import Measurement
+from specc.cli.prompts import plain_prompts
+from specc.runtime.backends.program import read_json
 from specc.runtime.engine import Engine
-from specc.runtime.program import read_json
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import OFF
+from specc.system.machine import describe_machine
 
 RESAMPLES = 2000
 

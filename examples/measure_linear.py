@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from specc.artifact.weight_layout import to_blocks
 from specc.kernels import native
-from specc.weight_layout import to_blocks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}

@@ -34,14 +34,14 @@ import typer
 from onnx import helper, numpy_helper
 from torch import Tensor
 
-from specc.cli_prompts import plain_prompts
-from specc.machine import describe_machine
-from specc.rectangle import mask_input
+from specc.artifact.rectangle import mask_input
+from specc.cli.prompts import plain_prompts
+from specc.runtime.backends.onnx.program import OnnxProgram, any_length
+from specc.runtime.backends.rectangular.rectangle import Rectangle, named_inputs
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.runtime.onnx_program import OnnxProgram, any_length
-from specc.runtime.rectangle import Rectangle, named_inputs
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.system.machine import describe_machine
 
 IN_PLACE, WHOLE, PAST, UNFUSED = "in place", "whole copies", "past/present", "unfused"
 CPU = "backend cpu"

@@ -33,16 +33,16 @@ import torch
 from torch import Tensor
 
 import specc
-from specc.compiler import DEFAULT_MAX_SEQ_LEN
+from specc.compiler.build import DEFAULT_MAX_SEQ_LEN
 from specc.kernels import native
-from specc.machine import describe_machine
-from specc.passes.emit import program_to_json
-from specc.passes.lower_aot_inductor import lower
-from specc.passes.lower_cpu import CPU_PHASES, LAYOUT_PHASES
-from specc.passes.model_source import ModelSource
+from specc.passes.frontend.model_source import ModelSource
+from specc.passes.frontend.trace_flat import trace
+from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
+from specc.passes.lower.emit import program_to_json
+from specc.passes.lower.inductor.package import lower
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.trace import trace
-from specc.runtime.mapped_weights import MappedWeights
+from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.system.machine import describe_machine
 
 BLOCK_SIZE = 16
 # passes of more tokens are prefill, of which the last row alone is read
@@ -158,7 +158,9 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def measure(model: Path, directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from specc.runtime.compiled_program import CompiledProgram  # needs the native library
+    from specc.runtime.backends.cpu.compiled_program import (
+        CompiledProgram,  # needs the native library
+    )
 
     file = directory / "costs.json"
     if not file.is_file():

@@ -29,16 +29,16 @@ import llguidance
 import torch
 import typer
 
-from specc.cli_prompts import plain_prompts
-from specc.machine import describe_machine
-from specc.plans import OFF
+from specc.cli.prompts import plain_prompts
+from specc.runtime.constraints.grammar import GrammarState
+from specc.runtime.constraints.grammar_masks import TreeMasks
 from specc.runtime.engine import Engine
-from specc.runtime.grammar import GrammarState
-from specc.runtime.grammar_masks import TreeMasks
 from specc.runtime.llm import LLM
-from specc.runtime.outputs import CompletionOutput
-from specc.sampling_params import SamplingParams
-from specc.structured_params import StructuredOutputsParams
+from specc.runtime.outputs.request_output import CompletionOutput
+from specc.sampling.params import SamplingParams
+from specc.sampling.structured import StructuredOutputsParams
+from specc.speculation.plans import OFF
+from specc.system.machine import describe_machine
 
 PAIR = Path("examples/pair")
 FILES = [PAIR / f"prompts{name}.jsonl" for name in ("", "_unused", "_repetitive")]

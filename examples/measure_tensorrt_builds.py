@@ -75,12 +75,12 @@ def emit(name: str, dtype: str, directory: Path) -> dict[str, Any]:
     import transformers
     from safetensors.torch import save_file
 
-    from specc.passes import hf_model
-    from specc.passes.lower_onnx import lower_onnx
+    from specc.artifact.rectangle import CacheRows
+    from specc.passes.frontend import hf_model
+    from specc.passes.frontend.trace_flat import trace
+    from specc.passes.lower.onnx.lower import lower_onnx
     from specc.passes.pipeline import Pipeline
-    from specc.passes.rectangular import rectangular_program
-    from specc.passes.trace import trace
-    from specc.rectangle import CacheRows
+    from specc.passes.rewrite.rectangular import rectangular_program
 
     kind, fields = MODELS[name]
     start = time.perf_counter()
@@ -112,9 +112,9 @@ def emit(name: str, dtype: str, directory: Path) -> dict[str, Any]:
 
 def build(directory: Path, capability: str) -> dict[str, Any]:
     """Build for one GPU; the plan is not kept."""
-    from specc.passes.lower_tensorrt import build_engine
-    from specc.passes.shape_profile import ShapeProfile
-    from specc.passes.trt_builder import BuildOptions
+    from specc.passes.lower.tensorrt.builder import BuildOptions
+    from specc.passes.lower.tensorrt.lower import build_engine
+    from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
 
     plan = directory / "engine.plan"
     profiles = [ShapeProfile(name, *ranges) for name, ranges in PROFILES.items()]
@@ -169,8 +169,8 @@ def main() -> None:
         result = measure(*arguments.one)
         arguments.output.write_text(json.dumps(result), encoding="utf-8")
         return
-    from specc import trt
-    from specc.machine import describe_machine
+    from specc.system.machine import describe_machine
+    from specc.tensorrt import library as trt
 
     kept = []
     if arguments.output.is_file():

@@ -36,7 +36,7 @@ def main() -> int:
     import torch
 
     from specc import Engine
-    from specc.machine import describe_machine
+    from specc.system.machine import describe_machine
 
     engine = Engine.load(args.engine, num_threads=args.threads)
     if engine.backend != "cpu":

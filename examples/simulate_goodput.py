@@ -4,9 +4,10 @@
     python examples/simulate_goodput.py --part adversarial --json FILE
     python examples/simulate_goodput.py --seed 11,12,13,14 --json FILE
 
-The real scheduler and the real policies serve simulated loads (specc/simulate.py): on the table of
-a CPU, measured with the target widened to 100M parameters, and on a model of an H200 with an 8B
-target and a 1B draft. Then come loads that are to make the policy worse than plain decoding. The
+The real scheduler and the real policies serve simulated loads (specc/simulate/simulator.py): on
+the table of a CPU, measured with the target widened to 100M parameters, and on a model of an H200
+with an 8B target and a 1B draft. Then come loads that are to make the policy worse than plain
+decoding. The
 policy gets no profile of the acceptance: it learns that while it serves. Of several seeds, only
 ratios and loads that miss a bar are kept.
 """
@@ -20,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specc.latency_table import LatencyTable
-from specc.load_plot import write_load_plot
-from specc.plans import OFF, SpecPlan
-from specc.roofline import roofline
-from specc.simulate import Limits
-from specc.simulate_load import Drafting, Lengths, Load, make_load
-from specc.simulate_sweep import SweepRow, sweep
+from specc.cost.latency_table import LatencyTable
+from specc.cost.roofline import roofline
+from specc.draw.load import write_load_plot
+from specc.simulate.load import Drafting, Lengths, Load, make_load
+from specc.simulate.simulator import Limits
+from specc.simulate.sweep import SweepRow, sweep
+from specc.speculation.plans import OFF, SpecPlan
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 # what the bars allow: mean latency over that of the best fixed choice, and over that of off

@@ -43,8 +43,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from specc.errors import ConfigError, NotCausalLMError, OutputError, SpeccError, WeightError
-from specc.files import format_bytes, output_error
-from specc.passes import hf_model
+from specc.passes.frontend import hf_model
+from specc.system.files import format_bytes, output_error
 
 # families whose blocks add o_proj(attention) and down_proj(act(gate_proj) * up_proj), and no more
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -1,6 +1,6 @@
 """Schemas and fake implementations of the `specc::` operators; importing this registers them.
 
-The default implementation of each operator is its oracle in one of `specc.kernels.reference*`.
+The default implementation of each operator is its oracle in one of `specc.kernels.reference.core*`.
 Other lowerings register for their own dispatch key.
 """
 
@@ -11,18 +11,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specc.kernels import (
-    fakes_products,
-    reference,
-    reference_accept,
-    reference_experts,
-    reference_fused,
-    reference_products,
-    reference_rectangular,
-    reference_sampling,
-    reference_trees,
-)
-from specc.tree import WORD_BITS
+from specc.kernels.reference import accept as reference_accept
+from specc.kernels.reference import core as reference
+from specc.kernels.reference import experts as reference_experts
+from specc.kernels.reference import fused as reference_fused
+from specc.kernels.reference import product_fakes as fakes_products
+from specc.kernels.reference import products as reference_products
+from specc.kernels.reference import rectangular as reference_rectangular
+from specc.kernels.reference import sampling as reference_sampling
+from specc.kernels.reference import trees as reference_trees
+from specc.speculation.tree import WORD_BITS
 
 # operator → what computes shapes, for every implementation of it
 FAKES: dict[str, Callable] = {}

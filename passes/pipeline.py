@@ -9,17 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specc.artifact.graph_io import describe_value
 from specc.errors import SpeccError
-from specc.graph_io import describe_value
 from specc.passes.base import Fact, Pass
-from specc.passes.classify_masks import ClassifyMasks
-from specc.passes.fuse_projections import FuseGateUp, FuseQKV
-from specc.passes.normalize import Normalize
 from specc.passes.program import Declined, Program
-from specc.passes.replace_grouped_mm import ReplaceGroupedMM
-from specc.passes.rewrite_tree_attention import RewriteTreeAttention
-from specc.passes.select_logits import SelectLogits
-from specc.passes.verify_graph import verify_graph
+from specc.passes.proof.verify_graph import verify_graph
+from specc.passes.rewrite.classify_masks import ClassifyMasks
+from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
+from specc.passes.rewrite.normalize import Normalize
+from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
+from specc.passes.rewrite.select_logits import SelectLogits
+from specc.passes.rewrite.tree_attention import RewriteTreeAttention
 
 # phases by name, each a list of passes (classes, or functions that make one)
 Phases = tuple[tuple[str, tuple[Callable[[], Pass], ...]], ...]

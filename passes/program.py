@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from specc.weight_layout import blocks_shape
+from specc.artifact.weight_layout import blocks_shape
 
-# inputs of every model program, in order, before the caches; shapes in kernels/reference.py
+# inputs of every model program, in order, before the caches; shapes in kernels/reference/core.py
 RUNTIME_INPUTS = (
     "tokens",
     "positions",
@@ -35,7 +35,7 @@ class Weight:
         parameters: names in the model.
         dtype: of the input.
         shape: of the concatenation.
-        in_blocks: whether the engine's file holds it in blocks; see `specc.weight_layout`.
+        in_blocks: whether the engine's file holds it in blocks; see `specc.artifact.weight_layout`.
     """
 
     parameters: tuple[str, ...]

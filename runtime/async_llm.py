@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from specc.errors import RequestError
-from specc.metrics import SpecStats
+from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
-from specc.runtime.engine_core import EngineCore
-from specc.runtime.engine_tokenizer import Conversation, EngineTokenizer
-from specc.runtime.llm_options import Seeds, VllmOptions, engine_of
-from specc.runtime.logprobs import TokenLogprobs
-from specc.runtime.outputs import CompletionOutput, RequestOutput
-from specc.runtime.policy import Policy
-from specc.runtime.prompt_forms import Prompt
-from specc.runtime.service import Service, Update
-from specc.runtime.service_stream import UpdateStream
-from specc.sampling_params import SamplingParams
+from specc.runtime.outputs.logprobs import TokenLogprobs
+from specc.runtime.outputs.request_output import CompletionOutput, RequestOutput
+from specc.runtime.policies.base import Policy
+from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
+from specc.runtime.requests.llm_options import Seeds, VllmOptions, engine_of
+from specc.runtime.requests.prompt_forms import Prompt
+from specc.runtime.service.service import Service, Update
+from specc.runtime.service.stream import UpdateStream
+from specc.sampling.params import SamplingParams
+from specc.speculation.metrics import SpecStats
 
 
 class AsyncLLM:

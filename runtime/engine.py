@@ -12,37 +12,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer
 
-from specc.artifact import open_engine
+from specc.artifact.directory import open_engine
+from specc.artifact.manifest import ON_GPU, PROFILE_FILE
+from specc.artifact.rectangle import CacheRows
+from specc.artifact.unreplaced import unreplaced
 from specc.errors import ConfigError, EngineError
 
 # importing this registers the operators that programs call
 from specc.kernels import native
 from specc.kernels import ops as _ops  # noqa: F401
-from specc.machine import check_threads
-from specc.manifest import ON_GPU, PROFILE_FILE
-from specc.plans import OFF, SpecPlan
-from specc.rectangle import CacheRows
-from specc.runtime.cuda_backend import (
+from specc.runtime.backends.cuda.backend import (
     CaptureLimits,
     DeviceOperators,
     LayerCaches,
     cuda_device,
     load_programs,
 )
-from specc.runtime.device_link import DeviceLink, HostLink
-from specc.runtime.device_memory import fit_device
-from specc.runtime.grammars import Grammars
-from specc.runtime.kv_cache import CacheShape, KVCache
-from specc.runtime.mapped_weights import MappedWeights
-from specc.runtime.onnx_backend import load_onnx_programs
-from specc.runtime.onnx_program import can_grow
-from specc.runtime.program import Model, ModelProgram, Step, StepProgram, read_json
+from specc.runtime.backends.cuda.device_memory import fit_device
+from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.onnx.backend import load_onnx_programs
+from specc.runtime.backends.onnx.program import can_grow
+from specc.runtime.backends.program import Model, ModelProgram, Step, StepProgram, read_json
+from specc.runtime.backends.tensorrt.backend import load_trt_programs
+from specc.runtime.constraints.grammars import Grammars
+from specc.runtime.execution.device_link import DeviceLink, HostLink
+from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.runtime.shared_loop import FairLock
-from specc.runtime.trt_backend import load_trt_programs
-from specc.unreplaced import unreplaced
+from specc.speculation.plans import OFF, SpecPlan
+from specc.system.machine import check_threads
 
 if TYPE_CHECKING:
-    from specc.manifest import Manifest, ModelEntry
+    from specc.artifact.manifest import Manifest, ModelEntry
 
 BACKENDS = ("cpu", "cuda", "eager", "onnx", "tensorrt")
 _DTYPES = {
@@ -275,7 +275,7 @@ def _load_host_programs(
             for model in manifest.models
         }
     else:
-        from specc.runtime.compiled_program import CompiledProgram, CompiledStep
+        from specc.runtime.backends.cpu.compiled_program import CompiledProgram, CompiledStep
 
         step_class = CompiledStep
         models = {

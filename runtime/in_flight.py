@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from specc.runtime.runner import Runner
-from specc.runtime.scheduler import Scheduler
+from specc.runtime.scheduling.scheduler import Scheduler
 
 
 class InFlight:

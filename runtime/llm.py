@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from specc.errors import RequestError
-from specc.metrics import SpecStats
-from specc.runtime.call_options import Call, read_call
+from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
-from specc.runtime.engine_core import EngineCore
-from specc.runtime.engine_tokenizer import Conversation, EngineTokenizer
-from specc.runtime.llm_options import Seeds, VllmOptions, engine_of
-from specc.runtime.outputs import RequestOutput, StreamOutput, joined
-from specc.runtime.policy import Policy
-from specc.runtime.prompt_forms import Prompt
+from specc.runtime.outputs.request_output import RequestOutput, StreamOutput, joined
+from specc.runtime.policies.base import Policy
+from specc.runtime.requests.call_options import Call, read_call
+from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
+from specc.runtime.requests.llm_options import Seeds, VllmOptions, engine_of
+from specc.runtime.requests.prompt_forms import Prompt
 from specc.runtime.shared_loop import SharedLoop
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.speculation.metrics import SpecStats
 
 if TYPE_CHECKING:
     from specc.runtime.in_flight import InFlight
     from specc.runtime.runner import Runner
-    from specc.runtime.scheduler import Scheduler
-    from specc.runtime.sequence import Sequence
+    from specc.runtime.scheduling.scheduler import Scheduler
+    from specc.runtime.scheduling.sequence import Sequence
 
 Params = SamplingParams | Sequence_[SamplingParams]
 # called with the number of finished prompts, of all prompts, and of output tokens so far

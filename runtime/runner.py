@@ -12,26 +12,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specc.runtime.batch import Batch, Span, StepGroup
-from specc.runtime.batch_rows import BatchRows, last_tokens_of, sampling_rows
-from specc.runtime.captured_step import CapturedStep, PendingStep, rows_of
-from specc.runtime.device_link import DeviceLink, HostLink
-from specc.runtime.extended_step import StepExtras
-from specc.runtime.grammar_masks import TreeMasks, has_masks, mask_roots
-from specc.runtime.kv_cache import KVCache
-from specc.runtime.logprobs import (
-    TokenLogprobs,
-    emitted_logprobs,
-    step_logprobs,
-    wants_logprobs,
+from specc.runtime.backends.captured.captured_step import CapturedStep, PendingStep, rows_of
+from specc.runtime.backends.captured.extended_step import StepExtras
+from specc.runtime.backends.program import (
+    Drafted,
+    Model,
+    Step,
+    StepInputs,
+    StepResult,
+    draft_lens_of,
 )
-from specc.runtime.mask_rules import MaskRules
-from specc.runtime.pass_inputs import PassInputs, causal_inputs
-from specc.runtime.pending_batch import PendingBatch, PendingPrefill
-from specc.runtime.program import Drafted, Model, Step, StepInputs, StepResult, draft_lens_of
-from specc.runtime.prompt_ends import PendingEnds, queue_ends
-from specc.runtime.sequence import Sequence
-from specc.runtime.shared_pass import (
+from specc.runtime.constraints.grammar_masks import TreeMasks, has_masks, mask_roots
+from specc.runtime.constraints.mask_rules import MaskRules
+from specc.runtime.execution.batch_rows import BatchRows, last_tokens_of, sampling_rows
+from specc.runtime.execution.device_link import DeviceLink, HostLink
+from specc.runtime.execution.pass_inputs import PassInputs, causal_inputs
+from specc.runtime.execution.prompt_ends import PendingEnds, queue_ends
+from specc.runtime.execution.shared_pass import (
     FlatTokens,
     accepted_values,
     logit_rows,
@@ -39,6 +36,16 @@ from specc.runtime.shared_pass import (
     span_tokens,
     tree_tokens,
 )
+from specc.runtime.outputs.logprobs import (
+    TokenLogprobs,
+    emitted_logprobs,
+    step_logprobs,
+    wants_logprobs,
+)
+from specc.runtime.scheduling.batch import Batch, Span, StepGroup
+from specc.runtime.scheduling.kv_cache import KVCache
+from specc.runtime.scheduling.pending_batch import PendingBatch, PendingPrefill
+from specc.runtime.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from specc.runtime.async_llm import AsyncLLM as AsyncLLM
     from specc.runtime.engine import Engine as Engine
     from specc.runtime.llm import LLM as LLM
-    from specc.runtime.outputs import CompletionOutput as CompletionOutput
-    from specc.runtime.outputs import RequestOutput as RequestOutput
-    from specc.sampling_params import SamplingParams as SamplingParams
-    from specc.structured_params import StructuredOutputsParams as StructuredOutputsParams
-    from specc.tree import TokenTree as TokenTree
+    from specc.runtime.outputs.request_output import CompletionOutput as CompletionOutput
+    from specc.runtime.outputs.request_output import RequestOutput as RequestOutput
+    from specc.sampling.params import SamplingParams as SamplingParams
+    from specc.sampling.structured import StructuredOutputsParams as StructuredOutputsParams
+    from specc.speculation.tree import TokenTree as TokenTree
 
 __version__ = "0.1.0"
 
@@ -25,15 +25,15 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "compile": "specc.api",
     "CompileConfig": "specc.config",
-    "SamplingParams": "specc.sampling_params",
+    "SamplingParams": "specc.sampling.params",
     "SpeccError": "specc.errors",
-    "StructuredOutputsParams": "specc.structured_params",
+    "StructuredOutputsParams": "specc.sampling.structured",
     "AsyncLLM": "specc.runtime.async_llm",
-    "CompletionOutput": "specc.runtime.outputs",
-    "RequestOutput": "specc.runtime.outputs",
+    "CompletionOutput": "specc.runtime.outputs.request_output",
+    "RequestOutput": "specc.runtime.outputs.request_output",
     "Engine": "specc.runtime.engine",
     "LLM": "specc.runtime.llm",
-    "TokenTree": "specc.tree",
+    "TokenTree": "specc.speculation.tree",
 }
 __all__ = [
     "LLM",

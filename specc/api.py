@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.choose_plans import Tree, choose_plans, policy_of, split_drafts
-from specc.compile_checks import ModelLike
-from specc.compiler import Compilation, build
+from specc.compiler.build import Compilation, build
+from specc.compiler.checks import ModelLike
 from specc.config import CompileConfig
 from specc.progress import ProgressEvent
+from specc.speculation.choose_plans import Tree, choose_plans, policy_of, split_drafts
 
 if TYPE_CHECKING:
     import torch
@@ -135,10 +135,10 @@ def compile_with(
 
 def probe_engine(directory: Path) -> dict[str, Any]:
     """Generate a few dozen tokens on built-in prompts; returns acceptance figures."""
-    from specc.runtime.cuda_backend import CaptureLimits
+    from specc.runtime.backends.cuda.backend import CaptureLimits
     from specc.runtime.engine import Engine
     from specc.runtime.llm import LLM
-    from specc.sampling_params import SamplingParams
+    from specc.sampling.params import SamplingParams
 
     # a GPU captures only what these prompts run
     llm = LLM(Engine.load(directory, verify=False, capture=CaptureLimits.lazy()))

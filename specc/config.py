@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from specc.errors import ConfigError
-from specc.plans import SpecPlan
+from specc.speculation.plans import SpecPlan
 
 DTYPES = ("float32", "bfloat16", "float16")
 # the type of the checkpoint
@@ -17,7 +17,7 @@ _DTYPE_ALIASES = {
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
 }
-# the upper ends are those of the traced dimensions (passes/trace.py), or beyond any use
+# the upper ends are those of traced dimensions (passes/frontend/trace_flat.py), or beyond any use
 _RANGES = (
     *(("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16)),
     ("max_logits_mb", 1, 1 << 20),

@@ -39,7 +39,7 @@ WARM_UP_S = 8.0
 MAX_FILES = 1024
 # ordinary requests: seconds until one counts as failed, and a question for the health
 PATIENCE_S, HEALTH_S = 30.0, 5.0
-MAIN = "from specc.cli import main; main()"
+MAIN = "from specc.cli.main import main; main()"
 WORDS = ("bright", "cold", "day", "April", "clocks", "striking", "thirteen", "was", "the", "were")
 
 

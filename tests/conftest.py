@@ -94,7 +94,7 @@ def tiny_engine(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactor
     """An engine of the tiny models, with a tree, a chain and off; read only."""
     from specc.api import compile_with
     from specc.config import CompileConfig
-    from specc.plans import SpecPlan
+    from specc.speculation.plans import SpecPlan
 
     path = tmp_path_factory.mktemp("engines") / "tiny"
     plans = (SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1)))

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from specc import compiler
+from specc.compiler import build as compiler
 from specc.config import CompileConfig
-from specc.passes.fuse_step import fuse_step
-from specc.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.engine import Engine
-from specc.tree import TokenTree
+from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.speculation.tree import TokenTree
 from tests import models
 from tests.lossless import BATCH_SIZES, Zoo, layout_of
 

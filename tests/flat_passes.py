@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specc.tree import TokenTree
+from specc.speculation.tree import TokenTree
 
 # committed rows of a row that belongs to no sequence; see `step_buffers.PADDING`
 PADDING = -(1 << 30)

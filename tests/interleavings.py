@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from specc.metrics import SpecStats
-from specc.plans import OFF
-from specc.runtime.batch import Span
+from specc.runtime.constraints.grammar_masks import mask_roots
+from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
-from specc.runtime.engine_core import EngineCore
-from specc.runtime.grammar_masks import mask_roots
-from specc.runtime.sequence import Sequence as Request
-from specc.sampling_params import SamplingParams
-from specc.sampling_rows import Word
+from specc.runtime.scheduling.batch import Span
+from specc.runtime.scheduling.sequence import Sequence as Request
+from specc.sampling.params import SamplingParams
+from specc.sampling.rows import Word
+from specc.speculation.metrics import SpecStats
+from specc.speculation.plans import OFF
 
 
 class Moody:

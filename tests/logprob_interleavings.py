@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from specc.runtime.logprobs import TokenLogprobs
-from specc.runtime.sequence import Sequence as Request
-from specc.sampling_params import MAX_LOGPROBS, SamplingParams
+from specc.runtime.outputs.logprobs import TokenLogprobs
+from specc.runtime.scheduling.sequence import Sequence as Request
+from specc.sampling.params import MAX_LOGPROBS, SamplingParams
 from tests.interleavings import draw_params
 
 # passes of different widths round sums of float32 differently; the values are about 10

@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc import compiler
+from specc.compiler import build as compiler
 from specc.config import CompileConfig
-from specc.metrics import SpecStats
-from specc.plans import SpecPlan
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.speculation.metrics import SpecStats
+from specc.speculation.plans import SpecPlan
 from tests import models
 
 PLANS = tuple(
@@ -423,7 +423,7 @@ def forgive_near_ties(
 
 
 def full_acceptance(plan: SpecPlan, num_tokens: int) -> dict[str, int]:
-    """Counters of one request whose every proposal is accepted, by the rule of specc.metrics."""
+    """Counters of one request whose every proposal is accepted, as speculation.metrics counts."""
     longest = len(plan.widths) + 1
     # prefill yields the first token
     num_steps, rest = divmod(num_tokens - 1, longest)

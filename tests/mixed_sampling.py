@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specc.sampling_rows import Rule
+from specc.sampling.rows import Rule
 
 # greedy; filtered; penalized; each rule of static trees; greedy and penalized
 _ROWS = (
@@ -21,7 +21,7 @@ _ROWS = (
 def mixed_sampling(
     batch: int, first: int = 0, is_greedy: bool = False, rules: tuple[Rule, ...] = tuple(Rule)
 ) -> tuple[Tensor, Tensor]:
-    """`sampling_values` [B, 6] and `sampling_words` [B, 4], see `specc.sampling_rows`.
+    """`sampling_values` [B, 6] and `sampling_words` [B, 4], see `specc.sampling.rows`.
 
     Args:
         batch: requests.

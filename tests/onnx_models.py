@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, fx
 
+from specc.artifact.manifest import LayerEntry, ModelEntry
+from specc.artifact.rectangle import CacheRows, mask_input
 from specc.kernels import ops
-from specc.manifest import LayerEntry, ModelEntry
-from specc.passes.emit import constant_key, program_to_json
-from specc.passes.lower_onnx import OnnxFile, lower_onnx
+from specc.passes.lower.emit import constant_key, program_to_json
+from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
 from specc.passes.pipeline import PassRecord
 from specc.passes.program import Program
-from specc.passes.rectangular import rectangular_program
-from specc.rectangle import CacheRows, mask_input
-from specc.runtime.onnx_program import load_onnx
-from specc.runtime.program import ModelProgram
-from specc.runtime.rectangle import rectangle
+from specc.passes.rewrite.rectangular import rectangular_program
+from specc.runtime.backends.onnx.program import load_onnx
+from specc.runtime.backends.program import ModelProgram
+from specc.runtime.backends.rectangular.rectangle import rectangle
 from tests.flat_passes import Inputs
 from tests.models import build_model
 from tests.passes.modules import compiled

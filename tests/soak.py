@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specc.errors import FaultError, OverloadError, RequestError
-from specc.runtime.service import Service, Ticket, Update
-from specc.sampling_params import SamplingParams
+from specc.runtime.service.service import Service, Ticket, Update
+from specc.sampling.params import SamplingParams
 from tests.interleavings import NearTies, Solo, draw_params
 
 # parts of all requests

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,171 +17,36 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"specc": "specc", "passes": "specc.passes", "runtime": "specc.runtime"}
 FOLDERS["kernels"] = "specc.kernels"
 
-# specc/ is both the bottom and the top of the graph, so each of its files has its layer here
-LAYER_OF_FILE = {
+# specc/ is both the bottom and the top of the graph, so each of its packages has its layer here;
+# the longest name counts
+LAYER_OF = {
     "__init__": "facade",
     "api": "api",
     "artifact": "facts",
     "bench": "bench",
-    "bench_bytes": "bench",
-    "bench_compile": "compiler",
-    "bench_device": "bench",
-    "bench_engine": "bench",
-    "bench_estimate": "bench",
-    "bench_model": "facts",
-    "bench_nodes": "bench",
-    "bench_plot": "bench",
-    "bench_report": "bench",
-    "bench_shapes": "bench",
-    "bench_shapes_engine": "bench",
-    "bench_shapes_report": "bench",
-    "bench_steps": "bench",
-    "bench_synthetic": "bench",
-    "bench_transformers": "bench",
-    "bench_weights": "bench",
-    "child_processes": "facts",
-    "choose_plans": "facts",
     "cli": "cli",
-    "cli_app": "cli",
-    "cli_chat": "cli",
-    "cli_command_bench": "cli",
-    "cli_command_chat": "cli",
-    "cli_command_compile": "cli",
-    "cli_command_run": "cli",
-    "cli_command_serve": "cli",
-    "cli_command_triton": "cli",
-    "cli_command_tune": "cli",
-    "cli_pictures": "cli",
-    "cli_bench": "cli",
-    "cli_bench_estimate": "cli",
-    "cli_bench_serve": "cli",
-    "cli_bench_serve_options": "cli",
-    "cli_bench_serve_table": "cli",
-    "cli_bench_shapes": "cli",
-    "cli_bench_shapes_table": "cli",
-    "cli_bench_table": "cli",
-    "cli_compile": "cli",
-    "cli_doctor": "cli",
-    "cli_doctor_extras": "cli",
-    "cli_inspect": "cli",
-    "cli_print_table": "cli",
-    "cli_progress": "cli",
-    "cli_prompts": "cli",
-    "cli_render": "cli",
-    "cli_run": "cli",
-    "cli_serve": "cli",
-    "cli_stats": "cli",
-    "cli_synonyms": "cli",
-    "cli_tensorrt": "cli",
-    "cli_triton": "cli",
-    "cli_tune": "cli",
-    "compile_checks": "compiler",
-    "compile_rectangular": "compiler",
-    "compile_tensorrt": "compiler",
-    "compile_tokenizer": "compiler",
-    "compile_weights": "compiler",
     "compiler": "compiler",
     "config": "facts",
+    "cost": "facts",
+    "draw": "bench",
     "errors": "facts",
-    "extend_engine": "compiler",
-    "extras": "facts",
-    "file_cache": "facts",
-    "files": "facts",
-    "graph_costs": "facts",
-    "graph_io": "facts",
-    "json_file": "facts",
-    "latency_table": "facts",
-    "load_acceptance": "bench",
-    "load_arrivals": "bench",
-    "load_figures": "bench",
-    "load_goodput": "bench",
-    "load_http": "bench",
-    "load_http_client": "bench",
-    "load_lengths": "bench",
-    "load_overheads": "bench",
-    "load_plot": "bench",
-    "load_report": "bench",
-    "load_request": "bench",
-    "load_result": "bench",
-    "load_run": "bench",
-    "load_service_client": "bench",
-    "load_simulated": "bench",
-    "load_subject": "bench",
-    "load_sweep": "bench",
-    "load_trace": "bench",
-    "logit_controls": "facts",
-    "machine": "facts",
-    "manifest": "facts",
-    "manifest_decode": "facts",
-    "measure_latency": "bench",
-    "metrics": "facts",
-    "nonfinite": "facts",
-    "model_entries": "compiler",
-    "picture": "bench",
-    "owned_directory": "facts",
-    "plan_acceptance": "facts",
-    "plan_choice": "facts",
-    "plan_seconds": "facts",
-    "plan_tree": "facts",
-    "plan_tree_dp": "facts",
-    "plan_tree_heap": "facts",
-    "plans": "facts",
+    "kernels": "kernels",
+    "load": "bench",
+    "passes": "passes",
     "progress": "facts",
-    "rectangle": "facts",
-    "roofline": "facts",
-    "safetensors_io": "facts",
-    "sampling_params": "facts",
-    "sealed_copy": "facts",
-    "sampling_rows": "facts",
-    "safetensors_writer": "facts",
-    "serve_answers": "serve",
-    "serve_app": "serve",
-    "serve_body": "serve",
-    "serve_chat": "serve",
-    "serve_config": "serve",
-    "serve_connections": "serve",
-    "serve_endpoints": "serve",
-    "serve_errors": "serve",
-    "serve_generate": "serve",
-    "serve_grammar": "serve",
-    "serve_grammar_size": "serve",
-    "serve_hosts": "serve",
-    "serve_http": "serve",
-    "serve_latencies": "serve",
-    "serve_listener": "serve",
-    "serve_log": "serve",
-    "serve_memory": "serve",
-    "serve_logprobs": "serve",
-    "serve_metrics": "serve",
-    "serve_openapi": "serve",
-    "serve_page": "serve",
-    "serve_params": "serve",
-    "serve_protocol": "serve",
-    "serve_run": "serve",
-    "serve_stream": "serve",
-    "serve_work": "serve",
-    "signals": "facts",
+    "runtime": "runtime",
+    "sampling": "facts",
+    "server": "serve",
     "simulate": "bench",
-    "simulate_load": "bench",
-    "simulate_runner": "bench",
-    "simulate_sweep": "bench",
-    "step_items": "bench",
-    "step_picture": "bench",
-    "structured_params": "facts",
-    "tokens": "facts",
-    "tree": "facts",
-    "tree_picture": "bench",
-    "triton_repository": "facts",
-    "triton_tensors": "facts",
-    "trt": "facts",
-    "trt_layers": "facts",
+    "speculation": "facts",
+    "system": "facts",
+    "tensorrt": "facts",
+    "triton": "facts",
     "tune": "tune",
-    "tune_acceptance": "bench",
-    "tune_seconds": "bench",
-    "unreplaced": "facts",
-    "vllm_names": "facts",
-    "weight_layout": "facts",
-    "weights": "facts",
+    # what is measured for a profile knows nothing of the compiler, which `tune` calls
+    "tune.acceptance": "bench",
+    "tune.latency": "bench",
+    "tune.seconds": "bench",
 }
 # layer → the layers that it may import; imports inside functions count as well
 ARROWS = {
@@ -222,24 +88,28 @@ PACKAGES = {
 }
 # passes see operators, their oracles and what builds the C++ ones, never a Triton kernel
 KERNELS_FOR_PASSES = {
-    *("specc.kernels", "specc.kernels.ops", "specc.kernels.reference"),
-    *("specc.kernels.reference_fused", "specc.kernels.native"),
+    *("specc.kernels", "specc.kernels.ops", "specc.kernels.reference.core"),
+    *("specc.kernels.reference.fused", "specc.kernels.native"),
 }
 # but for the pass that puts launches in the place of operators: it traces what it imports
 LAUNCHES_FOR = {
-    "specc.passes.inline_kernels": {"specc.kernels.cuda.launch", "specc.kernels.cuda.register"},
+    "specc.passes.lower.cuda.inline_kernels": {
+        "specc.kernels.cuda.launch",
+        "specc.kernels.cuda.register",
+    },
 }
 # the command line answers --help before anything heavy loads: in these files everything but the
 # standard library and the listed modules is imported inside functions
 _COMMANDS = tuple(
-    f"cli_command_{name}" for name in ("bench", "chat", "compile", "run", "serve", "triton", "tune")
+    f"specc.cli.commands.{name}"
+    for name in ("bench", "chat", "compile", "run", "serve", "triton", "tune")
 )
 LAZY = {
-    "cli": {"typer", "specc.cli_app", *(f"specc.{name}" for name in _COMMANDS)},
-    "cli_app": {"typer", "typer.core", "specc.cli_synonyms", "specc.errors"},
-    "cli_synonyms": set(),
-    **{name: {"typer", "specc.cli_app"} for name in _COMMANDS},
-    "__init__": set(),
+    "specc.cli.main": {"typer", "specc.cli.app", *_COMMANDS},
+    "specc.cli.app": {"typer", "typer.core", "specc.cli.synonyms", "specc.errors"},
+    "specc.cli.synonyms": set(),
+    **{name: {"typer", "specc.cli.app"} for name in _COMMANDS},
+    "specc.__init__": set(),
 }
 MAX_LINES = 450
 
@@ -255,10 +125,11 @@ def module_of(path: Path) -> str:
 
 def layer_of(module: str) -> str:
     """Layer of a module, or of the package that it names."""
-    parts = module.split(".")
-    if len(parts) > 1 and parts[1] in ("passes", "runtime", "kernels"):
-        return parts[1]
-    return LAYER_OF_FILE[parts[1] if len(parts) > 1 else "__init__"]
+    parts = module.split(".")[1:] or ["__init__"]
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    found = next((name for name in names if name in LAYER_OF), None)
+    assert found is not None, f"{module} is in no package that has a layer"
+    return LAYER_OF[found]
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -307,15 +178,28 @@ def test_imports_follow_the_arrows(path):
             assert top in PACKAGES[layer], f"{module} ({layer}) imports {name}"
 
 
-def test_the_table_names_every_file():
-    """A new file in specc/ states its layer here; a removed one leaves the table."""
-    files = {path.stem for path in (ROOT / "specc").glob("*.py")}
-    assert files == set(LAYER_OF_FILE)
+def test_the_table_names_every_package():
+    """A new package or file of specc/ states its layer here; a removed one leaves the table."""
+    modules = {module_of(path).removeprefix("specc.") for path in sources()}
+    assert {module.split(".")[0] for module in modules} == {x.split(".")[0] for x in LAYER_OF}
+    assert {x for x in LAYER_OF if "." in x} <= modules
+
+
+def test_a_wheel_holds_every_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = {
+        module_of(path).removesuffix(".__init__")
+        for path in sources()
+        if path.name == "__init__.py"
+    }
+    assert set(project["tool"]["setuptools"]["packages"]) == found
+    assert {module_of(path).rpartition(".")[0] for path in sources()} <= found
 
 
 @pytest.mark.parametrize("name", sorted(LAZY))
 def test_heavy_imports_are_lazy(name):
-    tree = ast.parse((ROOT / "specc" / f"{name}.py").read_text(encoding="utf-8"))
+    (path,) = (path for path in sources() if module_of(path) == name)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     top_level = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     found = {module for node in top_level for module in imported(node)}
     assert {x for x in found if x.split(".")[0] not in sys.stdlib_module_names} <= LAZY[name]
@@ -323,10 +207,10 @@ def test_heavy_imports_are_lazy(name):
 
 def test_the_arrows_catch_a_wrong_import():
     """The check itself: an import inside a function, of a submodule by its parent's name."""
-    tree = ast.parse("def f():\n    from specc.passes import trace\n")
-    assert list(imported(tree)) == ["specc.passes.trace"]
-    assert layer_of("specc.passes.trace") not in ARROWS["runtime"]
-    assert layer_of("specc.compiler") not in ARROWS["runtime"]
+    tree = ast.parse("def f():\n    from specc.passes.frontend import trace_flat\n")
+    assert list(imported(tree)) == ["specc.passes.frontend.trace_flat"]
+    assert layer_of("specc.passes.frontend.trace_flat") not in ARROWS["runtime"]
+    assert layer_of("specc.compiler.build") not in ARROWS["runtime"]
     assert "transformers" not in PACKAGES["runtime"]
 
 
@@ -337,9 +221,13 @@ def test_folders_have_no_bare_import_name(name):
     assert spec is None or spec.origin is None or ROOT not in Path(spec.origin).parents
 
 
-@pytest.mark.parametrize("name", ["kernels", "passes", "runtime"])
-def test_package_files_have_no_side_effects(name):
-    body = ast.parse((ROOT / name / "__init__.py").read_text(encoding="utf-8")).body
+@pytest.mark.parametrize(
+    "path",
+    [p for p in sources() if p.name == "__init__.py" and p.parent != ROOT / "specc"],
+    ids=module_of,
+)
+def test_package_files_have_no_side_effects(path):
+    body = ast.parse(path.read_text(encoding="utf-8")).body
     assert all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in body)
 
 
@@ -416,7 +304,7 @@ def test_an_engine_runs_without_compiler_and_transformers(tiny_engine, tmp_path)
 def test_help_is_instant():
     """Neither torch nor a model library loads for --help."""
     code = (
-        "import sys; from typer.testing import CliRunner; from specc.cli import app;"
+        "import sys; from typer.testing import CliRunner; from specc.cli.main import app;"
         "assert CliRunner().invoke(app, ['compile', '--help']).exit_code == 0;"
         "print([m for m in ('torch', 'transformers', 'tokenizers', 'rich') if m in sys.modules])"
     )

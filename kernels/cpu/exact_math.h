@@ -72,7 +72,7 @@ inline void split(const Many<N>& x, Many<N>& fraction, Many<N>& exponent) {
       x, [&](Float a) { return __builtin_convertvector((shifted(a) >> 23) - 127, Float); });
 }
 
-// Source: logf of Cephes, as in kernels/reference_sampling.py.
+// Source: logf of Cephes, as in kernels/reference/sampling.py.
 template <int N>
 inline Many<N> log_of_split(const Many<N>& fraction, const Many<N>& exponent) {
   Many<N> value = fraction * 7.0376836292e-2f + -1.1514610310e-1f;

@@ -14,7 +14,7 @@ constexpr float kMinTemperature = 1e-5f;
 
 enum class Rule : int64_t { kCoupled, kDelta, kMss, kSwor };
 
-// A sequence's rows of sampling_values and sampling_words; specc/sampling_rows.py has the columns.
+// A sequence's rows of sampling_values and sampling_words; specc/sampling/rows.py has the columns.
 struct Options {
   float temperature, top_p, min_p, repetition, presence, frequency;
   int64_t seed, top_k, rule, num_prompt;

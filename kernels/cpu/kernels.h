@@ -10,7 +10,7 @@ namespace specc {
 
 enum class DType : int32_t { kFloat32, kBFloat16 };
 
-// specc::tree_attention; semantics: kernels/reference.py, tree_attention_reference.
+// specc::tree_attention; semantics: kernels/reference/core.py, tree_attention_reference.
 struct TreeAttention {
   DType dtype;               // of q, k, v, out and of both caches
   int64_t num_heads;         // H
@@ -47,7 +47,7 @@ void tree_attention(const TreeAttention& a, int num_threads);
 // Throws std::runtime_error where a call would leave the cache, before anything is written.
 void check_bounds(const TreeAttention& a);
 
-// Outputs of a block of w; specc/weight_layout.py has the layout.
+// Outputs of a block of w; specc/artifact/weight_layout.py has the layout.
 constexpr int kLinearBlock = 32;
 // y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]), accumulated in float32. x and y are row-major with
 // a row stride; w is contiguous, [N / 32, K, 32] of float or [N / 32, K / 2, 32, 2] of bfloat16,

@@ -1,7 +1,7 @@
 // y = x @ w.T + bias for the 1 to about 32 rows of a decoding or verification step, where the time
 // is that of reading w once.
 //
-// w lies in blocks of 32 outputs (specc/weight_layout.py), which a thread reads as one stream from
+// w lies in blocks of 32 outputs (specc/artifact/weight_layout.py), which a thread reads as one stream from
 // its first block to its last. The lanes of a register are outputs; each value of x is multiplied
 // with all outputs of the block. Where x has many rows, a chunk of the block is multiplied with one
 // tile of rows after the other while it is in the first-level cache. The hardware prefetcher

@@ -1,5 +1,5 @@
 // Random numbers by counters: a pure function of (seed, purpose, offset, token), those of
-// kernels/reference_sampling.py to the last bit.
+// kernels/reference/sampling.py to the last bit.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // What a step does under sampling rules: draw children from a draft, and verify a tree. Callers
-// check shapes (sampling_operators.cpp); semantics: kernels/reference_accept.py.
+// check shapes (sampling_operators.cpp); semantics: kernels/reference/accept.py.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct Logits {
   }
 };
 
-// Sampling options of a batch; specc/sampling_rows.py has the columns.
+// Sampling options of a batch; specc/sampling/rows.py has the columns.
 struct SamplingRows {
   const float* values;   // [batch, 6]
   const int64_t* words;  // [batch, 4]

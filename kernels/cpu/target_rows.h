@@ -1,5 +1,5 @@
 // What a sequence makes of the target's logits behind a node: penalties of the tokens down to it,
-// filters, noise. Semantics: kernels/reference_accept.py. Wherever this is included, the last bit
+// filters, noise. Semantics: kernels/reference/accept.py. Wherever this is included, the last bit
 // decides (kernels/native.py, _EXACT_SOURCES).
 #pragma once
 

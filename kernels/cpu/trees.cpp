@@ -1,6 +1,6 @@
 // Trees that come as data: several drafts' trees merged, the best nodes of a candidate tree, what
-// attention needs of them, and a vote. The oracles are in reference_sampling.py and
-// reference_trees.py.
+// attention needs of them, and a vote. The oracles are in kernels/reference/sampling.py and
+// kernels/reference/trees.py.
 #include <algorithm>
 #include <bit>
 #include <cstring>

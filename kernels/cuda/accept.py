@@ -20,8 +20,8 @@ from specc.kernels.cuda.row_filters import row_filters
 from specc.kernels.cuda.row_options import check_options
 from specc.kernels.cuda.tree_context import tree_context
 from specc.kernels.cuda.tree_expand import check_logits
-from specc.sampling_rows import Rule
-from specc.tree import MAX_NODES
+from specc.sampling.rows import Rule
+from specc.speculation.tree import MAX_NODES
 
 MAX_COLUMNS = 4096
 TRIED_RULES = (Rule.MSS, Rule.SWOR)
@@ -41,7 +41,7 @@ def accept(
     history: Tensor,
     block_table: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `specc.kernels.reference_accept.accept_reference`.
+    """See `specc.kernels.reference.accept.accept_reference`.
 
     Where `q_rows` is given, draft logits of several levels are copied into one tensor [B * G, V]:
     2 * B * G * V elements are moved once a step, whatever the rules of its rows. Those of one

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.shipped import Shipped
-from specc.tree import MAX_NODES
+from specc.speculation.tree import MAX_NODES
 
 
 @triton.jit(
@@ -66,7 +66,7 @@ def walk_warps(num_nodes: int) -> int:
 def accept_winners(
     winners: Tensor, tokens: Tensor, parents: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `specc.kernels.reference.accept_winners_reference`."""
+    """See `specc.kernels.reference.core.accept_winners_reference`."""
     _check_trees(winners, tokens, parents, max_depth)
     batch, num_nodes = tokens.shape
     device = tokens.device

@@ -1,4 +1,4 @@
-"""`act_and_mul` in one launch; its oracle is `specc.kernels.reference_fused`."""
+"""`act_and_mul` in one launch; its oracle is `specc.kernels.reference.fused`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check, rows_of
-from specc.kernels.reference_fused import ACTIVATIONS
+from specc.kernels.reference.fused import ACTIVATIONS
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
-from specc.kernels.reference_fused import ACTIVATIONS
+from specc.kernels.reference.fused import ACTIVATIONS
 
 NAME = "add_norm_gate_up"
 

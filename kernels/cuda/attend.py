@@ -19,7 +19,7 @@ from specc.kernels.cuda.attend_config import Config, config, machine, plan_work
 from specc.kernels.cuda.attend_kernels import NO_WINDOW, attend_kernel
 from specc.kernels.cuda.launch import is_even, launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.tree import WORD_BITS
+from specc.speculation.tree import WORD_BITS
 
 MAX_HEAD_DIM = 256
 # packed rows of a sequence that are no chunk of a prompt: 64 nodes × 8 heads

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.shipped import Shipped
-from specc.tree import MAX_NODES
+from specc.speculation.tree import MAX_NODES
 
 # bits are moved, whatever they mean
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

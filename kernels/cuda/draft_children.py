@@ -13,7 +13,7 @@ from specc.kernels.cuda.child_keys import best_children, config
 from specc.kernels.cuda.row_filters import row_filters
 from specc.kernels.cuda.row_options import check_options
 from specc.kernels.cuda.tree_expand import MAX_CANDIDATES, MAX_CHILDREN, check_logits
-from specc.sampling_rows import Rule
+from specc.sampling.rows import Rule
 
 FILTERED_RULES = (Rule.COUPLED, Rule.MSS, Rule.SWOR)
 
@@ -28,7 +28,7 @@ def draft_children(
     words: Tensor,
     scored: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `specc.kernels.reference_accept.draft_children_reference`; padding rows get token 0."""
+    """See `specc.kernels.reference.accept.draft_children_reference`; padding rows get token 0."""
     check_logits(logits)
     num_rows, vocab = logits.shape
     check_options("draft_children", len(cache_len), values, words, cache_len)

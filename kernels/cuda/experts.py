@@ -28,7 +28,7 @@ from specc.kernels.cuda.act_and_mul import activate
 from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
-from specc.kernels.reference_fused import ACTIVATIONS
+from specc.kernels.reference.fused import ACTIVATIONS
 
 NAME = "experts"
 # pairs that a program looks through by itself

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specc.kernels.cuda.shipped import Shipped
 from specc.kernels.cuda.trees import check_history, token_places
-from specc.tree import MAX_NODES
+from specc.speculation.tree import MAX_NODES
 
 # places of a program
 PART = 1024

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specc.kernels.cuda.shipped import Shipped
 from specc.kernels.cuda.tree_expand import NO_KEY, order_key
-from specc.tree import MAX_NODES, WORD_BITS
+from specc.speculation.tree import MAX_NODES, WORD_BITS
 
 MAX_CANDIDATES = 4096
 

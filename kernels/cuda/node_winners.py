@@ -20,7 +20,7 @@ from specc.kernels.cuda.row_options import check_options
 from specc.kernels.cuda.shipped import Shipped
 from specc.kernels.cuda.tree_context import tree_context
 from specc.kernels.cuda.tree_expand import NO_KEY, token_of
-from specc.sampling_rows import Rule
+from specc.sampling.rows import Rule
 
 
 @triton.jit(do_not_specialize=["vocab", "num_parts"])
@@ -46,7 +46,7 @@ def node_winners(
     history: Tensor,
     block_table: Tensor,
 ) -> Tensor:
-    """See `specc.kernels.reference_accept.node_winners_reference`."""
+    """See `specc.kernels.reference.accept.node_winners_reference`."""
     check_trees("node_winners", logits, tokens, parents)
     batch, num_nodes = tokens.shape
     check_options("node_winners", batch, values, words, cache_len)

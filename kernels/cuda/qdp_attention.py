@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from specc import trt as tensorrt
 from specc.errors import TensorRTError
 from specc.kernels.cuda.masked_attend import (
     DTYPES,
@@ -36,6 +35,7 @@ from specc.kernels.cuda.masked_attend import (
     padded,
 )
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.tensorrt import library as tensorrt
 
 NAMESPACE, NAME = "specc", "masked_attention"
 PLUGIN = f"{NAMESPACE}::{NAME}"

@@ -1,4 +1,4 @@
-"""`rms_norm` and `add_rms_norm` in one launch each; oracles in `specc.kernels.reference_fused`.
+"""`rms_norm` and `add_rms_norm` in one launch each; oracles in `specc.kernels.reference.fused`.
 
 A program normalizes whole rows, so one pass over memory is all there is. Long rows (a hidden
 state) get a program each; short ones (heads, as in Qwen3) share one.

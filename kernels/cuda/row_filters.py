@@ -32,7 +32,7 @@ from specc.kernels.cuda.row_parts import (
 from specc.kernels.cuda.row_scan import NUM_PIVOTS
 from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.tree_expand import DTYPES
-from specc.sampling_rows import Rule
+from specc.sampling.rows import Rule
 
 # loads of a pass's block, and tokens of the list that a program holds at the end of a search
 LOADS, LISTED = 256, 4096
@@ -84,8 +84,8 @@ def row_filters(
 
     Args:
         logits: [B * F, V].
-        values: [B, 6] float32, see `specc.sampling_rows.Value`.
-        words: [B, 4] int64, see `specc.sampling_rows.Word`.
+        values: [B, 6] float32, see `specc.sampling.rows.Value`.
+        words: [B, 4] int64, see `specc.sampling.rows.Word`.
         cache_len: [B] int32; rows of negative ones are left out.
         filtered: rules whose rows are looked at where they have filters.
         weighed: rules whose rows are looked at, and summed up.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specc.kernels import reference_sampling as facts
 from specc.kernels.cuda.sampling import LANES, LARGEST_UNIFORM, gumbel_of_bits
 from specc.kernels.cuda.tree_expand import order_key
+from specc.kernels.reference import sampling as facts
 
 TOKEN_NOISE = tl.constexpr(facts.TOKEN_NOISE)
 DRAW_NOISE = tl.constexpr(facts.DRAW_NOISE)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.sampling import MIN_TEMPERATURE, Unfused
-from specc.sampling_rows import Rule, Value, Word
+from specc.sampling.rows import Rule, Value, Word
 
 COUPLED = tl.constexpr(int(Rule.COUPLED))
 DELTA = tl.constexpr(int(Rule.DELTA))

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels import reference_sampling as facts
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.tree_expand import DTYPES, NO_KEY, check_logits, order_key, token_of
+from specc.kernels.reference import sampling as facts
 
 
 class Unfused(Shipped):

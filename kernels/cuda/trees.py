@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.shipped import Shipped
-from specc.tree import MAX_NODES
+from specc.speculation.tree import MAX_NODES
 
 BLOCK = 1024
 MAX_DRAFTS = 64

@@ -16,7 +16,7 @@ from specc.api import compile_with
 from specc.config import CompileConfig
 from specc.kernels import native
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
 from tests.models import MAX_SEQ_LEN, NUM_TOKENS, prompts, save_tiny
 
 SOURCE = Path(__file__).parents[2] / "examples" / "decode.cpp"

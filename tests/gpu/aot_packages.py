@@ -35,11 +35,11 @@ def compare(
         prompts: token ids, at most two prompts: engines are for two sequences.
         count: output tokens of each.
     """
-    from specc.compiler import build
+    from specc.compiler.build import build
     from specc.config import CompileConfig
-    from specc.plans import SpecPlan
     from specc.runtime.llm import LLM
-    from specc.sampling_params import SamplingParams
+    from specc.sampling.params import SamplingParams
+    from specc.speculation.plans import SpecPlan
 
     os.environ["SPECC_EXPERIMENTAL"] = BACKEND
     # the process that compiles finds specc where this one did

@@ -39,7 +39,7 @@ def measure_steps(results: Results, device: Device) -> None:
     products.watch(results)
 
     def on_steps(plan: str, figures: dict[str, Any]) -> None:
-        from specc.runtime import choose_products
+        from specc.runtime.backends.cuda import choose_products
 
         if choose_products.measured:
             results.note(products=choose_products.measured)
@@ -57,8 +57,8 @@ def measure_steps(results: Results, device: Device) -> None:
 def _measure_shapes(
     results: Results, on_steps: Callable[[str, dict[str, Any]], object]
 ) -> dict[str, Any]:
-    from specc.cli_bench import BenchOptions
-    from specc.cli_bench_shapes import ShapesOptions, measure_shapes
+    from specc.cli.bench.engine import BenchOptions
+    from specc.cli.bench.synthetic import ShapesOptions, measure_shapes
     from specc.progress import Phases
 
     shapes = ShapesOptions(SHAPES, context=CONTEXT, num_speculative_tokens=CHAIN)

@@ -231,11 +231,11 @@ class _Launching(TorchDispatchMode):
 
 def of_command_a(parts: Sequence[str] = PARTS) -> dict[str, Launches]:
     """What these parts of command A compile on an H200 that has compiled nothing."""
-    from specc import bench_shapes_engine
+    from specc.bench.synthetic import engine as bench_shapes_engine
     from specc.kernels.cuda import attend, attend_config
-    from specc.runtime import cuda_backend
     from specc.runtime import engine as engine_module
-    from specc.runtime.cuda_backend import CaptureLimits
+    from specc.runtime.backends.cuda import backend as cuda_backend
+    from specc.runtime.backends.cuda.backend import CaptureLimits
     from tests.gpu import replay
 
     for module in (attend, attend_config):
@@ -261,7 +261,7 @@ def of_command_a(parts: Sequence[str] = PARTS) -> dict[str, Launches]:
 
 
 def _shapes_engine(replay: Any, graphs: MetaGraphs) -> Any:
-    from specc.bench_shapes_engine import make_engine
+    from specc.bench.synthetic.engine import make_engine
 
     programs = replay.compile_8b()
     weights = {model.entry.name: _weights(model) for model in programs.models}
@@ -279,7 +279,7 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 def _choose(models: Any, graphs: MetaGraphs) -> list[dict[str, Any]]:
     """Launch what would be measured."""
-    from specc.runtime.choose_products import choose_products
+    from specc.runtime.backends.cuda.choose_products import choose_products
 
     def seconds(run: Any) -> float:
         run()

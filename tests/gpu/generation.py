@@ -22,8 +22,8 @@ ROUNDS = 2
 def measure(results: Results, device: Device) -> None:
     """Plain and assisted generation of transformers, off and a chain of specc, a static cache."""
     device.prepare()
-    from specc.bench_device import open_device
-    from specc.bench_transformers import PLAIN
+    from specc.bench.baseline import PLAIN
+    from specc.bench.device import open_device
 
     count = count_compiles(device)
     products.watch(results)
@@ -90,7 +90,7 @@ def compared(figures: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, 
 
 def draw_weights(programs: Any, place: Any) -> dict[str, Any]:
     """Of specc's programs; transformers' modules are views of the same memory."""
-    from specc.bench_weights import make_weights
+    from specc.bench.synthetic.weights import make_weights
 
     return {
         model.entry.name: make_weights(model, place, seed)
@@ -108,7 +108,7 @@ def draw_prompts(programs: Any) -> list[list[int]]:
 
 def baselines(modules: Sequence[Any], prompts: list[list[int]]) -> dict[str, Callable[[], Any]]:
     """Transformers' own generation with the draft's constant number of tokens, and without."""
-    from specc.bench_transformers import ASSISTED, PLAIN, TransformersContender, constant_draft
+    from specc.bench.baseline import ASSISTED, PLAIN, TransformersContender, constant_draft
 
     plain = partial(TransformersContender, PLAIN, modules[0], [prompts], benchmark.TOKENS)
     assisted = partial(
@@ -119,7 +119,7 @@ def baselines(modules: Sequence[Any], prompts: list[list[int]]) -> dict[str, Cal
 
 
 def own_contenders(engine: Any, prompts: list[list[int]]) -> dict[str, Callable[[], Any]]:
-    from specc.bench_engine import EngineContender
+    from specc.bench.engine import EngineContender
 
     return {
         f"specc, {plan}": partial(EngineContender, engine, plan, plan, [prompts], benchmark.TOKENS)
@@ -129,13 +129,13 @@ def own_contenders(engine: Any, prompts: list[list[int]]) -> dict[str, Callable[
 
 def compiled_baseline(module: Any, prompts: list[list[int]]) -> dict[str, Callable[[], Any]]:
     """Transformers with a static cache and torch.compile: a minute or more before its first run."""
-    from specc.bench_transformers import STATIC, TransformersContender, static_cache_options
+    from specc.bench.baseline import STATIC, TransformersContender, static_cache_options
 
     make = partial(TransformersContender, STATIC, module, [prompts], benchmark.TOKENS)
     return {STATIC: partial(make, options=static_cache_options())}
 
 
 def make_engine_of(programs: Any, weights: Any, graphs: Any, backend: str) -> Any:
-    from specc.bench_shapes_engine import make_engine
+    from specc.bench.synthetic.engine import make_engine
 
     return make_engine(programs, weights, graphs, backend)

@@ -70,9 +70,9 @@ def compare(
     Raises:
         AssertionError: another token, or a step that ran operator by operator.
     """
-    from specc.runtime.captured_step import CaptureWarning
+    from specc.runtime.backends.captured.captured_step import CaptureWarning
     from specc.runtime.llm import LLM
-    from specc.sampling_params import SamplingParams
+    from specc.sampling.params import SamplingParams
     from tests.lossless import forgive_near_ties
 
     llm = LLM(engine, plan=plan)

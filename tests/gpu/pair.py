@@ -12,8 +12,8 @@ def pair_engine(path: Path, dtype: str, capture: Any = None) -> Any:
     """Compile it into `path` and load it; `capture` are `CaptureLimits`."""
     from specc.api import compile_with
     from specc.config import CompileConfig
-    from specc.plans import SpecPlan
     from specc.runtime.engine import Engine
+    from specc.speculation.plans import SpecPlan
 
     plans = (SpecPlan.from_widths((1,) * 4), SpecPlan.from_widths((3, 2, 1)))
     config = CompileConfig(plans=plans, dtype=dtype, max_seq_len=512, backend="cuda", probe=False)

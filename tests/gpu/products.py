@@ -16,7 +16,7 @@ def watch(results: Results) -> None:
     A process whose device such a kernel has taken along is followed by another one, which measures
     nothing: the library's products run, and every figure is there all the same.
     """
-    from specc.runtime import choose_products
+    from specc.runtime.backends.cuda import choose_products
 
     replace: Any = setattr
     if NAME in results.known:

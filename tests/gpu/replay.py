@@ -32,7 +32,7 @@ def check_pair(results: Results, device: Device) -> None:
     device.prepare()
     import torch
 
-    from specc.runtime.cuda_backend import CaptureLimits
+    from specc.runtime.backends.cuda.backend import CaptureLimits
     from tests.mixed_sampling import mixed_sampling
 
     count = count_compiles(device)
@@ -54,10 +54,10 @@ def check_pair(results: Results, device: Device) -> None:
 def check_8b(results: Results, device: Device) -> None:
     """8B and 1B shapes in bfloat16, each way of drawing tokens."""
     device.prepare()
-    from specc.bench_device import open_device
-    from specc.bench_shapes_engine import make_engine
-    from specc.bench_weights import make_weights
-    from specc.runtime.batch_rows import last_tokens_of
+    from specc.bench.device import open_device
+    from specc.bench.synthetic.engine import make_engine
+    from specc.bench.synthetic.weights import make_weights
+    from specc.runtime.execution.batch_rows import last_tokens_of
     from tests.mixed_sampling import mixed_sampling
 
     count = count_compiles(device)
@@ -84,10 +84,10 @@ def check_8b(results: Results, device: Device) -> None:
 
 def compile_8b(acceptance: tuple[float, ...] | None = None) -> Any:
     """Programs of the shapes, as the step benchmark compiles them, with its dice or without."""
-    from specc.bench_compile import ShapeOptions, compile_shapes, load_config
-    from specc.bench_shapes import parse_shapes
-    from specc.plans import SpecPlan
+    from specc.bench.synthetic.shapes import parse_shapes
+    from specc.compiler.in_memory import ShapeOptions, compile_shapes, load_config
     from specc.progress import Phases
+    from specc.speculation.plans import SpecPlan
 
     shapes = [shape for shape in parse_shapes(SHAPES) if shape is not None]
     configs = [s.make_config() if s.directory is None else load_config(s.directory) for s in shapes]
@@ -104,7 +104,7 @@ def compare(engine: Any, step: Any, inputs: Any, device: Device) -> dict[str, An
     Raises:
         AssertionError: a replay differs in a result or in a cache; or there is no graph.
     """
-    from specc.runtime.program import StepInputs
+    from specc.runtime.backends.program import StepInputs
 
     fill(engine.cache.environment, engine.vocab_size)
     return replays_alike(step, engine.cache.environment, StepInputs(*inputs), device)

@@ -27,7 +27,7 @@ def measure(results: Results, device: Device) -> None:
     device.prepare()
     import torch
 
-    from specc.bench_device import measure_copy_bandwidth
+    from specc.bench.device import measure_copy_bandwidth
 
     place = torch.device(device.place)
     bandwidth = measure_copy_bandwidth(place)
@@ -41,7 +41,7 @@ def measure(results: Results, device: Device) -> None:
 def _measure(options: dict[str, Any], batch: int, place: Any, gb_s: float) -> dict[str, Any]:
     import torch
 
-    from specc.bench_device import make_clock
+    from specc.bench.device import make_clock
     from specc.kernels.cuda.accept import accept
     from tests.kernels.cuda.typed_trees import Row, forest
 

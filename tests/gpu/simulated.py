@@ -1,8 +1,8 @@
 """What stands for a GPU while the check is rehearsed: a device on the CPU, and models it can run.
 
-Steps are captured and replayed by `tests.runtime.simulated_device`; Triton's interpreter or the
-oracles compute. Or they are run again and again on a device whose tensors are told apart from the
-host's (`tests.gpu.told_apart`).
+Steps are captured and replayed by `tests.runtime.backends.captured.simulated_device`; Triton's
+interpreter or the oracles compute. Or they are run again and again on a device whose tensors are
+told apart from the host's (`tests.gpu.told_apart`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def prepare(kind: str) -> None:
         from tests.gpu import told_apart
 
         told_apart.prepare()
-    from specc import bench_device
+    from specc.bench import device as bench_device
     from specc.runtime import engine
     from tests.gpu import benchmark, replay, sampling
     from tests.models import tiny_config
-    from tests.runtime.simulated_device import SimulatedDevice
+    from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
     torch.set_num_threads(1)
     device = told_apart.graphs() if kind == APART else SimulatedDevice()

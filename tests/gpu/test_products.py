@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specc.runtime import choose_products
+from specc.runtime.backends.cuda import choose_products
 from tests.gpu import check, importable, products, rehearsal
 from tests.gpu.results import Results
 from tests.gpu.tasks import Stage, Task

@@ -247,7 +247,7 @@ def prepare(is_launched: bool = True) -> None:
 
 def graphs() -> Any:
     """A `GraphDevice` for it; `prepare` comes before."""
-    from specc import bench_device
+    from specc.bench import device as bench_device
 
     class Graphs(bench_device.RepeatingDevice):
         def __init__(self) -> None:

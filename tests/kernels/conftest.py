@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from specc.errors import CompilerError
-from specc.kernels import native, ops, reference
+from specc.kernels import native, ops
+from specc.kernels.reference import core as reference
 
 NAMES = (
     *("tree_attention", "linear", "tree_expand", "accept_winners", "commit_kv"),

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.kernels.reference_accept import process_reference
-from specc.kernels.reference_sampling import gumbel_reference
-from specc.sampling_rows import Rule, Value, Word
+from specc.kernels.reference.accept import process_reference
+from specc.kernels.reference.sampling import gumbel_reference
+from specc.sampling.rows import Rule, Value, Word
 from tests.kernels.slow_sampling import slow_penalties, slow_probabilities
 
 VOCAB = 6

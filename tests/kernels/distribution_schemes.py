@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.kernels.reference_accept import process_reference
-from specc.sampling_rows import Rule, Value, Word
-from specc.tree import TokenTree
+from specc.kernels.reference.accept import process_reference
+from specc.sampling.rows import Rule, Value, Word
+from specc.speculation.tree import TokenTree
 from tests.kernels.distribution import Proposals, Propose, State, World
 from tests.kernels.distribution_trees import Part, alone, draft_tree, merge, voted
 

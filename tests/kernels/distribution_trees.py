@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.tree import TokenTree
+from specc.speculation.tree import TokenTree
 from tests.kernels.distribution import Proposals, Propose, State, World, logits_after
 
 NGRAM = 3

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specc.artifact.weight_layout import blocks_shape
 from specc.kernels import native, ops
-from specc.runtime.unpacked_package import unpacked_package
-from specc.weight_layout import blocks_shape
+from specc.runtime.backends.cpu.unpacked_package import unpacked_package
 
 NUM_OUTPUTS, NUM_INPUTS = 256, 16
 WEIGHT_SHAPE = blocks_shape((NUM_OUTPUTS, NUM_INPUTS), torch.float32)
@@ -48,7 +48,7 @@ class _Probe(nn.Module):
 
 
 def compile_probe(package: Path) -> None:
-    """Compile as passes/lower_aot_inductor.py compiles models."""
+    """Compile as passes/lower/inductor/package.py compiles models."""
     import torch._inductor
     from torch.fx.experimental import _config as symbolic_shapes
 

@@ -14,9 +14,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specc.kernels.reference_accept import draft_children_reference
-from specc.kernels.reference_sampling import merge_trees_reference
-from specc.sampling_rows import RULES, Rule, Value, Word
+from specc.kernels.reference.accept import draft_children_reference
+from specc.kernels.reference.sampling import merge_trees_reference
+from specc.sampling.rows import RULES, Rule, Value, Word
 
 PADDING = -(1 << 30)
 NAN, INF = float("nan"), float("inf")

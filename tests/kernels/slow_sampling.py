@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specc.kernels.reference_sampling import gumbel_reference
-from specc.sampling_rows import Rule, Value
+from specc.kernels.reference.sampling import gumbel_reference
+from specc.sampling.rows import Rule, Value
 
 # relative to the sum: nearer to a bar than this, float32 may keep what float64 drops
 ROUNDING = 1e-5

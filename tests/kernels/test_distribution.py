@@ -22,8 +22,11 @@ from typing import Any
 import pytest
 import torch
 
-from specc.kernels import reference, reference_accept, reference_sampling, reference_trees
-from specc.sampling_rows import Rule
+from specc.kernels.reference import accept as reference_accept
+from specc.kernels.reference import core as reference
+from specc.kernels.reference import sampling as reference_sampling
+from specc.kernels.reference import trees as reference_trees
+from specc.sampling.rows import Rule
 from tests.kernels.distribution import (
     NUM_DRAWS,
     Options,

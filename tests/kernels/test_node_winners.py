@@ -14,14 +14,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specc.kernels import ops
-from specc.kernels.reference import accept_winners_reference
-from specc.kernels.reference_accept import (
+from specc.kernels.reference.accept import (
     accept_reference,
     node_winners_reference,
     penalize_reference,
 )
-from specc.kernels.reference_sampling import gumbel_reference
-from specc.sampling_rows import Rule, Word
+from specc.kernels.reference.core import accept_winners_reference
+from specc.kernels.reference.sampling import gumbel_reference
+from specc.sampling.rows import Rule, Word
 from tests.kernels import sampling_cases as cases
 from tests.kernels.sampling_cases import int32, options
 

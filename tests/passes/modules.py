@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from specc.graph_io import graph_from_json, graph_to_json
+from specc.artifact.graph_io import graph_from_json, graph_to_json
+from specc.artifact.weight_layout import to_blocks
 from specc.passes.base import Pass, PassResult
+from specc.passes.frontend.trace_flat import trace
 from specc.passes.pipeline import Pipeline
 from specc.passes.program import Program
-from specc.passes.trace import trace
-from specc.weight_layout import to_blocks
 
 aten = torch.ops.aten
 VOCAB = 13

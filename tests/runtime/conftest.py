@@ -14,10 +14,9 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, fx, nn
 
-from specc.artifact import EngineWriter, torch_version
-from specc.graph_io import graph_to_json
-from specc.kernels import ops
-from specc.manifest import (
+from specc.artifact.directory import EngineWriter, torch_version
+from specc.artifact.graph_io import graph_to_json
+from specc.artifact.manifest import (
     LayerEntry,
     LimitsEntry,
     Manifest,
@@ -27,12 +26,13 @@ from specc.manifest import (
     SlabEntry,
     TokenizerEntry,
 )
-from specc.passes.fuse_step import fuse_step
+from specc.kernels import ops
 from specc.passes.program import RUNTIME_INPUTS
-from specc.plans import SpecPlan
+from specc.passes.step.fuse_step import fuse_step
+from specc.runtime.backends.program import StepProgram
 from specc.runtime.engine import Engine
-from specc.runtime.kv_cache import CacheShape, KVCache
-from specc.runtime.program import StepProgram
+from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
+from specc.speculation.plans import SpecPlan
 from tests.lossless import Zoo, shared_zoo
 
 aten = torch.ops.aten
@@ -321,7 +321,7 @@ def saved_engine(tmp_path_factory: pytest.TempPathFactory) -> SavedEngine:
 @pytest.fixture(scope="session")
 def lowered_phi(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """Both programs of a model, with a rim around its cache rows, and its ONNX file."""
-    from specc.rectangle import CacheRows
+    from specc.artifact.rectangle import CacheRows
     from tests.onnx_models import lowered, write_onnx
 
     pair = lowered("phi", CacheRows(front=2, slots=96, scratch=46))

@@ -15,11 +15,11 @@ import torch
 from specc.api import compile_with
 from specc.config import CompileConfig
 from specc.runtime import engine as engine_module
-from specc.runtime.cuda_backend import CaptureLimits
+from specc.runtime.backends.cuda.backend import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.runtime.policy import FixedPolicy
-from tests.runtime.simulated_device import LateDevice, Tape
+from specc.runtime.policies.base import FixedPolicy
+from tests.runtime.backends.captured.simulated_device import LateDevice, Tape
 
 
 class Waits(FixedPolicy):

@@ -13,8 +13,8 @@ from specc.errors import FaultError, RequestError
 from specc.runtime import async_llm
 from specc.runtime.async_llm import AsyncLLM
 from specc.runtime.llm import LLM
-from specc.runtime.outputs import RequestOutput
-from specc.sampling_params import SamplingParams
+from specc.runtime.outputs.request_output import RequestOutput
+from specc.sampling.params import SamplingParams
 
 WAIT_S = 60
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specc.metrics import SpecStats
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.speculation.metrics import SpecStats
 from tests import models
 from tests.lossless import Zoo, forgive_near_ties
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specc import compiler
+from specc.compiler import build as compiler
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from tests import models
 from tests.drafts import DRAFTS, TWO
 from tests.lossless import Zoo

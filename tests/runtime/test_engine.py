@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from specc.artifact.manifest import LimitsEntry, PlanEntry, TokenizerEntry
 from specc.errors import ConfigError, EngineError
-from specc.manifest import LimitsEntry, PlanEntry, TokenizerEntry
-from specc.plans import SpecPlan
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import SpecPlan
 
 PROMPTS = [[1, 2, 3], [40] * 20, [7]]
 CHAIN = SpecPlan.from_widths((1, 1, 1, 1))
@@ -174,7 +174,7 @@ def test_running_an_engine_imports_no_compiler(saved_engine) -> None:
 import sys
 from specc import LLM, SamplingParams
 LLM({str(saved_engine.path)!r}).generate("abc", SamplingParams(max_tokens=3))
-bad = ("transformers", "specc.passes", "specc.compiler", "specc.api", "typer", "rich")
+bad = ("transformers", "specc.passes", "specc.compiler.build", "specc.api", "typer", "rich")
 print([m for m in sys.modules if m.startswith(bad)])
 """
     result = subprocess.run(

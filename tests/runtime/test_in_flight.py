@@ -13,17 +13,17 @@ import pytest
 
 from specc.config import CompileConfig
 from specc.errors import RequestError
-from specc.metrics import SpecStats
-from specc.plans import SpecPlan
-from specc.runtime.batch import Batch
-from specc.runtime.captured_step import CapturedStep
+from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
 from specc.runtime.llm import LLM
-from specc.runtime.outputs import RequestOutput, StreamOutput
+from specc.runtime.outputs.request_output import RequestOutput, StreamOutput
 from specc.runtime.runner import RunResult
-from specc.runtime.scheduler import Scheduler
-from specc.runtime.sequence import Sequence
-from specc.runtime.step_buffers import HostResults, StepBuffers
-from specc.sampling_params import SamplingParams
+from specc.runtime.scheduling.batch import Batch
+from specc.runtime.scheduling.scheduler import Scheduler
+from specc.runtime.scheduling.sequence import Sequence
+from specc.sampling.params import SamplingParams
+from specc.speculation.metrics import SpecStats
+from specc.speculation.plans import SpecPlan
 from tests.runtime.late_engine import Rig, late_rig
 
 PLANS = ("off", "chain-3", "tree-2-1")

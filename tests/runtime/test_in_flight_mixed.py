@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from specc.config import CompileConfig
-from specc.metrics import SpecStats
-from specc.plans import SpecPlan
-from specc.runtime.adaptive_policy import AdaptivePolicy
+from specc.runtime.backends.captured.state_rows import StateRows
+from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
+from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
-from specc.runtime.engine_core import EngineCore
-from specc.runtime.goodput_policy import GoodputPolicy
-from specc.runtime.policy import FixedPolicy
-from specc.runtime.scheduler import Scheduler
-from specc.runtime.state_rows import StateRows
-from specc.runtime.step_buffers import HostResults, StepBuffers
-from specc.sampling_params import SamplingParams
+from specc.runtime.policies.adaptive import AdaptivePolicy
+from specc.runtime.policies.base import FixedPolicy
+from specc.runtime.policies.goodput.policy import GoodputPolicy
+from specc.runtime.scheduling.scheduler import Scheduler
+from specc.sampling.params import SamplingParams
+from specc.speculation.metrics import SpecStats
+from specc.speculation.plans import SpecPlan
 from tests.interleavings import Figures, Moody, NearTies, Solo, run_interleaving
 from tests.logprob_interleavings import DrawLogprobs
 from tests.runtime.late_engine import Rig, late_rig

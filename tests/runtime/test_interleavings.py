@@ -14,9 +14,9 @@ import torch
 
 from specc.api import compile_with
 from specc.config import CompileConfig
-from specc.machine import describe_machine
-from specc.plans import DynamicTree, SpecPlan
 from specc.runtime.engine import Engine
+from specc.speculation.plans import DynamicTree, SpecPlan
+from specc.system.machine import describe_machine
 from tests.interleavings import Draw, Figures, NearTies, Solo, run_interleaving
 from tests.logprob_interleavings import DrawLogprobs, LogprobFigures
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specc.errors import RequestError
-from specc.metrics import SpecStats
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.speculation.metrics import SpecStats
 
 PLANS = ("off", "chain-4", "tree-3-2-1")
 

@@ -15,7 +15,7 @@ import torch
 
 from specc.errors import ConfigError, EngineError, RequestError
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
 
 IDS = [0, 1, 2]
 SIX = SamplingParams(max_tokens=6)

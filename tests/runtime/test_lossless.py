@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from specc.plans import SpecPlan
+from specc.speculation.plans import SpecPlan
 from tests import models
 from tests.lossless import (
     FULL_MATRIX,

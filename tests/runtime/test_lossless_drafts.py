@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from specc.plans import SpecPlan
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import SpecPlan
 from tests import drafts, models
 from tests.drafts import PLAN_IDS, PLANS
 from tests.lossless import Zoo, check_join_and_leave, collect_figures, run_case

@@ -9,7 +9,7 @@ import torch
 
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
 from tests import models
 from tests.lossless import (
     PLAN_IDS,

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from specc.runtime.batch import Span
-from specc.runtime.device_link import NUM_STAGES, DeviceLink
 from specc.runtime.engine import Engine
+from specc.runtime.execution.device_link import NUM_STAGES, DeviceLink
+from specc.runtime.execution.prompt_ends import PendingEnds
 from specc.runtime.llm import LLM
-from specc.runtime.prompt_ends import PendingEnds
 from specc.runtime.runner import Runner
-from specc.sampling_params import SamplingParams
-from specc.structured_params import StructuredOutputsParams
-from tests.runtime.captured_engine import captured_engine
-from tests.runtime.simulated_device import LateDevice
-from tests.runtime.watched_device import WatchedDevice
+from specc.runtime.scheduling.batch import Span
+from specc.sampling.params import SamplingParams
+from specc.sampling.structured import StructuredOutputsParams
+from tests.runtime.backends.captured.captured_engine import captured_engine
+from tests.runtime.backends.captured.simulated_device import LateDevice
+from tests.runtime.backends.captured.watched_device import WatchedDevice
 
 GRAMMAR = StructuredOutputsParams(regex="[a-f]{2,9}")
 REQUESTS = {

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from specc.runtime.compiled_program import CompiledProgram
+from specc.runtime.backends.cpu.compiled_program import CompiledProgram
+from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.program import StepInputs, StepValues, read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.runtime.mapped_weights import MappedWeights
-from specc.runtime.program import StepInputs, StepValues, read_json
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
 from tests.lossless import PLAN_IDS, Zoo
 from tests.mixed_sampling import mixed_sampling
-from tests.runtime.compiled_pair import engine_path
+from tests.runtime.backends.cpu.compiled_pair import engine_path
 
 NAME = "gemma3-tied"
 

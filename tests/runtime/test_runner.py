@@ -11,13 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specc.metrics import SpecStats
-from specc.runtime.batch import Span
 from specc.runtime.engine import Engine
 from specc.runtime.runner import Runner, _split
-from specc.runtime.scheduler import Scheduler
-from specc.runtime.sequence import Sequence
-from specc.sampling_params import SamplingParams
+from specc.runtime.scheduling.batch import Span
+from specc.runtime.scheduling.scheduler import Scheduler
+from specc.runtime.scheduling.sequence import Sequence
+from specc.sampling.params import SamplingParams
+from specc.speculation.metrics import SpecStats
 
 PLANS = ("off", "chain-4", "tree-3-2-1")
 

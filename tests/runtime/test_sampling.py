@@ -14,7 +14,7 @@ import torch
 from specc.errors import RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
 from tests import drafts, models
 from tests.drafts import PLAN_IDS
 from tests.lossless import Zoo

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specc import compiler
+from specc.compiler import build as compiler
 from specc.config import CompileConfig
-from specc.kernels.reference_sampling import gumbel_reference
-from specc.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.kernels.reference.sampling import gumbel_reference
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
-from specc.tree import TokenTree
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.speculation.tree import TokenTree
 from tests.kernels.cuda.cases_sampling import chi_square, chi_square_bound
 
 PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"

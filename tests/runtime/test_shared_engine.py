@@ -12,18 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specc.artifact import EngineWriter, read_manifest
-from specc.files import hash_file
-from specc.manifest import FileEntry
+from specc.artifact.directory import EngineWriter, read_manifest
+from specc.artifact.manifest import FileEntry
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.system.files import hash_file
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 PROCESS = """
 import json, sys
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
 llm = LLM(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

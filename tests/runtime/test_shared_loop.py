@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from specc.errors import RequestError
 from specc.runtime.llm import LLM
 from specc.runtime.shared_loop import FairLock, SharedLoop
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
 
 WAIT_S = 60
 

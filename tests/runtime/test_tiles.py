@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from specc import compiler
-from specc.artifact import open_engine
+from specc.artifact.directory import open_engine
+from specc.artifact.manifest import Manifest
+from specc.compiler import build as compiler
+from specc.compiler.extend import extend_engine
 from specc.config import CompileConfig
 from specc.errors import ConfigError, RequestError
-from specc.extend_engine import extend_engine
-from specc.manifest import Manifest
-from specc.passes.fuse_step import fuse_step
-from specc.plans import OFF, DynamicTree, SpecPlan
-from specc.runtime.compiled_program import CompiledStep
+from specc.passes.step.fuse_step import fuse_step
+from specc.runtime.backends.cpu.compiled_program import CompiledStep
+from specc.runtime.backends.program import StepInputs
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.runtime.program import StepInputs
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 from tests import models
 from tests.lossless import Zoo, run_case
 

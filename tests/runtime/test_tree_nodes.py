@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.plans import SpecPlan
 from specc.runtime.llm import LLM
-from specc.sampling_params import SamplingParams
-from specc.tree import TokenTree
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import SpecPlan
+from specc.speculation.tree import TokenTree
 from tests import models
 from tests.lossless import PLANS, Zoo
 

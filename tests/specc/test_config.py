@@ -8,8 +8,8 @@ import pytest
 
 from specc.config import DTYPES, CompileConfig
 from specc.errors import ConfigError, SpeccError
-from specc.plans import OFF, SpecPlan
-from specc.sampling_params import SamplingParams
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import OFF, SpecPlan
 
 
 def assert_three_lines(error: SpeccError, *found: str) -> None:

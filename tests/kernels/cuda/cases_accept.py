@@ -13,12 +13,12 @@ from torch import Tensor
 from specc.kernels.cuda import accept_walk, node_best, row_filters, row_noise, tree_context
 from specc.kernels.cuda.accept import accept
 from specc.kernels.cuda.sampling import gumbel_of_bits
-from specc.kernels.reference_accept import (
+from specc.kernels.reference.accept import (
     accept_reference,
     penalize_reference,
     process_reference,
 )
-from specc.sampling_rows import Rule
+from specc.sampling.rows import Rule
 from tests.kernels.cuda.near_ties import (
     check_equal_or_near,
     is_permitted_cut,

@@ -7,7 +7,7 @@ import random
 import torch
 
 from specc.kernels.cuda.accept_winners import accept_winners
-from specc.kernels.reference import accept_winners_reference
+from specc.kernels.reference.core import accept_winners_reference
 
 NUM_LABELS = 3
 

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from specc.kernels.cuda import act_and_mul as kernel
-from specc.kernels.reference_fused import ACTIVATIONS, act_and_mul_reference
+from specc.kernels.reference.fused import ACTIVATIONS, act_and_mul_reference
 from tests.kernels.cuda.cases_rms_norm import (
     DTYPES,
     MAX_TIES,

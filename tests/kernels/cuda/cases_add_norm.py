@@ -18,8 +18,8 @@ from specc.kernels.cuda.add_norm_head import add_norm_head
 from specc.kernels.cuda.add_norm_linear import add_norm_linear
 from specc.kernels.cuda.add_norm_rope_write import add_norm_rope_write
 from specc.kernels.cuda.embed_norm_rope_write import embed_norm_rope_write
-from specc.kernels.reference_fused import ACTIVATIONS
-from specc.kernels.reference_products import (
+from specc.kernels.reference.fused import ACTIVATIONS
+from specc.kernels.reference.products import (
     add_norm_gate_up_reference,
     add_norm_head_reference,
     add_norm_linear_reference,

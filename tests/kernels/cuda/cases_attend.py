@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda.attend import attend
-from specc.kernels.reference import attend_reference
+from specc.kernels.reference.core import attend_reference
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.kernels.cuda.interpreted_calls import patch_calls

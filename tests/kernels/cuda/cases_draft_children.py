@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda.draft_children import draft_children
-from specc.kernels.reference_accept import draft_children_reference
+from specc.kernels.reference.accept import draft_children_reference
 from tests.kernels.cuda.cases_accept import SMALL
 from tests.kernels.cuda.near_ties import are_scores, check_equal_or_near, permitted_children
 from tests.kernels.cuda.typed_trees import Row, inside, options_of, peaked, sizes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specc.kernels import reference_trees as reference
 from specc.kernels.cuda import lookup
+from specc.kernels.reference import trees as reference
 from tests.kernels.cuda.cases_merge import same
 from tests.kernels.tree_cases import PADDING, Lookup, int32
 

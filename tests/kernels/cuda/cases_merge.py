@@ -7,8 +7,8 @@ import random
 import torch
 from torch import Tensor
 
-from specc.kernels import reference_sampling as reference
 from specc.kernels.cuda import merge
+from specc.kernels.reference import sampling as reference
 
 
 def random_forest(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specc.kernels.cuda import node_best
 from specc.kernels.cuda.node_winners import node_winners
-from specc.kernels.reference_accept import node_winners_reference
+from specc.kernels.reference.accept import node_winners_reference
 from tests.kernels.cuda.cases_accept import SMALL
 from tests.kernels.cuda.near_ties import check_equal_or_near, permitted_winners
 from tests.kernels.cuda.typed_trees import (

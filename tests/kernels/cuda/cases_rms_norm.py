@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda import rms_norm as kernel
-from specc.kernels.reference_fused import add_rms_norm_reference, rms_norm_reference
+from specc.kernels.reference.fused import add_rms_norm_reference, rms_norm_reference
 
 EPS = 1e-3
 # at least a program's worth of elements, so that no missing mask writes to foreign memory

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda.rope_write import rope_write
-from specc.kernels.reference_fused import rope_write_reference
+from specc.kernels.reference.fused import rope_write_reference
 from tests.kernels.cuda.cases_write_kv import CASES, Case, break_rows, make_rows, split_slabs
 
 __all__ = ["CASES", "check_bad_data", "check_rope_write", "make_args"]

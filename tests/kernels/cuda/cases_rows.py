@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specc.kernels import reference
 from specc.kernels.cuda import rows
 from specc.kernels.cuda.leave_step import leave_step
+from specc.kernels.reference import core as reference
 from tests.kernels.tree_cases import PADDING
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda import sampling
-from specc.kernels.reference_sampling import (
+from specc.kernels.reference.sampling import (
     LARGEST_UNIFORM,
     gumbel_reference,
     sample_reference,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specc.kernels.cuda import tree_expand as kernels
-from specc.kernels.reference import tree_expand_reference
+from specc.kernels.reference.core import tree_expand_reference
 
 
 def logits_of(kind: str, num_rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:

@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from specc.kernels import reference_trees as reference
 from specc.kernels.cuda import trees
+from specc.kernels.reference import trees as reference
 from tests.kernels import tree_cases
 from tests.kernels.cuda.cases_merge import inside, same
 from tests.kernels.tree_cases import int32

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda.write_kv import write_kv
-from specc.kernels.reference import write_kv_reference
+from specc.kernels.reference.core import write_kv_reference
 
 # exact in all dtypes
 CANARY = 12288.0

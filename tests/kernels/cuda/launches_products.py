@@ -17,7 +17,7 @@ from specc.kernels.cuda import (
     experts,
     few_rows,
 )
-from specc.kernels.reference_fused import ACTIVATIONS
+from specc.kernels.reference.fused import ACTIVATIONS
 
 I32, I64 = torch.int32, torch.int64
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,7 +17,7 @@ from specc.kernels.cuda import (
     tree_context,
 )
 from specc.kernels.cuda.shipped import ALIGNMENT
-from specc.sampling_rows import Rule
+from specc.sampling.rows import Rule
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 I32, I64 = torch.int32, torch.int64

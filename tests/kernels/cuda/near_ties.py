@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.kernels.reference_accept import (
+from specc.kernels.reference.accept import (
     TRIED_RULES,
     _context_of,
     _has_penalty,
@@ -36,8 +36,8 @@ from specc.kernels.reference_accept import (
     draft_children_reference,
     penalize_reference,
 )
-from specc.kernels.reference_sampling import _log, _split, uniform_reference
-from specc.sampling_rows import Rule, Value, Word
+from specc.kernels.reference.sampling import _log, _split, uniform_reference
+from specc.sampling.rows import Rule, Value, Word
 from tests.kernels.cuda.typed_trees import Forest
 
 # devices whose exp, log and division are not the CPU's
@@ -76,8 +76,8 @@ def permitted_rows(logits: Tensor, values: Tensor, words: Tensor) -> list[Tensor
 
     Args:
         logits: [V], penalized.
-        values: [6] float32, see `specc.sampling_rows.Value`.
-        words: [4] int64, see `specc.sampling_rows.Word`.
+        values: [6] float32, see `specc.sampling.rows.Value`.
+        words: [4] int64, see `specc.sampling.rows.Word`.
     Returns:
         [V] float32 each: s, -inf for tokens that cannot be drawn; the one of most tokens first.
     """

@@ -7,7 +7,7 @@ import torch
 
 from specc.kernels.cuda import node_best, tree_context
 from specc.kernels.cuda.accept import accept
-from specc.sampling_rows import Rule
+from specc.sampling.rows import Rule
 from tests.kernels.cuda import cases_accept as cases
 from tests.kernels.cuda.typed_trees import MIXED, PLAIN, Row, forest
 

@@ -7,7 +7,7 @@ import torch
 
 from specc.kernels.cuda.act_and_mul import act_and_mul, config, shipped
 from specc.kernels.cuda.shipped import CAPABILITIES
-from specc.kernels.reference_fused import ACTIVATIONS
+from specc.kernels.reference.fused import ACTIVATIONS
 from tests.kernels.cuda.cases_act_and_mul import (
     CASES,
     check_act_and_mul,

@@ -7,7 +7,7 @@ import torch
 
 from specc.kernels.cuda import child_keys
 from specc.kernels.cuda.draft_children import MAX_CANDIDATES, draft_children
-from specc.sampling_rows import Rule
+from specc.sampling.rows import Rule
 from tests.kernels.cuda import cases_draft_children as cases
 from tests.kernels.cuda.typed_trees import MIXED, PADDING, Row, options_of
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from specc.kernels.cuda import row_filters
-from specc.kernels.reference_accept import (
+from specc.kernels.reference.accept import (
     accept_reference,
     draft_children_reference,
     process_reference,
 )
-from specc.kernels.reference_sampling import gumbel_reference, uniform_reference
-from specc.sampling_rows import Rule, Word
+from specc.kernels.reference.sampling import gumbel_reference, uniform_reference
+from specc.sampling.rows import Rule, Word
 from tests.kernels.cuda import cases_accept, cases_draft_children, near_ties
 from tests.kernels.cuda.near_ties import (
     UndecidedError,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specc.kernels.cuda.node_winners import node_winners
-from specc.sampling_rows import Rule
+from specc.sampling.rows import Rule
 from tests.kernels.cuda import cases_node_winners as cases
 from tests.kernels.cuda.typed_trees import MIXED, PLAIN, Row, forest
 

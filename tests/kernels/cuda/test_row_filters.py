@@ -11,7 +11,7 @@ from specc.kernels.cuda import row_filters
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.row_noise import order_of
 from specc.kernels.cuda.row_scan import NUM_PIVOTS, PIVOTS, measure, number_of, pivot_of
-from specc.sampling_rows import Rule
+from specc.sampling.rows import Rule
 from tests.kernels.cuda import cases_accept as cases
 from tests.kernels.cuda.typed_trees import PADDING, Row
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.kernels.reference_accept import draft_children_reference
-from specc.kernels.reference_sampling import merge_trees_reference
-from specc.sampling_rows import Rule, Value, Word
+from specc.kernels.reference.accept import draft_children_reference
+from specc.kernels.reference.sampling import merge_trees_reference
+from specc.sampling.rows import Rule, Value, Word
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.kernels.cuda.interpreted_calls import patch_calls

@@ -1,0 +1,1 @@
+"""Oracles of specc's operators in plain torch."""

@@ -1,0 +1,115 @@
+"""Oracles of the operators that fusion passes put in place of several of a model's own.
+
+All of them compute in float32 and round once, so a fused graph is at least as exact as the graph
+that it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from specc.kernels.reference.core import write_kv_reference
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+def rope_write_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """Rotate q and k by their positions and write k and v to the cache.
+
+    Args:
+        q: [H, Nt, D] queries, any strides with a contiguous last dimension; so are k and v.
+        k: [HK, Nt, D].
+        v: [HK, Nt, DV].
+        cos: [Nt, R], R even and at most D; the first R elements of a head are rotated, in two
+            halves: (a, b) → (a · cos - b · sin, b · cos + a · sin), each half with its own columns.
+        sin: [Nt, R].
+        k_cache: [blocks, block_size, HK, D], mutated.
+        v_cache: [blocks, block_size, HK, DV], mutated.
+        q_start: [B + 1] int32, as of `tree_attention_reference`; so are the last two.
+        slot: [Nt] int32; dead tokens are rotated and not written.
+        block_table: [B, n] int32.
+    Returns:
+        [H, Nt, D] rotated queries, laid out as [Nt, H, D].
+    Source: rotary embedding of RoFormer, arXiv:2104.09864 §3, in the layout of GPT-NeoX.
+    """
+    write_kv_reference(_rotate(k, cos, sin), v, k_cache, v_cache, q_start, slot, block_table)
+    return _rotate(q, cos, sin).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    size = cos.shape[-1]
+    rotated, rest = x[..., :size].float(), x[..., size:]
+    first, second = rotated.chunk(2, dim=-1)
+    turned = rotated * cos.float() + torch.cat([-second, first], dim=-1) * sin.float()
+    return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+    """Scale rows to a root mean square of one.
+
+    Args:
+        x: [..., D].
+        weight: [D].
+        eps: added to the mean square.
+        unit_offset: the factor is 1 + weight, as in Gemma.
+    Returns:
+        [..., D] in the dtype of x, contiguous.
+    Source: RMSNorm, arXiv:1910.07467 §3.
+    """
+    wide = x.float()
+    factor = weight.float() + 1.0 if unit_offset else weight.float()
+    scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * factor).to(x.dtype).contiguous()
+
+
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Add a block's output to the residual stream and normalize the sum.
+
+    Args:
+        x: [..., D] output of a block.
+        residual: [..., D].
+        weight: [D].
+        eps: added to the mean square.
+        unit_offset: the factor is 1 + weight.
+    Returns:
+        normalized sum and the sum itself, both [..., D] in the dtype of x. The sum is rounded to
+        that dtype before it is normalized, as the unfused graph does.
+    """
+    total = x + residual
+    return rms_norm_reference(total, weight, eps, unit_offset), total.contiguous()
+
+
+def act_and_mul_reference(gate_up: Tensor, activation: str) -> Tensor:
+    """Gate of a feed-forward layer: activation(first half) · second half.
+
+    Args:
+        gate_up: [..., 2 I].
+        activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
+    Returns:
+        [..., I], contiguous.
+    Source: GLU variants, arXiv:2002.05202 §2.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype).contiguous()

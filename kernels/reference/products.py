@@ -1,0 +1,221 @@
+"""Oracles of the operators that do a layer's products together with what stands around them.
+
+A residual addition and a norm before a product, and what a layer does with its result. All of
+them compute in float32 and round once; but the sum, which later layers read, is rounded before it
+is normalized.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from specc.kernels.reference.fused import ACTIVATIONS, rope_write_reference
+
+
+def add_norm_linear_reference(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Add a block's output to the residual stream, normalize the sum, and multiply.
+
+    Args:
+        x: [..., K] output of a block.
+        residual: [..., K].
+        gamma: [K] of the norm.
+        eps: added to the mean square.
+        unit_offset: the factor of the norm is 1 + gamma.
+        weight: [N, K].
+        bias: [N] or None.
+    Returns:
+        [..., N] and the sum [..., K], both in the dtype of x and contiguous.
+    """
+    y, total = _add_norm_linear(x, residual, gamma, eps, unit_offset, weight, bias)
+    return y.to(x.dtype), total
+
+
+def add_norm_gate_up_reference(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """The first half of a feed-forward layer: `add_norm_linear`, then `act_and_mul`.
+
+    Args:
+        x: [..., K]; the first five are those of `add_norm_linear_reference`.
+        residual: [..., K].
+        gamma: [K].
+        eps: of the norm.
+        unit_offset: of the norm.
+        weight: [2 I, K]; the first I rows are the gate's.
+        activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
+    Returns:
+        [..., I] and the sum [..., K].
+    """
+    y, total = _add_norm_linear(x, residual, gamma, eps, unit_offset, weight, None)
+    gate, up = y.chunk(2, dim=-1)
+    return (ACTIVATIONS[activation](gate) * up).to(x.dtype), total
+
+
+def add_norm_rope_write_reference(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """A layer up to its attention: `add_norm_linear` of q, k and v, then `rope_write`.
+
+    Args:
+        x: [..., K], Nt rows; the first five are those of `add_norm_linear_reference`.
+        residual: [..., K].
+        gamma: [K].
+        eps: of the norm.
+        unit_offset: of the norm.
+        weight: [(H + 2 HK) · D, K]: the heads of q, of k, of v.
+        bias: [(H + 2 HK) · D] or None.
+        cos: [Nt, D]; all of a head is rotated. From here on as of `rope_write_reference`.
+        sin: [Nt, D].
+        k_cache: [blocks, block_size, HK, D], mutated.
+        v_cache: [blocks, block_size, HK, D], mutated.
+        q_start: [B + 1] int32.
+        slot: [Nt] int32.
+        block_table: [B, n] int32.
+    Returns:
+        [H, Nt, D] rotated queries, laid out as [Nt, H, D], and the sum like x.
+    """
+    y, total = _add_norm_linear(x, residual, gamma, eps, unit_offset, weight, bias)
+    places = (k_cache, v_cache, q_start, slot, block_table)
+    return _rope_write(y, x.dtype, cos, sin, *places), total
+
+
+def embed_norm_rope_write_reference(
+    tokens: Tensor,
+    embedding: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The first layer up to its attention: rows of the embedding, norm, q, k and v, `rope_write`.
+
+    Args:
+        tokens: [...] int64, Nt of them.
+        embedding: [V, K].
+        gamma: [K]; from here on as of `add_norm_rope_write_reference`.
+        eps: of the norm.
+        unit_offset: of the norm.
+        weight: [(H + 2 HK) · D, K].
+        bias: [(H + 2 HK) · D] or None.
+        cos: [Nt, D].
+        sin: [Nt, D].
+        k_cache: [blocks, block_size, HK, D], mutated.
+        v_cache: [blocks, block_size, HK, D], mutated.
+        q_start: [B + 1] int32.
+        slot: [Nt] int32.
+        block_table: [B, n] int32.
+    Returns:
+        [H, Nt, D] rotated queries, laid out as [Nt, H, D], and the rows [..., K].
+    """
+    x = functional.embedding(tokens, embedding)
+    y = _norm_linear(x, gamma, eps, unit_offset, weight, bias)
+    places = (k_cache, v_cache, q_start, slot, block_table)
+    return _rope_write(y, x.dtype, cos, sin, *places), x
+
+
+def add_norm_head_reference(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Tensor,
+) -> Tensor:
+    """`add_norm_linear` of some rows, whose sum nobody reads.
+
+    Args:
+        x: [1, Nt, K] or [Nt, K].
+        residual: like x.
+        gamma: [K].
+        eps: of the norm.
+        unit_offset: of the norm.
+        weight: [N, K].
+        bias: [N] or None.
+        rows: [R] int64 of x.
+    Returns:
+        [1, R, N] or [R, N].
+    """
+    x, residual = x.index_select(-2, rows), residual.index_select(-2, rows)
+    return _add_norm_linear(x, residual, gamma, eps, unit_offset, weight, bias)[0].to(x.dtype)
+
+
+def _rope_write(
+    y: Tensor,
+    dtype: torch.dtype,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """`rope_write` of a product in float32: heads of q, of k, of v."""
+    kv_heads, head_dim = k_cache.shape[2:]
+    heads = y.view(slot.shape[0], -1, head_dim).transpose(0, 1)
+    q, k, v = heads.split([heads.shape[0] - 2 * kv_heads, kv_heads, kv_heads])
+    args = (cos.float(), sin.float(), k_cache, v_cache, q_start, slot, block_table)
+    return rope_write_reference(q, k, v.to(dtype), *args).to(dtype)
+
+
+def _add_norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The product in float32, and the rounded sum."""
+    total = (x + residual).contiguous()
+    return _norm_linear(total, gamma, eps, unit_offset, weight, bias), total
+
+
+def _norm_linear(
+    x: Tensor, gamma: Tensor, eps: float, unit_offset: bool, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """The product of the norm of x, in float32."""
+    wide = x.float()
+    factor = gamma.float() + 1.0 if unit_offset else gamma.float()
+    normed = wide * (wide.pow(2).mean(dim=-1, keepdim=True) + eps).rsqrt() * factor
+    return functional.linear(normed, weight.float(), None if bias is None else bias.float())

@@ -1,0 +1,1 @@
+"""From a Hugging Face directory or a module to a traced graph."""

@@ -1,0 +1,230 @@
+"""Models in Hugging Face directories: configuration, checks, and the module on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specc.errors import (
+    ModelNotFoundError,
+    NotCausalLMError,
+    SpeccError,
+    UnsupportedRotaryError,
+)
+from specc.passes.frontend.config_numbers import check_heads, check_numbers
+from specc.system.json_file import read_json
+
+# frequencies that depend on the longest position of a pass
+_LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope", "su")
+_CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+_MOST_TEXT = 300  # of somebody else's error
+
+
+def resolve_directory(source: str | Path) -> Path:
+    """The directory of a model: a path, or a hub id that is in the local cache.
+
+    Raises:
+        ModelNotFoundError: there is no such directory, or it holds no config.json.
+    """
+    path = Path(source)
+    if not path.is_dir() and not path.is_absolute() and str(source).count("/") <= 1:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
+            path = Path(snapshot_download(str(source), local_files_only=True))
+    if path.is_file():
+        raise ModelNotFoundError(
+            f"{source} is a file",
+            "a directory with config.json, model.safetensors and tokenizer.json",
+            "pass the directory that holds it",
+        )
+    if (path / "manifest.json").is_file():
+        raise ModelNotFoundError(
+            f"{source} is an engine of specc",
+            "a directory with config.json, model.safetensors and tokenizer.json",
+            "pass the model that it was compiled from; specc run takes engines",
+        )
+    if not path.is_dir():
+        raise ModelNotFoundError(
+            f"{source}: no such directory, and no such model in the local Hugging Face cache",
+            "a directory with config.json, model.safetensors and tokenizer.json",
+            "check the path, or download the model first (hf download NAME)",
+        )
+    if not (path / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"{source}: no config.json",
+            "a directory with config.json, model.safetensors and tokenizer.json",
+            "pass the directory that save_pretrained wrote",
+        )
+    return path
+
+
+def load_config(path: Path) -> Any:
+    """The model's configuration, checked.
+
+    Raises:
+        NotCausalLMError: not a causal language model, unknown to transformers, or with numbers
+            that no model has.
+        UnsupportedRotaryError: rotary frequencies that depend on length.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    needed = "the configuration of a causal language model (…ForCausalLM)"
+    do = "check config.json, or update transformers"
+    raw = read_json(path / "config.json", NotCausalLMError, needed, do)
+    if not isinstance(raw, dict):
+        raise NotCausalLMError(f"{path}: config.json: not an object", needed, do)
+    # as written: transformers renames some types and cannot read others
+    check_rotary(raw, str(path))
+    check_numbers(raw, str(path))
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise NotCausalLMError(f"{path}: config.json: architectures is {names!r}", needed, do)
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(path)
+    except Exception as error:  # whatever the class of this model makes of what it says
+        raise NotCausalLMError(f"{path}: config.json: {_reason(error)}", needed, do) from error
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    is_causal = known is not None and (not names or names[0].endswith(_CAUSAL_SUFFIXES))
+    if not is_causal:
+        raise NotCausalLMError(
+            f"{path}: {names[0] if names else config.model_type}",
+            needed,
+            "pass a decoder-only language model",
+        )
+    check_rotary(config, str(path))
+    check_heads(config, str(path))
+    return config
+
+
+def check_rotary(config: Any, name: str) -> None:
+    """Refuse rotary scalings whose frequencies depend on the longest position of a pass.
+
+    Args:
+        config: a configuration of transformers, or the contents of config.json.
+        name: what the user called the model.
+    Raises:
+        UnsupportedRotaryError: dynamic NTK or longrope.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.get(key) if isinstance(config, dict) else getattr(config, key, None)
+        for kind in _rotary_types(value):
+            if kind in _LENGTH_DEPENDENT_ROTARY:
+                raise UnsupportedRotaryError(
+                    f"{name}: rotary scaling {kind}",
+                    "frequencies that depend on each token's position only"
+                    " (default, linear, llama3, yarn)",
+                    "a tree pass would change numbers: choose another scaling in config.json, if"
+                    " the context that you need allows it",
+                )
+
+
+def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model without weights, with scaled_dot_product_attention where it has that.
+
+    Raises:
+        NotCausalLMError: the configuration makes no model.
+    """
+    try:
+        return _build_on_meta(config, dtype)
+    except SpeccError:
+        raise
+    except Exception as error:  # whatever torch makes of sizes that do not fit
+        raise NotCausalLMError(
+            f"{getattr(config, '_name_or_path', '')}: config.json: {_reason(error)}",
+            "a configuration that transformers makes a model of",
+            "correct config.json, or download the model again",
+        ) from error
+
+
+def _build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    # some versions of transformers drop the softcap under sdpa without a word
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    with quiet_transformers(), torch.device("meta"):
+        try:
+            if softcap:
+                raise ValueError("softcapped attention has no sdpa form")
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa"
+            )
+        except ValueError:
+            # traced all the same, so that the error can name the layer and its reason
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="eager"
+            )
+    return model.eval()
+
+
+def max_position(config: Any) -> int | None:
+    """Longest sequence that the model was made for, or None where it does not say."""
+    for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
+        if isinstance(value := getattr(config, key, None), int):
+            return value
+    return None
+
+
+def eos_token_ids(path: Path | None, config: Any) -> list[int]:
+    """EOS ids of generation_config.json, else of the configuration.
+
+    Raises:
+        NotCausalLMError: generation_config.json is no JSON object, or the ids are none.
+    """
+    values: Any = getattr(config, "eos_token_id", None)
+    source = "config.json"
+    if path is not None and (path / "generation_config.json").is_file():
+        file = path / "generation_config.json"
+        needed, do = "an object with the settings of generation", "correct the file, or remove it"
+        generation = read_json(file, NotCausalLMError, needed, do)
+        if not isinstance(generation, dict):
+            raise NotCausalLMError(f"{file} is no object", needed, do)
+        if "eos_token_id" in generation:
+            values, source = generation["eos_token_id"], file.name
+    if values is None:
+        return []
+    ids = list(values) if isinstance(values, list | tuple) else [values]
+    if wrong := [value for value in ids if type(value) is not int or not 0 <= value < 1 << 31]:
+        raise NotCausalLMError(
+            f"{path or 'the model'}: {source}: eos_token_id holds {wrong[0]!r:.40}",
+            "token ids, from 0 on",
+            f"correct {source}",
+        )
+    return ids
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No warnings of transformers: specc reports what matters in its own words."""
+    from transformers.utils import logging as hf_logging
+
+    before = hf_logging.get_verbosity()
+    hf_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(before)
+
+
+def _reason(error: Exception) -> str:
+    """What an error of transformers or torch says, on one line; its first words say where."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:_MOST_TEXT]}" if text else repr(error)
+
+
+def _rotary_types(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key in ("rope_type", "type"):
+            if isinstance(value.get(key), str):
+                yield value[key]
+        for inner in value.values():
+            yield from _rotary_types(inner)

@@ -1,0 +1,64 @@
+"""The tokenizer as transformers loads it: what an engine's own token ids are compared with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specc.passes.frontend.hf_model import quiet_transformers
+
+# what tells transformers which class to load
+_NAMES = ("tokenizer_config.json", "config.json")
+
+
+class HfTokenizer:
+    """A tokenizer of transformers.
+
+    Args:
+        tokenizer: as `AutoTokenizer` loaded it.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, directory: Path) -> HfTokenizer | None:
+        """Load the tokenizer of a checkpoint; None where the directory does not say its class.
+
+        Raises:
+            ValueError: transformers cannot load it, or would have to run code of the checkpoint.
+        """
+        if not any((directory / name).is_file() for name in _NAMES):
+            return None
+        from transformers import AutoTokenizer
+
+        try:
+            with quiet_transformers():
+                loaded = AutoTokenizer.from_pretrained(
+                    directory, local_files_only=True, trust_remote_code=False
+                )
+        except Exception as error:  # a malformed file fails in many ways, in several libraries
+            raise ValueError(_first_line(error)) from error
+        return cls(loaded)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            ValueError: the class that transformers chose does not fit the vocabulary.
+        """
+        try:
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        except Exception as error:  # of the tokenizers library, which raises nothing narrower
+            raise ValueError(_first_line(error)) from error
+
+    @property
+    def post_processor(self) -> Any:
+        """What adds special tokens, in the form of tokenizer.json; None where it is Python code."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if backend is None else json.loads(backend.to_str()).get("post_processor")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

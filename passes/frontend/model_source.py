@@ -1,0 +1,162 @@
+"""Where a model comes from: a Hugging Face directory or a module in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
+from specc.artifact.weights import MemoryReader, Source, WeightSpec
+from specc.errors import ConfigError, WeightError
+from specc.passes.frontend import hf_model
+from specc.passes.frontend.checkpoint import CheckpointMap
+from specc.passes.frontend.config_numbers import check_layers
+from specc.passes.lower.emit import constant_key
+from specc.passes.program import Program
+
+
+@dataclass
+class ModelSource:
+    """A model to compile.
+
+    Args:
+        name: `target` or `draft_0`.
+        label: what the user called it.
+        dtype: of arithmetic, weights and caches.
+        module: on the meta device if it comes from a directory, else with its weights.
+        directory: of the checkpoint, or None.
+        config: the module's configuration, or None.
+        reader: the tensors of the checkpoint, or of the module.
+        warnings: what the user should know.
+        position_rows: positions that the traced graph's tables hold, once it is known.
+        unread_tensors: of the checkpoint, which no weight of the program comes from, once
+            `weight_specs` has been called.
+    """
+
+    name: str
+    label: str
+    dtype: torch.dtype
+    module: nn.Module
+    directory: Path | None
+    config: Any
+    reader: TensorReader
+    warnings: list[str] = field(default_factory=list)
+    position_rows: int | None = None
+    unread_tensors: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, name: str, model: str | Path | nn.Module, dtype: torch.dtype) -> ModelSource:
+        """Open a directory without reading a weight, or take a module as it is.
+
+        Raises:
+            ModelNotFoundError, NotCausalLMError, UnsupportedRotaryError: see hf_model.
+            WeightError: the checkpoint is malformed.
+            ConfigError: a module in another dtype.
+        """
+        if isinstance(model, nn.Module):
+            config = getattr(model, "config", None)
+            label = type(model).__name__
+            if config is not None:
+                hf_model.check_rotary(config, label)
+            _require_dtype(model, label, dtype)
+            reader: TensorReader = MemoryReader.from_module(model)
+            return cls(name, label, dtype, model.eval(), None, config, reader)
+        directory = hf_model.resolve_directory(model)
+        config = hf_model.load_config(directory)
+        # before minutes of tracing: headers say whether the checkpoint can be read
+        reader = SafetensorsReader(directory)
+        check_layers(config, len(list(reader.keys())), str(model))
+        module = hf_model.build_on_meta(config, dtype)
+        _check_embedding(module, reader, str(model))
+        return cls(name, str(model), dtype, module, directory, config, reader)
+
+    @property
+    def architecture(self) -> str:
+        return type(self.module).__name__
+
+    @property
+    def location(self) -> str | None:
+        """Absolute path of the checkpoint; None for a hub id, whose cache moves, and a module."""
+        is_path = self.directory is not None and Path(self.label).is_dir()
+        return str(Path(self.label).resolve()) if is_path else None
+
+    @property
+    def model_type(self) -> str:
+        return getattr(self.config, "model_type", self.architecture)
+
+    @property
+    def max_position(self) -> int | None:
+        """Longest sequence of the model, or None where neither config nor graph says."""
+        stated = hf_model.max_position(self.config) if self.config is not None else None
+        known = [limit for limit in (stated, self.position_rows) if limit is not None]
+        return min(known, default=None)
+
+    def weight_specs(self, program: Program) -> list[WeightSpec]:
+        """What to write for each weight and constant of a program.
+
+        Raises:
+            WeightError: a parameter has no tensor in the checkpoint.
+        """
+        sources_of: Callable[[str], tuple[Source, ...]] = _own_source
+        checkpoint = None
+        if self.directory is not None:
+            module: Any = self.module
+            checkpoint = CheckpointMap(module, self.reader)
+            sources_of = checkpoint.sources
+        specs = []
+        for weight in program.weights.values():
+            sources = tuple(s for name in weight.parameters for s in sources_of(name))
+            specs.append(
+                WeightSpec(
+                    weight.key, weight.dtype, weight.shape, sources, in_blocks=weight.in_blocks
+                )
+            )
+        for name, value in program.constants.items():
+            specs.append(WeightSpec.from_tensor(constant_key(name), value))
+        if checkpoint is not None:
+            self.unread_tensors = checkpoint.unread()
+        return specs
+
+
+def _check_embedding(module: nn.Module, reader: TensorReader, label: str) -> None:
+    """Weights of another width or vocabulary are met here rather than after minutes of tracing.
+
+    Raises:
+        WeightError: the checkpoint's embedding has another shape than the configuration says.
+    """
+    find = getattr(module, "get_input_embeddings", None)
+    weight = getattr(find() if find else None, "weight", None)
+    for key, parameter in module.named_parameters():
+        if parameter is not weight or key not in set(reader.keys()):
+            continue
+        if (found := tuple(reader.shape(key))) != tuple(parameter.shape):
+            raise WeightError(
+                f"{label}: {key} is {list(found)} in {reader.location(key)}",
+                f"{list(parameter.shape)}, as config.json says",
+                "pass the config.json of this checkpoint",
+            )
+
+
+def _own_source(name: str) -> tuple[Source, ...]:
+    return (Source(name),)
+
+
+def _require_dtype(module: nn.Module, label: str, dtype: torch.dtype) -> None:
+    """A module is traced as it is: its own dtype is that of the program and its caches."""
+    found = {p.dtype for p in module.parameters() if p.dtype.is_floating_point}
+    if found - {dtype}:
+        names = ", ".join(sorted(_name(item) for item in found))
+        raise ConfigError(
+            f"{label} has parameters of {names}; dtype is {_name(dtype)}",
+            "one dtype",
+            f"pass the module as .to(torch.{_name(dtype)}), or another dtype",
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

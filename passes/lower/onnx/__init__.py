@@ -1,0 +1,1 @@
+"""ONNX files beside an engine's weights."""

@@ -1,0 +1,1 @@
+"""TensorRT engines, from ONNX files or by torch-tensorrt."""

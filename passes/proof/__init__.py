@@ -1,0 +1,1 @@
+"""What is proved of programs between phases."""

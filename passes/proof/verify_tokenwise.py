@@ -1,0 +1,420 @@
+"""Proof that outside attention every number depends on one token alone.
+
+The tokens of a pass may be branches of a tree or several sequences: whatever mixes them outside
+`specc::tree_attention` computes wrong numbers without failing. The proof follows the dimension of
+tokens through the graph, operator by operator; what no rule covers is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, fx
+
+from specc.artifact.graph_io import target_name
+from specc.errors import UnsupportedGraphError, UnsupportedRotaryError
+from specc.passes.program import Program, bind_args, module_path
+from specc.passes.proof import token_operators as operators
+from specc.passes.proof import token_routing as routing
+from specc.passes.proof.token_routing import Counts, State, Tokens
+
+# what a node can be besides plain (None), Tokens or Counts
+_SIZE = "the number of tokens"
+_OPAQUE = "an input of attention"
+_ROWS = "logit_rows"
+
+
+def verify_tokenwise(program: Program, phase: str) -> None:
+    """Check that a finished program mixes tokens in attention only; linear in its nodes.
+
+    Raises:
+        UnsupportedGraphError: an operator mixes tokens, or is not known to keep them apart.
+        UnsupportedRotaryError: frequencies that depend on the longest position of a pass.
+    """
+    _Proof(program, phase).run()
+
+
+def refusal(node: fx.Node, phase: str, reason: str) -> UnsupportedGraphError:
+    """The error that names a node, its layer and the reason."""
+    where = module_path(node)
+    return UnsupportedGraphError(
+        f"{where + ': ' if where else ''}node {node.name} after {phase}: {reason}",
+        "token-wise operators of aten and specc, and attention",
+        "choose a model of a supported architecture (see README, What is supported), or report it",
+    )
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Where a shape has its dimension of tokens, and how many entries each token has in it."""
+
+    dim: int
+    scale: int
+    is_rows: bool
+
+
+class _Proof:
+    """Assigns each node a state, in the order of execution; every state is an invariant.
+
+    `Tokens`: index i along `dim` depends on one token only, that of place i // scale in `order`.
+    None: the value depends on no token.
+    """
+
+    def __init__(self, program: Program, phase: str) -> None:
+        self._program, self._phase = program, phase
+        self._states: dict[fx.Node, Any] = {}
+        self._scales: dict[Any, tuple[int, bool] | None] = {}
+        self._units = [
+            program.placeholder(name).meta["val"].shape[0].node.expr
+            for name in ("tokens", "logit_rows")
+        ]
+
+    def run(self) -> None:
+        for node in self._program.graph.nodes:
+            if node.op == "placeholder":
+                self._states[node] = self._input(node)
+            elif node.op == "call_function":
+                self._states[node] = self._call(node)
+            elif node.op == "output":
+                self._output(node)
+
+    def _input(self, node: fx.Node) -> State:
+        if node.target in self._program.weights or node.target in self._program.constants:
+            return None
+        if node.target in ("tokens", "positions"):
+            return Tokens(0, 1, 1, None, is_position=node.target == "positions")
+        return _ROWS if node.target == "logit_rows" else _OPAQUE
+
+    def _output(self, node: fx.Node) -> None:
+        logits = node.args[0]
+        state = self._states[logits]
+        if not isinstance(state, Tokens) or (state.dim, state.order) != (0, _ROWS):
+            raise self._refuse(logits, "the output has no row for each of logit_rows")
+
+    def _call(self, node: fx.Node) -> Any:
+        states = [self._states[item] for item in node.all_input_nodes]
+        if node.target is operator.getitem:
+            return states[0][node.args[1]]
+        if node.meta["val"] is not None and not any(isinstance(v, Tensor) for v in _outputs(node)):
+            return _SIZE
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise self._refuse(node, f"{target_name(node.target)} computes a tensor")
+        name = routing.name_of(node)
+        routed = routing.route(node, name, self._states)
+        if routed is not routing.UNKNOWN:
+            sizes = [self._size(node, value) for value in _outputs(node)]
+            if isinstance(routed, Tokens) and sizes[0] is not None:
+                return replace(routed, scale=sizes[0].scale)
+            return routed
+        if name in operators.ATTENTION:
+            return self._attention(node, *operators.ATTENTION[name])
+        if name in operators.ROWS:
+            return self._rows(node, *operators.ROWS[name])
+        self._refuse_uses(node, name, states)
+        if rule := self._rule(node, name):
+            return rule(node, name)
+        if not any(isinstance(state, Tokens) for state in states):
+            return self._result(node, None)
+        raise self._refuse(node, f"{target_name(node.target)} is not known to keep tokens apart")
+
+    def _rule(self, node: fx.Node, name: str) -> Callable[[fx.Node, str], Any] | None:
+        tags = node.target.tags  # type: ignore[union-attr]
+        rules: tuple[tuple[bool, Callable[[fx.Node, str], Any]], ...] = (
+            (name in operators.CONVERSIONS, self._conversion),
+            (name in operators.VIEWS, self._view),
+            (name in operators.MOVES, self._move),
+            (name in operators.ALONG and node.target._overloadname != "other", self._along),
+            (name in operators.NORMS, self._norm),
+            (name in operators.PRODUCTS, self._product),
+            (name == "expand", self._expand),
+            (name in ("pad", "constant_pad_nd"), self._pad),
+            (name in ("embedding", "embedding_of_blocks"), self._embedding),
+            (name == "index", self._index),
+            (name in operators.POINTWISE or torch.Tag.pointwise in tags, self._pointwise),
+        )
+        return next((rule for applies, rule in rules if applies), None)
+
+    def _refuse_uses(self, node: fx.Node, name: str, states: list[State]) -> None:
+        """Refuse numbers that say something about the pass as a whole."""
+        target = target_name(node.target)
+        for item, state in zip(node.all_input_nodes, states, strict=True):
+            if state == _SIZE and name not in operators.SIZED and not _is_whole(node, name):
+                raise self._refuse(node, f"{target} computes with the number of tokens in the pass")
+            if state == _OPAQUE or (state == _ROWS and name != "index_select"):
+                raise self._refuse(node, f"{target} reads {item.name}, which only attention may")
+            if isinstance(state, Counts) and name not in operators.CONVERSIONS:
+                raise self._refuse(node, f"{target} computes with counts of tokens in the pass")
+            if isinstance(state, list):
+                raise self._refuse(node, f"{target} reads several tensors at once")
+            if isinstance(state, Tokens) and state.is_place and name not in operators.SAME:
+                raise self._refuse(
+                    node,
+                    f"{target} computes with the places of tokens in the pass (arange, sort),"
+                    " while tokens of a tree share positions: position_ids are right",
+                )
+
+    # rules: (node, operator) -> state
+
+    def _conversion(self, node: fx.Node, name: str) -> Any:
+        state = self._states[node.args[0]]
+        is_exact = node.meta["val"].dtype.itemsize >= 4  # for any number of tokens and experts
+        if isinstance(state, Counts) and is_exact:
+            return state
+        if isinstance(state, Counts) or (isinstance(state, Tokens) and state.is_place > is_exact):
+            raise self._refuse(node, f"{target_name(node.target)} cuts off places or counts")
+        result = self._result(node, state)
+        if state is None or not (is_exact or state.role == routing.CHOICES):
+            return result
+        return replace(result, role=state.role, detail=state.detail)
+
+    def _move(self, node: fx.Node, name: str) -> Any:
+        return self._kept(node, self._states[node.args[0]])
+
+    def _view(self, node: fx.Node, name: str) -> Any:
+        source, before = node.args[0], self._states[node.args[0]]
+        size = self._size(node, node.meta["val"])
+        if not isinstance(before, Tokens) or size is None:
+            return self._kept(node, before)
+        shapes = source.meta["val"].shape[: before.dim], node.meta["val"].shape[: size.dim]
+        is_sorted = isinstance(before.order, fx.Node)
+        if math.prod(shapes[0]) != math.prod(shapes[1]) or (
+            is_sorted and before.scale != size.scale
+        ):
+            raise self._mixes(node)
+        return self._kept(node, replace(before, scale=size.scale))
+
+    def _expand(self, node: fx.Node, name: str) -> Any:
+        state, size = self._states[node.args[0]], self._size(node, node.meta["val"])
+        if state is None and size is not None:  # one value for all tokens
+            order = _ROWS if size.is_rows else None
+            return Tokens(size.dim, node.meta["val"].dim(), size.scale, order)
+        return self._kept(node, state)
+
+    def _pointwise(self, node: fx.Node, name: str) -> Any:
+        return self._result(node, self._merge(node))
+
+    def _along(self, node: fx.Node, name: str) -> Any:
+        bound, state = bind_args(node), self._merge(node)
+        if name == "index_select":
+            return self._select(node, bound, state)
+        if state is None:
+            return self._result(node, None)
+        dims = next((bound[key] for key in ("dim", "dims", "dimension") if key in bound), None)
+        dims = (dims,) if isinstance(dims, int) else tuple(dims or range(state.ndim))
+        if state.dim in {dim % state.ndim for dim in dims} and not _is_whole(node, name):
+            if state.is_position and name in operators.REDUCTIONS:
+                raise UnsupportedRotaryError(
+                    f"layer {module_path(node) or node.name}: {target_name(node.target)} over the"
+                    " positions of the pass",
+                    "rotary frequencies that depend on each token's own position only",
+                    "choose a rotary scaling without dependence on length (linear, llama3, yarn)",
+                )
+            raise self._mixes(node)
+        if name in ("gather", "scatter"):
+            operands = [item for item in node.all_input_nodes if self._states[item] is None]
+            if operands:
+                raise self._mixes(node)
+        return self._result(node, state)
+
+    def _select(self, node: fx.Node, bound: dict[str, Any], state: Tokens | None) -> Any:
+        source, index = self._states[bound["self"]], self._states[bound["index"]]
+        if index == _ROWS:
+            is_plain = isinstance(source, Tokens) and (source.scale, source.order) == (1, None)
+            if not is_plain or bound["dim"] % source.ndim != source.dim:
+                raise self._refuse(node, "logit_rows select something other than tokens")
+            return replace(source, order=_ROWS, role="", is_position=False)
+        if isinstance(source, Tokens) and (
+            index is not None or bound["dim"] % source.ndim == source.dim
+        ):
+            raise self._mixes(node)
+        return self._result(node, state)
+
+    def _norm(self, node: fx.Node, name: str) -> Any:
+        bound, state = bind_args(node), self._merge(node)
+        if state is not None and state.dim >= state.ndim - len(bound.get("normalized_shape", "D")):
+            raise self._mixes(node)
+        return self._result(node, state)
+
+    def _product(self, node: fx.Node, name: str) -> Any:
+        """Contract over static dims; tokens in both factors only as a common batch dimension."""
+        bound = bind_args(node)
+        names = {"linear": ("input", "weight"), "addmm": ("mat1", "mat2")}
+        names |= {"baddbmm": ("batch1", "batch2"), "matmul": ("self", "other")}
+        first, second = (bound[key] for key in names.get(name, ("self", "mat2")))
+        a, b = self._states[first], self._states[second]
+        # dims that are summed over, from the right
+        summed = -1 if name == "linear" or second.meta["val"].dim() == 1 else -2
+        for state, dim in ((a, -1), (b, summed)):
+            if isinstance(state, Tokens) and state.right == dim:
+                raise self._mixes(node)
+        if a is not None and b is not None and a.right > -3:
+            raise self._mixes(node)
+        bias = bound.get("bias") if name == "linear" else bound.get("self")
+        if bias is not None and bias not in (first, second) and self._states[bias] is not None:
+            raise self._mixes(node)
+        like = self._merge(node) if a is not None and b is not None else a or b
+        return self._result(node, like)
+
+    def _pad(self, node: fx.Node, name: str) -> Any:
+        """Padding and cropping along tokens may keep their number, and shift them."""
+        state, pads = self._merge(node), list(node.args[1])  # type: ignore[arg-type]
+        if state is not None and any(pads[-2 * state.right - 2 : -2 * state.right]):
+            raise self._mixes(node)
+        return self._result(node, state)
+
+    def _embedding(self, node: fx.Node, name: str) -> Any:
+        if self._states[node.args[0]] is not None:
+            raise self._mixes(node)
+        return self._result(node, self._states[node.args[1]])
+
+    def _index(self, node: fx.Node, name: str) -> Any:
+        """Only tables without tokens are read by index; expert routing has its own rules."""
+        if self._states[node.args[0]] is not None:
+            raise self._mixes(node)
+        return self._result(node, self._merge(node))
+
+    # states
+
+    def _merge(self, node: fx.Node) -> Tokens | None:
+        """The one way in which the arguments count tokens, aligned from the right."""
+        found = [s for n in node.all_input_nodes if isinstance(s := self._states[n], Tokens)]
+        if not found:
+            return None
+        first = found[0]
+        if any(
+            (s.right, s.scale, s.order) != (first.right, first.scale, first.order) for s in found
+        ):
+            raise self._mixes(node)
+        return replace(first, role="", is_position=all(s.is_position for s in found))
+
+    def _kept(self, node: fx.Node, state: State) -> Any:
+        """The result of what moves entries, but no token relative to another."""
+        result = self._result(node, state)
+        if not isinstance(state, Tokens) or state.role == routing.CHOICES:
+            return result  # experts may have changed places
+        return replace(result, role=state.role, detail=state.detail)
+
+    def _result(self, node: fx.Node, like: State) -> Any:
+        """States of a node's outputs: tokens as in `like`, where the shapes have them."""
+        states: list[State] = []
+        for value in _outputs(node):
+            size = self._size(node, value)
+            if not isinstance(value, Tensor):
+                states.append(None)
+            elif isinstance(like, Tokens):
+                is_rows = like.order == _ROWS
+                if size is None or (size.scale, size.is_rows) != (like.scale, is_rows):
+                    raise self._mixes(node)
+                states.append(replace(like, dim=size.dim, ndim=value.dim(), role="", detail=None))
+            elif size is not None:
+                raise self._refuse(
+                    node, f"{target_name(node.target)} makes a value for each place in the pass"
+                )
+            else:
+                states.append(None)
+        return states if isinstance(node.meta["val"], list | tuple) else states[0]
+
+    def _size(self, node: fx.Node, value: Any) -> _Size | None:
+        """Find the dimension of tokens; refuse a second one, or one of another size."""
+        found: list[_Size] = []
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, int):
+                continue
+            scale = self._scale(size)
+            if scale is None:
+                raise self._refuse(
+                    node,
+                    f"{target_name(node.target)} makes a dimension of {size} entries where tokens"
+                    f" are {self._units[0]}",
+                )
+            found.append(_Size(dim, *scale))
+        if len(found) > 1:
+            raise self._refuse(
+                node, f"{target_name(node.target)} relates tokens to tokens outside attention"
+            )
+        return found[0] if found else None
+
+    def _scale(self, size: Any) -> tuple[int, bool] | None:
+        expression = size.node.expr
+        if expression not in self._scales:
+            found = None
+            for unit, is_rows in zip(self._units, (False, True), strict=True):
+                ratio = expression / unit
+                if ratio.is_Integer:
+                    found = (int(ratio), is_rows)
+            self._scales[expression] = found
+        return self._scales[expression]
+
+    def _attention(self, node: fx.Node, num_operands: int, num_tables: int) -> Any:
+        for i, item in enumerate(node.args[: num_operands + num_tables]):
+            state = self._states[item]
+            place, what = ((1, 3), "[heads, tokens, head_dim]")
+            if i >= num_operands:
+                place, what = ((0, 2), "[tokens, columns]")
+            if not _is_in_order(state) or (state.dim, state.ndim) != place:
+                raise self._refuse(node, f"{item.name} is not {what}")
+        if node.meta["val"] is None:
+            return None
+        state = self._states[node.args[0]]
+        return replace(self._result(node, state), is_position=False)
+
+    def _rows(self, node: fx.Node, rows: tuple[str, ...], tables: tuple[str, ...]) -> Any:
+        """Rows of tokens that are multiplied; parameters have no tokens."""
+        bound = bind_args(node)
+        states = {
+            name: self._states[item] for name, item in bound.items() if isinstance(item, fx.Node)
+        }
+        first = states[rows[0]]
+        for name in rows:
+            state = states[name]
+            if not _is_in_order(state):
+                raise self._refuse(node, f"{bound[name].name} is not a row for each token")
+            # of a table only whole rows are read, which tokens name
+            is_within = state.right == -1 and name != "tokens"
+            if is_within or state.right != first.right:
+                raise self._mixes(node)
+        for name in tables:
+            state = states[name]
+            if not _is_in_order(state) or (state.dim, state.ndim) != (0, 2):
+                raise self._refuse(node, f"{bound[name].name} is not [tokens, columns]")
+        for name in operators.PARAMETERS:
+            if states.get(name) is not None:
+                raise self._mixes(node)
+        first = replace(first, role="", is_position=False)
+        if "rows" in states:
+            if states["rows"] != _ROWS:
+                raise self._refuse(node, f"{bound['rows'].name} is not logit_rows")
+            first = replace(first, order=_ROWS)
+        return self._result(node, first)
+
+    def _mixes(self, node: fx.Node) -> UnsupportedGraphError:
+        return self._refuse(node, f"{target_name(node.target)} mixes tokens outside attention")
+
+    def _refuse(self, node: fx.Node, reason: str) -> UnsupportedGraphError:
+        return refusal(node, self._phase, reason)
+
+
+def _outputs(node: fx.Node) -> Iterator[Any]:
+    value = node.meta["val"]
+    yield from value if isinstance(value, list | tuple) else (value,)
+
+
+def _is_in_order(state: State) -> TypeGuard[Tokens]:
+    """Whether there is one entry for each token of the pass, which says nothing of its place."""
+    if not isinstance(state, Tokens) or state.is_place:
+        return False
+    return (state.scale, state.order) == (1, None)
+
+
+def _is_whole(node: fx.Node, name: str) -> bool:
+    """Whether a slice takes everything."""
+    if name != "slice":
+        return False
+    bound = bind_args(node)
+    sizes = [item.meta["val"].shape[bound["dim"]] for item in (node, bound["self"])]
+    return bound["start"] in (None, 0) and bound["step"] == 1 and str(sizes[0]) == str(sizes[1])

@@ -1,0 +1,1 @@
+"""Passes that rewrite a program: normal form, attention, logits, fusion."""

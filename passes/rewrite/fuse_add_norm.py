@@ -1,0 +1,163 @@
+"""Fuse a layer's products with the norm before them and with what follows them."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor, fx
+
+from specc.kernels import ops
+from specc.passes.base import Pass, PassResult
+from specc.passes.program import Program, bind_args, emit_call, replace
+from specc.passes.rewrite.columns import only_user
+from specc.passes.rewrite.fuse_rope_write import attention_reads_caches
+
+aten = torch.ops.aten
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# between a projection and the heads of q, k and v
+_VIEWS = (
+    *(aten.slice.Tensor, aten.narrow.default, aten.view.default, aten.reshape.default),
+    *(aten.transpose.int, aten.permute.default, aten.squeeze.dim, aten.unsqueeze.default),
+    *(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes),
+    operator.getitem,
+)
+# tokens that views are tried with; no size of a model's own
+_TOKENS = 3
+
+
+class NoMatch(Exception):
+    """Why a norm stays as it is."""
+
+
+class FuseAddNorm(Pass):
+    """`add_rms_norm`, a linear layer, and what reads it alone → one operator.
+
+    With `rope_write` after it `specc.add_norm_rope_write`, with `act_and_mul` after it
+    `specc.add_norm_gate_up`, else `specc.add_norm_linear`. On a device each of them is one kernel
+    for few rows, and the operators that it replaces for many.
+    """
+
+    requires = (attention_reads_caches,)
+    ensures = (attention_reads_caches,)
+
+    def run(self, program: Program) -> PassResult:
+        result = PassResult()
+        for node in program.calls(ops.add_rms_norm):
+            try:
+                _fuse(program, node)
+            except NoMatch as reason:
+                result.decline(node.name, str(reason))
+                continue
+            result.rewrites += 1
+        program.graph.eliminate_dead_code()
+        return result
+
+
+def _fuse(program: Program, norm: fx.Node) -> None:
+    outputs = {user.args[1]: user for user in norm.users}
+    normed, total = outputs.get(0), outputs.get(1)
+    linear = None if normed is None else only_user(normed)
+    if linear is None or linear.target is not aten.linear.default or linear.args[0] is not normed:
+        raise NoMatch("the norm is not read by one linear layer alone")
+    weight, bias = linear.args[1], linear.args[2] if len(linear.args) > 2 else None
+    dtype = norm.args[0].meta["val"].dtype
+    require_parameters(program, dtype, norm.args[2], weight, bias)
+    operands = (*norm.args, *(() if len(norm.args) > 4 else (False,)), weight)
+    last, target, more = _behind(linear, bias)
+    if total is not None and any(user < last for user in total.users):
+        raise NoMatch("the sum is read before the product is done")
+    graph = program.graph
+    with graph.inserting_before(last):
+        both = emit_call(graph, target, *operands, *more)
+        found = emit_call(graph, operator.getitem, both, 0)
+        stream = emit_call(graph, operator.getitem, both, 1)
+    both.meta["nn_module_stack"] = last.meta.get("nn_module_stack")
+    replace(last, found)
+    if total is not None:
+        replace(total, stream)
+
+
+def _behind(linear: fx.Node, bias: fx.Node | None) -> tuple[fx.Node, torch._ops.OpOverload, tuple]:
+    """The node that the fused operator takes the place of, the operator, and its last arguments."""
+    user = only_user(linear)
+    if user is not None and user.target is ops.act_and_mul and bias is None:
+        return user, ops.add_norm_gate_up, (user.args[1],)
+    rope = rope_behind(linear)
+    if rope is not None:
+        bound = bind_args(rope)
+        names = ("cos", "sin", "k_cache", "v_cache", "q_start", "slot", "block_table")
+        return rope, ops.add_norm_rope_write, (bias, *(bound[name] for name in names))
+    return linear, ops.add_norm_linear, (bias,)
+
+
+def rope_behind(linear: fx.Node) -> fx.Node | None:
+    """The `rope_write` whose q, k and v are the heads of a linear layer, and nothing else reads."""
+    seen, stack, found = {linear}, [linear], set()
+    while stack:
+        for user in stack.pop().users:
+            if user.target is ops.rope_write:
+                found.add(user)
+            elif user.target not in _VIEWS:
+                return None
+            elif user not in seen:
+                seen.add(user)
+                stack.append(user)
+    if len(found) != 1:
+        return None
+    (rope,) = found
+    bound = bind_args(rope)
+    heads, kv_heads, head_dim = (int(x) for x in _shape(bound["q"], bound["k"]))
+    sizes = {int(bound[name].meta["val"].shape[-1]) for name in ("q", "k", "v", "cos", "sin")}
+    if sizes != {head_dim} or head_dim % 2:
+        return None
+    width = (heads + 2 * kv_heads) * head_dim
+    if int(linear.meta["val"].shape[-1]) != width:
+        return None
+    # every number tells where in the projection it is from
+    ndim = linear.meta["val"].dim()
+    numbers = torch.arange(_TOKENS * width).view(*(1,) * (ndim - 2), _TOKENS, width)
+    wanted = numbers.view(_TOKENS, -1, head_dim).transpose(0, 1)
+    parts = wanted.split([heads, kv_heads, kv_heads])
+    for name, part in zip(("q", "k", "v"), parts, strict=True):
+        value = _evaluate(bound[name], linear, numbers)
+        if value is None or value.shape != part.shape or not torch.equal(value, part):
+            return None
+    return rope
+
+
+def _shape(q: fx.Node, k: fx.Node) -> tuple[int, int, int]:
+    return q.meta["val"].shape[0], k.meta["val"].shape[0], q.meta["val"].shape[2]
+
+
+def _evaluate(node: fx.Node, source: fx.Node, value: Tensor) -> Tensor | None:
+    """What views make of a source of this value; None where something else is between."""
+    if node is source:
+        return value
+    if node.target is aten.sym_size.int:
+        return _TOKENS  # type: ignore[return-value]
+    if node.target not in _VIEWS:
+        return None
+    made = {item: _evaluate(item, source, value) for item in node.all_input_nodes}
+    if any(item is None for item in made.values()):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def require_parameters(
+    program: Program,
+    dtype: torch.dtype,
+    gamma: fx.Node,
+    weight: fx.Node,
+    bias: fx.Node | None,
+) -> None:
+    """Raises NoMatch: a product of another dtype than x, or of what is no parameter."""
+    if dtype not in _DTYPES:
+        raise NoMatch(f"the product is of {dtype}")
+    for item in (gamma, weight, bias):
+        if item is not None and item.target not in program.weights:
+            raise NoMatch(f"{item.name} is computed, not a parameter")
+    for item in (weight, bias):
+        if item is not None and item.meta["val"].dtype != dtype:
+            raise NoMatch(f"{item.name} is {item.meta['val'].dtype}, what it meets is {dtype}")

@@ -1,0 +1,1 @@
+"""Step programs: draft, verify, accept and commit as graphs over named tensors."""

@@ -1,0 +1,223 @@
+"""Fuse draft, verify, accept and commit into one step program.
+
+A step program is three graphs over one environment of named tensors: `draft` calls draft programs
+and makes the tree, `verify` calls the target over all nodes, once or tile by tile, `accept_commit`
+walks the trees and moves the accepted rows. Nothing in them reads a value on the host, and all
+shapes follow from the batch size and the plan. What enters and leaves is listed in STEP_INPUTS and
+STEP_OUTPUTS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from specc.artifact.graph_io import graph_to_json
+from specc.passes.step.draft_stage import draft_stage, num_levels
+from specc.passes.step.step_graph import (
+    HISTORY,
+    STEP_INPUTS,
+    TARGET,
+    StepGraph,
+    int32,
+    slab_name,
+    slots_name,
+)
+from specc.speculation.plans import MERGE, SpecPlan
+
+aten = torch.ops.aten
+specc = torch.ops.specc
+
+SCHEMA_VERSION = 2
+STEP_OUTPUTS = (
+    "tokens",  # [B, N] i64 token of each node
+    "logits",  # [B * N, V] target logits; a plan in tiles has "winners" [B, N] i64 instead
+    "path",  # [B, P] i32 accepted nodes, then -1
+    "num_accepted",  # [B] i32
+    "output_tokens",  # [B, P] i64 accepted tokens, bonus token, then -1
+    "next_cache_len",  # [B] i32
+    "next_last_tokens",  # [B, C] i64
+)
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The step of one plan: constants of its tree, and the stages in order."""
+
+    plan: SpecPlan
+    constants: dict[str, torch.Tensor]
+    stages: dict[str, fx.Graph]
+
+    def to_json(self) -> dict[str, Any]:
+        constants = {
+            name: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+            for name, value in self.constants.items()
+        }
+        stages = [
+            {"name": name, "graph": graph_to_json(graph)} for name, graph in self.stages.items()
+        ]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "plan": self.plan.to_json(),
+            "constants": constants,
+            "stages": stages,
+        }
+
+
+def fuse_step(plan: SpecPlan, slabs: dict[str, int], is_rectangular: bool = False) -> StepProgram:
+    """Compose the step of a plan.
+
+    Args:
+        plan: off, or what proposes in which shape.
+        slabs: number of cache slabs of each model, `target` and the drafts of the plan.
+        is_rectangular: the models' programs write the nodes of a pass to rows that follow each
+            other.
+    """
+    constants: dict[str, torch.Tensor] = {}
+    stages: dict[str, fx.Graph] = {}
+    if plan.speculates:
+        stages["draft"] = draft_stage(plan, constants, is_rectangular)
+    stages["verify"] = _verify_stage(plan, constants)
+    stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants)
+    return StepProgram(plan, constants, stages)
+
+
+def _verify_stage(plan: SpecPlan, constants: dict[str, torch.Tensor]) -> fx.Graph:
+    """Passes of the target over all nodes of all sequences, and what it wants after each.
+
+    Parents precede their children, so that what a tile attends to is in the cache by then: the
+    prefix, earlier tiles, and its own nodes. Dead nodes of a tree that is data are fed, too:
+    nothing attends to their rows, and the walk never reaches them.
+    """
+    g = StepGraph(constants, *STEP_INPUTS)
+    if not plan.speculates:
+        tokens = g.last(g["last_tokens"], 1)
+        nodes = g.arange(0, 1, 1, torch.int32)
+        slots, positions = g.rows(nodes, nodes)
+        return g.finish(tokens=tokens, logits=_target(g, 1, tokens, positions, slots, None))
+    if plan.tile is None:
+        return g.finish(logits=_verify_nodes(g, plan, 0, plan.num_nodes))
+    winners = []
+    for first, last in plan.tiles(plan.num_nodes):
+        found = g.call(
+            specc.node_winners.default,
+            _verify_nodes(g, plan, first, last),
+            *(g["tokens"], _parents(g, plan), first),
+            *(g["sampling_values"], g["sampling_words"], g["cache_len"]),
+            *(g[HISTORY], g["block_table"]),
+        )
+        winners.append(g.reshape(found, g.batch, last - first))
+    return g.finish(winners=g.cat(*winners))
+
+
+def _verify_nodes(g: StepGraph, plan: SpecPlan, first: int, last: int) -> fx.Node:
+    """Logits [B * T, V] of nodes first … last - 1 of each sequence."""
+    batch, num_nodes, count = g.batch, plan.num_nodes, last - first
+    nodes = g.arange(first, last, 1, torch.int32)
+    tokens = g.part(g["tokens"], 1, first, last, num_nodes)
+    if plan.is_static:
+        depths = g.constant("depths", int32(plan.tree.depths))
+        words = g.constant("ancestors", plan.tree.ancestor_words())
+        slots, positions = g.rows(nodes, g.part(depths, 0, first, last, num_nodes))
+        ancestors = g.repeat_rows(g.part(words, 0, first, last, num_nodes), batch)
+    else:
+        slots, _ = g.rows(nodes, nodes)
+        # positions are data; those of padding are far below zero
+        depths = g.reshape(g["depths"], batch, num_nodes)
+        depths = g.part(depths, 1, first, last, num_nodes)
+        lengths = g.call(aten.unsqueeze.default, g["cache_len"], 1)
+        positions = g.call(aten.clamp.default, g.call(aten.add.Tensor, lengths, depths), 0)
+        positions = g.flat(g.call(aten._to_copy.default, positions, dtype=torch.int64))
+        ancestors = g.node_rows(g["ancestors"], first, last, num_nodes)
+    return _target(g, count, tokens, positions, slots, ancestors)
+
+
+def _target(
+    g: StepGraph,
+    count: int,
+    tokens: fx.Node,
+    positions: fx.Node,
+    slots: fx.Node,
+    ancestors: fx.Node | None,
+) -> fx.Node:
+    """A pass of the target over `count` nodes [B, count] of each sequence."""
+    batch = g.batch
+    return g.model(
+        TARGET,
+        g.flat(tokens),
+        positions,
+        g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
+        slots,
+        g["cache_len"],
+        ancestors,
+        g["block_table"],
+        g.arange(0, g.multiple(batch, count), 1, torch.int64),
+    )
+
+
+def _parents(g: StepGraph, plan: SpecPlan) -> fx.Node:
+    """[B, N]."""
+    if not plan.is_static and plan.speculates:
+        return g["parents"]
+    return g.expand_rows(g.constant("parents", int32(plan.shape.parents)), plan.num_nodes)
+
+
+def _accept_commit_stage(
+    plan: SpecPlan, slabs: dict[str, int], constants: dict[str, torch.Tensor]
+) -> fx.Graph:
+    """Walk the trees, move the accepted rows, and say where each sequence stands."""
+    num_nodes, max_depth = plan.num_nodes, plan.max_depth
+    g = StepGraph(constants, *STEP_INPUTS, "tokens", "winners" if plan.tile else "logits")
+    path, num_accepted, output_tokens = _walk(g, plan)
+    outputs = {"path": path, "num_accepted": num_accepted, "output_tokens": output_tokens}
+
+    moves_rows = not _is_chain(plan)
+    if moves_rows:
+        width = g.arange(0, max_depth + 1, 1, torch.int32)
+        targets = g.call(aten.add.Tensor, g.call(aten.unsqueeze.default, g["cache_len"], 1), width)
+    g.constant(slots_name(TARGET), torch.arange(num_nodes, dtype=torch.int32))
+    for model in (TARGET, *plan.models):
+        source, length = g.parts(
+            specc.commit_rows.default, 2, path, g["cache_len"], g[slots_name(model)]
+        )
+        outputs["next_cache_len" if model == TARGET else f"{model}_len"] = length
+        for i in range(slabs[model] if moves_rows else 0):
+            slab = g[slab_name(model, i)]
+            g.call(specc.commit_kv.default, slab, source, targets, g["block_table"])
+    run = (g["last_tokens"], output_tokens, num_accepted)
+    g.call(specc.record_tokens.default, g[HISTORY], g["block_table"], g["cache_len"], *run)
+    outputs["next_last_tokens"] = g.call(specc.next_tokens.default, *run)
+    return g.finish(**outputs)
+
+
+def _is_chain(plan: SpecPlan) -> bool:
+    """Whether node d of a path is always node d of the tree: its rows lie where they have to be.
+
+    A model holds node d in row d after the committed ones, or in none, also where the tree is
+    data: a lookup's chain ends early, and of a voted one a draft has the nodes up to where it
+    proposed another.
+    """
+    if plan.dynamic is not None or plan.combine == MERGE:
+        return False
+    return list(plan.shape.parents) == list(range(-1, plan.num_nodes - 1))
+
+
+def _walk(g: StepGraph, plan: SpecPlan) -> list[fx.Node]:
+    """Path, number of accepted tokens and output tokens."""
+    parents = _parents(g, plan)
+    if plan.tile is not None:
+        tree = (g["winners"], g["tokens"], parents, plan.max_depth)
+        return g.parts(specc.accept_winners.default, 3, *tree)
+    levels = [g[f"q_{i}"] for i in range(num_levels(plan))]
+    return g.parts(
+        specc.accept.default,
+        3,
+        *(g["logits"], g["tokens"], parents, plan.max_depth),
+        g["image"] if plan.combine == MERGE else None,
+        g["q_rows"] if levels else None,
+        levels,
+        *(g["sampling_values"], g["sampling_words"], g["cache_len"], g[HISTORY], g["block_table"]),
+    )

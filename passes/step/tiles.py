@@ -1,0 +1,89 @@
+"""Rows of logits that a step holds at a time, and tiles that bound them.
+
+Between verification and acceptance a plan without a tile holds the target's logits of all nodes,
+and those that children were drawn from where a rule verifies with them. In tiles, a step holds
+the logits of one pass over at most `tile` nodes of each sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from specc.errors import ConfigError
+from specc.passes.step.draft_stage import num_levels
+from specc.passes.step.step_graph import TARGET
+from specc.speculation.plans import SpecPlan
+from specc.system.files import format_bytes
+
+
+def logit_rows(plan: SpecPlan, model: str) -> int:
+    """Rows of logits a sequence that one model's passes of a step leave alive at a time.
+
+    Args:
+        plan: of the step.
+        model: `target`, `draft_0`, …; 0 rows where it takes no part.
+    """
+    if model == TARGET:
+        return min(plan.num_nodes, plan.tile or plan.num_nodes)
+    levels = _level_rows(plan, model)
+    return sum(levels) if num_levels(plan) else max(levels, default=0)
+
+
+def pass_rows(plan: SpecPlan, model: str) -> int:
+    """Tokens a sequence of the widest pass that a step makes with a model."""
+    if model == TARGET:
+        return logit_rows(plan, model)
+    levels = _level_rows(plan, model)
+    return max(plan.catch_up, *levels) if levels else 0
+
+
+def tile_plan(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit_mb: int) -> SpecPlan:
+    """The plan itself where the logits of its step fit into a limit, else in tiles that do.
+
+    Args:
+        plan: one with a tile keeps it, or gets a smaller one.
+        row_bytes: model → bytes of a row of its logits; the target and the plan's drafts are read.
+        batch: sequences of a step.
+        limit_mb: MiB of logits at a time, of all models.
+    Raises:
+        ConfigError: not even the logits of one node of each sequence fit.
+    """
+    limit = limit_mb << 20
+    models = (TARGET, *plan.models)
+    largest = limit // (batch * max(row_bytes[model] for model in models))
+    if largest == 0:
+        needed = batch * max(row_bytes[model] for model in models)
+        raise ConfigError(
+            f"--max-logits-mb {limit_mb}; the logits of one node of each of {batch} sequences take"
+            f" {format_bytes(needed)}",
+            f"{-(-needed >> 20)} or more",
+            f"pass --max-logits-mb {-(-needed >> 20)}, or lower --max-batch-size",
+        )
+    if not plan.speculates or (plan.tile is None and _fits(plan, row_bytes, batch, limit)):
+        return plan
+    levels = [rows for model in plan.models for rows in _level_rows(plan, model)]
+    widest = max([plan.num_nodes, *levels])
+    # as few tiles as fit, all of about one size
+    count = -(-widest // min(largest, widest))
+    tile = -(-widest // count)
+    return dataclasses.replace(plan, tile=min(tile, plan.tile or tile))
+
+
+def _fits(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit: int) -> bool:
+    sizes = [batch * logit_rows(plan, m) * row_bytes[m] for m in (TARGET, *plan.models)]
+    # what no rule verifies with is let go of, level by level
+    return (sum(sizes) if num_levels(plan) else max(sizes)) <= limit
+
+
+def _level_rows(plan: SpecPlan, draft: str) -> list[int]:
+    """Nodes a sequence that a draft model is asked about at a time, level by level."""
+    if draft not in plan.models:
+        return []
+    if plan.dynamic is not None:
+        levels = [1, *[plan.dynamic.top_k] * (plan.dynamic.depth - 1)]
+    else:
+        tree = plan.tree_of(draft)
+        leaves = set(tree.leaves)
+        levels = [len(set(level) - leaves) for level in tree.levels[: tree.max_depth]]
+    return [min(level, plan.tile or level) for level in levels]

@@ -1,0 +1,1 @@
+"""Programs of an engine, ready to run: what all backends share, and eager ones."""

@@ -1,0 +1,1 @@
+"""Steps as captured graphs, whatever the device captures them with."""

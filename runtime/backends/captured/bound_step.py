@@ -1,0 +1,179 @@
+"""A step for one batch size, as functions without arguments: what a graph can capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specc.kernels.cuda.launch import even_tokens
+from specc.runtime.backends.failed_operator import OperatorError
+from specc.runtime.backends.last_use import last_used
+
+_SIZE = torch.ops.aten.sym_size.int
+_STARTS = torch.ops.aten.arange.start_step
+# place of `q_start` among the inputs of a model
+_Q_START = 2
+
+
+class BoundStep:
+    """A step whose inputs are static tensors of one size.
+
+    What follows from the batch size and the tree alone is computed once, here: a replay must not
+    repeat it. `parts` are the stages as functions; run in their order they are one step, which
+    leaves its results and the state that the next step starts from.
+
+    Args:
+        stages: name → graph, on the device.
+        constants: name → tensor of the plan's tree.
+        inputs: name → static tensor: last_tokens, cache_len and block_table of B rows, slabs.
+        results: [B, 2 + P + drafts] int64, written by the last stage: num_accepted,
+            output_tokens, next_cache_len, then the length of each draft.
+        draft_lens: names of these lengths.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[str, fx.GraphModule],
+        constants: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        results: Tensor,
+        draft_lens: Iterable[str] = (),
+    ) -> None:
+        # name → value; what a stage that was captured by itself has put here keeps its address
+        self.environment: dict[str, Any] = {**constants, **inputs}
+        self._results = results
+        self._draft_lens = list(draft_lens)
+        fixed = set(constants)
+        self._stages = []
+        with torch.inference_mode():
+            for graph in stages.values():
+                stage = _BoundStage(graph, self.environment, fixed, set(inputs))
+                fixed |= stage.folded_outputs
+                self._stages.append(stage)
+        self.fixed_names = frozenset(fixed)
+        self._lasting_names = self.fixed_names | inputs.keys()
+
+    @property
+    def parts(self) -> list[Callable[[], None]]:
+        """The stages; the last one also leaves the results.
+
+        What they put into the environment stays there: a hook reads it between two of them.
+        """
+        *first, last = [stage.run for stage in self._stages]
+
+        def finish() -> None:
+            last()
+            self._leave_results()
+
+        return [torch.inference_mode()(part) for part in (*first, finish)]
+
+    def run(self) -> None:
+        """The whole step; what its stages hand to each other is let go again.
+
+        Raises:
+            OperatorError: an operator failed.
+        """
+        try:
+            for part in self.parts:
+                part()
+        finally:
+            # nobody reads it after the step, and captured memory would stay taken for it
+            for name in self.environment.keys() - self._lasting_names:
+                del self.environment[name]
+
+    def _leave_results(self) -> None:
+        env = self.environment
+        lens = [env[name] for name in self._draft_lens]
+        # of one draft, a view: no launch
+        draft_lens = torch.stack(lens) if len(lens) > 1 else lens[0][None] if lens else None
+        torch.ops.specc.leave_step(
+            self._results,
+            *(env[name] for name in ("last_tokens", "cache_len", "num_accepted", "output_tokens")),
+            *(env[name] for name in ("next_cache_len", "next_last_tokens")),
+            draft_lens,
+        )
+
+
+class _BoundStage:
+    """One stage: values that are known now, and the calls that are left.
+
+    Args:
+        graph: of the stage.
+        environment: read now and at every run; gets the outputs.
+        fixed: names in it whose values never change.
+        inputs: names in it whose tensors never change, though their content does.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        environment: dict[str, Any],
+        fixed: set[str],
+        inputs: set[str],
+    ) -> None:
+        self._environment = environment
+        self._known: dict[fx.Node, Any] = {}
+        self._late: list[fx.Node] = []
+        self._calls: list[tuple[fx.Node, Callable[..., Any]]] = []
+        constant: set[fx.Node] = set()
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                if node.target in fixed | inputs:
+                    self._known[node] = environment[node.target]
+                else:
+                    self._late.append(node)
+                if node.target in fixed:
+                    constant.add(node)
+            elif node.op == "output":
+                self._outputs: Mapping[str, fx.Node] = node.args[0]
+            else:
+                module = node.op == "call_module"
+                function = graph.get_submodule(node.target) if module else node.target
+                # a size is known as soon as the tensor is, whatever it holds
+                is_size = node.target is _SIZE and node.args[0] in self._known
+                if is_size or (not module and _is_pure(node, constant)):
+                    constant.add(node)
+                    self._known[node] = _call(node, function, self._known)
+                else:
+                    self._calls.append((node, function))
+        kept = {*self._known, *self._late, *self._outputs.values()}
+        self._last_used = last_used([node for node, _ in self._calls], kept)
+        known_outputs = {k: n for k, n in self._outputs.items() if n in constant}
+        environment |= {name: self._known[node] for name, node in known_outputs.items()}
+        self.folded_outputs = set(known_outputs)
+
+    def run(self) -> None:
+        values = self._known | {node: self._environment[node.target] for node in self._late}
+        for node, function in self._calls:
+            with even_tokens(_is_even(node)):
+                values[node] = _call(node, function, values)
+            # of one tile's logits after the other's, no two are alive
+            for used in self._last_used[node]:
+                del values[used]
+        self._environment |= {name: values[node] for name, node in self._outputs.items()}
+
+
+def _is_even(node: fx.Node) -> bool:
+    """A pass of a model in which every sequence has as many tokens as the others."""
+    if node.op != "call_module" or len(node.args) <= _Q_START:
+        return False
+    starts = node.args[_Q_START]
+    return isinstance(starts, fx.Node) and starts.target is _STARTS and starts.args[0] == 0
+
+
+def _is_pure(node: fx.Node, constant: set[fx.Node]) -> bool:
+    """Computes the same at every run."""
+    schema = getattr(node.target, "_schema", None)
+    is_mutable = schema is not None and schema.is_mutable
+    return not is_mutable and all(operand in constant for operand in node.all_input_nodes)
+
+
+def _call(node: fx.Node, function: Callable[..., Any], values: Mapping[fx.Node, Any]) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        raise OperatorError.of(node, error) from error

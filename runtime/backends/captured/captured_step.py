@@ -1,0 +1,398 @@
+"""A plan's step as captured graphs: one replay a step, no Python and no host read inside."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from specc.artifact.graph_io import graph_from_json
+from specc.errors import EngineError
+from specc.runtime.backends.captured.bound_step import BoundStep
+from specc.runtime.backends.captured.extended_step import ExtendedStep, StepExtras, StepKind
+from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice
+from specc.runtime.backends.captured.step_bounds import check_step_bounds
+from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
+from specc.runtime.backends.captured.step_scores import ScoredResults
+from specc.runtime.backends.failed_operator import OperatorError
+from specc.runtime.backends.place import place
+from specc.runtime.backends.program import (
+    BeforeAccept,
+    StepInputs,
+    StepResult,
+    StepValues,
+    draft_lens_of,
+    plan_of,
+)
+from specc.runtime.backends.step_constants import step_constants
+
+
+class CaptureWarning(UserWarning):
+    """A step runs operator by operator, because it could not be captured."""
+
+
+class PendingStep(NamedTuple):
+    """A step that was queued; `result` waits for it."""
+
+    step: CapturedStep
+    batch: int
+    begin_s: float
+    results: HostResults
+    # row of each sequence; None is their order
+    places: Sequence[int] | None = None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `submit_next` is the step after this one: queued without a word of the host.
+
+        Not with a hook, which reads what the device has made, nor where another step was queued
+        meanwhile: the device goes on from that one.
+        """
+        count = rows_of(self.batch, self.places)
+        is_newest = self.step.is_newest(self.results)
+        return is_newest and self.step.is_replayed(count, self.step.kind)
+
+    def result(self) -> StepResult:
+        """Once; the seconds are those since the step before it ended, or it was queued."""
+        values = self.results.wait()
+        own = slice(self.batch) if self.places is None else list(self.places)
+        found = self.step.to_result(values[own], self.step.seconds_since(self.begin_s))
+        if isinstance(self.results, ScoredResults):
+            found = found._replace(values={"scores": self.results.scores[own]})
+        return found
+
+
+class CapturedStep:
+    """One plan's step, captured for each batch bucket; see `StepProgram` for the contract.
+
+    A bucket is a number of sequences; rows that a batch does not fill are padding, which writes
+    nothing. A bucket is captured as one graph, or, while `before_accept` is set, as one graph for
+    each stage; what a step does besides is captured by its kind, see `ExtendedStep`.
+
+    Args:
+        program: content of `steps/<plan>.json`.
+        models: name → program on the device.
+        slabs: the caches under their names in the environment.
+        buffers: inputs and results; common to the steps of an engine.
+        graphs: the device.
+        buckets: sizes, ascending; the last is the largest batch.
+        by_block: sequence b of the models has cache row b, so each goes to the row of its block;
+            the cache is dense.
+        adapt: called with each stage's graph, which it may change.
+    Raises:
+        EngineError: a malformed program.
+    """
+
+    def __init__(
+        self,
+        program: Mapping[str, Any],
+        models: Mapping[str, nn.Module],
+        slabs: Mapping[str, Tensor],
+        buffers: StepBuffers,
+        graphs: GraphDevice,
+        buckets: Sequence[int],
+        by_block: bool = False,
+        adapt: Callable[[fx.GraphModule], object] = lambda graph: None,
+    ) -> None:
+        self.plan = plan_of(program)
+        self.before_accept: BeforeAccept | None = None
+        self.buckets = tuple(buckets)
+        self._buffers = buffers
+        self._graphs = graphs
+        self._slabs = slabs
+        self._constants = {
+            name: value.to(graphs.device)
+            for name, value in step_constants(program, self.plan).items()
+        }
+        self._stages = {
+            stage["name"]: place(graph_from_json(stage["graph"], modules=models), graphs.device)
+            for stage in program["stages"]
+        }
+        self.by_block = by_block
+        for stage in self._stages.values():
+            adapt(stage)
+            # the module and its graph name each other: weights would outlive the engine until the
+            # garbage collector comes by
+            stage.graph.owning_module = None
+        self._drafts = draft_lens_of(self.plan)
+        # a capture's results stay where it put them, so each way of capturing has its own: whole,
+        # in stages, or of some kind
+        self._bound: dict[tuple[int, bool | StepKind], BoundStep] = {}
+        self._captured: dict[tuple[int, bool | StepKind], list[Graph] | None] = {}
+        # what the step that was queued last does besides
+        self.kind: StepKind | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """A hook stands between the stages."""
+        return self.before_accept is not None
+
+    @property
+    def takes_masks(self) -> bool:
+        """Masks can be part of its graphs: nothing else stands between the stages."""
+        return not (self.is_split or self.by_block)
+
+    def is_captured(self, bucket: int, kind: StepKind | None = None) -> bool:
+        """Whether a step of this size is replayed; False before `capture`."""
+        return self._captured.get((bucket, kind or self.is_split)) is not None
+
+    def capture(self, bucket: int, kind: StepKind | None = None) -> float:
+        """Capture a bucket where that has not been tried; a warning tells where it fails.
+
+        Returns:
+            seconds of capturing, without the run before it, which compiles kernels.
+        Raises:
+            EngineError: the step cannot run at all.
+        """
+        key = (bucket, kind or self.is_split)
+        if key in self._captured:
+            return 0.0
+        # padding alone: the run before the capture writes no cache row
+        with self._graphs.active(), self._buffers.kept_inputs(bucket):
+            bound = self._bind(bucket, kind)
+            is_parted = kind.reads_draft if kind else self.is_split
+            parts = bound.parts if is_parted else [bound.run]
+            self._warm_up(parts, bucket)
+            begin_s = time.perf_counter()
+            self._bound[key], self._captured[key] = bound, self._try_capture(parts, bucket)
+            return time.perf_counter() - begin_s
+
+    def submit(
+        self,
+        inputs: StepInputs,
+        sequences: Sequence[object] = (),
+        is_carried: Sequence[bool] = (),
+        extras: StepExtras | None = None,
+    ) -> PendingStep:
+        """Queue a step; nothing waits for the device, unless masks follow from what it drafts.
+
+        Args:
+            inputs: on the host. A carried row has any last tokens, and at least as many committed
+                rows as the device has.
+            sequences: whose rows these are, where later steps are to go on from what this one
+                leaves; else ().
+            is_carried: which of them go on from what their last step leaves; `StateRows.knows`
+                them.
+            extras: what it does besides.
+        Raises:
+            EngineError: the step would leave the cache, or cannot run at all.
+        """
+        begin_s = time.perf_counter()
+        batch = len(inputs.rows)
+        places = inputs.block_table[:, 0].tolist() if self.by_block else None
+        num_blocks, rows_per_block = self._slabs["history"].shape
+        lengths = [row[-1] for row in inputs.rows]
+        check_step_bounds(
+            lengths, inputs.block_table, self.plan.num_rows, num_blocks, rows_per_block
+        )
+        bucket = self.bucket_of(rows_of(batch, places))
+        self.kind = extras.kind if extras else None
+        self.capture(bucket, self.kind)
+        with self._graphs.active():
+            self._buffers.copy_from(inputs, bucket, places)
+            if sequences:
+                self._buffers.state.route(sequences, is_carried, bucket, places)
+            return self._queue(batch, places, bucket, begin_s, extras)
+
+    def submit_next(self, batch: int, places: Sequence[int] | None = None) -> PendingStep:
+        """Queue a step that goes on where the last one ended, which the host may not know yet.
+
+        Args:
+            batch: sequences, those of the step that was queued last.
+            places: their rows, as that step had them.
+        """
+        begin_s = time.perf_counter()
+        bucket = self.bucket_of(rows_of(batch, places))
+        self.capture(bucket, self.kind)
+        with self._graphs.active():
+            return self._queue(batch, places, bucket, begin_s)
+
+    def advance(
+        self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
+    ) -> StepResult:
+        """Run the step for sequences that are known on the host; see `program.advance`.
+
+        Values stay after a step only where its stages were captured one by one.
+        """
+        assert all(slabs[name] is slab for name, slab in self._slabs.items()), "slabs are captured"
+        if not reads:
+            return self.submit(inputs).result()
+        with self._as_stages():
+            pending = self.submit(inputs)
+            result = pending.result()
+            bucket = self.bucket_of(rows_of(pending.batch, pending.places))
+            bound = self._bound[bucket, True]
+            seen = _BoundValues(bound, bucket, pending.batch, pending.places)
+            return result._replace(values={name: seen[name] for name in reads})
+
+    @contextlib.contextmanager
+    def _as_stages(self) -> Iterator[None]:
+        """Run the stages as graphs of their own for a while, with a hook or without."""
+        before, self.before_accept = self.before_accept, self.before_accept or _look_at_nothing
+        try:
+            yield
+        finally:
+            self.before_accept = before
+
+    def knows(self, sequences: Sequence[object]) -> bool:
+        """Whether the device still has the state of all these sequences."""
+        return all(self._buffers.state.knows(sequence) for sequence in sequences)
+
+    def mark(self) -> Event:
+        """An event after everything that has been queued."""
+        return self._graphs.record_event()
+
+    def is_newest(self, results: HostResults) -> bool:
+        """No step of the engine was queued after the one of these results."""
+        return self._buffers.newest is results
+
+    def is_replayed(self, batch: int, kind: StepKind | None = None) -> bool:
+        """A step of this many sequences, which does this besides, runs as one graph."""
+        if kind and kind.is_masked:
+            # the host has not seen yet what the next masks follow from
+            return False
+        return not self.is_split and self.is_captured(self.bucket_of(batch), kind)
+
+    def seconds_since(self, begin_s: float) -> float:
+        """Seconds up to now, or since the host saw the last step end where that is less."""
+        end_s, self._buffers.end_s = self._buffers.end_s, time.perf_counter()
+        return self._buffers.end_s - max(begin_s, end_s)
+
+    def bucket_of(self, batch: int) -> int:
+        """The smallest bucket that holds a batch."""
+        return next(size for size in self.buckets if size >= batch)
+
+    def to_result(self, values: Tensor, seconds: float) -> StepResult:
+        """Host results [B, 2 + P + drafts] as lists."""
+        width = self.plan.max_depth + 1
+        columns = values.T.tolist()
+        drafts = columns[2 + width : 2 + width + len(self._drafts)]
+        return StepResult(
+            columns[0],
+            values[:, 1 : 1 + width].tolist(),
+            columns[1 + width],
+            dict(zip(self._drafts, drafts, strict=True)),
+            {"step": seconds},
+        )
+
+    @torch.inference_mode()
+    def _queue(
+        self,
+        batch: int,
+        places: Sequence[int] | None,
+        bucket: int,
+        begin_s: float,
+        extras: StepExtras | None = None,
+    ) -> PendingStep:
+        key = (bucket, self.kind or self.is_split)
+        bound, captured = self._bound[key], self._captured[key]
+        parts: list[Callable[[], object]] = [graph.replay for graph in captured or ()]
+        if not parts and not self.kind:
+            parts = [*bound.parts] if self.is_split else [bound.run]
+        if isinstance(bound, ExtendedStep):
+            bound.queue(parts, batch, extras.masks if extras else None)
+        elif self.before_accept is None:
+            for part in parts:
+                part()
+        else:
+            *early, accept = parts
+            for part in early:
+                part()
+            self.before_accept(_BoundValues(bound, bucket, batch, places))
+            accept()
+        self._buffers.state.stepped()
+        if isinstance(bound, ExtendedStep) and bound.scores is not None:
+            results: HostResults = bound.scores.read()
+            self._buffers.newest = results
+        else:
+            results = self._buffers.read_results()
+        return PendingStep(self, batch, begin_s, results, places)
+
+    def _warm_up(self, parts: Sequence[Callable[[], object]], bucket: int) -> None:
+        """Run once: this compiles and allocates what the first run does."""
+        try:
+            for part in parts:
+                part()
+        except OperatorError as error:
+            raise EngineError(
+                f"plan {self.plan.name} for {bucket} sequences cannot run: {error}",
+                "a step whose operators run on this device, and memory for them",
+                "lower max_num_seqs if memory ran out; --backend eager runs the engine without"
+                " the kernels",
+            ) from error
+
+    def _try_capture(
+        self, parts: Sequence[Callable[[], object]], bucket: int
+    ) -> list[Graph] | None:
+        try:
+            return [self._graphs.capture(part) for part in parts]
+        except OperatorError as error:
+            warnings.warn(
+                f"plan {self.plan.name} for {bucket} sequences cannot be captured and runs"
+                f" operator by operator, which is slower: {error}",
+                CaptureWarning,
+                stacklevel=4,
+            )
+            return None
+
+    def _bind(self, bucket: int, kind: StepKind | None = None) -> BoundStep:
+        buffers = self._buffers
+        # plans read as many proposals and weights as they have
+        widths = {"proposals": self.plan.max_depth, "vote_weights": len(self.plan.drafts)}
+        inputs = dict(self._slabs)
+        for name, view in buffers.inputs.items():
+            inputs[name] = view[:bucket, : widths[name]] if name in widths else view[:bucket]
+        results = buffers.results[:bucket]
+        own = (self._stages, self._constants, inputs, results, self._drafts.values())
+        return ExtendedStep(kind, self._graphs, self.plan, *own) if kind else BoundStep(*own)
+
+
+class _BoundValues:
+    """What a hook sees of a step: values of real rows alone; a new value is copied into place."""
+
+    def __init__(
+        self, bound: BoundStep, bucket: int, batch: int, places: Sequence[int] | None = None
+    ) -> None:
+        self._bound = bound
+        self._bucket = bucket
+        self._batch = batch
+        self._places = places
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._bound.environment[name]
+        if self._is_common(name):
+            return value
+        # logits have a row for each node of each sequence
+        if self._places is None:
+            return value[: value.shape[0] // self._bucket * self._batch]
+        return value[self._rows(value)]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if self._places is None or self._is_common(name):
+            self[name].copy_(value)
+        else:
+            whole = self._bound.environment[name]
+            whole[self._rows(whole)] = value
+
+    def _is_common(self, name: str) -> bool:
+        return name in self._bound.fixed_names or bool(name.partition("_slab_")[1])
+
+    def _rows(self, value: Tensor) -> Tensor:
+        assert self._places is not None
+        each = value.shape[0] // self._bucket
+        rows = [place * each + i for place in self._places for i in range(each)]
+        return torch.tensor(rows, device=value.device)
+
+
+def rows_of(batch: int, places: Sequence[int] | None) -> int:
+    """Rows that hold a batch: up to the last that a sequence has."""
+    return batch if places is None else max(places, default=0) + 1
+
+
+def _look_at_nothing(values: StepValues) -> None:
+    """A hook that only keeps the stages apart."""

@@ -1,0 +1,186 @@
+"""A bound step that also applies masks and computes log probabilities, all inside of its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from specc.runtime.backends.captured.bound_step import BoundStep
+from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.captured.step_masks import StepMasks
+from specc.runtime.backends.captured.step_scores import StepScores
+from specc.runtime.backends.failed_operator import OperatorError
+from specc.runtime.constraints.mask_rules import MaskRules
+from specc.speculation.plans import SpecPlan
+
+
+class StepKind(NamedTuple):
+    """What a step does besides; each kind is captured by itself, when it is first asked for.
+
+    Args:
+        is_scored: compute log probabilities.
+        is_masked: masks change the logits that acceptance looks at.
+        has_biases: so do biases.
+        reads_draft: masks follow from what the device drafts.
+    """
+
+    is_scored: bool = False
+    is_masked: bool = False
+    has_biases: bool = False
+    reads_draft: bool = False
+
+
+class StepExtras(NamedTuple):
+    """What the host asks of a step besides.
+
+    Args:
+        is_scored: log probabilities of what it emits.
+        masks: of its trees.
+    """
+
+    is_scored: bool = False
+    masks: MaskRules | None = None
+
+    @property
+    def kind(self) -> StepKind:
+        masks = self.masks
+        if masks is None:
+            return StepKind(self.is_scored)
+        return StepKind(self.is_scored, True, masks.has_biases, masks.reads_draft)
+
+
+class DraftReader:
+    """Tokens of a step's trees on their way to the host, which reads them while the step goes on.
+
+    Args:
+        graphs: the device.
+        batch: B.
+        plan: of the step.
+    """
+
+    def __init__(self, graphs: GraphDevice, batch: int, plan: SpecPlan) -> None:
+        shape = (batch, plan.num_nodes)
+        self._tokens = graphs.host_buffer(*shape, dtype=torch.int64)
+        self._parents: Tensor | None = None
+        if plan.is_static:
+            self._own = list(plan.tree.parents)
+        else:
+            self._parents = graphs.host_buffer(*shape, dtype=torch.int32)
+        self._event = graphs.replayed_event()
+
+    def leave(self, environment: Mapping[str, Tensor]) -> None:
+        """After the draft: copy the trees, and mark where they are there."""
+        self._tokens.copy_(environment["tokens"], non_blocking=True)
+        if self._parents is not None:
+            self._parents.copy_(environment["parents"], non_blocking=True)
+        self._event.record()
+
+    def read(self, batch: int) -> tuple[list[list[int]], list[list[int]]]:
+        """[B][N] tokens and parents of the first sequences, once the device has drafted them."""
+        self._event.synchronize()
+        tokens = self._tokens[:batch].tolist()
+        if self._parents is None:
+            return tokens, [self._own] * batch
+        return tokens, self._parents[:batch].tolist()
+
+
+class ExtendedStep(BoundStep):
+    """A step of some kind, see `BoundStep`: one part, or two where the host reads the draft.
+
+    Args:
+        kind: what it does besides.
+        graphs: the device.
+        plan: of the step.
+        stages, constants, inputs, results, draft_lens: as of `BoundStep`.
+    """
+
+    def __init__(
+        self,
+        kind: StepKind,
+        graphs: GraphDevice,
+        plan: SpecPlan,
+        stages: Mapping[str, fx.GraphModule],
+        constants: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        results: Tensor,
+        draft_lens: Iterable[str] = (),
+    ) -> None:
+        batch, width = results.shape
+        self.scores: StepScores | None = None
+        if kind.is_scored:
+            self.scores = StepScores(graphs, batch, width, plan.max_depth + 1)
+            results = self.scores.results
+        super().__init__(stages, constants, inputs, results, draft_lens)
+        self.masks: StepMasks | None = None
+        if kind.is_masked:
+            self.masks = StepMasks(graphs, batch, plan.num_nodes, kind.has_biases)
+        self.reader = DraftReader(graphs, batch, plan) if kind.reads_draft else None
+
+    @property
+    def parts(self) -> list[Callable[[], None]]:
+        """Up to verification, and what comes after; one of both where nobody looks in between."""
+        *early, last = self._stages
+
+        def before() -> None:
+            for i, stage in enumerate(early):
+                stage.run()
+                if self.reader is not None and i == 0:
+                    self._do("reading the draft", self.reader.leave, self.environment)
+
+        def after() -> None:
+            own = self.environment["logits"]
+            if self.masks is not None:
+                if self.scores is not None:
+                    # log probabilities are the model's own
+                    self.environment["logits"] = own.clone()
+                self._do("masks", self.masks.apply, self.environment["logits"])
+            last.run()
+            # a capture of this part alone begins where verification has left them
+            self.environment["logits"] = own
+            if self.scores is not None:
+                self._do("log probabilities", self.scores.leave, self.environment, own)
+            self._leave_results()
+
+        def whole() -> None:
+            before()
+            after()
+
+        parts = [whole] if self.reader is None else [before, after]
+        return [torch.inference_mode()(part) for part in parts]
+
+    def queue(
+        self, graphs: Sequence[Callable[[], object]], batch: int, rules: MaskRules | None
+    ) -> None:
+        """Queue a run, with masks of some rules.
+
+        Where the host reads the draft, it does so after all up to verification is queued, and the
+        device verifies while the host makes the masks.
+
+        Args:
+            graphs: replays of the parts; none where they were not captured.
+            batch: sequences.
+            rules: `MaskRules` of the step; None where it has none.
+        """
+        parts = graphs or ([self.run] if self.reader is None else self.parts)
+        if self.masks is None:
+            parts[0]()
+            return
+        assert rules is not None, "a step with masks"
+        device = self._results.device
+        if self.reader is None:
+            self.masks.fill(rules.masks(rules.known_trees(), device))
+            parts[0]()
+            return
+        parts[0]()
+        self.masks.fill(rules.masks(self.reader.read(batch), device))
+        parts[1]()
+
+    def _do(self, what: str, work: Callable[..., Any], *args: Any) -> None:
+        """Raises OperatorError: an operator in it failed."""
+        try:
+            work(*args)
+        except Exception as error:
+            raise OperatorError(what, None, error) from error

@@ -1,0 +1,74 @@
+"""What capturing a step needs of a device; CUDA's is in `runtime/backends/cuda/graphs.py`.
+
+Tests have one that records operators on the CPU and replays them at the same addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Graph(Protocol):
+    """Captured work; `replay` repeats it on the tensors that it was captured with."""
+
+    def replay(self) -> None: ...
+
+
+class Event(Protocol):
+    """A point in the device's work; `synchronize` waits until it is reached."""
+
+    def synchronize(self) -> None: ...
+
+
+class ReplayedEvent(Event, Protocol):
+    """An event of a captured graph: `synchronize` waits for that point of the last replay."""
+
+    def record(self) -> None:
+        """Mark this point, of a capture or of what is queued now."""
+        ...
+
+
+class GraphDevice(Protocol):
+    """A device that runs work in order and can capture it."""
+
+    device: torch.device
+
+    def active(self) -> AbstractContextManager[object]:
+        """Make this the device that kernels of this thread launch on, for a while.
+
+        Operators follow the device of their tensors; a Triton kernel launches on the current one.
+        """
+        ...
+
+    def capture(self, run: Callable[[], object]) -> Graph:
+        """Capture `run`, which has run before: nothing in it may compile, allocate anew or wait.
+
+        Raises:
+            RuntimeError: an operator cannot be captured.
+        """
+        ...
+
+    def stream_handle(self) -> int:
+        """The stream that work of this thread is queued on now, as other libraries take it."""
+        ...
+
+    def record_event(self) -> Event:
+        """An event after everything that has been queued."""
+        ...
+
+    def replayed_event(self) -> ReplayedEvent:
+        """An event that can be recorded inside of a capture."""
+        ...
+
+    def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host that copies from and to the device need not stage: pinned."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory of the device that can still be had."""
+        ...

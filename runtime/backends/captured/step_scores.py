@@ -1,0 +1,100 @@
+"""Log probabilities of what a step emits: computed inside of it, and copied with its results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specc.runtime.backends.captured.graph_device import Event, GraphDevice
+from specc.runtime.backends.captured.step_buffers import NUM_STAGES, HostResults
+from specc.runtime.outputs.logprobs import ROWS_AT_ONCE, score_tokens
+from specc.sampling.params import MAX_LOGPROBS
+
+
+class StepScores:
+    """Static tensors of a step's results and scores, side by side: one copy brings both.
+
+    Scores are [B, P, 2 + 2 K] float64, see `score_tokens`: of the accepted tokens and the bonus
+    token, and anything after them; K is what a request may ask for at most.
+
+    Args:
+        graphs: the device.
+        batch: B.
+        width: integers of a sequence's results.
+        length: P, tokens that a step emits at most.
+    """
+
+    def __init__(self, graphs: GraphDevice, batch: int, width: int, length: int) -> None:
+        self._graphs = graphs
+        self._sizes = (batch * width, batch * length * (2 + 2 * MAX_LOGPROBS))
+        self._shapes = ((batch, width), (batch, length, -1))
+        self._flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=graphs.device)
+        self.results, self._scores = self._views(self._flat)
+        # first row of each sequence's nodes
+        self._first = torch.arange(batch, device=graphs.device)[:, None]
+        # columns in use: fewer where the vocabulary is smaller than K
+        self._num_columns = self._scores.shape[2]
+        self._outputs = [
+            graphs.host_buffer(sum(self._sizes), dtype=torch.int64) for _ in range(NUM_STAGES)
+        ]
+        self._pending: list[ScoredResults | None] = [None] * NUM_STAGES
+        self._next = 0
+
+    def leave(self, environment: Mapping[str, Tensor], logits: Tensor) -> None:
+        """Compute the scores.
+
+        Args:
+            environment: `path` [B, P] and `output_tokens` [B, P] of the walk.
+            logits: [B * N, V], the model's own.
+        """
+        batch, length, _ = self._scores.shape
+        rows = environment["path"].long().clamp(min=0) + self._first * (logits.shape[0] // batch)
+        tokens = environment["output_tokens"].clamp(min=0)
+        parts = zip(
+            rows.flatten().split(ROWS_AT_ONCE), tokens.flatten().split(ROWS_AT_ONCE), strict=True
+        )
+        place = 0
+        for own, after in parts:
+            found = score_tokens(logits[own], after, MAX_LOGPROBS)
+            self._num_columns = found.shape[1]
+            rows_of = self._scores.view(batch * length, -1)[place : place + len(own)]
+            rows_of[:, : found.shape[1]].copy_(found)
+            place += len(own)
+
+    def read(self) -> ScoredResults:
+        """Queue the copy of results and scores to the host, after the step that made them."""
+        stage = self._next
+        self._next = (stage + 1) % NUM_STAGES
+        if (older := self._pending[stage]) is not None:
+            older.leave_staging()
+        self._outputs[stage].copy_(self._flat, non_blocking=True)
+        found = ScoredResults(self._outputs[stage], self._graphs.record_event(), self)
+        self._pending[stage] = found
+        return found
+
+    def on_host(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Results and scores in memory of the host, without columns that are not in use."""
+        results, scores = self._views(flat)
+        return results, scores[:, :, : self._num_columns]
+
+    def _views(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        results, scores = flat.split(self._sizes)
+        return results.view(self._shapes[0]), scores.view(torch.float64).view(self._shapes[1])
+
+
+class ScoredResults(HostResults):
+    """Results of a step on their way to the host, with scores."""
+
+    def __init__(self, values: Tensor, event: Event, scores: StepScores) -> None:
+        super().__init__(values, event)
+        self._step_scores = scores
+
+    def wait(self) -> Tensor:
+        return self._step_scores.on_host(super().wait())[0]
+
+    @property
+    def scores(self) -> Tensor:
+        """[B, P, 2 + 2 K] float64, once somebody has waited."""
+        return self._step_scores.on_host(self._values)[1]

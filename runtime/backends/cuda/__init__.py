@@ -1,0 +1,1 @@
+"""Programs on a GPU: Triton's kernels, CUDA graphs, products by measurement."""

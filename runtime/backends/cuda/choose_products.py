@@ -1,0 +1,333 @@
+"""Which product runs for which shape: measured while an engine loads, before anything is captured.
+
+The operators `add_norm_*` and `embed_norm_rope_write` have kernels for few rows beside the
+library's product. Nobody knows which is faster on a GPU before it has run both, so each shape is
+timed with each number of rows, over the weights of all layers in turn, as a step reads them: a
+kernel takes the library's place only where it was faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from specc.errors import FaultError
+from specc.runtime.backends.captured.graph_device import GraphDevice
+
+# those that end with rotation and cache write, and all
+_WRITERS = ("add_norm_rope_write", "embed_norm_rope_write")
+OPERATORS = ("add_norm_linear", "add_norm_gate_up", "add_norm_head", *_WRITERS)
+# rows that are measured; others are rounded up to one of them
+ROWS = (1, 2, 4, 8, 16)
+# a kernel that saves less than this share may be as fast as the library's: it is not chosen
+_LEAST_GAIN = 0.01
+_REPEATS, _REPLAYS = 3, 5
+# difference of two results over the size of one: what roundings and another order of a sum leave,
+# and far less than a kernel that is compiled wrongly
+_MOST_OFF = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class ProductWarning(UserWarning):
+    """A kernel that does not run here; the library's product takes its place."""
+
+
+class DeviceLostError(FaultError):
+    """After a kernel that was measured, the device takes no more work: a fault that came late.
+
+    Args:
+        error: of the device.
+        report: what was found before, as `choose_products` returns it, and last the product whose
+            kernel it was: with `lost`, the kernel's name, and chosen the library's.
+    """
+
+    def __init__(self, error: BaseException, report: list[dict[str, Any]]) -> None:
+        last = report[-1]
+        super().__init__(
+            f"a device that takes no work after {last['lost']} of {last['operator']}"
+            f" {last['shape']} in {last['dtype']} with {last['rows']} rows: {error}",
+            "kernels that run on this device",
+            "load the engine again: what was measured is kept, and this kernel left out. Report it",
+        )
+        self.report = report
+
+
+class Program(Protocol):
+    """What is read of a model's program on a device: its graph, and the values of its inputs."""
+
+    @property
+    def graph(self) -> fx.Graph: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator in a model's graph, with the tensors that do not change.
+
+    Args:
+        operator: its name.
+        eps: of the norm.
+        unit_offset: of the norm.
+        gamma: of the norm.
+        weight: [N, K].
+        last: bias or activation, whatever follows the weight.
+        caches: k and v cache of those that write to them.
+        embedding: [V, K] of those that start with tokens, else None.
+    """
+
+    operator: str
+    eps: float
+    unit_offset: bool
+    gamma: Tensor
+    weight: Tensor
+    last: Any
+    caches: tuple[Tensor, ...]
+    embedding: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for calls that run the same code."""
+        last = type(self.last).__name__ if isinstance(self.last, Tensor) else self.last
+        shapes = tuple(cache.shape[2:] for cache in self.caches)
+        return self.operator, self.weight.dtype, tuple(self.weight.shape), last, shapes
+
+    def bind(self, rows: int) -> Callable[[], object]:
+        """The call for this many rows, which writes no row of a cache."""
+        device, dtype, size = self.weight.device, self.weight.dtype, self.weight.shape[1]
+        operator = getattr(torch.ops.specc, self.operator)
+        dice = torch.Generator().manual_seed(rows)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=dice).to(device, dtype)
+
+        first: tuple[Tensor, ...] = (draw(1, rows, size), draw(1, rows, size))
+        if self.embedding is not None:
+            ids = torch.randint(self.embedding.shape[0], (1, rows), generator=dice)
+            first = ids.to(device), self.embedding
+        args = [*first, self.gamma, self.eps, self.unit_offset, self.weight, self.last]
+        if self.operator == "add_norm_head":
+            args.append(torch.arange(rows, device=device))
+        if self.caches:
+            width = self.caches[0].shape[3]
+            args += [draw(rows, width), draw(rows, width), *self.caches]
+            args += [
+                torch.tensor([0, rows], dtype=torch.int32, device=device),
+                torch.full((rows,), -1, dtype=torch.int32, device=device),
+                torch.zeros(1, 1, dtype=torch.int32, device=device),
+            ]
+        return lambda: operator(*args)
+
+
+def calls_of(program: Program) -> Iterator[Call]:
+    """Calls of the operators in a model's graph, in order."""
+    tensors = program.tensors
+
+    def value(argument: Any) -> Any:
+        return tensors[argument.target] if isinstance(argument, fx.Node) else argument
+
+    for node in program.graph.nodes:
+        packet = getattr(node.target, "overloadpacket", None)
+        name = getattr(packet, "__name__", "")
+        if getattr(node.target, "namespace", "") != "specc" or name not in OPERATORS:
+            continue
+        _, second, gamma, eps, unit_offset, weight, last = node.args[:7]
+        caches = node.args[9:11] if name in _WRITERS else ()
+        yield Call(
+            name,
+            float(eps),
+            bool(unit_offset),
+            value(gamma),
+            value(weight),
+            value(last),
+            tuple(value(cache) for cache in caches),
+            value(second) if name == "embed_norm_rope_write" else None,
+        )
+
+
+# what this process has measured so far, as `choose_products` returns it
+measured: list[dict[str, Any]] = []
+# seconds of some work, which may be captured
+Timer = Callable[[Callable[[], object]], float]
+
+
+def graph_timer(graphs: GraphDevice) -> Timer:
+    """Times replays by the host's clock, several at a time: launches cost nothing then."""
+
+    def seconds(run: Callable[[], object]) -> float:
+        run()
+        graph = graphs.capture(run)
+        graph.replay()
+        found = []
+        for _ in range(_REPEATS):
+            graphs.record_event().synchronize()
+            begin = time.perf_counter()
+            for _ in range(_REPLAYS):
+                graph.replay()
+            graphs.record_event().synchronize()
+            found.append((time.perf_counter() - begin) / _REPLAYS)
+        return statistics.median(found)
+
+    return seconds
+
+
+def choose_products(
+    programs: Iterable[Program],
+    graphs: GraphDevice,
+    timer: Timer | None = None,
+    rows: Iterable[int] = ROWS,
+) -> list[dict[str, Any]]:
+    """Measure every shape of these programs that was not measured before, and choose.
+
+    Args:
+        programs: of the models, on the device.
+        graphs: the device.
+        timer: what measures; None replays graphs.
+        rows: numbers of rows to measure.
+    Returns:
+        what was found, ready for JSON: `operator`, `shape` [N, K], `dtype`, `rows`, `ms` of all
+        layers' calls by candidate (`library`, and the number of each tile), and `chosen`.
+    Raises:
+        DeviceLostError: a kernel has ended the work of the device.
+    """
+    # a hundred captures follow
+    with _quick_collections():
+        report = _choose(programs, timer or graph_timer(graphs), graphs, tuple(rows))
+    measured.extend(report)
+    return report
+
+
+@contextlib.contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Let the garbage collection before each capture pass over what is there already.
+
+    Modules and graphs of programs are hundreds of thousands of objects: it would take longer than
+    all that is measured.
+    """
+    if gc.get_freeze_count():
+        # somebody else's, who may want it to stay so
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _choose(
+    programs: Iterable[Program], timer: Timer, graphs: GraphDevice, rows: Sequence[int]
+) -> list[dict[str, Any]]:
+    # Triton is optional where an engine runs on any other backend
+    from specc.kernels.cuda import few_rows
+
+    groups: dict[tuple[Any, ...], list[Call]] = {}
+    for program in programs:
+        for call in calls_of(program):
+            groups.setdefault(call.kind, []).append(call)
+    report: list[dict[str, Any]] = []
+    with graphs.active(), torch.inference_mode():
+        for calls in groups.values():
+            for count in rows:
+                product = few_rows.Product.of(calls[0].operator, count, calls[0].weight)
+                if product in few_rows.choices:
+                    continue
+                bound = [call.bind(count) for call in calls]
+                item: dict[str, Any] = {
+                    "operator": product.operator,
+                    "shape": list(product.shape),
+                    "dtype": str(product.dtype).removeprefix("torch."),
+                    "rows": product.rows,
+                }
+                found: dict[int | None, float] = {}
+                for number, seconds in _measure(bound, len(product.tiles), timer):
+                    if seconds is not None:
+                        found[number] = seconds
+                    elif (error := _fault(graphs)) is not None:
+                        item |= {"ms": _named(found), "chosen": _name(None), "lost": _name(number)}
+                        raise DeviceLostError(error, [*report, item]) from error
+                best = _best(found)
+                few_rows.choices[product] = None if best is None else product.tiles[best]
+                report.append(item | {"ms": _named(found), "chosen": _name(best)})
+    return report
+
+
+def _fault(graphs: GraphDevice) -> Exception | None:
+    """What the device says when it is waited for; None where it works."""
+    try:
+        graphs.record_event().synchronize()
+    except Exception as error:
+        return error
+    return None
+
+
+def _measure(
+    bound: list[Callable[[], object]], num_tiles: int, timer: Timer
+) -> Iterator[tuple[int | None, float | None]]:
+    """Seconds of all calls by number of a tile, None is the library's product; or None of one that
+    does not run.
+    """
+    from specc.kernels.cuda import few_rows
+
+    def run() -> None:
+        for call in bound:
+            call()
+
+    with few_rows.forced(None):
+        wanted = bound[0]()
+    for number in (None, *range(num_tiles)):
+        seconds = None
+        with few_rows.forced(number):
+            try:
+                if number is not None:
+                    _check_result(bound[0](), wanted)
+                seconds = timer(run)
+            except Exception as error:
+                if number is None:
+                    raise
+                # whatever ails it: the step runs without this kernel
+                warnings.warn(
+                    f"a kernel for few rows does not run on this device and is not used: {error}",
+                    ProductWarning,
+                    stacklevel=6,
+                )
+        yield number, seconds
+
+
+def _check_result(found: object, wanted: object) -> None:
+    """Raises ArithmeticError: a kernel's result is not the library's but for roundings."""
+    for own, other in zip(_tensors(found), _tensors(wanted), strict=True):
+        size = torch.linalg.vector_norm(other.float())
+        off = float(torch.linalg.vector_norm(own.float() - other.float()) / size)
+        # neither where the difference is no number
+        if not off <= _MOST_OFF[other.dtype]:
+            raise ArithmeticError(f"its results differ from those of separate kernels by {off:.2g}")
+
+
+def _tensors(value: object) -> Sequence[Tensor]:
+    return (value,) if isinstance(value, Tensor) else value  # type: ignore[return-value]
+
+
+def _best(found: Mapping[int | None, float]) -> int | None:
+    """The fastest, where it is clearly faster than the library's product."""
+    best = min(found, key=lambda number: found[number])
+    return best if found[best] < (1 - _LEAST_GAIN) * found[None] else None
+
+
+def _named(found: Mapping[int | None, float]) -> dict[str, float]:
+    """Milliseconds by the names of candidates."""
+    return {_name(number): 1e3 * seconds for number, seconds in found.items()}
+
+
+def _name(number: int | None) -> str:
+    return "library" if number is None else f"tile-{number}"

@@ -1,0 +1,167 @@
+"""What was measured of products stays on the machine: the next load of an engine reads it.
+
+Measuring takes seconds of every load, and gives the same for the same GPU, software and shapes. So
+results lie in specc's cache, under the name of the GPU: an engine's directory may be read-only, and
+may be used on several machines. What the cache does not have, or has from another version of
+torch, of Triton or of the kernels, is measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specc.errors import SpeccError
+from specc.runtime.backends.cuda.choose_products import ProductWarning
+from specc.system.file_cache import FileCache
+
+SCHEMA_VERSION = 1
+_LIBRARY = "library"
+# of a cache that is not there for this user; an engine loads all the same (RuntimeError: no home)
+_FAILURES = (SpeccError, OSError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What results hold for, besides shapes.
+
+    Args:
+        gpu: name of the device.
+        torch_version: and with it that of the library.
+        compiler: of the kernels, with its version.
+        kernels: digest of the kernels' source.
+    """
+
+    gpu: str
+    torch_version: str
+    compiler: str
+    kernels: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> Conditions:
+        """Those of a GPU of this process."""
+        from specc.kernels.cuda import few_rows
+
+        name = torch.cuda.get_device_name(device)
+        return cls(name, torch.__version__, few_rows.COMPILER, kernel_digest())
+
+    @property
+    def file_name(self) -> str:
+        """In the cache: the GPU's name for people, then a digest of everything."""
+        text = json.dumps([SCHEMA_VERSION, *astuple(self)])
+        digest = hashlib.sha256(text.encode()).hexdigest()[:24]
+        return f"products/{re.sub('[^A-Za-z0-9]+', '-', self.gpu)[:60]}-{digest}.json"
+
+
+def kernel_digest() -> str:
+    """Of the source of all Triton kernels; a change in any of them measures anew."""
+    spec = importlib.util.find_spec("specc.kernels.cuda")
+    assert spec is not None
+    assert spec.origin is not None
+    digest = hashlib.sha256()
+    for path in sorted(Path(spec.origin).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+class KeptProducts:
+    """Results of `choose_products` in specc's cache.
+
+    Args:
+        conditions: under which they hold.
+        cache: None is that of the user.
+    """
+
+    def __init__(self, conditions: Conditions, cache: FileCache | None = None) -> None:
+        self._name = conditions.file_name
+        self._cache = cache
+
+    def take(self) -> int:
+        """Choose as was measured earlier, what this process has not measured itself.
+
+        Returns:
+            number of products that were chosen.
+        """
+        from specc.kernels.cuda import few_rows
+
+        count = 0
+        for product, number in _choices(self._read()):
+            if product not in few_rows.choices:
+                few_rows.choices[product] = None if number is None else product.tiles[number]
+                count += 1
+        return count
+
+    def add(self, report: Iterable[Mapping[str, Any]]) -> None:
+        """Keep what was measured; a cache that cannot be written is a warning.
+
+        Args:
+            report: as `choose_products` returns it. What has a candidate that failed is not kept:
+                the next load tries it again; but not one that has ended the device's work.
+        """
+        found = [dict(item) for item in report if _is_whole(item)]
+        if not found:
+            return
+        # another process may have written meanwhile; what this one has measured replaces that
+        kept = {_key(item): item for item in (*self._read(), *found)}
+        content = {"schema_version": SCHEMA_VERSION, "products": list(kept.values())}
+        try:
+            self._open().write(self._name, (json.dumps(content, indent=1) + "\n").encode())
+        except _FAILURES as error:
+            _warn("what was measured of products is not kept", error)
+
+    def _open(self) -> FileCache:
+        """The cache; where it lies may be unknown."""
+        if self._cache is None:
+            self._cache = FileCache()
+        return self._cache
+
+    def _read(self) -> list[dict[str, Any]]:
+        try:
+            data = self._open().read(self._name)
+        except _FAILURES as error:
+            _warn("what was measured of products earlier is not read", error)
+            return []
+        if data is None:
+            return []
+        # its hash was right: what is in it, this version of specc has written
+        return list(json.loads(data)["products"])
+
+
+def _choices(items: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, int | None]]:
+    """Products, and the numbers of their tiles; None is the library's."""
+    from specc.kernels.cuda import few_rows
+
+    for item in items:
+        shape = (item["shape"][0], item["shape"][1])
+        dtype = getattr(torch, item["dtype"])
+        product = few_rows.Product(item["operator"], dtype, shape, item["rows"])
+        chosen = item["chosen"]
+        number = None if chosen == _LIBRARY else int(chosen.removeprefix("tile-"))
+        if number is None or number < len(product.tiles):
+            yield product, number
+
+
+def _is_whole(item: Mapping[str, Any]) -> bool:
+    """Whether every candidate was timed, or one of them can never be."""
+    from specc.kernels.cuda import few_rows
+
+    return "lost" in item or len(item["ms"]) == 1 + len(
+        few_rows.TILES[getattr(torch, item["dtype"])]
+    )
+
+
+def _key(item: Mapping[str, Any]) -> tuple[Any, ...]:
+    return item["operator"], item["dtype"], *item["shape"], item["rows"]
+
+
+def _warn(what: str, error: Exception) -> None:
+    warnings.warn(f"{what}: {error}", ProductWarning, stacklevel=4)

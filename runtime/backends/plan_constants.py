@@ -1,0 +1,103 @@
+"""Constants of a step program that follow from its plan: what the compiler wrote, once more.
+
+`passes/step/draft_stage.py`, `draft_levels.py` and `draft_dynamic.py` say what each is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from specc.speculation.plans import MERGE, SpecPlan, is_lookup
+from specc.speculation.tree import TokenTree
+
+
+def plan_constants(plan: SpecPlan, is_rectangular: bool) -> dict[str, Tensor]:
+    """Name → value of the constants that a step of this plan may have.
+
+    Args:
+        plan: of the step.
+        is_rectangular: the step is one for programs that take rectangles of tokens.
+    """
+    made = {"slot_of_target": _int32(range(plan.num_nodes))}
+    if plan.dynamic is not None:
+        return made | _dynamic(plan)
+    made["parents"] = _int32(plan.shape.parents)
+    if plan.is_static:
+        made["depths"] = _int32(plan.tree.depths)
+        made["ancestors"] = plan.tree.ancestor_words()
+    trees = {draft: plan.tree_of(draft) for draft in plan.drafts}
+    column, row, rows = 0, 0, list[int]()
+    for draft, tree in trees.items():
+        if is_lookup(draft):
+            rows += [-1] * tree.num_nodes
+        else:
+            rows += [q + row if q >= 0 else -1 for q in _q_rows(tree)]
+            row += tree.num_nodes - len(tree.leaves)
+            made[f"parents_of_{draft}"] = _int32(tree.parents)
+            made[f"slots_in_{draft}"] = made[f"slot_of_{draft}"] = _int32(_fed_slots(tree))
+            made |= _levels(plan, draft, tree, column, is_rectangular)
+        column += tree.num_nodes
+    made["q_rows"] = _int32(rows if plan.combine in ("", MERGE) else [-1] * plan.num_nodes)
+    made["merge_start"] = _int32([0, *accumulate(tree.num_nodes for tree in trees.values())])
+    made["vote_start"] = _int32([i * plan.num_nodes for i in range(len(trees) + 2)])
+    return made
+
+
+def _levels(
+    plan: SpecPlan, draft: str, tree: TokenTree, column: int, is_rectangular: bool
+) -> dict[str, Tensor]:
+    """Of the levels that a draft grows its tree by, tile by tile."""
+    made, words = {}, tree.ancestor_words()
+    for depth in range(tree.max_depth):
+        nodes = tree.levels[depth]
+        place = {node: i for i, node in enumerate(nodes)}
+        for first, fed in _tiles(plan, [node for node in nodes if node not in tree.leaves]):
+            name = f"{draft}_level_{depth}" + (f"_{first}" if first else "")
+            between = [n for n in nodes if fed[0] <= n <= fed[-1]] if is_rectangular else fed
+            made[f"{name}_fed"] = torch.tensor([place[node] for node in between])
+            made[f"{name}_ancestors"] = words[between]
+            made[f"{name}_nodes"] = _int32(between)
+            made[f"{name}_rows"] = torch.tensor([between.index(node) for node in fed])
+            children = [tree.children(node) for node in fed]
+            made[f"{name}_columns"] = _int32([column + own[0] for own in children])
+            widest = max(map(len, children))
+            kept = [i * widest + rank for i, own in enumerate(children) for rank in range(len(own))]
+            made[f"{name}_kept"] = torch.tensor(kept)
+    return made
+
+
+def _dynamic(plan: SpecPlan) -> dict[str, Tensor]:
+    assert plan.dynamic is not None
+    dynamic, k = plan.dynamic, plan.dynamic.top_k
+    sizes = {last - first for first, last in plan.tiles(k)}
+    columns = {"frontier_columns" + (f"_{n}" if n < k else ""): _int32([0] * n) for n in sizes}
+    return {
+        "root_column": _int32([0]),
+        "first_candidates": torch.arange(1, k + 1),
+        "no_rows": _int32([-1] * dynamic.num_candidates),
+        "fed_rows": _int32(range(dynamic.num_fed)),
+        **columns,
+    }
+
+
+def _tiles(plan: SpecPlan, nodes: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    for first, last in plan.tiles(len(nodes)):
+        yield first, nodes[first:last]
+
+
+def _fed_slots(tree: TokenTree) -> list[int]:
+    return [-1 if node in tree.leaves else node for node in range(tree.num_nodes)]
+
+
+def _q_rows(tree: TokenTree) -> list[int]:
+    fed = [node for node in range(tree.num_nodes) if node not in tree.leaves]
+    row = {node: i for i, node in enumerate(fed)}
+    return [-1, *(row[parent] for parent in tree.parents[1:])]
+
+
+def _int32(values: Sequence[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)

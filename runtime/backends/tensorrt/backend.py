@@ -1,0 +1,163 @@
+"""Programs of an engine on TensorRT: one engine a model, every step captured as one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specc.artifact.manifest import Manifest, ModelEntry, TensorRTEntry
+from specc.errors import EngineError
+from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.cuda.backend import (
+    CaptureLimits,
+    DeviceModel,
+    LayerCaches,
+    capture_within,
+    make_buffers,
+)
+from specc.runtime.backends.program import read_json
+from specc.runtime.backends.rectangular.head_major import place_commits
+from specc.runtime.backends.rectangular.model import WholeBatch
+from specc.runtime.backends.tensorrt.program import TensorRTProgram
+from specc.runtime.scheduling.kv_cache import KVCache
+from specc.system.files import read_checked
+
+_AGAIN = "compile the engine again with the installed TensorRT"
+
+
+def load_trt_programs(
+    path: Path,
+    manifest: Manifest,
+    cache: KVCache,
+    caches: Mapping[str, LayerCaches],
+    graphs: GraphDevice,
+    limits: CaptureLimits,
+) -> tuple[dict[str, DeviceModel], dict[str, CapturedStep]]:
+    """Models and steps of an engine on a device; what is captured at once is up to `limits`.
+
+    Args:
+        path: the engine directory.
+        manifest: its manifest.
+        cache: on the device, heads before rows.
+        caches: model name → its layers' k and v caches.
+        graphs: the device.
+        limits: of capturing.
+    Raises:
+        EngineError: no TensorRT, another one than the engine was built with, or one that does not
+            take it on this GPU.
+    """
+    from specc.tensorrt import library as installed
+
+    assert manifest.tensorrt is not None, "the manifest was validated"
+    assert cache.rows is not None, "rectangles have caches of their own"
+    trt = installed.load()
+    check_tensorrt(manifest.tensorrt, installed.facts(), _capability(graphs))
+    runtime = trt.Runtime(installed.logger())
+    models = {
+        model.name: TensorRTProgram(
+            model.name,
+            trt,
+            _deserialize(
+                trt,
+                runtime,
+                path,
+                model,
+                manifest.files[model.plan_file].sha256,
+                manifest.tensorrt,
+            ),
+            caches[model.name],
+            sorted({layer.window for layer in model.layers}),
+            cache.rows,
+            graphs,
+        )
+        for model in manifest.models
+    }
+    rows = cache.rows
+    max_batch = cache.shape.max_num_seqs
+    buffers = make_buffers(graphs, cache, [entry.plan for entry in manifest.plans], len(models))
+    in_steps = {name: WholeBatch(model) for name, model in models.items()}
+    steps = {
+        plan.name: CapturedStep(
+            read_json(path / plan.file),
+            in_steps,
+            cache.environment,
+            buffers,
+            graphs,
+            limits.buckets(max_batch),
+            by_block=True,
+            adapt=lambda graph: place_commits(graph, rows),
+        )
+        for plan in manifest.plans
+    }
+    order = sorted(steps, key=lambda name: name != manifest.default_plan)
+    capture_within(limits, [steps[name] for name in order], graphs)
+    return {name: DeviceModel(model, graphs) for name, model in models.items()}, steps
+
+
+def check_tensorrt(entry: TensorRTEntry, facts: Any, capability: str | None) -> None:
+    """Compare what an engine was built with and for with what is here.
+
+    Args:
+        entry: of the manifest.
+        facts: of the installed TensorRT.
+        capability: of this GPU, `8.9`; None where none is known.
+    Raises:
+        EngineError: another TensorRT, or another GPU.
+    """
+    if (entry.name, entry.version) != (facts.name, facts.version):
+        raise EngineError(
+            f"an engine of {entry.name} {entry.version}, and {facts.title}",
+            "the same version: engines of one do not load in another",
+            f"install {entry.name} {entry.version}, or {_AGAIN}",
+        )
+    wanted = entry.compute_capability
+    if None not in (wanted, capability) and wanted != capability:
+        raise EngineError(
+            f"an engine for compute capability {wanted}, and a GPU of {capability}",
+            "the GPU that the engine was built for",
+            f"run it on such a GPU, or compile it with --compute-capability {capability}",
+        )
+
+
+def _deserialize(
+    trt: Any, runtime: Any, path: Path, model: ModelEntry, sha256: str, entry: TensorRTEntry
+) -> Any:
+    file = path / model.plan_file
+    data = read_checked(file, sha256)
+    validity = _validity(trt, runtime, data)
+    engine = runtime.deserialize_cuda_engine(data) if validity is None else None
+    if engine is None:
+        raise EngineError(
+            f"{file}, which {entry.name} {entry.version} does not load here"
+            + (f": {validity}" if validity else ""),
+            "the GPU and driver that the engine was built for"
+            + (
+                f" (compute capability {entry.compute_capability})"
+                if entry.compute_capability
+                else ""
+            ),
+            "look at the messages above (specc doctor tells what this machine has); compile the"
+            " engine again on this machine",
+        )
+    return engine
+
+
+def _validity(trt: Any, runtime: Any, data: bytes) -> str | None:
+    """Why an engine is not valid here, as TensorRT-RTX says it; None where it says nothing."""
+    ask = getattr(runtime, "get_engine_validity", None)
+    kinds = getattr(trt, "EngineValidity", None)
+    if ask is None or kinds is None:
+        return None
+    answer = ask(data)
+    state, reasons = answer if isinstance(answer, tuple) else (answer, 0)
+    return f"{state}, diagnostics {reasons:#x}" if state == kinds.INVALID else None
+
+
+def _capability(graphs: GraphDevice) -> str | None:
+    if graphs.device.type != "cuda":
+        return None
+    return "{}.{}".format(*torch.cuda.get_device_capability(graphs.device))

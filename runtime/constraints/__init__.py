@@ -1,0 +1,1 @@
+"""What outputs may hold: grammars and controls, as masks of trees."""

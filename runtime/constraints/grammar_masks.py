@@ -1,0 +1,164 @@
+"""At each node of a tree, what may follow the path down to it: masks of grammars, and controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequence_
+
+import torch
+from torch import Tensor
+
+from specc.runtime.backends.program import BeforeAccept, StepValues
+from specc.runtime.constraints.grammar import GrammarState
+from specc.runtime.constraints.tree_controls import control_trees, reads_trees
+from specc.runtime.execution.device_link import DeviceLink, HostLink, to_device
+from specc.runtime.scheduling.sequence import Sequence
+from specc.speculation.plans import SpecPlan
+
+
+class TreeMasks:
+    """Changes the target's logits between verification and acceptance; a hook of one step.
+
+    A tree's drafts need no mask: a token that the grammar does not allow has the logit -inf at its
+    parent, so that no rule accepts it, and nothing below it is ever reached.
+
+    Args:
+        sequences: of the step, at least one with a grammar or with controls.
+        plan: of the step, whose logits exist.
+        before: another hook, which goes first.
+        keeps: keep `logits` as they were, for log probabilities.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence_[Sequence],
+        plan: SpecPlan,
+        before: BeforeAccept | None = None,
+        keeps: bool = False,
+    ) -> None:
+        assert plan.tile is None, "trees in tiles leave no logits"
+        self.logits: Tensor | None = None
+        self._sequences = sequences
+        self._plan = plan
+        self._before = before
+        self._keeps = keeps
+
+    def __call__(self, values: StepValues) -> None:
+        if self._before is not None:
+            self._before(values)
+        logits = values["logits"]
+        if self._keeps:
+            self.logits = logits.clone()
+        tokens, parents = self._trees(values)
+        grammars = [sequence.grammar for sequence in self._sequences]
+        masked = mask_trees(logits, grammars, tokens, parents)
+        values["logits"] = control_trees(masked, self._sequences, tokens, parents)
+
+    def _trees(
+        self, values: StepValues
+    ) -> tuple[Sequence_[Sequence_[int]], Sequence_[Sequence_[int]]]:
+        """[B][N] tokens and parents; any where nobody looks at them, so that no host waits."""
+        batch, size = len(self._sequences), self._plan.num_nodes
+        is_read = reads_trees(self._sequences) or any(s.grammar for s in self._sequences)
+        if size == 1 or not is_read:
+            return [[0] * size] * batch, [[-1] * size] * batch
+        is_static = self._plan.is_static
+        own = self._plan.tree.parents if is_static else ()
+        parents = [own] * batch if is_static else values["parents"].tolist()
+        return values["tokens"].tolist(), parents
+
+
+def has_masks(sequences: Sequence_[Sequence]) -> bool:
+    """Whether the logits of what follows any of them are changed."""
+    return any(s.grammar is not None or s.has_active_controls for s in sequences)
+
+
+def mask_trees(
+    logits: Tensor,
+    grammars: Sequence_[GrammarState | None],
+    tokens: Sequence_[Sequence_[int]],
+    parents: Sequence_[Sequence_[int]],
+) -> Tensor:
+    """The logits of B trees, -inf at what the grammars do not allow.
+
+    Args:
+        logits: [B * N, V].
+        grammars: B of them, each at its tree's root; None leaves the rows as they are.
+        tokens: [B][N] token of each node; node 0 is the root.
+        parents: [B][N], -1 at the root and at dead nodes.
+    Returns:
+        [B * N, V], new; or the same where no row has a mask.
+    """
+    rows: dict[int, bytes] = {}
+    for b, (grammar, row, above) in enumerate(zip(grammars, tokens, parents, strict=True)):
+        if grammar is not None:
+            masks = tree_masks(grammar, row, above)
+            rows.update((b * len(row) + node, mask) for node, mask in masks.items())
+    return mask_rows(logits, rows)
+
+
+def mask_roots(
+    logits: Tensor, sequences: Sequence_[Sequence], link: HostLink | DeviceLink | None = None
+) -> Tensor:
+    """The logits [B, V] of what follows each sequence, as its grammar and controls change them.
+
+    With a link nothing waits for the device.
+    """
+    masks = {i: s.grammar.mask() for i, s in enumerate(sequences) if s.grammar is not None}
+    masked = mask_rows(logits, {i: mask for i, mask in masks.items() if mask is not None}, link)
+    roots, parents = [[0]] * len(sequences), [[-1]] * len(sequences)
+    return control_trees(masked, sequences, roots, parents, link)
+
+
+def tree_masks(
+    grammar: GrammarState, tokens: Sequence_[int], parents: Sequence_[int]
+) -> dict[int, bytes]:
+    """Node → mask of the grammar after the path from the root to it.
+
+    Nodes are left out that no walk reaches, because the grammar does not allow their token or
+    theirs above, and those after the end of the output.
+
+    Args:
+        grammar: at the root; it is there again afterwards.
+        tokens: [N] token of each node; that of the root is not looked at.
+        parents: [N], -1 at the root and at dead nodes.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            children.setdefault(parent, []).append(node)
+    if (root := grammar.mask()) is None:
+        return {}
+    masks = {0: root}
+    # nodes from the root to where the grammar is, and their children that were not looked at yet;
+    # a chain may be deeper than Python calls
+    path = [(0, iter(children.get(0, ())))]
+    while path:
+        node, rest = path[-1]
+        child = next(rest, None)
+        if child is None:
+            path.pop()
+            if path:
+                grammar.pop()
+        elif grammar.goes_on(masks[node], tokens[child]) and grammar.push(tokens[child]):
+            if (mask := grammar.mask()) is None:
+                grammar.pop()
+            else:
+                masks[child] = mask
+                path.append((child, iter(children.get(child, ()))))
+    return masks
+
+
+def mask_rows(
+    logits: Tensor, masks: Mapping[int, bytes], link: HostLink | DeviceLink | None = None
+) -> Tensor:
+    """Logits [R, V] with -inf wherever a row's mask has no bit; rows without a mask stay."""
+    if not masks:
+        return logits
+    device, num_rows = logits.device, len(masks)
+    packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8)
+    packed, rows = to_device([packed.view(num_rows, -1), torch.tensor(list(masks))], device, link)
+    bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    is_allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    masked = logits[rows].masked_fill(~is_allowed, -torch.inf)
+    return logits.index_copy(0, rows, masked)

@@ -1,0 +1,92 @@
+"""The grammars and controls of a step's requests, as masks of the nodes of their trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+
+import torch
+from torch import Tensor
+
+from specc.runtime.backends.captured.step_masks import MaskRow, NodeMasks
+from specc.runtime.constraints.grammar_masks import tree_masks
+from specc.runtime.constraints.tree_controls import ends_of, reads_trees
+from specc.runtime.execution.device_link import DeviceLink, HostLink
+from specc.runtime.scheduling.sequence import Sequence
+from specc.speculation.plans import SUFFIX, SpecPlan
+
+Trees = tuple[Sequence_[Sequence_[int]], Sequence_[Sequence_[int]]]
+
+
+class MaskRules:
+    """What the requests of one step allow; the trees may be known now, or once they are drafted.
+
+    Args:
+        sequences: of the step, at least one with a grammar or with active controls.
+        plan: of the step, whose logits exist.
+        proposals: [B, L] int64, -1 after the last of each sequence, where the host proposes.
+        link: to the device.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence_[Sequence],
+        plan: SpecPlan,
+        proposals: Tensor | None,
+        link: HostLink | DeviceLink,
+    ) -> None:
+        assert plan.tile is None, "trees in tiles leave no logits"
+        self._sequences = sequences
+        self._plan = plan
+        self._link = link
+        self._proposals = proposals if plan.drafts == (SUFFIX,) else None
+        self._controls = [s.controls if s.has_active_controls else None for s in sequences]
+        self.has_biases = any(self._controls)
+        is_read = reads_trees(sequences) or any(s.grammar is not None for s in sequences)
+        self._looks = is_read and plan.num_nodes > 1
+        # the host cannot know what the device will draft
+        self.reads_draft = self._looks and self._proposals is None
+
+    def known_trees(self) -> Trees:
+        """[B][N] tokens and parents, where `reads_draft` is not set.
+
+        Roots' tokens are never looked at, nor are any where the masks do not depend on them.
+        """
+        batch, size = len(self._sequences), self._plan.num_nodes
+        if not self._looks:
+            return [[0] * size] * batch, [[-1] * size] * batch
+        assert self._proposals is not None, "the device drafts"
+        chains = self._proposals.tolist()
+        # as the draft stage makes them of proposals
+        tokens = [[0, *(max(token, 0) for token in chain)] for chain in chains]
+        parents = [[-1, *(i if t >= 0 else -1 for i, t in enumerate(chain))] for chain in chains]
+        return tokens, parents
+
+    def masks(self, trees: Trees, device: torch.device) -> NodeMasks:
+        """Of trees whose tokens are known.
+
+        Args:
+            trees: [B][N] tokens and parents, -1 at the root and at dead nodes.
+            device: that biases lie on.
+        """
+        rows: dict[int, MaskRow] = {}
+        size = self._plan.num_nodes
+        pairs = zip(self._sequences, self._controls, *trees, strict=True)
+        for b, (sequence, controls, tokens, parents) in enumerate(pairs):
+            own: dict[int, MaskRow] = {}
+            if sequence.grammar is not None:
+                masks = tree_masks(sequence.grammar, tokens, parents)
+                own = {node: MaskRow(mask) for node, mask in masks.items()}
+            count = sequence.num_output_tokens
+            if controls and (controls.num_tokens_read or controls.depends_on_depth(count)):
+                width = controls.num_tokens_read
+                ends = ends_of(sequence.output_tail(width), width, tokens, parents)
+                for node, (end, depth) in ends.items():
+                    if found := controls.forbidden(end, count + depth):
+                        mask = own[node].mask if node in own else None
+                        own[node] = MaskRow(mask, tuple(found))
+            rows.update((b * size + node, row) for node, row in own.items())
+        return NodeMasks(
+            rows,
+            [controls is not None for controls in self._controls],
+            [c.row(device, self._link) if c else None for c in self._controls],
+        )

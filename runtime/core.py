@@ -1,0 +1,148 @@
+"""What moves the requests of one engine: scheduler, runner and loop, with the policy in use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specc.artifact.manifest import ON_GPU
+from specc.errors import RequestError
+from specc.runtime.engine import Engine
+from specc.runtime.in_flight import InFlight
+from specc.runtime.policies.base import FixedPolicy, Policy
+from specc.runtime.policies.named import make_policy
+from specc.runtime.requests.chat_template import ChatTemplate, load_template
+from specc.runtime.requests.request_maker import RequestMaker
+from specc.runtime.runner import Runner
+from specc.runtime.scheduling.scheduler import Scheduler
+
+_ITERATIONS_BETWEEN_CHECKS = 32
+_FLAT_BACKENDS = ("cpu", "eager")
+
+
+class EngineCore:
+    """The moving parts after `LLM` and `Service`; for one thread at a time, but for `requests`.
+
+    Args:
+        engine: loaded.
+        plan: of every step; None is the engine's default, see `LLM`.
+        policy: picks plans instead; or its name.
+        shares_prefixes: look for the rows of a prompt among those of earlier requests.
+        max_seq_len: tokens of prompt and output together; None is the engine's limit.
+    Raises:
+        RequestError: the engine has no such plan, or not the plans that the policy needs.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: str | None = None,
+        policy: Policy | str | None = None,
+        *,
+        shares_prefixes: bool = True,
+        max_seq_len: int | None = None,
+    ) -> None:
+        own_policy = engine.policy if plan is None and policy is None else "fixed"
+        if isinstance(policy, str):
+            own_policy, policy = policy, None
+        plan = engine.default_plan if plan is None else plan
+        if plan not in engine.plans:
+            raise RequestError(
+                f"plan {plan!r}",
+                f"a plan of this engine: {', '.join(engine.plans)}",
+                "choose one of them, or compile the engine with this plan",
+            )
+        self.engine = engine
+        self._templates: dict[Path | None, ChatTemplate] = {}
+        # captured steps are replayed as a whole, rectangular programs have rows of one length
+        shares_pass = engine.backend in _FLAT_BACKENDS and all(
+            hasattr(step, "draft") for step in engine.steps.values()
+        )
+        self.runner = Runner(
+            engine.target,
+            engine.drafts,
+            engine.steps,
+            engine.cache,
+            engine.prefill_chunk,
+            engine.operators,
+            shares_pass,
+            engine.link,
+        )
+        self.scheduler = Scheduler(
+            engine.cache,
+            engine.plans,
+            policy or FixedPolicy(plan),
+            engine.prefill_chunk,
+            engine.position_limit,
+            shares_prefixes=shares_prefixes,
+            shares_pass=shares_pass,
+            window=engine.window,
+            looks_ahead=engine.backend in ON_GPU,
+        )
+        if own_policy != "fixed":
+            chosen = make_policy(
+                own_policy,
+                engine.plans,
+                self.scheduler.host_drafts,
+                engine.profile,
+                shares_pass=shares_pass,
+                max_num_seqs=engine.cache.shape.max_num_seqs,
+            )
+            self.scheduler.use(chosen)
+        self.in_flight = InFlight(self.scheduler, self.runner)
+        is_fixed = policy is None and own_policy == "fixed"
+        self.requests = RequestMaker(engine, plan if is_fixed else None, max_seq_len=max_seq_len)
+        self.num_iterations = 0
+        # no request may go on
+        self.is_closed = False
+
+    def chat_template(self, file: Path | None = None) -> ChatTemplate:
+        """The chat template of the engine, or that of a file; loaded once.
+
+        Raises:
+            RequestError: the engine has none.
+            ConfigError: the file cannot be read, or holds no template.
+        """
+        if (known := self._templates.get(file)) is not None:
+            return known
+        template = load_template(self.engine.directory, file)
+        if template is None:
+            raise RequestError(
+                "a chat, and an engine without a chat template",
+                "a chat template",
+                "pass chat_template=FILE, or render the prompt yourself and pass it to generate",
+            )
+        return self._templates.setdefault(file, template)
+
+    @classmethod
+    def load(
+        cls,
+        engine: str | Path | Engine,
+        plan: str | None = None,
+        max_num_seqs: int | None = None,
+        *,
+        policy: Policy | str | None = None,
+        verify: bool | None = None,
+        num_threads: int | None = None,
+        backend: str | None = None,
+        kv_cache_tokens: int | None = None,
+        shares_prefixes: bool = True,
+        max_seq_len: int | None = None,
+    ) -> EngineCore:
+        """Load an engine directory, unless it is loaded; arguments as of `LLM`."""
+        if not isinstance(engine, Engine):
+            engine = Engine.load(
+                engine,
+                verify=verify,
+                num_threads=num_threads,
+                max_num_seqs=max_num_seqs,
+                backend=backend,
+                kv_cache_tokens=kv_cache_tokens,
+            )
+        return cls(engine, plan, policy, shares_prefixes=shares_prefixes, max_seq_len=max_seq_len)
+
+    def advance(self) -> bool:
+        """Bring all requests one iteration further; False where none can run."""
+        self.num_iterations += 1
+        if self.num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
+            self.engine.check_weights()
+        return self.in_flight.advance()

@@ -1,0 +1,1 @@
+"""What the host does for drafts: lookups of its index, weights of votes."""

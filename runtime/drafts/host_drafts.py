@@ -1,0 +1,122 @@
+"""What the host does for the drafts of a step: votes' weights, and proposals of its index."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specc.runtime.backends.program import StepResult
+from specc.runtime.drafts.suffix_index import OutputIndex, SuffixIndex
+from specc.runtime.drafts.vote_weights import VoteWeights, leader
+from specc.runtime.scheduling.sequence import Sequence
+from specc.speculation.plans import SUFFIX, VOTE, SpecPlan, lookup_ngram
+
+
+class HostDrafts:
+    """State of an engine's drafts that lives on the host, across steps and requests.
+
+    Args:
+        plans: of the engine, by name.
+    """
+
+    def __init__(self, plans: Mapping[str, SpecPlan]) -> None:
+        self._weights = {
+            name: VoteWeights(
+                len(plan.drafts), [i for i, d in enumerate(plan.drafts) if d in plan.models]
+            )
+            for name, plan in plans.items()
+            if plan.combine == VOTE
+        }
+        self._has_suffix = any(SUFFIX in plan.drafts for plan in plans.values())
+        self._outputs = OutputIndex()
+
+    def inputs(self, plan: SpecPlan, sequences: list[Sequence]) -> dict[str, Tensor]:
+        """What a step of this plan reads besides rows; see `StepInputs.extra`."""
+        extra = {}
+        if plan.name in self._weights:
+            row = torch.tensor(self._weights[plan.name].next_row(), dtype=torch.float32)
+            extra["vote_weights"] = row.expand(len(sequences), -1).contiguous()
+        if plan.speculates and SUFFIX in plan.drafts:
+            count = plan.max_depth
+            rows = [self.propose(sequence, count, SUFFIX)[0] for sequence in sequences]
+            extra["proposals"] = torch.tensor(
+                [[*row, *[-1] * (count - len(row))] for row in rows], dtype=torch.int64
+            )
+        return extra
+
+    def brings(self, plan: SpecPlan) -> bool:
+        """Whether steps of a plan read anything of the host, which has to know their sequences."""
+        return plan.name in self._weights or (plan.speculates and SUFFIX in plan.drafts)
+
+    def propose(self, sequence: Sequence, num_tokens: int, draft: str) -> tuple[list[int], int]:
+        """What followed the longest suffix of a sequence, here or in earlier outputs.
+
+        Args:
+            sequence: whose last tokens are looked up.
+            num_tokens: proposals at most.
+            draft: `lookup-N`, which compares N tokens at most and stays in the request, or
+                `suffix`.
+        Returns:
+            tokens, and how long the suffix was.
+        """
+        index = self._index_of(sequence)
+        own, length = index.propose(num_tokens, lookup_ngram(draft))
+        if draft != SUFFIX:
+            return own, length
+        other, other_length = self._outputs.propose(sequence.token_ids, num_tokens)
+        return (other, other_length) if other_length > length else (own, length)
+
+    def observe(
+        self,
+        plan: SpecPlan,
+        sequences: list[Sequence],
+        extra: Mapping[str, Tensor],
+        step: StepResult,
+    ) -> None:
+        """Take the outcome of a step.
+
+        Args:
+            plan: of the step.
+            sequences: that took part, as they were before it.
+            extra: what `inputs` gave it.
+            step: its results.
+        """
+        if plan.name not in self._weights or not sequences:
+            return
+        weights = self._weights[plan.name]
+        # a leader's chain is the one that was verified
+        first = leader(extra["vote_weights"][0].tolist())
+        for place, draft in enumerate(plan.drafts):
+            if draft not in plan.models:
+                counts = [
+                    self._agreed(sequence, draft, plan.max_depth, tokens[: count + 1])
+                    for sequence, tokens, count in zip(
+                        sequences, step.output_tokens, step.num_accepted, strict=True
+                    )
+                ]
+                weights.observe(place, counts, plan.max_depth)
+            elif place == first:
+                weights.observe(place, step.num_accepted, plan.max_depth)
+
+    def _agreed(
+        self, sequence: Sequence, draft: str, num_tokens: int, output_tokens: list[int]
+    ) -> int:
+        """Tokens that a lookup proposed and the target took."""
+        proposed, _ = self.propose(sequence, num_tokens, draft)
+        pairs = zip(proposed, output_tokens, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def finish(self, sequence: Sequence) -> None:
+        """A request has ended: later ones may look its output up."""
+        if self._has_suffix:
+            self._outputs.add(sequence.token_ids)
+
+    def _index_of(self, sequence: Sequence) -> SuffixIndex:
+        if sequence.suffix_index is None:
+            sequence.suffix_index = SuffixIndex()
+        index = sequence.suffix_index
+        index.extend(sequence.token_ids[len(index) :])
+        return index

@@ -1,0 +1,78 @@
+"""Inputs of a causal pass: laid out on the host, for all programs that take the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specc.runtime.scheduling.batch import Span
+from specc.runtime.scheduling.kv_cache import KVCache
+
+
+class PassInputs(NamedTuple):
+    """What spans of tokens bring to a pass, and where the history has them.
+
+    Args:
+        tokens: [Nt] int64.
+        positions: [Nt] int64.
+        logit_rows: [R] int64 tokens that get logits.
+        history_rows: [Nt] int64 places in the flat history; [0] where they are in it already.
+        q_start: [B + 1] int32.
+        slots: [Nt] int32 cache rows.
+        cache_len: [B] int32 rows that are there.
+        block_table: [B, n] int32.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    logit_rows: Tensor
+    history_rows: Tensor
+    q_start: Tensor
+    slots: Tensor
+    cache_len: Tensor
+    block_table: Tensor
+
+    @property
+    def of_model(self) -> tuple[Tensor | None, ...]:
+        """In the order of `ModelProgram.forward`."""
+        return (
+            *(self.tokens, self.positions, self.q_start, self.slots, self.cache_len),
+            *(None, self.block_table, self.logit_rows),
+        )
+
+    def without_logits(self) -> PassInputs:
+        """For a model that has nothing to say about these tokens."""
+        return self._replace(logit_rows=self.logit_rows[:0])
+
+
+def causal_inputs(
+    spans: Sequence[Span], cache: KVCache, logit_rows: Tensor | None = None, records: bool = False
+) -> PassInputs:
+    """Inputs of a pass over spans of several sequences, on the host.
+
+    Args:
+        spans: in their order.
+        cache: whose blocks the sequences have.
+        logit_rows: [R] int64 tokens of the pass that get logits; None is none.
+        records: the tokens are new to the history.
+    """
+    tokens = torch.tensor([token for s in spans for token in s.sequence.token_ids[s.start : s.end]])
+    positions = torch.cat([torch.arange(s.start, s.end) for s in spans])
+    starts = [0]
+    for span in spans:
+        starts.append(starts[-1] + span.end - span.start)
+    none = torch.zeros(0, dtype=torch.int64)
+    rows = [cache.history_rows(s.sequence.blocks, s.start, s.end) for s in spans if records]
+    return PassInputs(
+        tokens,
+        positions,
+        none if logit_rows is None else logit_rows,
+        torch.cat(rows) if rows else none,
+        torch.tensor(starts, dtype=torch.int32),
+        positions.int(),
+        torch.tensor([s.start for s in spans], dtype=torch.int32),
+        cache.block_table([s.sequence.blocks for s in spans]),
+    )

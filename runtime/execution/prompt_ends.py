@@ -1,0 +1,125 @@
+"""What a pass over prompts yields: first tokens and log probabilities, on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specc.runtime.execution.device_link import DeviceLink, Fetched, HostLink
+from specc.runtime.outputs.logprobs import TokenLogprobs, logprobs_of, score_prompt, score_tokens
+from specc.runtime.scheduling.batch import Span
+from specc.runtime.scheduling.sequence import Sequence
+
+
+class PromptEnds(NamedTuple):
+    """Of the spans of a pass.
+
+    Args:
+        first_tokens: of each span; None where its prompt is not finished yet.
+        first_logprobs: of first tokens, by request that asks.
+        prompt_logprobs: of the prompt tokens after those of a span, by request that asks.
+    """
+
+    first_tokens: list[int | None]
+    first_logprobs: dict[str, list[TokenLogprobs]]
+    prompt_logprobs: dict[str, list[TokenLogprobs]]
+
+
+class PendingEnds:
+    """Ends that are queued; `result` waits for them, now or after later work was queued.
+
+    Args:
+        spans: of the pass.
+        fetched: first tokens [R], then what was scored, prompts before first tokens.
+    """
+
+    def __init__(self, spans: Sequence_[Span], fetched: Fetched) -> None:
+        self._spans = spans
+        self._fetched = fetched
+
+    def result(self) -> PromptEnds:
+        """Waits for the device."""
+        first, *scores = self._fetched.wait()
+        tokens: list[int] = first.tolist()
+        found = iter(scores)
+        prompts = {}
+        for span in self._spans:
+            if count := span.num_scored:
+                sequence = span.sequence
+                asked = sequence.params.prompt_logprobs or 0
+                after = sequence.token_ids[span.start + 1 : span.start + 1 + count]
+                prompts[sequence.request_id] = logprobs_of(next(found), after, asked)
+        ended = [span.sequence for span in self._spans if span.is_last]
+        firsts = {
+            sequence.request_id: logprobs_of(next(found), [token], most)
+            for sequence, token in zip(ended, tokens, strict=True)
+            if (most := sequence.params.logprobs) is not None
+        }
+        rest = iter(tokens)
+        first_tokens = [next(rest) if span.is_last else None for span in self._spans]
+        return PromptEnds(first_tokens, firsts, prompts)
+
+
+@torch.inference_mode()
+def queue_ends(
+    spans: Sequence_[Span],
+    logits: Tensor,
+    draw: Callable[[Tensor, list[Sequence]], Tensor],
+    link: HostLink | DeviceLink,
+) -> PendingEnds:
+    """Queue what follows the target's pass over some spans.
+
+    Args:
+        spans: of the pass.
+        logits: [R, V] of the tokens that `Span.logit_places` names.
+        draw: [E, V] of the last tokens of prompts, and their requests → [E] first tokens.
+        link: to the device.
+    """
+    with link.active():
+        scores: list[Tensor] = []
+        if any(span.num_scored for span in spans):
+            logits = _score_prompts(spans, logits, link, scores)
+        ended = [span.sequence for span in spans if span.is_last]
+        if ended:
+            first = draw(logits, ended)
+        else:
+            first = torch.empty(0, dtype=torch.int64, device=logits.device)
+        for i, sequence in enumerate(ended):
+            if (most := sequence.params.logprobs) is not None:
+                scores.append(score_tokens(logits[i : i + 1], first[i : i + 1], most))
+        # nobody waits for a pass that nothing comes from
+        fetched = link.fetch([first, *scores]) if ended or scores else HostLink().fetch([_NONE])
+    return PendingEnds(spans, fetched)
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+def _score_prompts(
+    spans: Sequence_[Span], logits: Tensor, link: HostLink | DeviceLink, scores: list[Tensor]
+) -> Tensor:
+    """Append the scores of each span that asks; returns the rows of the last tokens of prompts."""
+    after: list[int] = []
+    last_rows: list[int] = []
+    row = 0
+    for span in spans:
+        count = span.num_scored
+        after += span.sequence.token_ids[span.start + 1 : span.start + 1 + count]
+        row += count
+        if span.is_last:
+            last_rows.append(row)
+            row += 1
+    tokens, lasts = link.send([torch.tensor(after), torch.tensor(last_rows, dtype=torch.int64)])
+    row = place = 0
+    for span in spans:
+        if count := span.num_scored:
+            asked = span.sequence.params.prompt_logprobs or 0
+            own = tokens[place : place + count]
+            scores.append(score_prompt(logits[row : row + count], own, asked))
+        place += count
+        row += count + span.is_last
+    return logits[lasts]

@@ -1,0 +1,155 @@
+"""One pass of the target over chunks of prompts and the trees of several plans.
+
+Everything outside of attention is token-wise, so tokens of any kind can be rows of one flat pass:
+the weights are read once for all of them. A chunk of a prompt is a chain after its committed rows.
+Tokens that name their ancestors see all of them, so a chunk must not be longer than the window of
+any layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specc.runtime.backends.program import Drafted, Model, StepInputs
+from specc.runtime.scheduling.batch import Span
+from specc.speculation.plans import SpecPlan
+from specc.speculation.tree import WORD_BITS, pack_bits
+
+
+class FlatTokens(NamedTuple):
+    """Tokens of some sequences, in the order of a flat pass.
+
+    Args:
+        tokens: [Nt] int64.
+        positions: [Nt] int64.
+        slots: [Nt] int32 cache rows.
+        ancestors: [Nt, W] int64.
+        counts: tokens of each of B sequences.
+        cache_len: [B] int32 committed rows.
+        block_table: [B, n] int32.
+        logit_rows: [R] int64 tokens of these that get logits.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    ancestors: Tensor
+    counts: list[int]
+    cache_len: Tensor
+    block_table: Tensor
+    logit_rows: Tensor
+
+
+def tree_tokens(plan: SpecPlan, inputs: StepInputs, drafted: Drafted) -> FlatTokens:
+    """The nodes of a step's trees, as its own verification would pass them; all get logits."""
+    batch, count = len(inputs.rows), plan.num_nodes
+    cache_len = torch.tensor([row[-1] for row in inputs.rows], dtype=torch.int32)
+    nodes = torch.arange(count, dtype=torch.int32)
+    if not plan.speculates:
+        tokens = torch.tensor([row[-2:-1] for row in inputs.rows])
+        depths = nodes.expand(batch, 1)
+        ancestors = torch.ones(batch, 1, dtype=torch.int64)
+    else:
+        tokens = drafted.values["tokens"]
+        if plan.is_static:
+            depths = torch.tensor(plan.tree.depths, dtype=torch.int32).expand(batch, count)
+            ancestors = plan.tree.ancestor_words().repeat(batch, 1)
+        else:
+            depths = drafted.values["depths"].reshape(batch, count)
+            ancestors = drafted.values["ancestors"]
+    slots = cache_len[:, None] + nodes
+    # positions of dead nodes are data, and may be far below zero
+    positions = (cache_len[:, None] + depths).clamp(min=0)
+    return FlatTokens(
+        tokens.reshape(-1),
+        positions.reshape(-1).long(),
+        slots.reshape(-1).int(),
+        ancestors,
+        [count] * batch,
+        cache_len,
+        inputs.block_table,
+        torch.arange(batch * count),
+    )
+
+
+def span_tokens(spans: Sequence[Span], block_table: Tensor) -> FlatTokens:
+    """Chunks of prompts; tokens get logits as `Span.logit_places` says."""
+    tokens = [token for s in spans for token in s.sequence.token_ids[s.start : s.end]]
+    positions = torch.tensor([p for s in spans for p in range(s.start, s.end)])
+    counts = [s.end - s.start for s in spans]
+    width = -(-max(counts) // WORD_BITS)
+    causal = _causal_words(1 << (max(counts) - 1).bit_length())
+    words = [causal[:count, :width] for count in counts]
+    return FlatTokens(
+        torch.tensor(tokens),
+        positions,
+        positions.int(),
+        torch.cat(words),
+        counts,
+        torch.tensor([s.start for s in spans], dtype=torch.int32),
+        block_table,
+        logit_rows(spans),
+    )
+
+
+def logit_rows(spans: Sequence[Span]) -> Tensor:
+    """[R] tokens of the pass of these spans that get logits."""
+    rows, first = [], 0
+    for span in spans:
+        rows += [first + place for place in span.logit_places]
+        first += span.end - span.start
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+@torch.inference_mode()
+def run_together(
+    model: Model, parts: Sequence[FlatTokens], device: torch.device | str = "cpu"
+) -> list[Tensor]:
+    """Pass all parts through a model at once.
+
+    Args:
+        model: a program that takes flat tokens.
+        parts: of different sequences.
+        device: that the model's caches lie on.
+    Returns:
+        [R, V] logits of each part.
+    """
+    width = max(part.ancestors.shape[1] for part in parts)
+    offsets = torch.tensor([0, *(len(part.tokens) for part in parts)]).cumsum(0).tolist()
+    counts = torch.tensor([0, *(count for part in parts for count in part.counts)])
+    inputs = (
+        torch.cat([part.tokens for part in parts]),
+        torch.cat([part.positions for part in parts]),
+        counts.cumsum(0).int(),
+        torch.cat([part.slots for part in parts]),
+        torch.cat([part.cache_len for part in parts]),
+        torch.cat([_padded(part.ancestors, width) for part in parts]),
+        torch.cat([part.block_table for part in parts]),
+        torch.cat([part.logit_rows + offset for part, offset in zip(parts, offsets, strict=False)]),
+    )
+    logits = model(*(value.to(device) for value in inputs))
+    return list(logits.split([len(part.logit_rows) for part in parts]))
+
+
+def accepted_values(plan: SpecPlan, logits: Tensor, inputs: StepInputs) -> Mapping[str, Tensor]:
+    """What acceptance reads instead of the verification that it did not see."""
+    if plan.speculates:
+        return {"logits": logits}
+    tokens = torch.tensor([row[-2:-1] for row in inputs.rows])
+    return {"logits": logits, "tokens": tokens}
+
+
+@functools.lru_cache(maxsize=4)
+def _causal_words(count: int) -> Tensor:
+    """[count, W]: every node is the child of the one before it."""
+    return pack_bits(torch.ones(count, count, dtype=torch.bool).tril())
+
+
+def _padded(words: Tensor, width: int) -> Tensor:
+    missing = width - words.shape[1]
+    return torch.nn.functional.pad(words, (0, missing)) if missing else words

@@ -1,0 +1,1 @@
+"""What callers get back: texts, log probabilities, outputs of requests."""

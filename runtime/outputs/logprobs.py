@@ -1,0 +1,149 @@
+"""Log probabilities of emitted tokens, for the requests that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specc.runtime.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The model's own log probability of a token, before penalties and temperature.
+
+    Args:
+        rank: 1 is the most likely token; equal ones share the better rank.
+    """
+
+    logprob: float
+    rank: int
+
+
+# token id → log probability: the emitted token, then the best ones
+TokenLogprobs = dict[int, Logprob]
+# of each token of a prompt; nothing comes before the first
+PromptLogprobs = list[TokenLogprobs | None]
+# rows whose log probabilities are computed at once: V floats each, a few times
+ROWS_AT_ONCE = 64
+
+
+def wants_logprobs(sequences: Sequence_[Sequence]) -> bool:
+    return any(sequence.params.logprobs is not None for sequence in sequences)
+
+
+def score_tokens(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """Log probabilities of tokens that came after each other; nothing waits for the device.
+
+    Args:
+        logits: [n, V], the row that each token was drawn from.
+        tokens: [n] int64 on the same device.
+        count: K best tokens to name besides.
+    Returns:
+        [n, 2 + 2 K] float64, which holds each of these as it is: logprob and rank of the token,
+        logprobs of the best ones, their ids.
+    """
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1
+    # log probabilities are no larger than 0: the best ones first
+    columns = [chosen, ranks, *_best(logprobs, count)]
+    return torch.cat([column.double() for column in columns], dim=1)
+
+
+def _best(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The best of each row, [n, K] and their ids; equal ones by ascending id, as decoding goes.
+
+    A sort of all V would say the same. `topk` leaves open which of equal ones it takes, and in
+    which order.
+    """
+    vocab_size = logprobs.shape[1]
+    values, ids = logprobs.topk(min(count, vocab_size), dim=1)
+    if not values.shape[1]:
+        return values, ids
+    # of those as likely as the last one, the lowest ids
+    least = values[:, -1:]
+    order = torch.arange(vocab_size, device=logprobs.device, dtype=torch.int32)
+    at_least = torch.where(logprobs == least, order, vocab_size)
+    lowest = at_least.topk(values.shape[1], dim=1, largest=False).values
+    above = (values > least).sum(dim=1, keepdim=True)
+    places = torch.arange(values.shape[1], device=logprobs.device) - above
+    # what is not a number equals nothing, and has no id
+    lowest = lowest.gather(1, places.clamp(min=0)).clamp(max=vocab_size - 1)
+    ids = torch.where(places < 0, ids, lowest.long())
+    ids, by_id = ids.sort(dim=1)
+    values, by_value = values.gather(1, by_id).sort(dim=1, descending=True, stable=True)
+    return values, ids.gather(1, by_value)
+
+
+def logprobs_of(scores: Tensor, tokens: Sequence_[int], count: int) -> list[TokenLogprobs]:
+    """What `score_tokens` found, by token id.
+
+    Args:
+        scores: [n, 2 + 2 K] on the host.
+        tokens: n of them.
+        count: best tokens to name, at most K.
+    """
+    most = (scores.shape[1] - 2) // 2
+    count = min(count, most)
+    found = []
+    for token, (own, rank, *best) in zip(tokens, scores.tolist(), strict=True):
+        entries = {token: Logprob(own, int(rank))}
+        for place in range(count):
+            other = Logprob(best[place], place + 1)
+            entries.setdefault(int(best[most + place]), other)
+        found.append(entries)
+    return found
+
+
+def score_prompt(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """`score_tokens` of a prompt's tokens, a few at a time: prompts are long."""
+    parts = zip(logits.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True)
+    return torch.cat([score_tokens(rows, after, count) for rows, after in parts])
+
+
+def step_logprobs(
+    logits: Tensor, path: Tensor, outputs: Sequence_[Sequence_[int]], sequences: list[Sequence]
+) -> list[list[TokenLogprobs] | None]:
+    """Of what a step put out for each sequence; None for those that do not ask.
+
+    Args:
+        logits: [B * N, V] of the tree's nodes.
+        path: [B, P] accepted nodes from the root on, then -1.
+        outputs: emitted tokens of each sequence, as many as its path has nodes.
+        sequences: B requests.
+    """
+    num_nodes = logits.shape[0] // len(sequences)
+    found: list[list[TokenLogprobs] | None] = []
+    for b, (sequence, tokens) in enumerate(zip(sequences, outputs, strict=True)):
+        count = sequence.params.logprobs
+        if count is None:
+            found.append(None)
+            continue
+        rows = path[b, : len(tokens)].long() + b * num_nodes
+        given = torch.tensor(tokens, device=logits.device)
+        found.append(logprobs_of(score_tokens(logits[rows], given, count).cpu(), tokens, count))
+    return found
+
+
+def emitted_logprobs(
+    scores: Tensor, outputs: Sequence_[Sequence_[int]], sequences: list[Sequence]
+) -> list[list[TokenLogprobs] | None]:
+    """`step_logprobs` of a step that has computed them itself.
+
+    Args:
+        scores: [B, P, 2 + 2 K] on the host, see `score_tokens`; of tokens that were not emitted
+            it may say anything.
+        outputs: emitted tokens of each sequence, at most P.
+        sequences: B requests.
+    """
+    rows = zip(scores, outputs, sequences, strict=True)
+    return [
+        None
+        if (count := sequence.params.logprobs) is None
+        else logprobs_of(own[: len(tokens)], tokens, count)
+        for own, tokens, sequence in rows
+    ]

@@ -1,0 +1,1 @@
+"""How much to speculate by expected tokens over predicted seconds."""

@@ -1,0 +1,394 @@
+"""How much to speculate, for every sequence, by expected tokens over predicted seconds (SmartSpec).
+
+Every few steps the batch is divided anew among all plans of the engine, off included: tokens are
+expected from what each request accepted, seconds from a latency table that is corrected while
+steps run. So speculation follows the load: off where the target's pass has no room left, the
+longest plan where it has. Source: arXiv:2406.14066.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
+from specc.runtime.policies.goodput.allocation import Allocation, Cost, Option, allocate
+from specc.runtime.policies.goodput.plan_prior import PlanPrior
+from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, lag
+from specc.runtime.policies.goodput.probe import Probe, Probes
+from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
+from specc.runtime.policies.goodput.steady_load import SteadyLoad
+from specc.speculation.plans import OFF, SpecPlan
+
+if TYPE_CHECKING:
+    from specc.runtime.backends.program import StepResult
+    from specc.runtime.runner import RunResult
+    from specc.runtime.scheduling.batch import Batch, StepGroup
+    from specc.runtime.scheduling.sequence import Sequence as Request
+    from specc.speculation.metrics import SpecStats
+
+# iterations that a decision holds for, at least and at most; and over how many what a draft catches
+# up is paid off
+_HOLD, _LONGEST_HOLD, _PAID_OFF = 8, 128, 32
+# seconds of steps that go on alike are looked at every time for so many iterations, then every few
+_OFTEN, _SELDOM = 256, 4
+# share of the time that deciding may take
+_DECIDING = 0.01
+# what another division of the batch has to promise, as a share of the present one's goodput; and
+# where all are off: drafts have missed what happened meanwhile
+_MARGIN, _MARGIN_OF_OFF = 1.01, 1.1
+# iterations after which it is looked at again whether drafts read prompts
+_LOAD_EVERY = 16
+# committed rows of a sequence that is still to come
+_TYPICAL_CONTEXT = 256.0
+# requests that are remembered beyond those that run
+_SPARE = 256
+
+
+class Decision(NamedTuple):
+    """What the policy chose last, and why.
+
+    Args:
+        plans: plan → sequences that run it.
+        goodput: predicted tokens a second, prompts not counted.
+        seconds: predicted, of the iteration without prompts.
+        tokens: expected of it.
+        acceptance: probability that the first draft token of the main plan is accepted, over all
+            requests; where all are off, of the plan with the fewest nodes.
+        is_probe: made to learn, for one iteration.
+    """
+
+    plans: Mapping[str, int]
+    goodput: float
+    seconds: float
+    tokens: float
+    acceptance: float
+    is_probe: bool = False
+
+
+class GoodputPolicy:
+    """Divides every batch so that it yields most expected tokens a second.
+
+    A decision holds for a few iterations, unless more than an eighth of the decoding sequences come
+    or go; prompts are not counted, as they come and go. Another division has to promise
+    1 % more. Plans that are not in use, and could pay if their drafts were right, are tried now
+    and then, for at most 1 % of the time.
+
+    Args:
+        plans: of the engine.
+        table: seconds of its passes; None starts from a neutral guess.
+        acceptance: draft → table by depth and sibling rank, of a profile.
+        shares_pass: sequences of all plans are verified in one pass of the target. Else all that
+            speculate run one plan.
+        token_budget: nodes of a step at most, except where all are off.
+        max_num_seqs: sequences that run together.
+        clock: seconds of the host; deciding is as rare as it is slow.
+    Raises:
+        ConfigError: acceptance that is no table of probabilities.
+    """
+
+    # a decision holds for many iterations
+    chooses_late = True
+
+    def __init__(
+        self,
+        plans: Mapping[str, SpecPlan],
+        table: LatencyTable | None = None,
+        acceptance: Mapping[str, Sequence[Sequence[float]]] | None = None,
+        *,
+        shares_pass: bool = True,
+        token_budget: int | None = None,
+        max_num_seqs: int = 256,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        speculative = [plan for plan in plans.values() if plan.speculates]
+        speculative.sort(key=lambda plan: plan.num_nodes)
+        self._plans = [OFF, *speculative]
+        models = {model for plan in speculative for model in plan.models}
+        if table is None or not models <= set(table.drafts):
+            table = LatencyTable.neutral(sorted(models))
+        self._seconds = PredictedSeconds(table, shares_pass)
+        self._acceptance = RequestAcceptance(speculative, PlanPrior(acceptance or {}))
+        self._probes = Probes(self._plans, self._seconds, self._acceptance)
+        self._load = SteadyLoad(self._seconds, max_num_seqs)
+        self._num_iterations = self._next_load = 0
+        self._budget = token_budget
+        self._clock = clock
+        self._places = {plan.name: place for place, plan in enumerate(self._plans)}
+        # request → place of its plan, since the last decision; what newer requests run
+        self._chosen: dict[str, int] = {}
+        self._main = 0
+        # what drafts read prompts for
+        self._prepared = 0
+        self._num_decided = self._num_decisions = self._held = 0
+        self._last_sequences: list[Request] = []
+        self._last_names: list[str] = []
+        self._left = 0
+        self._probed: dict[str, int] = {}
+        # place of a plan → whether it could be in use, as long as the load counts as the same
+        self._served: dict[int, bool] = {}
+        self._settled = self.decision = Decision({}, 0.0, 0.0, 0.0, self._first_rate())
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether the next iteration is decided anew, or is the last one of a trial."""
+        return self._left <= 0 or bool(self._probed)
+
+    def choose(self, num_running: int, stats: SpecStats) -> str:
+        """What requests that wait for their first step are prepared for."""
+        if num_running == 0:
+            alone = [
+                Option(self._acceptance.tokens(plan, "", plan.max_depth + 1))
+                for plan in self._plans
+            ]
+            self._prepared = self._prepare([alone], _TYPICAL_CONTEXT)
+        return self._plans[self._prepared].name
+
+    def choose_each(self, sequences: list[Request], stats: SpecStats) -> list[str]:
+        """Plan of each sequence."""
+        if self._probed:
+            # a trial is one iteration long; then what was decided besides holds
+            self._probed, self.decision = {}, self._settled
+        if self._left <= 0 or self._are_others(sequences):
+            begin_s = self._clock()
+            self._decide(sequences)
+            self._num_decisions += 1
+            if self.decision.seconds > 0:
+                slow = (self._clock() - begin_s) / (_DECIDING * self.decision.seconds)
+                # in the beginning there is more to learn than to lose
+                most = min(_LONGEST_HOLD, _HOLD * self._num_decisions)
+                self._left = max(self._left, min(most, math.ceil(slow)))
+            self._held = self._left
+        elif sequences == self._last_sequences:
+            return self._last_names
+        self._last_names = [self._plans[self._place_of(sequence)].name for sequence in sequences]
+        self._last_sequences = [] if self._probed else list(sequences)
+        return self._last_names
+
+    def _are_others(self, sequences: list[Request]) -> bool:
+        """More than an eighth have come or gone since the last decision."""
+        if sequences == self._last_sequences:
+            return False
+        num_new = sum(sequence.request_id not in self._chosen for sequence in sequences)
+        num_gone = self._num_decided + num_new - len(sequences)
+        return max(num_new, num_gone) > self._num_decided / 8
+
+    def _place_of(self, sequence: Request) -> int:
+        """What was decided; later sequences do as most do, unless drafts would catch up."""
+        request = sequence.request_id
+        place = self._probed.get(request, self._chosen.get(request))
+        if place is not None:
+            return place
+        return 0 if any(lag(sequence, self._plans[self._main]).values()) else self._main
+
+    def observe(self, group: StepGroup, step: StepResult) -> None:
+        """Take the outcome of a step."""
+        if group.plan.speculates and group.plan.name in self._places:
+            requests = [sequence.request_id for sequence in group.sequences]
+            accepted = dict(zip(requests, step.num_accepted, strict=True))
+            self._acceptance.observe(group.plan, accepted)
+        self._acceptance.forget(s.request_id for s in group.sequences if s.is_finished)
+
+    def observe_batch(self, batch: Batch, result: RunResult) -> None:
+        """Take the seconds of an iteration."""
+        self._num_iterations += 1
+        self._load.observe(batch, result)
+        if not batch.groups:
+            return
+        is_known = all(group.plan.name in self._places for group in batch.groups)
+        is_due = is_known and (self._num_iterations < _OFTEN or self._num_iterations % _SELDOM == 0)
+        self._seconds.observe_prompts(batch, result, is_due)
+        # of a trial that was queued before its results came, another decision holds by now
+        is_other = any(group.plan.name not in self._settled.plans for group in batch.groups)
+        is_new = batch.prefill or self._probed or is_other or self._left == self._held
+        if is_due or (is_known and is_new):
+            lagging = {group.plan.name for group in batch.groups if group.catches_up}
+            self._seconds.observe(batch, result, lagging)
+        self._left -= 1
+        self._probes.earn(self.decision.seconds)
+
+    def _decide(self, sequences: list[Request]) -> None:
+        requests = {sequence.request_id for sequence in sequences}
+        if len(self._acceptance) > 2 * len(sequences) + _SPARE:
+            self._acceptance.keep(requests)
+        self._probed = {}
+        # deciding takes time in proportion
+        self._num_decided, self._left = len(sequences), max(_HOLD, len(sequences) // 4)
+        if not sequences:
+            return
+        options = [self._options_of(sequence) for sequence in sequences]
+        context = sum(s.cache_len for s in sequences) / len(sequences)
+        if self._num_iterations >= self._next_load or self._load.has_changed:
+            self._next_load = self._num_iterations + _LOAD_EVERY
+            self._prepared = self._prepare(options, context)
+            self._served = {}
+        in_step = options
+        token_s = [self._seconds.draft_token_s(plan, context) for plan in self._plans]
+        options = [
+            self._with_lags(sequence, own, token_s)
+            for sequence, own in zip(sequences, options, strict=True)
+        ]
+        cost = _Cost(self._seconds, self._plans, context)
+        mixes = self._seconds.shares_pass
+        best = allocate(options, cost, self._nodes, self._budget, mixes)
+        kept = self._kept(sequences, options, cost)
+        if kept is not None and kept.goodput * _MARGIN >= best.goodput:
+            best = kept
+        self._chosen = {
+            sequence.request_id: place
+            for sequence, place in zip(sequences, best.plans, strict=True)
+        }
+        counts = Counter(best.plans)
+        self._main = max(counts, key=lambda place: counts[place])
+        probe = self._probes.choose(sequences, in_step, best, cost, self._serves(context))
+        if probe is not None:
+            self._probed = dict(probe.plans)
+        self._settled = self.decision = self._decision(best, None, sequences)
+        if probe is not None:
+            self.decision = self._decision(best, probe, sequences)
+
+    def _serves(self, context: float) -> Callable[[int, float], bool]:
+        """Whether a plan would be in use in the long run, if it gave so many tokens a step."""
+
+        def serves(place: int, tokens: float) -> bool:
+            if place not in self._served:
+                found = self._load.could_draft(self._plans, place, tokens, context)
+                self._served[place] = found
+            return self._served[place]
+
+        return (lambda place, tokens: True) if self._prepared else serves
+
+    def _kept(
+        self,
+        sequences: Sequence[Request],
+        options: Sequence[Sequence[Option | None]],
+        cost: Cost,
+    ) -> Allocation | None:
+        """The division so far; None where it does not suit these sequences."""
+        plans = [self._chosen.get(s.request_id, self._main) for s in sequences]
+        plans = [p if own[p] else 0 for p, own in zip(plans, options, strict=True)]
+        counts = Counter(plans)
+        nodes = sum(count * self._nodes[place] for place, count in counts.items())
+        if self._budget is not None and nodes > self._budget and set(counts) != {0}:
+            return None
+        found = [own[place] for place, own in zip(plans, options, strict=True)]
+        tokens = sum(option.tokens for option in found if option)
+        seconds = sum(option.seconds for option in found if option)
+        seconds += cost(tuple(counts[place] for place in range(len(self._plans))))
+        return Allocation(tuple(plans), tokens, seconds)
+
+    def _prepare(self, options: Sequence[Sequence[Option | None]], context: float) -> int:
+        """What drafts read prompts for; off where that does not pay off in the long run."""
+        tokens = [
+            [own.tokens for own in (each[place] for each in options) if own is not None]
+            for place in range(len(self._plans))
+        ]
+        margin = 1.0 if self._prepared else _MARGIN_OF_OFF
+        return self._load.drafting(self._plans, tokens, context, margin)
+
+    def _options_of(self, sequence: Request) -> list[Option | None]:
+        """What every plan would yield if drafts were in step."""
+        left = max(1, sequence.num_tokens_left)
+        return [
+            Option(self._acceptance.tokens(plan, sequence.request_id, left))
+            if _can_run(sequence, plan)
+            else None
+            for plan in self._plans
+        ]
+
+    def _with_lags(
+        self, sequence: Request, options: Sequence[Option | None], token_s: Sequence[float]
+    ) -> list[Option | None]:
+        """The same with the seconds in which drafts catch up, if they are to be kept in step.
+
+        Args:
+            sequence: whose drafts may lag behind.
+            options: of each plan.
+            token_s: likewise, seconds in which all of its drafts read a token.
+        """
+        found = list(options)
+        for place, option in enumerate(options):
+            if not place or option is None:
+                continue
+            missed = max(lag(sequence, self._plans[place]).values(), default=0)
+            if missed and not self._prepared:
+                found[place] = None
+            elif missed:
+                # whatever a draft catches up serves the steps that the request still takes
+                steps = max(1.0, min(_PAID_OFF, sequence.num_tokens_left / option.tokens))
+                found[place] = Option(option.tokens, missed * token_s[place] / steps)
+        return found
+
+    @property
+    def _nodes(self) -> list[int]:
+        return [plan.num_nodes for plan in self._plans]
+
+    def _decision(
+        self, best: Allocation, probe: Probe | None, sequences: Sequence[Request]
+    ) -> Decision:
+        plans = list(best.plans)
+        tokens, seconds = best.tokens, best.seconds
+        if probe is not None:
+            places = [self._probed.get(s.request_id) for s in sequences]
+            plans = [old if new is None else new for old, new in zip(plans, places, strict=True)]
+            tokens, seconds = probe.tokens, probe.seconds
+        counts = Counter(self._plans[place].name for place in plans)
+        rate = self._first_rate()
+        return Decision(dict(counts), tokens / seconds, seconds, tokens, rate, probe is not None)
+
+    def _first_rate(self) -> float:
+        place = self._prepared or 1
+        return self._acceptance.rates(self._plans[place])[0] if place < len(self._plans) else 0.0
+
+
+class _Cost:
+    """Seconds of a step by the number of sequences that run each plan."""
+
+    def __init__(
+        self, seconds: PredictedSeconds, plans: Sequence[SpecPlan], context: float
+    ) -> None:
+        self._seconds = seconds
+        self._plans = plans
+        self._context = context
+        # (plan, sequences) → seconds alone, and what it brings to a shared pass
+        self._known: dict[tuple[int, int], tuple[float, PassPart | None]] = {}
+
+    def __call__(self, counts: tuple[int, ...]) -> float:
+        total = self._seconds.table.iteration_s
+        parts = []
+        for place, count in enumerate(counts):
+            if count:
+                alone, part = self._group(place, count)
+                total += alone
+                if part is not None:
+                    parts.append(part)
+        return total + self._seconds.passed(parts, total)
+
+    def _group(self, place: int, count: int) -> tuple[float, PassPart | None]:
+        found = self._known.get((place, count))
+        if found is None:
+            shape = StepShape(self._plans[place], count, count * self._context)
+            part, seconds = verify_part(shape), self._seconds.alone(shape)
+            if self._seconds.is_whole(shape.plan):
+                found = seconds, None
+            elif self._seconds.shares_pass:
+                found = seconds, part
+            else:
+                found = seconds + self._seconds.passed([part]), None
+            self._known[place, count] = found
+        return found
+
+
+def _can_run(sequence: Request, plan: SpecPlan) -> bool:
+    """What the scheduler would decode plainly is load, and no more."""
+    if not plan.speculates:
+        return True
+    params = sequence.params
+    suits = params.is_greedy or params.rule_id in plan.rules
+    reads_logits = (
+        params.logprobs is not None or params.structured_outputs is not None or params.has_controls
+    )
+    return params.speculative and suits and not (plan.tile is not None and reads_logits)

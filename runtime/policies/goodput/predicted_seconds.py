@@ -1,0 +1,252 @@
+"""Seconds of iterations to come: a latency table, corrected by those that went before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
+from specc.runtime.backends.program import draft_lens_of
+from specc.runtime.policies.goodput.seconds_ratio import SecondsRatio
+from specc.speculation.plans import SpecPlan
+
+if TYPE_CHECKING:
+    from specc.runtime.backends.program import StepResult
+    from specc.runtime.runner import RunResult
+    from specc.runtime.scheduling.batch import Batch
+    from specc.runtime.scheduling.sequence import Sequence as Request
+
+_TARGET = "target"
+# tokens of a long pass, in which several sequences' drafts read what they have missed
+_CHUNK = 512
+# weight of the newest iteration in how often prompts come along, and with how many tokens
+_NEWS = 1 / 64
+# share that counts as every iteration
+_ALWAYS = 0.99
+# tokens of passes that have long been busy with every token
+_LONG, _LONGER = 1024, 2048
+
+
+class Prompts(NamedTuple):
+    """Prompts that share the target's passes with steps.
+
+    Args:
+        share: of the iterations that take prompts along.
+        tokens: of prompts in each of those.
+    """
+
+    share: float
+    tokens: float
+
+
+class PredictedSeconds:
+    """Seconds by groups, learned while steps run.
+
+    Prompts in the target's pass take the room that reading its weights would leave for nodes. How
+    often they come is averaged over many iterations, so that single ones do not change a choice:
+    the seconds of decoding are those of its pass alone, and what it adds to a pass of prompts,
+    each as often as it happens. Longer iterations meet prompts more often: they come by the clock.
+
+    Where stages are timed apart, target and drafts are corrected each by its own ratio, by tokens
+    and by sequences; where a step runs as a whole, every plan is, by sequences.
+
+    Args:
+        table: what to start from.
+        shares_pass: groups are verified in one pass of the target; else each in its own.
+    """
+
+    def __init__(self, table: LatencyTable, shares_pass: bool) -> None:
+        self.table = table
+        self.shares_pass = shares_pass
+        # of stages that are timed apart; plan → of its whole steps
+        self._ratios: dict[str, SecondsRatio] = {}
+        self._wholes: dict[str, SecondsRatio] = {}
+        self._prompts, self._num_passes = Prompts(0.0, 0.0), 0
+        # of those iterations, prompts not counted
+        self._mean_s = 0.0
+
+    def iteration(self, shapes: Sequence[StepShape], prompts: Prompts | None = None) -> float:
+        """Seconds that these groups take in an iteration, those of prompts not counted.
+
+        Args:
+            shapes: groups.
+            prompts: that come along; None is as lately.
+        """
+        seconds = self.table.iteration_s + sum(map(self.alone, shapes))
+        parts = [verify_part(shape) for shape in shapes if not self.is_whole(shape.plan)]
+        if self.shares_pass:
+            return seconds + self.passed(parts, seconds, prompts)
+        return seconds + sum(self.passed([part]) for part in parts)
+
+    def is_whole(self, plan: SpecPlan) -> bool:
+        """Steps of this plan are timed as a whole, its pass of the target included."""
+        return self._ratio_of_whole(plan) is not None
+
+    def alone(self, shape: StepShape) -> float:
+        """Seconds of a group by itself: of its drafts, or of all where it is timed as a whole."""
+        drafting = self.table.draft_s(shape)
+        whole = self._ratio_of_whole(shape.plan)
+        if whole is not None:
+            return (drafting + self.table.target((verify_part(shape),))) * whole(shape.rows)
+        return drafting * self._ratio(_draft_key(shape.plan), shape.rows)
+
+    def passed(
+        self, parts: Sequence[PassPart], besides: float = 0.0, prompts: Prompts | None = None
+    ) -> float:
+        """Seconds by which groups make one pass of the target longer.
+
+        Args:
+            parts: of the groups.
+            besides: seconds of the iteration besides this pass.
+            prompts: see `iteration`.
+        """
+        return self._target_s(parts, besides, prompts) if parts else 0.0
+
+    def catch_up_at_once(self, plan: SpecPlan, tokens: Mapping[int, int], context: float) -> float:
+        """Seconds of a pass in which drafts read what sequences have missed.
+
+        Args:
+            plan: whose first level does not reach back to it.
+            tokens: draft → that it has to read.
+            context: rows that each of these tokens attends to.
+        """
+        return sum(
+            self._read_s(plan, draft, count, context) for draft, count in tokens.items() if count
+        )
+
+    def draft_token_s(self, plan: SpecPlan, context: float) -> float:
+        """Seconds in which a plan's drafts read a token after such a context, in a long pass."""
+        drafts = draft_lens_of(plan)
+        return sum(self._read_s(plan, draft, _CHUNK, context) for draft in drafts) / _CHUNK
+
+    def target_token_s(self, context: float) -> float:
+        """Seconds by which a token after such a context makes a pass of the target longer."""
+        more = [self.table.target((PassPart(1, n, context),)) for n in (_LONG, _LONGER)]
+        return (more[1] - more[0]) / (_LONGER - _LONG) * self._ratio(_TARGET, _LONG)
+
+    def _read_s(self, plan: SpecPlan, draft: int, tokens: int, context: float) -> float:
+        part = PassPart(1, tokens, context)
+        seconds = self.table.drafts[f"draft_{draft}"]((part,))
+        return seconds * self._ratio(_draft_key(plan), tokens)
+
+    def observe(self, batch: Batch, result: RunResult, lagging: Collection[str] = ()) -> None:
+        """Compare an iteration's seconds with the table's.
+
+        Args:
+            batch: as it ran.
+            result: with seconds.
+            lagging: plans whose drafts had to catch up: their seconds say nothing about levels.
+        """
+        shapes = _shapes(batch, result)
+        parts: list[PassPart] = []
+        accept_s = sum(step.stage_s.get("accept_commit", 0.0) for step in result.steps)
+        for shape, step in zip(shapes, result.steps, strict=True):
+            stages = step.stage_s
+            drafting, part = self.table.draft_s(shape), verify_part(shape)
+            is_behind = shape.plan.name in lagging
+            if "step" in stages:
+                if is_behind:
+                    continue
+                whole = self._wholes.setdefault(shape.plan.name, SecondsRatio())
+                predicted = drafting + self.table.target((part,))
+                whole.observe(shape.rows, predicted, stages["step"])
+                continue
+            if not is_behind:
+                drafted = stages.get("draft", 0.0)
+                self._observe(_draft_key(shape.plan), shape.rows, drafting, drafted)
+            parts.append(part)
+            if "verify" in stages and not result.pass_s:
+                seconds = stages["verify"] + stages.get("accept_commit", 0.0)
+                self._observe(_TARGET, part.tokens, self.table.target((part,)), seconds)
+        if result.pass_s and parts:
+            parts += [
+                PassPart(1, span.end - span.start, (span.start + span.end) / 2)
+                for span in batch.prefill
+            ]
+            tokens = sum(part.tokens for part in parts)
+            self._observe(_TARGET, tokens, self.table.target(parts), result.pass_s + accept_s)
+
+    def observe_prompts(self, batch: Batch, result: RunResult, is_due: bool) -> None:
+        """Count an iteration that has steps; every one, since shares are what is asked for.
+
+        Args:
+            batch: as it ran.
+            result: after its commit.
+            is_due: its seconds are to be predicted, too.
+        """
+        if not self.shares_pass:
+            return
+        if is_due:
+            alone_s = self.iteration(_shapes(batch, result), Prompts(0.0, 0.0))
+            self._mean_s += _NEWS * (alone_s - self._mean_s) if self._mean_s else alone_s
+        tokens = sum(span.end - span.start for span in batch.prefill)
+        self._num_passes += 1
+        news = max(_NEWS, 1 / self._num_passes)
+        share, known = self._prompts
+        share += news * (bool(tokens) - share)
+        if tokens:
+            known = known + _NEWS * (tokens - known) if known else tokens
+        self._prompts = Prompts(share, known)
+
+    def _lately(self, seconds: float) -> Prompts:
+        """Prompts that come along with an iteration that takes so long without them."""
+        share, tokens = self._prompts
+        if not (share and self._mean_s):
+            return self._prompts
+        a_second = -math.log(1 - min(share, _ALWAYS)) / self._mean_s
+        return Prompts(1 - math.exp(-a_second * seconds), tokens)
+
+    def _target_s(
+        self, parts: Sequence[PassPart], besides: float, prompts: Prompts | None
+    ) -> float:
+        tokens = sum(part.tokens for part in parts)
+        alone = self.table.target(parts) * self._ratio(_TARGET, tokens)
+        if not self.shares_pass:
+            return alone
+        prompts = self._lately(besides + alone) if prompts is None else prompts
+        if not prompts.share:
+            return alone
+        prompt = PassPart(1, prompts.tokens, 0.0)
+        added = self.table.target((prompt, *parts)) - self.table.target((prompt,))
+        added *= self._ratio(_TARGET, tokens + prompt.tokens)
+        return (1 - prompts.share) * alone + prompts.share * added
+
+    def _observe(self, key: str, size: float, predicted: float, measured: float) -> None:
+        self._ratios.setdefault(key, SecondsRatio()).observe(size, predicted, measured)
+
+    def _ratio(self, key: str, size: float) -> float:
+        """Of what was never measured: that of the target, which tells how fast the machine is."""
+        ratio = self._ratios.get(key) or self._ratios.get(_TARGET)
+        return ratio(size) if ratio else 1.0
+
+    def _ratio_of_whole(self, plan: SpecPlan) -> SecondsRatio | None:
+        """The ratio of a plan's whole steps; of one that never ran, that of another plan."""
+        if not self._wholes:
+            return None
+        return self._wholes.get(plan.name) or next(iter(self._wholes.values()))
+
+
+def lag(sequence: Request, plan: SpecPlan) -> dict[int, int]:
+    """Draft → committed tokens that it must read before this plan's first level."""
+    behind = {}
+    for draft in draft_lens_of(plan):
+        missed = sequence.cache_len - sequence.draft_lens[draft]
+        behind[draft] = missed if missed > plan.catch_up - 1 else 0
+    return behind
+
+
+def _shapes(batch: Batch, result: RunResult) -> list[StepShape]:
+    return [
+        StepShape(group.plan, len(group.sequences), _context_of(step))
+        for group, step in zip(batch.groups, result.steps, strict=True)
+    ]
+
+
+def _context_of(step: StepResult) -> int:
+    """Committed rows of all sequences before the step."""
+    return sum(step.next_cache_len) - sum(step.num_accepted) - len(step.num_accepted)
+
+
+def _draft_key(plan: SpecPlan) -> str:
+    return "draft " + "+".join(plan.drafts)

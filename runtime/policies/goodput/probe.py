@@ -1,0 +1,174 @@
+"""Trying plans that are not in use, for a bounded share of the time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from specc.runtime.policies.goodput.allocation import Allocation, Cost, Option
+from specc.runtime.policies.goodput.plan_prior import is_chain
+from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, lag
+from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
+from specc.speculation.plans import SpecPlan
+
+if TYPE_CHECKING:
+    from specc.runtime.scheduling.sequence import Sequence as Request
+
+# of the time; what is saved up for at most so many seconds of steps
+_SHARE, _SAVED = 0.01, 200.0
+# acceptance that a draft may turn out to have at every depth
+_HOPED = 0.9
+# sequences that try a plan, where others can go on with theirs
+_ROWS = 4
+
+
+class Probe(NamedTuple):
+    """One iteration in which some sequences run another plan.
+
+    Args:
+        plans: request → place of the plan that it tries.
+        tokens: expected of the iteration.
+        seconds: predicted.
+    """
+
+    plans: Mapping[str, int]
+    tokens: float
+    seconds: float
+
+
+class Probes:
+    """Decides what to try, and when there is time for it.
+
+    A plan is worth a trial if it would beat what is in use with a draft that is right nine times
+    in ten; at high load none is. Of chains, which teach about each other, the shortest one that
+    is longer than those in use is tried; of all, the one that was tried longest ago.
+
+    Args:
+        plans: off first.
+        seconds: of steps.
+        acceptance: of requests.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[SpecPlan],
+        seconds: PredictedSeconds,
+        acceptance: RequestAcceptance,
+    ) -> None:
+        self._plans = plans
+        self._seconds = seconds
+        self._acceptance = acceptance
+        self._saved_s = 0.0
+        self._number = 0
+        self._last: dict[str, int] = {}
+
+    def earn(self, seconds: float) -> None:
+        """An iteration took so long."""
+        self._saved_s = min(self._saved_s + _SHARE * seconds, _SHARE * _SAVED * seconds)
+
+    def choose(
+        self,
+        sequences: Sequence[Request],
+        options: Sequence[Sequence[Option | None]],
+        best: Allocation,
+        cost: Cost,
+        serves: Callable[[int, float], bool] = lambda place, tokens: True,
+    ) -> Probe | None:
+        """What the next iteration tries instead of the best division, if anything.
+
+        Args:
+            sequences: that decode.
+            options: as of `allocate`.
+            best: division of the batch.
+            cost: as of `allocate`.
+            serves: whether a plan would stay in use if it gave so many tokens a step.
+        """
+        for place in self._candidates(best, options, cost, serves):
+            probe = self._probe(place, sequences, options, best, cost)
+            # seconds in which the best division would have yielded as much
+            lost_s = probe.seconds - probe.tokens / best.goodput
+            if lost_s <= self._saved_s:
+                self._saved_s -= max(0.0, lost_s)
+                self._number += 1
+                self._last[_family(self._plans[place])] = self._number
+                return probe
+        return None
+
+    def _candidates(
+        self,
+        best: Allocation,
+        options: Sequence[Sequence[Option | None]],
+        cost: Cost,
+        serves: Callable[[int, float], bool],
+    ) -> list[int]:
+        used = set(best.plans)
+        deepest: dict[str, int] = {}
+        for place in used:
+            plan = self._plans[place]
+            if plan.speculates:
+                family = _family(plan)
+                deepest[family] = max(deepest.get(family, 0), plan.max_depth)
+        found: dict[str, int] = {}
+        if self._saved_s <= 0:
+            return []
+        for place, plan in enumerate(self._plans):
+            family = _family(plan)
+            is_new = plan.speculates and place not in used and family not in found
+            if is_new and plan.max_depth > deepest.get(family, 0):
+                hoped = sum(_HOPED**d for d in range(plan.max_depth + 1))
+                if self._could_pay(place, hoped, best, options, cost) and serves(place, hoped):
+                    found[family] = place
+        return sorted(found.values(), key=lambda p: self._last.get(_family(self._plans[p]), 0))
+
+    def _could_pay(
+        self,
+        place: int,
+        hoped: float,
+        best: Allocation,
+        options: Sequence[Sequence[Option | None]],
+        cost: Cost,
+    ) -> bool:
+        num_able = sum(own[place] is not None for own in options)
+        counts = [0] * len(self._plans)
+        counts[place], counts[0] = num_able, len(options) - num_able
+        tokens = num_able * hoped + len(options) - num_able
+        return num_able > 0 and tokens > best.goodput * cost(tuple(counts))
+
+    def _probe(
+        self,
+        place: int,
+        sequences: Sequence[Request],
+        options: Sequence[Sequence[Option | None]],
+        best: Allocation,
+        cost: Cost,
+    ) -> Probe:
+        plan = self._plans[place]
+        able = [i for i, own in enumerate(options) if own[place] is not None]
+        # whose draft has least to catch up
+        lags = {i: lag(sequences[i], plan) for i in able}
+        if self._seconds.shares_pass:
+            able = sorted(able, key=lambda i: sum(lags[i].values()))[:_ROWS]
+        missed: Counter[int] = Counter()
+        for i in able:
+            missed.update(lags[i])
+        tokens = best.tokens
+        context = sum(sequences[i].cache_len for i in able) / len(able)
+        seconds = best.seconds + self._seconds.catch_up_at_once(plan, missed, context)
+        counts = [best.plans.count(p) for p in range(len(self._plans))]
+        seconds -= cost(tuple(counts))
+        for i in able:
+            old, new = options[i][best.plans[i]], options[i][place]
+            assert old is not None
+            assert new is not None
+            counts[best.plans[i]] -= 1
+            counts[place] += 1
+            tokens += new.tokens - old.tokens
+            seconds -= old.seconds
+        seconds += cost(tuple(counts))
+        return Probe({sequences[i].request_id: place for i in able}, tokens, seconds)
+
+
+def _family(plan: SpecPlan) -> str:
+    """Plans whose steps teach about each other."""
+    return f"chain {plan.drafts[0]}" if is_chain(plan) else plan.name

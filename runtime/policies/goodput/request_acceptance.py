@@ -1,0 +1,221 @@
+"""How many tokens a step of a plan gives a request: what all requests show, and how it differs.
+
+All requests share rates by depth; chains of one draft share them whatever their length, every
+other plan has its own. A request differs from the others by one factor on the odds of being
+accepted, at all depths and for all plans of a draft alike. So a few steps of one plan tell what
+to expect of every other one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from specc.runtime.policies.depth_acceptance import DepthAcceptance
+from specc.runtime.policies.goodput.plan_prior import PlanPrior, is_chain
+from specc.speculation.plans import SpecPlan
+
+# observations that shared rates remember, and those that a prior counts for
+_MEMORY, _PRIOR = 300.0, 4.0
+# what a request's own steps keep of their weight with each further one
+_KEEP = 0.97
+# how much requests differ is learned from so many tokens of one at a time
+_BLOCK = 16
+# that correlation where nothing is known, the blocks that it counts for, at least and at most, and
+# what blocks keep of their weight with each further one
+_CORRELATION, _KNOWN, _LEAST, _MOST, _KEEP_BLOCK = 0.25, 4, 0.01, 0.5, 0.99
+# factors on the odds are told apart by this much in their logarithm
+_STEP = 0.125
+
+
+class _Own:
+    """Tokens of one request that were accepted and refused, and how many were expected to be."""
+
+    def __init__(self) -> None:
+        self.accepted = self.refused = 0.0
+        self.expected = self.unexpected = 0.0
+        # tokens of this block, how many more were accepted than expected, and the variance of that
+        self._asked, self._surplus, self._variance = 0, 0.0, 0.0
+
+    def add(self, accepted: int, length: int, rates: Sequence[float], spread: _Spread) -> None:
+        asked = min(accepted + 1, length)
+        expected = sum(rates[:asked])
+        self.accepted = _KEEP * self.accepted + accepted
+        self.refused = _KEEP * self.refused + (asked - accepted)
+        self.expected = _KEEP * self.expected + expected
+        self.unexpected = _KEEP * self.unexpected + (asked - expected)
+        self._asked += asked
+        self._surplus += accepted - expected
+        self._variance += sum(rate * (1 - rate) for rate in rates[:asked])
+        if self._asked >= _BLOCK:
+            spread.add(self._asked, self._surplus, self._variance)
+            self._asked, self._surplus, self._variance = 0, 0.0, 0.0
+
+    def factor(self, alike: float) -> float:
+        """Logarithm of the factor on the odds.
+
+        Args:
+            alike: accepted and refused tokens that no difference to the others counts for.
+        """
+        seen = (self.accepted + alike) / (self.refused + alike)
+        return math.log(seen * (self.unexpected + alike) / (self.expected + alike))
+
+
+class _Spread:
+    """How much requests differ: the correlation of a request's tokens.
+
+    Of n tokens with variance V, had they nothing to do with each other, the surplus has the
+    variance V (1 + (n - 1) correlation) where requests differ as a beta distribution has it.
+    So what differs by chance alone is not taken for a property of a request.
+    """
+
+    def __init__(self) -> None:
+        # p (1 - p) of a middling p
+        self._weight = _KNOWN * 0.2 * _BLOCK * (_BLOCK - 1)
+        self._surplus = _CORRELATION * self._weight
+
+    def add(self, asked: int, surplus: float, variance: float) -> None:
+        """Take a block of one request."""
+        self._surplus = _KEEP_BLOCK * self._surplus + surplus**2 - variance
+        self._weight = _KEEP_BLOCK * self._weight + variance * (asked - 1)
+
+    @property
+    def alike(self) -> float:
+        """Tokens accepted and refused that no difference counts for."""
+        correlation = min(max(self._surplus / max(self._weight, 1e-9), _LEAST), _MOST)
+        return (1 / correlation - 1) / 2
+
+
+_NOTHING: Mapping[tuple[str, ...], _Own] = {}
+
+
+class RequestAcceptance:
+    """Expected tokens by plan and request, learned from steps.
+
+    Args:
+        plans: that speculate.
+        prior: of their rates.
+    """
+
+    def __init__(self, plans: Iterable[SpecPlan], prior: PlanPrior) -> None:
+        plans = list(plans)
+        self._prior = prior
+        deepest: dict[str, int] = {}
+        for plan in plans:
+            # what a tree's prior asks of its drafts' chains
+            for draft in plan.drafts:
+                deepest[draft] = max(deepest.get(draft, 0), plan.max_depth)
+        self._chains = {draft: DepthAcceptance(depth) for draft, depth in deepest.items()}
+        self._trees = {
+            plan.name: DepthAcceptance(plan.max_depth) for plan in plans if not is_chain(plan)
+        }
+        # request → drafts → what it showed
+        self._own: dict[str, dict[tuple[str, ...], _Own]] = {}
+        self._spread = _Spread()
+        self._rates: dict[str, list[float]] = {}
+        self._tokens: dict[tuple[str, int], list[float]] = {}
+
+    def observe(self, plan: SpecPlan, outcomes: Mapping[str, int]) -> None:
+        """Take what requests accepted in one step.
+
+        Args:
+            plan: of the step.
+            outcomes: request → accepted draft tokens, 0 … depth of the plan.
+        """
+        if not outcomes or not plan.speculates:
+            return
+        rates, length = self.rates(plan), plan.max_depth
+        for request, accepted in outcomes.items():
+            own = self._own.setdefault(request, {}).setdefault(plan.drafts, _Own())
+            own.add(accepted, length, rates, self._spread)
+        shared = self._shared(plan)
+        news = DepthAcceptance(shared.max_depth)
+        news.add(length, [accepted + 1 for accepted in outcomes.values()])
+        shared.merge(news, max(0.5, 1 - len(outcomes) / _MEMORY))
+        self._rates.clear()
+        self._tokens.clear()
+
+    def rates(self, plan: SpecPlan) -> list[float]:
+        """What all requests show: probability of depth 1, 2, … where the one before is accepted."""
+        found = self._rates.get(plan.name)
+        if found is None:
+            if is_chain(plan):
+                found = self._chain_rates(plan.drafts[0], plan.max_depth)
+            else:
+                chains = {draft: self._chain_rates(draft, plan.max_depth) for draft in plan.drafts}
+                shared = self._trees[plan.name]
+                found = [
+                    shared.rate_toward(depth, rate, _PRIOR)
+                    for depth, rate in enumerate(self._prior.rates(plan, chains), start=1)
+                ]
+            self._rates[plan.name] = found
+        return found
+
+    def tokens(self, plan: SpecPlan, request: str, most: int) -> float:
+        """Expected tokens of a step, bonus token included.
+
+        Args:
+            plan: of the step; off gives 1.
+            request: which may be unknown.
+            most: tokens that the request can still take; 1 or more.
+        """
+        if not plan.speculates:
+            return 1.0
+        own = self._own.get(request, _NOTHING).get(plan.drafts)
+        place = round(own.factor(self._spread.alike) / _STEP) if own else 0
+        sums = self._tokens.get((plan.name, place))
+        if sums is None:
+            shifted = [shift(rate, place * _STEP) for rate in self.rates(plan)]
+            sums = list(itertools.accumulate(itertools.accumulate([1.0, *shifted], _times)))
+            self._tokens[plan.name, place] = sums
+        return sums[min(most, len(sums)) - 1]
+
+    def num_observed(self, request: str, plan: SpecPlan) -> float:
+        """Tokens of a request that were accepted or refused of this plan's drafts, fading."""
+        own = self._own.get(request, _NOTHING).get(plan.drafts)
+        return own.accepted + own.refused if own else 0.0
+
+    def forget(self, requests: Iterable[str]) -> None:
+        """These have ended."""
+        for request in requests:
+            self._own.pop(request, None)
+
+    def keep(self, requests: Iterable[str]) -> None:
+        """All others have ended, or were aborted."""
+        kept = set(requests)
+        self._own = {request: own for request, own in self._own.items() if request in kept}
+
+    def __len__(self) -> int:
+        """Requests that are known."""
+        return len(self._own)
+
+    def _shared(self, plan: SpecPlan) -> DepthAcceptance:
+        return self._chains[plan.drafts[0]] if is_chain(plan) else self._trees[plan.name]
+
+    def _chain_rates(self, draft: str, depth: int) -> list[float]:
+        """Depths that nobody asked for are like the one before, as far as the prior knows."""
+        shared, rates = self._chains[draft], []
+        shift_by = 0.0
+        for place in range(1, depth + 1):
+            prior = self._prior.chain(draft, place)
+            rate = shared.rate_toward(place, shift(prior, shift_by), _PRIOR)
+            shift_by = _logit(rate) - _logit(prior)
+            rates.append(rate)
+        return rates
+
+
+def shift(rate: float, by: float) -> float:
+    """A probability whose odds are multiplied by e^by."""
+    if not 0 < rate < 1:
+        return rate
+    return 1 / (1 + (1 - rate) / rate * math.exp(-by))
+
+
+def _logit(rate: float) -> float:
+    rate = min(max(rate, 1e-6), 1 - 1e-6)
+    return math.log(rate / (1 - rate))
+
+
+def _times(a: float, b: float) -> float:
+    return a * b

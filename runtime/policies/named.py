@@ -1,0 +1,81 @@
+"""Policies by name, for an engine's own plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specc.cost.latency_table import LatencyTable
+from specc.errors import RequestError
+from specc.runtime.drafts.host_drafts import HostDrafts
+from specc.runtime.policies.adaptive import AdaptivePolicy
+from specc.runtime.policies.base import Policy
+from specc.runtime.policies.best import BestPolicy
+from specc.runtime.policies.goodput.policy import GoodputPolicy
+from specc.runtime.policies.measured import ProfilePolicy
+from specc.speculation.plans import OFF, SpecPlan, is_lookup
+
+NAMES = ("fixed", "adaptive", "best", "profile", "goodput")
+
+
+def make_policy(
+    name: str,
+    plans: Mapping[str, SpecPlan],
+    host: HostDrafts,
+    profile: Mapping[str, Any],
+    *,
+    shares_pass: bool = True,
+    max_num_seqs: int = 256,
+) -> Policy:
+    """The policy of this name; `fixed` needs no more than its plan and is not made here.
+
+    Args:
+        name: `adaptive` learns how long a chain pays, `best` chooses between a model and a lookup,
+            `profile` follows what `specc tune` found, `goodput` follows the load.
+        plans: of the engine.
+        host: whose index is asked.
+        profile: of the engine; empty where there is none.
+        shares_pass: sequences of all plans are verified in one pass of the target.
+        max_num_seqs: sequences that run together.
+    Raises:
+        RequestError: no such policy, or an engine without the plans that it needs.
+    """
+    if name == "adaptive":
+        chains = {OFF.name: 0} | {
+            plan.name: plan.max_depth
+            for plan in sorted(_chains(plans), key=lambda plan: plan.max_depth)
+        }
+        if len(chains) > 1:
+            return AdaptivePolicy(chains)
+        needed, do = "a chain of one draft model or more", "compile it with several --tree 1,1,…"
+    elif name == "best":
+        alone = [plan for plan in plans.values() if plan.speculates and not plan.combine]
+        if len({is_lookup(plan.drafts[0]) for plan in alone}) == 2:
+            return BestPolicy(plans, host)
+        needed, do = "a plan of a model and one of a lookup", "compile it with --combine best"
+    elif name == "profile":
+        if profile:
+            return ProfilePolicy({int(size): plan for size, plan in profile["plans"].items()})
+        needed, do = "a profile.json in the engine", "run specc tune"
+    elif name == "goodput":
+        latency = profile.get("latency")
+        return GoodputPolicy(
+            plans,
+            LatencyTable.from_json(latency) if latency else None,
+            profile.get("acceptance"),
+            shares_pass=shares_pass,
+            max_num_seqs=max_num_seqs,
+        )
+    else:
+        needed, do = f"one of {', '.join(NAMES)}", "choose one of them"
+    raise RequestError(f"policy {name!r} for an engine of the plans {', '.join(plans)}", needed, do)
+
+
+def _chains(plans: Mapping[str, SpecPlan]) -> list[SpecPlan]:
+    """Chains of the first draft that has one."""
+    found = [
+        plan
+        for plan in plans.values()
+        if plan.speculates and not plan.combine and plan.models and set(plan.widths) == {1}
+    ]
+    return [plan for plan in found if plan.drafts == found[0].drafts]

@@ -1,0 +1,1 @@
+"""From what callers pass to checked requests: options, chats, prompts, tokens."""

@@ -1,0 +1,164 @@
+"""The arguments of `LLM.generate`, under whatever name vLLM's users pass them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specc.errors import RequestError
+from specc.runtime.requests.prompt_forms import Prompt, split_prompts
+from specc.sampling.params import SamplingParams
+from specc.sampling.vllm_names import Answer, answer_names
+
+_NO_ADAPTER = Answer("the weights that were compiled", "merge the adapter, and compile")
+_ANSWERS: Mapping[str, Answer] = {
+    "lora_request": _NO_ADAPTER,
+    "prompt_adapter_request": _NO_ADAPTER,
+    "guided_options_request": Answer(
+        "structured_outputs of SamplingParams",
+        "pass SamplingParams(structured_outputs=StructuredOutputsParams(…))",
+    ),
+    "tokenization_kwargs": Answer("text as the engine tokenizes it", "pass token ids", (None, {})),
+    "mm_processor_kwargs": Answer("text or token ids", "leave it out", (None, {})),
+    "tools": Answer(
+        "messages", "describe them in a message, or in chat_template_kwargs", (None, [])
+    ),
+    "chat_template_content_format": Answer(
+        "contents of text", "leave it out", (None, "auto", "string")
+    ),
+    "continue_final_message": Answer(
+        "messages that the assistant answers", "leave it out", (None, False)
+    ),
+}
+_KNOWN = ("params", "prompt_token_ids", "use_tqdm", "priority")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is to be generated.
+
+    Args:
+        prompts: one or more, in any form.
+        params: of each.
+        priorities: of each; lower is served first.
+        use_tqdm: True, False, or what makes a bar.
+    """
+
+    prompts: list[Any]
+    params: list[SamplingParams]
+    priorities: list[int]
+    use_tqdm: Any
+
+    @contextlib.contextmanager
+    def bar(self, total: int) -> Iterator[Callable[[int, int, int], object] | None]:
+        """A bar, if one is wanted; yields what moves it on, as `progress` is called.
+
+        Raises:
+            RequestError: tqdm is absent.
+        """
+        if not self.use_tqdm or not total:
+            yield None
+            return
+        make = _tqdm() if self.use_tqdm is True else self.use_tqdm
+        with contextlib.closing(make(total=total, desc="prompts", unit="prompt")) as bar:
+            seen = 0
+
+            def report(finished: int, total: int, num_tokens: int) -> None:
+                nonlocal seen
+                bar.update(finished - seen)
+                seen = finished
+
+            yield report
+
+
+def read_call(
+    prompts: Any,
+    params: Any,
+    options: Mapping[str, Any],
+    is_chat: bool = False,
+) -> Call:
+    """Check the arguments of a call, but for the prompts themselves.
+
+    Args:
+        prompts: in any form; None where `options` have them.
+        params: for all prompts, or one for each; None where `options` have them.
+        options: of `LLM.generate`.
+        is_chat: its messages come later; no prompts yet.
+    Raises:
+        RequestError: an option that there is not, no prompts, or numbers that do not fit.
+    """
+    known = answer_names(options, _KNOWN, _ANSWERS, RequestError)
+    other = known.get("params")
+    if params is not None and other is not None:
+        raise RequestError(
+            "sampling_params and params", "one of the two, which are the same", "leave params out"
+        )
+    params = other if params is None else params
+    prompt_list = [] if is_chat else _prompts(prompts, known.get("prompt_token_ids"))
+    count = len(prompt_list)
+    if params is None or isinstance(params, SamplingParams):
+        params_list = [params or SamplingParams()] * count
+    elif isinstance(params, (list, tuple)) and all(isinstance(p, SamplingParams) for p in params):
+        params_list = list(params)
+    else:
+        raise RequestError(
+            f"sampling_params of type {type(params).__name__}",
+            "SamplingParams, or a list of them",
+            "pass SamplingParams(max_tokens=…, temperature=…)",
+        )
+    if len(params_list) != count and not is_chat:
+        raise RequestError(
+            f"{count} prompts and {len(params_list)} SamplingParams",
+            "one SamplingParams for all prompts, or one for each",
+            "pass lists of equal length",
+        )
+    use_tqdm = known.get("use_tqdm", False)
+    if not isinstance(use_tqdm, bool) and use_tqdm is not None and not callable(use_tqdm):
+        raise RequestError(f"use_tqdm={use_tqdm!r}", "True, False, or tqdm itself", "correct it")
+    return Call(prompt_list, params_list, _priorities(known.get("priority"), count), use_tqdm)
+
+
+def _prompts(prompts: Any, token_ids: Any) -> list[Prompt]:
+    if prompts is None and token_ids is None:
+        raise RequestError(
+            "neither prompts nor prompt_token_ids", "one prompt or a list", "pass prompts"
+        )
+    if token_ids is None:
+        return split_prompts(prompts)
+    lists = split_prompts(token_ids)
+    if any(isinstance(item, (str, Mapping)) for item in lists):
+        raise RequestError("prompt_token_ids of text", "token ids", "pass it as prompts")
+    texts = [None] * len(lists) if prompts is None else split_prompts(prompts)
+    if len(texts) != len(lists) or not all(t is None or isinstance(t, str) for t in texts):
+        raise RequestError(
+            f"{len(texts)} prompts beside {len(lists)} prompt_token_ids",
+            "prompt_token_ids alone, or the text of each as prompts",
+            "pass one of the two",
+        )
+    return [{"prompt": t, "prompt_token_ids": ids} for t, ids in zip(texts, lists, strict=True)]
+
+
+def _priorities(priority: Any, count: int) -> list[int]:
+    priorities = [priority or 0] * count if priority is None or type(priority) is int else priority
+    is_list = isinstance(priorities, (list, tuple)) and all(type(p) is int for p in priorities)
+    if not is_list or len(priorities) != count:
+        raise RequestError(
+            f"priority={priority!r}, and {count} prompts",
+            "an integer, or one for each prompt",
+            "correct it",
+        )
+    return list(priorities)
+
+
+def _tqdm() -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            "use_tqdm=True, and no package tqdm",
+            "tqdm, which draws the bar",
+            "pip install tqdm; or pass progress, a function that is called after every iteration",
+        ) from error
+    return tqdm

@@ -1,0 +1,1 @@
+"""Which requests run: queue, admission, batches, blocks of caches."""

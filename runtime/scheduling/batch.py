@@ -1,0 +1,85 @@
+"""What an iteration runs: spans of tokens to be fed, and steps of groups of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from specc.runtime.scheduling.sequence import Sequence
+from specc.speculation.plans import SpecPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specc.runtime.scheduling.pending_batch import PendingBatch
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens start … end - 1 of a sequence, to be fed causally.
+
+    Args:
+        drafts: drafts that take the same tokens in the same iteration.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        """Ends the prompt, so that its last row yields the first output token."""
+        return self.end == self.sequence.num_prompt_tokens and not self.sequence.has_output
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens from the first one on whose logits say how likely the next prompt token was."""
+        if not self.sequence.is_scored:
+            return 0
+        return min(self.end, self.sequence.num_prompt_tokens - 1) - self.start
+
+    @property
+    def logit_places(self) -> list[int]:
+        """Tokens of the span that get logits: those that are scored, and the last of a prompt."""
+        last = [self.end - self.start - 1] if self.is_last else []
+        return [*range(self.num_scored), *last]
+
+
+@dataclass(frozen=True)
+class StepGroup:
+    """Sequences that run one plan's step together.
+
+    Args:
+        extra: what the host brings to this step besides rows, see `StepInputs`.
+        ahead: tokens that a step in flight may yet bring each sequence, at most; 0 where none is
+            in flight, () where that holds for all.
+        catches_up: a draft has to read tokens that its first level does not reach back to.
+    """
+
+    plan: SpecPlan
+    sequences: list[Sequence]
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    ahead: tuple[int, ...] = ()
+    catches_up: bool = False
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One iteration: spans of prompts, and a step for each plan in use.
+
+    Args:
+        num_unfinished: requests in the engine, those included that have no part in it.
+    """
+
+    prefill: list[Span] = field(default_factory=list)
+    groups: list[StepGroup] = field(default_factory=list)
+    num_unfinished: int = 0
+
+
+class Queued(NamedTuple):
+    """A batch that the device has, and where its results will be."""
+
+    batch: Batch
+    pending: PendingBatch

@@ -1,0 +1,84 @@
+"""Prefixes that earlier requests left in the cache: found block by block, by a hash of all tokens.
+
+The key of a block is the hash of the key before it and of its own tokens, so equal keys mean
+equal tokens from the first one on. A block is published once its rows cannot change: the target has
+committed past its end; rows after that belong to trees. Which drafts have committed past it, too,
+is noted block by block: plans without a draft then still share the target's rows, and a draft that
+finds the rows of others but not its own writes those, which nobody reads before they are noted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import NamedTuple
+
+from specc.runtime.scheduling.block_pool import BlockPool
+from specc.runtime.scheduling.sequence import Sequence
+
+
+class Hit(NamedTuple):
+    """Blocks that hold the first rows of a request.
+
+    Args:
+        blocks: in order.
+        num_rows: of the target.
+        draft_lens: rows of each draft.
+    """
+
+    blocks: list[int]
+    num_rows: int
+    draft_lens: list[int]
+
+
+class PrefixCache:
+    """Finds and publishes the blocks of one cache.
+
+    Args:
+        pool: of the cache.
+        rows_per_block: of the cache.
+    """
+
+    def __init__(self, pool: BlockPool, rows_per_block: int) -> None:
+        self._pool = pool
+        self._size = rows_per_block
+
+    def find(self, sequence: Sequence) -> Hit:
+        """The longest prefix that is there; at least one token is left to be fed."""
+        num_drafts = len(sequence.draft_lens)
+        # a prompt's last row yields the first token, so it has to be computed
+        most = sequence.prefill_end - (0 if sequence.has_output else 1)
+        blocks: list[int] = []
+        draft_lens = [0] * num_drafts
+        for i in range(most // self._size):
+            block = self._pool.find(self._key(sequence, i))
+            if block is None:
+                break
+            blocks.append(block)
+            bits = self._pool.drafts_of(block)
+            for draft in range(num_drafts):
+                if bits >> draft & 1 and draft_lens[draft] == i * self._size:
+                    draft_lens[draft] += self._size
+        return Hit(blocks, len(blocks) * self._size, draft_lens)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others find what a sequence has committed since the last call."""
+        size, blocks = self._size, sequence.blocks
+        for i in range(sequence.num_published, sequence.cache_len // size):
+            self._pool.publish(blocks[i], self._key(sequence, i))
+        sequence.num_published = max(sequence.num_published, sequence.cache_len // size)
+        for draft, length in enumerate(sequence.draft_lens):
+            done = min(length // size, sequence.num_published)
+            for i in range(sequence.num_published_of[draft], done):
+                if self._pool.find(self._key(sequence, i)) == blocks[i]:
+                    self._pool.add_draft(blocks[i], draft)
+            sequence.num_published_of[draft] = max(sequence.num_published_of[draft], done)
+
+    def _key(self, sequence: Sequence, index: int) -> bytes:
+        keys = sequence.block_keys
+        while len(keys) <= index:
+            start = len(keys) * self._size
+            tokens = array("q", sequence.token_ids[start : start + self._size]).tobytes()
+            before = keys[-1] if keys else b""
+            keys.append(hashlib.blake2b(before + tokens, digest_size=16).digest())
+        return keys[index]

@@ -1,0 +1,1 @@
+"""One engine for callers of many threads, and what it tells them."""

@@ -1,0 +1,407 @@
+"""One engine for many callers: a thread that moves all requests on, and updates that go back.
+
+Callers hand requests in from any thread and get each one's tokens through a callback. Every door
+of specc stands on this: the HTTP server, and the model of the Triton Inference Server.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specc.errors import FaultError, OverloadError, RequestError, SpeccError
+from specc.runtime.core import EngineCore
+from specc.runtime.requests.request_maker import Prompt
+from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.service.state import Health, ServiceState, state_of
+from specc.runtime.service.update import Update, update_of
+from specc.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from specc.runtime.constraints.grammar import GrammarState
+    from specc.runtime.engine import Engine
+    from specc.runtime.outputs.logprobs import PromptLogprobs
+    from specc.runtime.policies.base import Policy
+
+# iterations that fail in a row, from which on the engine counts as lost
+MAX_FAILURES = 3
+# seconds for which a failure counts: without requests because of it, a server would not recover
+_FAILING_S = 10.0
+# seconds from which on an iteration counts as stuck; the slowest ones take a few
+STALLED_S = 120.0
+# seconds between two looks at what runs, for metrics
+_STATE_EVERY_S = 0.02
+_log = logging.getLogger("specc.service")
+
+
+class Ticket:
+    """A request that was handed in; `Service.cancel` takes it."""
+
+    def __init__(self, sequence: Sequence, on_update: Callable[[Update], object]) -> None:
+        self._sequence = sequence
+        self._on_update = on_update
+        # the last update is out
+        self.is_done = False
+
+    @property
+    def request_id(self) -> str:
+        return self._sequence.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._sequence.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._sequence.token_ids[: self._sequence.num_prompt_tokens]
+
+    @property
+    def prompt(self) -> str | None:
+        """The caller's text."""
+        return self._sequence.prompt
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of each token of the prompt, None for the first; there with the first update."""
+        return self._sequence.all_prompt_logprobs
+
+
+class Service:
+    """Serves requests of any number of callers, batched continuously.
+
+    Args:
+        engine: engine directory, or one that was loaded before.
+        plan: see `LLM`.
+        max_num_seqs: sequences that run together.
+        policy: picks plans, or its name.
+        max_waiting: requests that wait for a place at most; more are refused.
+        verify: see `LLM`.
+        num_threads: see `LLM`.
+        backend: see `LLM`.
+        kv_cache_tokens: see `LLM`.
+        shares_prefixes: see `LLM`.
+        core: loaded and put together already; then all but `max_waiting` is left out.
+    Raises:
+        EngineError: the engine cannot be loaded.
+        RequestError: the engine has no such plan.
+    """
+
+    def __init__(
+        self,
+        engine: str | Path | Engine | None = None,
+        plan: str | None = None,
+        max_num_seqs: int | None = None,
+        *,
+        policy: Policy | str | None = None,
+        max_waiting: int = 1024,
+        verify: bool | None = None,
+        num_threads: int | None = None,
+        backend: str | None = None,
+        kv_cache_tokens: int | None = None,
+        shares_prefixes: bool = True,
+        core: EngineCore | None = None,
+    ) -> None:
+        if core is None:
+            assert engine is not None, "an engine, or a core"
+            core = EngineCore.load(
+                engine,
+                plan,
+                max_num_seqs,
+                policy=policy,
+                verify=verify,
+                num_threads=num_threads,
+                backend=backend,
+                kv_cache_tokens=kv_cache_tokens,
+                shares_prefixes=shares_prefixes,
+            )
+        self.core = core
+        self.engine = core.engine
+        core.requests.prepare()
+        self._max_waiting = max_waiting
+        # guards what follows; the engine thread holds it only between iterations
+        self._changed = threading.Condition()
+        self._inbox: deque[Ticket] = deque()
+        self._cancelled: deque[Ticket] = deque()
+        self._num_open = 0
+        self._names: set[str] = set()
+        self._is_draining = self._is_closed = False
+        # of the engine thread
+        self._tickets: dict[int, Ticket] = {}
+        self._num_failures = self._num_failed = 0  # in a row, and ever
+        self._failed_s = 0.0
+        # when the iteration that runs has begun
+        self._iteration_s: float | None = None
+        self._error: BaseException | None = None
+        self._state = state_of(core, 0.0)
+        self._state_s = 0.0
+        self._begin_s = time.perf_counter()
+        self._thread = threading.Thread(target=self._run, name="specc-engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        on_update: Callable[[Update], object],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        leader: Ticket | None = None,
+        grammar: GrammarState | None = None,
+    ) -> Ticket:
+        """Hand a request in; tokenizing and checking happen here, in the caller's thread.
+
+        Args:
+            prompt: text, token ids, or a dict with `prompt` or `prompt_token_ids`.
+            params: options.
+            on_update: called in the engine's thread with each `Update`, the last of which has
+                `is_last`: it must be quick, must not block and must not call this service.
+            request_id: name, of no other open request; None makes one up.
+            priority: lower ones are served first.
+            timeout_s: seconds after which the request ends with what it has.
+            leader: a request of the same prompt, whose rows this one shares.
+            grammar: see `RequestMaker.make`.
+        Raises:
+            RequestError: the request is invalid, or asks for several outputs: each of those is a
+                request of its own, see `SamplingParams.each`.
+            OverloadError: too many requests wait, or the service is about to stop.
+            FaultError: the engine has failed for good.
+        """
+        if params.n != 1:
+            raise RequestError(
+                f"n={params.n}, handed to a service",
+                "one output a request",
+                "hand in one request for each of SamplingParams.each()",
+            )
+        sequence = self.core.requests.make(
+            prompt,
+            params,
+            request_id=request_id or f"request-{uuid.uuid4().hex[:16]}",
+            is_streamed=True,
+            priority=priority,
+            timeout_s=timeout_s,
+            leader=None if leader is None else leader._sequence,
+            grammar=grammar,
+        )
+        self.core.scheduler.check_fits(sequence)
+        ticket = Ticket(sequence, on_update)
+        with self._changed:
+            self._refuse_if_full()
+            if ticket.request_id in self._names:
+                raise RequestError(
+                    f"request_id {ticket.request_id!r}, which an open request has",
+                    "a name of its own for each request",
+                    "choose another one, or leave it out",
+                )
+            self._names.add(ticket.request_id)
+            self._num_open += 1
+            self._inbox.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request soon; one that has ended is left alone. Its last update says `abort`."""
+        with self._changed:
+            self._cancelled.append(ticket)
+            self._changed.notify()
+
+    def state(self) -> ServiceState:
+        """What runs, what waits, and all counters, at most a few iterations old."""
+        with self._changed:
+            return self._state
+
+    @property
+    def health(self) -> Health:
+        with self._changed:
+            if self._is_dead:
+                return Health.DEAD
+            if self._is_draining:
+                return Health.DRAINING
+            begin_s = self._iteration_s
+            if begin_s is not None and time.perf_counter() - begin_s > STALLED_S:
+                return Health.STALLED
+            is_recent = time.perf_counter() - self._failed_s < _FAILING_S
+            return Health.FAILING if self._num_failures and is_recent else Health.OK
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were handed in and have not ended."""
+        with self._changed:
+            return self._num_open
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no more requests and wait for those that are open; False if some are left."""
+        with self._changed:
+            self._is_draining = True
+            return self._changed.wait_for(lambda: not self._num_open or self._is_dead, timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End all requests, with `abort`, and the thread."""
+        with self._changed:
+            self._is_draining = self._is_closed = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _is_dead(self) -> bool:
+        has_ended = not self._is_closed and not self._thread.is_alive()
+        return self._num_failures >= MAX_FAILURES or self._error is not None or has_ended
+
+    def _refuse_if_full(self) -> None:
+        if self._is_dead:
+            raise FaultError(
+                "the engine has failed and is out of use",
+                "an engine whose steps run",
+                "see the server's log, and start it again",
+            )
+        if self._is_draining:
+            raise OverloadError(
+                "the server is about to stop",
+                "a server that takes requests",
+                "send the request to another server",
+            )
+        num_waiting = self._num_open - len(self.core.scheduler.running)
+        if num_waiting >= self._max_waiting:
+            raise OverloadError(
+                f"{num_waiting} requests wait already",
+                f"fewer than {self._max_waiting}",
+                "try again later",
+            )
+
+    def _run(self) -> None:
+        try:
+            while self._take_orders():
+                self._iterate()
+            self._end_all(None)
+        except BaseException as error:
+            _log.exception("the engine's thread has ended")
+            with self._changed:
+                self._error = error
+            self._end_all(_fault())
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _take_orders(self) -> bool:
+        """Wait until there is something to do, and take it in; False where it is time to end."""
+        scheduler = self.core.scheduler
+        with self._changed:
+            while not (self._is_closed or self._inbox or self._cancelled or scheduler.has_work):
+                scheduler.last_plans.clear()
+                self._publish(time.perf_counter())
+                self._changed.wait()
+            if self._is_closed:
+                return False
+            arrived, self._inbox = self._inbox, deque()
+            cancelled, self._cancelled = self._cancelled, deque()
+        for ticket in arrived:
+            self._tickets[id(ticket._sequence)] = ticket
+            scheduler.add(ticket._sequence)
+        for ticket in cancelled:
+            if id(ticket._sequence) in self._tickets:
+                scheduler.abort(ticket._sequence)
+                self._send(ticket, self._abort_update(ticket))
+        return True
+
+    def _iterate(self) -> None:
+        scheduler = self.core.scheduler
+        if not scheduler.has_work:
+            self.core.in_flight.settle()
+            return
+        begin_s = self._iteration_s = time.perf_counter()
+        try:
+            has_run = self.core.advance()
+            self._num_failures = 0
+        except Exception:
+            _log.exception("an iteration of the engine has failed")
+            self._num_failures += 1
+            self._failed_s = time.perf_counter()
+            self._num_failed += 1
+            self._fail_running()
+            has_run = True
+        finally:
+            self._iteration_s = None
+        now_s = time.perf_counter()
+        scheduler.stats.elapsed_s += now_s - begin_s
+        self._send_news()
+        if not has_run and scheduler.has_work:
+            # nobody can run although somebody waits: that would go on for ever
+            raise RuntimeError("requests wait, and none of them can run")
+        if now_s - self._state_s >= _STATE_EVERY_S:
+            with self._changed:
+                self._publish(now_s)
+
+    def _publish(self, now_s: float) -> None:
+        self._state_s = now_s
+        self._state = state_of(self.core, now_s - self._begin_s, self._num_failed)
+
+    def _fail_running(self) -> None:
+        """Requests whose step failed get an error each; those that wait go on."""
+        scheduler = self.core.scheduler
+        for ticket in list(self._tickets.values()):
+            sequence = ticket._sequence
+            if self._is_dead or sequence.is_finished or sequence not in scheduler.waiting:
+                scheduler.abort(sequence)
+                self._send(ticket, Update([], "", error=_fault()))
+
+    def _send_news(self) -> None:
+        for ticket in list(self._tickets.values()):
+            sequence = ticket._sequence
+            if sequence.events:
+                self._send(ticket, update_of(sequence))
+
+    def _abort_update(self, ticket: Ticket) -> Update:
+        return replace(
+            update_of(ticket._sequence), finish_reason="abort", metrics=ticket._sequence.stats
+        )
+
+    def _end_all(self, error: SpeccError | None) -> None:
+        """Every request that is open ends now."""
+        with self._changed:
+            arrived, self._inbox = self._inbox, deque()
+        for ticket in arrived:
+            self._tickets[id(ticket._sequence)] = ticket
+        for ticket in list(self._tickets.values()):
+            if error is None:
+                self.core.scheduler.abort(ticket._sequence)
+            update = Update([], "", error=error) if error else self._abort_update(ticket)
+            self._send(ticket, update)
+        if error is None:
+            self.core.in_flight.settle()
+
+    def _send(self, ticket: Ticket, update: Update) -> None:
+        if update.is_last:
+            ticket.is_done = True
+            del self._tickets[id(ticket._sequence)]
+        try:
+            ticket._on_update(update)
+        except Exception:
+            _log.exception("the callback of request %s has failed", ticket.request_id)
+        if update.is_last:
+            with self._changed:
+                self._num_open -= 1
+                self._names.discard(ticket.request_id)
+                self._changed.notify_all()
+
+
+def _fault() -> FaultError:
+    return FaultError(
+        "the engine failed while it worked on this request",
+        "a step that runs",
+        "send the request again; the server's log has the cause",
+    )

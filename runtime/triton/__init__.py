@@ -1,0 +1,1 @@
+"""What the Triton Inference Server calls: one instance of a model."""

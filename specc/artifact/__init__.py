@@ -1,0 +1,1 @@
+"""The engine directory: manifest, graphs, weights, and how they lie in files."""

@@ -1,0 +1,57 @@
+"""What a benchmark with random weights is compiled to: programs in memory, no file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specc.artifact.manifest import LimitsEntry, MemoryEntry, ModelEntry
+from specc.speculation.plans import SpecPlan
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A compiled model that has no weights yet.
+
+    Args:
+        entry: name, geometry and caches, as in a manifest.
+        module: the model of transformers that was traced, on the meta device.
+        program: content of `program.json`.
+        constants: key → value of the program's constant inputs.
+        memory: bytes that it will take.
+        logits_dtype: of what it returns.
+    """
+
+    entry: ModelEntry
+    module: nn.Module
+    program: Mapping[str, Any]
+    constants: Mapping[str, Tensor]
+    memory: MemoryEntry
+    logits_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class BenchPrograms:
+    """A pair of models, or a target alone, and the steps of its plans.
+
+    Args:
+        models: the target first.
+        steps: plan name → content of `steps/<plan>.json`; off is among them.
+        plans: those of the steps, the default first.
+        limits: what caches and passes are made for.
+        dtype: of weights and caches.
+    """
+
+    models: tuple[BenchModel, ...]
+    steps: Mapping[str, Mapping[str, Any]]
+    plans: tuple[SpecPlan, ...]
+    limits: LimitsEntry
+    dtype: str
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(model.memory.total for model in self.models)

@@ -1,0 +1,351 @@
+"""Safetensors checkpoints read in chunks, so that memory stays flat whatever their size.
+
+Plain reads instead of a memory map: mapped pages count as resident memory of the process.
+Format: 8 bytes little-endian header length, a JSON header, then the data without holes.
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+from specc.errors import ModelNotFoundError, WeightError
+from specc.system.json_file import parse_json
+
+CHUNK_BYTES = 16 << 20
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+Buffer = bytes | bytearray | memoryview
+Progress = Callable[[int, int], None]
+
+# same limit as the safetensors library: a header beyond it is not a header
+_MAX_HEADER_BYTES = 100_000_000
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class TensorReader(Protocol):
+    """Where tensors come from: a checkpoint on disk, or tensors in memory."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def dtype(self, key: str) -> torch.dtype: ...
+
+    def shape(self, key: str) -> tuple[int, ...]: ...
+
+    def location(self, key: str | None = None) -> str:
+        """Name the file of a tensor, or the whole checkpoint, for error messages."""
+        ...
+
+    def read_chunks(
+        self,
+        key: str,
+        chunk_bytes: int = CHUNK_BYTES,
+        rows: tuple[int, int] | None = None,
+        transpose: bool = False,
+    ) -> Iterator[Buffer]:
+        """Yield the bytes of a tensor, or of its rows start … stop - 1 along dim 0.
+
+        Chunks are whole elements, in row-major order. With `transpose` (2-D tensors only) the
+        order is that of the transpose of those rows. A chunk is valid until the next one is asked
+        for, since buffers are reused.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Entry:
+    file: Path
+    dtype_name: str
+    shape: tuple[int, ...]
+    begin: int  # offsets in the file
+    end: int
+
+
+class SafetensorsReader:
+    """One safetensors file, or a Hugging Face directory: `model.safetensors` or a sharded one.
+
+    Args:
+        path: the file or the directory. Only headers are read here.
+    Raises:
+        ModelNotFoundError: the path is absent or holds no safetensors checkpoint.
+        WeightError: a header is malformed, or a file is truncated.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._files: dict[Path, BinaryIO] = {}
+        self._entries: dict[str, _Entry] = {}
+        weight_map = _find_files(self.path)
+        if weight_map is None:
+            self._entries = _read_header(_single_file(self.path))
+            return
+        for file in dict.fromkeys(weight_map.values()):
+            self._entries |= _read_header(file)
+        for key, file in weight_map.items():
+            if key not in self._entries or self._entries[key].file != file:
+                raise WeightError(
+                    f"{self.path / INDEX_FILE} places {key} in {file.name}, which does not hold it",
+                    "an index that matches its shards",
+                    "download the checkpoint again",
+                )
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def keys(self) -> Iterable[str]:
+        return self._entries.keys()
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a tensor.
+
+        Raises:
+            WeightError: the tensor is absent, or of a type that only quantized checkpoints use.
+        """
+        entry = self._entry(key)
+        if entry.dtype_name not in DTYPES:
+            raise WeightError(
+                f"{key} in {entry.file} has dtype {entry.dtype_name}",
+                f"one of {', '.join(DTYPES)}",
+                "pass the unquantized checkpoint of this model",
+            )
+        return DTYPES[entry.dtype_name]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._entry(key).shape
+
+    def place(self, key: str) -> tuple[int, int]:
+        """Offset of a tensor's data in its file, and its bytes."""
+        entry = self._entry(key)
+        return entry.begin, entry.end - entry.begin
+
+    def location(self, key: str | None = None) -> str:
+        return str(self.path if key is None else self._entry(key).file)
+
+    def read_chunks(
+        self,
+        key: str,
+        chunk_bytes: int = CHUNK_BYTES,
+        rows: tuple[int, int] | None = None,
+        transpose: bool = False,
+    ) -> Iterator[Buffer]:
+        entry, item_bytes = self._entry(key), self.dtype(key).itemsize
+        begin, end = entry.begin, entry.end
+        if rows is not None:
+            row_bytes = math.prod(entry.shape[1:]) * item_bytes
+            begin, end = begin + rows[0] * row_bytes, begin + rows[1] * row_bytes
+        if begin == end:
+            return
+        file = self._open(entry.file)
+        if transpose:
+            yield from _read_transposed(file, entry, begin, end, item_bytes, chunk_bytes)
+            return
+        chunk_bytes = max(item_bytes, chunk_bytes - chunk_bytes % item_bytes)
+        buffer = new_buffer(min(chunk_bytes, end - begin))
+        for offset in range(begin, end, chunk_bytes):
+            chunk = buffer[: end - offset]
+            _read_exactly(file, chunk, offset, entry.file)
+            yield chunk
+
+    def _entry(self, key: str) -> _Entry:
+        if key not in self._entries:
+            raise missing_tensor(key, self)
+        return self._entries[key]
+
+    def _open(self, path: Path) -> BinaryIO:
+        if path not in self._files:
+            self._files[path] = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        return self._files[path]
+
+
+def missing_tensor(key: str, reader: TensorReader) -> WeightError:
+    """Describe a tensor that a checkpoint does not hold, with up to three close names."""
+    close = difflib.get_close_matches(key, reader.keys(), n=3, cutoff=0.6)
+    hint = f"; close names: {', '.join(close)}" if close else ""
+    return WeightError(
+        f"{reader.location()} holds no tensor {key}{hint}",
+        f"a tensor {key}",
+        "pass a complete checkpoint of this model's architecture",
+    )
+
+
+def _single_file(path: Path) -> Path:
+    return path / SINGLE_FILE if path.is_dir() else path
+
+
+def _find_files(path: Path) -> dict[str, Path] | None:
+    """Return key → shard for a sharded checkpoint, None where there is one file."""
+    if not path.exists():
+        raise ModelNotFoundError(
+            f"{path} does not exist",
+            "a safetensors file, or a Hugging Face model directory",
+            "check the path",
+        )
+    if _single_file(path).is_file():
+        return None
+    index = path / INDEX_FILE
+    if not index.is_file():
+        patterns = ("pytorch_model*.bin", "*.pth", "*.pt")
+        pickled = [file for pattern in patterns for file in sorted(path.glob(pattern))]
+        if pickled:
+            raise ModelNotFoundError(
+                f"{path} holds {pickled[0].name} but no safetensors file",
+                f"{SINGLE_FILE} or {INDEX_FILE}: specc never loads a pickle",
+                "convert it: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)",
+            )
+        raise ModelNotFoundError(
+            f"{path} holds no checkpoint",
+            f"{SINGLE_FILE} or {INDEX_FILE}",
+            "pass the directory of a downloaded model",
+        )
+    try:
+        weight_map = parse_json(index.read_bytes())["weight_map"]
+        shards = {str(key): path / str(name) for key, name in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise _malformed(index, f"it has no readable weight_map ({error})") from error
+    for shard in dict.fromkeys(shards.values()):
+        if shard.parent != path:
+            raise _malformed(index, f"shard {shard} is outside the directory")
+        if not shard.is_file():
+            raise WeightError(
+                f"{index} names {shard.name}, which is absent",
+                f"all {len(set(shards.values()))} shards of the checkpoint",
+                "download the checkpoint again",
+            )
+    return shards
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise _malformed(path, f"{size} bytes do not hold a header of {length} bytes")
+            header = parse_json(file.read(length))
+    except OSError as error:
+        raise _malformed(path, f"it cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise _malformed(path, f"its header is no JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _malformed(path, "its header is no JSON object")
+    header.pop("__metadata__", None)
+    entries = {key: _parse_entry(path, key, value, 8 + length) for key, value in header.items()}
+    expected = 8 + length
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != expected:
+            raise _malformed(path, f"{key} starts at byte {entry.begin}, not at {expected}")
+        expected = entry.end
+    if expected != size:
+        reason = "it is truncated" if size < expected else "it has bytes that no tensor owns"
+        raise _malformed(path, f"{reason}: {size} bytes instead of {expected}")
+    return entries
+
+
+def _parse_entry(path: Path, key: str, value: Any, data_start: int) -> _Entry:
+    try:
+        dtype_name, shape = value["dtype"], tuple(value["shape"])
+        begin, end = value["data_offsets"]
+        numbers = (*shape, begin, end)
+    except (TypeError, KeyError, ValueError) as error:
+        raise _malformed(path, f"the entry of {key} is incomplete ({error})") from error
+    if not isinstance(dtype_name, str) or any(type(n) is not int or n < 0 for n in numbers):
+        raise _malformed(path, f"the entry of {key} is invalid: {value}")
+    dtype = DTYPES.get(dtype_name)
+    if end < begin or (dtype and math.prod(shape) * dtype.itemsize != end - begin):
+        raise _malformed(path, f"{key} has {end - begin} bytes for {dtype_name} {list(shape)}")
+    return _Entry(path, dtype_name, shape, data_start + begin, data_start + end)
+
+
+def _malformed(path: Path, reason: str) -> WeightError:
+    return WeightError(
+        f"{path} is malformed: {reason}",
+        "a complete safetensors checkpoint",
+        "download or save the checkpoint again",
+    )
+
+
+def _read_exactly(file: BinaryIO, target: memoryview, offset: int, path: Path) -> None:
+    done = 0
+    while done < len(target):
+        try:
+            num_bytes = os.preadv(file.fileno(), [target[done:]], offset + done)
+        except OSError as error:
+            raise _malformed(path, f"it cannot be read: {error.strerror}") from error
+        if num_bytes == 0:
+            raise _malformed(path, f"it ends at byte {offset + done}")
+        done += num_bytes
+
+
+def _read_transposed(
+    file: BinaryIO, entry: _Entry, begin: int, end: int, item_bytes: int, chunk_bytes: int
+) -> Iterator[Buffer]:
+    columns = entry.shape[1]
+    rows = (end - begin) // (columns * item_bytes)
+    # source columns, i.e. output rows, a chunk
+    step = min(columns, max(1, chunk_bytes // (rows * item_bytes)))
+    buffer = new_buffer(rows * step * item_bytes)
+    output = torch.frombuffer(new_buffer(rows * step * item_bytes), dtype=torch.uint8)
+    for first in range(0, columns, step):
+        count = min(step, columns - first)
+        width = count * item_bytes
+        for row in range(rows):
+            offset = begin + (row * columns + first) * item_bytes
+            _read_exactly(file, buffer[row * width : (row + 1) * width], offset, entry.file)
+        items = torch.frombuffer(buffer[: rows * width], dtype=torch.uint8)
+        turned = output[: rows * width].view(count, rows, item_bytes)
+        turned.copy_(items.view(rows, count, item_bytes).transpose(0, 1))
+        yield tensor_bytes(turned)
+
+
+def new_buffer(num_bytes: int) -> memoryview:
+    """Allocate a large buffer whose memory goes back to the system when it is freed.
+
+    Allocators keep freed blocks of this size, which add up to 100 MB and more over a checkpoint.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return memoryview(mmap.mmap(-1, num_bytes, flags=flags))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a CPU tensor in row-major order; a view where it is contiguous."""
+    # a dimension of size 1 may have any stride, also in a contiguous tensor, and view minds it
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

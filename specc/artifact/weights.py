@@ -1,0 +1,285 @@
+"""Weights of an engine: where each one comes from, and the file they are streamed into."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from specc.artifact.nonfinite import NonFinite, Report, find_nonfinite, refuse, watch
+from specc.artifact.safetensors_io import (
+    CHUNK_BYTES,
+    Buffer,
+    Progress,
+    TensorReader,
+    missing_tensor,
+    tensor_bytes,
+)
+from specc.artifact.safetensors_writer import OutputTensor, convert_chunks, write_safetensors
+from specc.artifact.weight_layout import blocks_of_stream, blocks_shape
+from specc.errors import WeightError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run of bytes of a checkpoint.
+
+    Args:
+        name: tensor name in the checkpoint.
+        rows: take rows start … stop - 1 along dim 0; None takes all.
+        transpose: take the transpose of those rows; for 2-D tensors.
+    """
+
+    name: str
+    rows: tuple[int, int] | None = None
+    transpose: bool = False
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One tensor of the engine's weight file: its sources' bytes one after the other.
+
+    Concatenating and stacking along leading axes is concatenating bytes, so a fused q/k/v is three
+    sources, and stacked experts [E, 2I, H] are e0.w1, e0.w3, e1.w1, …
+
+    Args:
+        key: name in the engine's file.
+        dtype: type to write; floating-point sources are converted to it.
+        shape: shape of the whole tensor.
+        sources: where the bytes come from; empty for a constant.
+        constant: a small tensor in memory (rotary frequencies) in place of sources.
+        in_blocks: write a matrix in blocks; see `specc.artifact.weight_layout`.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...] = ()
+    constant: Tensor | None = field(default=None, compare=False)
+    in_blocks: bool = False
+
+    @classmethod
+    def from_tensor(cls, key: str, tensor: Tensor) -> WeightSpec:
+        """Make a constant, written in its own dtype."""
+        return cls(key, tensor.dtype, tuple(tensor.shape), constant=tensor)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape in the engine's file."""
+        return blocks_shape(self.shape, self.dtype) if self.in_blocks else self.shape
+
+
+class MemoryReader:
+    """Tensors in memory (of an `nn.Module`, on any device) as a `TensorReader`.
+
+    Args:
+        tensors: name → tensor. Chunks are copied to the CPU as they are read.
+        name: what to call this collection in error messages.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], name: str = "the model in memory") -> None:
+        self._tensors = tensors
+        self._name = name
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> MemoryReader:
+        """All parameters and buffers, tied ones under each of their names."""
+        tensors: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+        tensors |= dict(module.named_parameters(remove_duplicate=False))
+        return cls(tensors, f"{type(module).__name__} in memory")
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._tensor(key).dtype
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._tensor(key).shape)
+
+    def location(self, key: str | None = None) -> str:
+        return self._name
+
+    def read_chunks(
+        self,
+        key: str,
+        chunk_bytes: int = CHUNK_BYTES,
+        rows: tuple[int, int] | None = None,
+        transpose: bool = False,
+    ) -> Iterator[Buffer]:
+        tensor = self._tensor(key).detach()
+        if tensor.is_meta:
+            raise WeightError(
+                f"{key} of {self._name} is on the meta device",
+                "a tensor with values",
+                "load the module's weights first, or pass the path of its checkpoint",
+            )
+        if rows is not None:
+            tensor = tensor[rows[0] : rows[1]]
+        yield from _tensor_chunks(tensor.t() if transpose else tensor, chunk_bytes)
+
+    def _tensor(self, key: str) -> Tensor:
+        if key not in self._tensors:
+            raise missing_tensor(key, self)
+        return self._tensors[key]
+
+
+def write_weights(
+    specs: Iterable[WeightSpec],
+    reader: TensorReader,
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    nonfinite: Report = refuse,
+) -> tuple[str, int]:
+    """Stream weights into one safetensors file; every spec is checked before the first byte.
+
+    Args:
+        specs: specs of equal key are written once.
+        reader: the checkpoint, or a `MemoryReader`.
+        path: file to write.
+        dtype: overrides the dtype of all floating-point specs that have sources; constants keep
+            their own.
+        progress: called with (bytes done, bytes in total).
+        nonfinite: called for every tensor of the checkpoint with NaN, infinity, or values that
+            overflow in the type that is written; by default it raises. Constants are not looked
+            at: masks among them are full of infinities.
+    Returns:
+        sha256 in hex and size in bytes of the file.
+    Raises:
+        WeightError: a tensor is absent, truncated, of another shape or kind of dtype, or, unless
+            `nonfinite` takes it, holds values that are no finite numbers.
+        OutputError: the file cannot be written.
+    """
+    unique: dict[str, WeightSpec] = {}
+    for spec in specs:
+        if dtype is not None and spec.constant is None and spec.dtype.is_floating_point:
+            spec = replace(spec, dtype=dtype)
+        if unique.setdefault(spec.key, spec) != spec:
+            raise ValueError(f"two different weights are called {spec.key}")
+    for spec in unique.values():
+        check_spec(spec, reader)
+    # larger items first keep every tensor aligned to its items, which a memory-mapped load needs
+    ordered = sorted(unique.values(), key=lambda spec: -spec.dtype.itemsize)
+    tensors = [
+        OutputTensor(spec.key, spec.dtype, spec.stored_shape, _spec_chunks(spec, reader, nonfinite))
+        for spec in ordered
+    ]
+    return write_safetensors(path, tensors, progress)
+
+
+def check_spec(spec: WeightSpec, reader: TensorReader) -> None:
+    """Compare a spec with the shapes and dtypes of its sources.
+
+    Raises:
+        WeightError: they do not fit.
+    """
+    if spec.constant is not None:
+        if tuple(spec.constant.shape) != spec.shape:
+            raise ValueError(f"constant {spec.key} is not of shape {spec.shape}")
+        return
+    num_elements = 0
+    for source in spec.sources:
+        shape, dtype = reader.shape(source.name), reader.dtype(source.name)
+        _check_source(source, shape)
+        if dtype != spec.dtype and not (dtype.is_floating_point and spec.dtype.is_floating_point):
+            raise WeightError(
+                f"{source.name} in {reader.location(source.name)} has dtype {dtype}",
+                f"{spec.dtype} for {spec.key}",
+                "pass the unquantized checkpoint of this model",
+            )
+        if source.rows is not None:
+            shape = (source.rows[1] - source.rows[0], *shape[1:])
+        if source.transpose:
+            shape = (shape[1], shape[0])
+        num_elements += math.prod(shape)
+        inner = spec.shape[len(spec.shape) - len(shape) + 1 :]
+        whole = len(spec.sources) > 1 or shape == spec.shape
+        if len(shape) > len(spec.shape) or shape[1:] != inner or not whole:
+            raise _shape_error(spec, reader, f"{source.name} {list(shape)}", source.name)
+    if num_elements != math.prod(spec.shape):
+        names = ", ".join(f"{s.name} {list(reader.shape(s.name))}" for s in spec.sources[:3])
+        more = ", …" if len(spec.sources) > 3 else ""
+        raise _shape_error(spec, reader, f"{names}{more} ({num_elements} elements)", None)
+
+
+def _check_source(source: Source, shape: tuple[int, ...]) -> None:
+    start, stop = source.rows or (0, 0)
+    if source.rows is not None and not (shape and 0 <= start <= stop <= shape[0]):
+        raise WeightError(
+            f"{source.name} has shape {list(shape)}",
+            f"rows {start} … {stop - 1}",
+            "pass a checkpoint that fits this model's config.json",
+        )
+    if source.transpose and len(shape) != 2:
+        raise WeightError(
+            f"{source.name} has shape {list(shape)}",
+            "a matrix, since it is stored transposed",
+            "pass a checkpoint that fits this model's config.json",
+        )
+
+
+def _shape_error(
+    spec: WeightSpec, reader: TensorReader, found: str, source: str | None
+) -> WeightError:
+    return WeightError(
+        f"{found} in {reader.location(source)}",
+        f"{list(spec.shape)} for {spec.key}",
+        "pass a checkpoint that fits this model's config.json",
+    )
+
+
+def _spec_chunks(spec: WeightSpec, reader: TensorReader, nonfinite: Report) -> Iterator[Buffer]:
+    if spec.constant is not None:
+        return convert_chunks(
+            _tensor_chunks(spec.constant, CHUNK_BYTES), spec.constant.dtype, spec.dtype
+        )
+    rows = itertools.chain.from_iterable(
+        _source_chunks(source, spec, reader, nonfinite) for source in spec.sources
+    )
+    return blocks_of_stream(rows, spec.shape, spec.dtype) if spec.in_blocks else rows
+
+
+def _source_chunks(
+    source: Source, spec: WeightSpec, reader: TensorReader, nonfinite: Report
+) -> Iterator[Buffer]:
+    chunks = reader.read_chunks(source.name, rows=source.rows, transpose=source.transpose)
+    converted = convert_chunks(chunks, reader.dtype(source.name), spec.dtype)
+    # what is finite after the conversion was so before: one look at the result is enough
+    return watch(converted, spec.dtype, lambda: _find(source, spec, reader), nonfinite)
+
+
+def _find(source: Source, spec: WeightSpec, reader: TensorReader) -> NonFinite:
+    """Count and locate what is not finite, in the order of the checkpoint."""
+    name = source.name
+    chunks = reader.read_chunks(name, rows=source.rows)
+    nan, infinite, overflowing, place = find_nonfinite(chunks, reader.dtype(name), spec.dtype)
+    shape = reader.shape(name)
+    first = [int(i) for i in torch.unravel_index(torch.tensor(place), shape)] if shape else []
+    if source.rows is not None:
+        first[0] += source.rows[0]
+    location = reader.location(name)
+    return NonFinite(name, location, nan, infinite, overflowing, tuple(first), spec.dtype)
+
+
+def _tensor_chunks(tensor: Tensor, chunk_bytes: int) -> Iterator[Buffer]:
+    """Copy a tensor to the CPU in blocks of rows; rows larger than a chunk are cut further."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes == 0:
+        return
+    if num_bytes <= chunk_bytes or tensor.dim() == 0:
+        yield tensor_bytes(tensor.detach().cpu())
+        return
+    row_bytes = num_bytes // tensor.shape[0]
+    if row_bytes > chunk_bytes:
+        for row in tensor:
+            yield from _tensor_chunks(row, chunk_bytes)
+        return
+    step = chunk_bytes // row_bytes
+    for first in range(0, tensor.shape[0], step):
+        yield tensor_bytes(tensor[first : first + step].detach().cpu())

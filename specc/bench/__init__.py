@@ -1,0 +1,1 @@
+"""What `specc bench` measures and reports."""

@@ -1,0 +1,232 @@
+"""Bytes that a decode step has to read, and how fast this process can read memory at all.
+
+Decoding a few sequences is bound by memory: the weights of a pass are read once, whatever the
+number of its tokens. Bytes of a step over its time, as a share of the measured bandwidth, say how
+much is left to gain by better kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from specc.artifact.graph_io import graph_from_json
+from specc.artifact.manifest import Manifest
+from specc.kernels import native, ops
+from specc.runtime.backends.program import read_json
+from specc.speculation.plans import SpecPlan
+
+BUFFER_BYTES = 400_000_000
+_REPEATS = 7
+# operators that read rows of a table, and its place among their arguments
+_LOOKUPS = {torch.ops.aten.embedding.default: 0, ops.embed_norm_rope_write: 1}
+_TARGET = "target"
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one step reads; activations and what it writes are not counted.
+
+    Args:
+        target_weights: read once, by verification.
+        draft_weights: read once in each draft pass.
+        embeddings: rows of tables that are only looked up.
+        kv_cache: committed rows of all sequences, once in each pass.
+    """
+
+    target_weights: int
+    draft_weights: int
+    embeddings: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return self.target_weights + self.draft_weights + self.embeddings + self.kv_cache
+
+
+class Layer(Protocol):
+    """Geometry of an attention layer; window 0 is no limit."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def window(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What counting needs of a model: its `program.json`, attention layers, and caches' dtype."""
+
+    program: Mapping[str, Any]
+    layers: Sequence[Layer]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What one pass of a model reads: `weights` whole, `row` for each token it looks up."""
+
+    weights: int
+    row: int
+
+
+def step_bytes(
+    directory: Path, manifest: Manifest, plan: SpecPlan, context: float, sequences: float
+) -> StepBytes:
+    """Count what a step of this plan reads.
+
+    Args:
+        directory: of the engine.
+        manifest: of the engine.
+        plan: of the engine.
+        context: committed rows of a sequence, on average.
+        sequences: that take part in a step, on average.
+    """
+    entry = next(item for item in manifest.plans if item.name == plan.name)
+    models = {
+        model.name: ModelShape(read_json(directory / model.program_file), model.layers, model.dtype)
+        for model in manifest.models
+    }
+    step = read_json(directory / entry.file)
+    return count_step_bytes(step, models, plan, context, sequences)
+
+
+def count_step_bytes(
+    step: Mapping[str, Any],
+    models: Mapping[str, ModelShape],
+    plan: SpecPlan,
+    context: float,
+    sequences: float,
+) -> StepBytes:
+    """Count what a step reads, from its programs.
+
+    Args:
+        step: content of `steps/<plan>.json`.
+        models: by name, `target` among them.
+        plan: of the step.
+        context: committed rows of a sequence, on average.
+        sequences: that take part in a step, on average.
+    """
+    passes = count_passes(step)
+    num_tokens = _tokens_of(plan)
+    weights: Counter[str] = Counter()
+    embeddings, cache = 0.0, 0.0
+    for name, model in models.items():
+        own = model_bytes(model.program)
+        kind = _TARGET if name == _TARGET else "draft"
+        weights[kind] += passes[name] * own.weights
+        if passes[name]:
+            embeddings += own.row * num_tokens[kind] * sequences
+        cache += passes[name] * sequences * cache_bytes(model.layers, model.dtype, context)
+    return StepBytes(weights[_TARGET], weights["draft"], round(embeddings), round(cache))
+
+
+def model_bytes(program: Mapping[str, Any]) -> ModelBytes:
+    """Bytes of the weights in a program; a tied table counts once, where its head reads it."""
+    graph = graph_from_json(program["graph"]).graph
+    nodes = {node.target: node for node in graph.find_nodes(op="placeholder")}
+    sizes: dict[str, tuple[int, int]] = {}
+    whole: set[str] = set()
+    for item in program["inputs"]:
+        if item["kind"] not in ("weight", "constant"):
+            continue
+        itemsize = getattr(torch, item["dtype"]).itemsize
+        num_bytes = itemsize * prod(item["shape"])
+        sizes[item["key"]] = (num_bytes, itemsize * prod(item["shape"][1:]))
+        if not _is_lookup(nodes[item["name"]]):
+            whole.add(item["key"])
+    return ModelBytes(
+        sum(sizes[key][0] for key in whole),
+        sum(row for key, (_, row) in sizes.items() if key not in whole),
+    )
+
+
+def cache_bytes(layers: Sequence[Layer], dtype: str, context: float) -> float:
+    """Bytes of K and V of one sequence; a sliding window cuts its layers."""
+    itemsize = getattr(torch, dtype).itemsize
+    return sum(
+        2 * layer.num_kv_heads * layer.head_dim * itemsize * min(context, layer.window or context)
+        for layer in layers
+    )
+
+
+def count_passes(step: Mapping[str, Any]) -> Counter[str]:
+    """How often a step program calls each model."""
+    return Counter(
+        node["target"]
+        for stage in step["stages"]
+        for node in stage["graph"]["nodes"]
+        if node["op"] == "call_module"
+    )
+
+
+def mean_context(prompt_lens: Sequence[int], num_tokens: int) -> float:
+    """Committed rows of a sequence on average, while it grows from its prompt to its end."""
+    return sum(prompt_lens) / len(prompt_lens) + num_tokens / 2
+
+
+def measure_read_bandwidth(num_bytes: int = BUFFER_BYTES) -> dict[str, Any]:
+    """Read a buffer with all threads, in several ways; the fastest is what the machine can do.
+
+    Returns:
+        `gb_s` (10⁹ bytes a second), `method`, `threads`, `buffer_bytes`.
+    """
+    buffer = torch.ones(num_bytes // 4, dtype=torch.float32)
+    rates = {name: _rate(read, buffer) for name, read in _readers().items()}
+    method = max(rates, key=lambda name: rates[name])
+    return {
+        "gb_s": rates[method] / 1e9,
+        "method": method,
+        "threads": torch.get_num_threads(),
+        "buffer_bytes": buffer.nbytes,
+    }
+
+
+def _readers() -> dict[str, Callable[[Tensor], object]]:
+    readers: dict[str, Callable[[Tensor], object]] = {"torch sum": torch.sum}
+    if native.is_loaded():  # by an engine that needs it
+        readers["native sum"] = native.sum_floats
+    return readers
+
+
+def _rate(read: Callable[[Tensor], object], buffer: Tensor) -> float:
+    read(buffer)
+    seconds = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        read(buffer)
+        seconds.append(time.perf_counter() - begin)
+    return buffer.nbytes / statistics.median(seconds)
+
+
+def _is_lookup(node: fx.Node) -> bool:
+    """Whether only rows of a weight are read: every use of it is an embedding."""
+    return bool(node.users) and all(
+        (place := _LOOKUPS.get(user.target)) is not None and user.args[place] is node
+        for user in node.users
+    )
+
+
+def _tokens_of(plan: SpecPlan) -> dict[str, int]:
+    """Tokens that a sequence feeds to the models of each kind in one step."""
+    if not plan.speculates:
+        return {_TARGET: 1, "draft": 0}
+    if plan.dynamic is not None:
+        fed = plan.dynamic.num_fed
+    else:
+        fed = plan.shape.num_nodes - len(plan.shape.leaves)
+    # a draft's first level feeds what it can lack besides the root; leaves are never fed
+    return {_TARGET: plan.num_nodes, "draft": plan.catch_up + fed - 1 if plan.models else 0}

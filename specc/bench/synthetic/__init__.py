@@ -1,0 +1,1 @@
+"""Benchmarks of shapes with random weights, measured or estimated."""

@@ -1,0 +1,114 @@
+"""An engine with random weights, put together in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.artifact.in_memory import BenchModel, BenchPrograms
+from specc.errors import EngineError
+
+# importing this registers the operators that programs call
+from specc.kernels import ops as _ops  # noqa: F401
+from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.captured.step_buffers import StepBuffers
+from specc.runtime.backends.cuda.backend import choose_on_gpu
+from specc.runtime.backends.program import ModelProgram
+from specc.runtime.engine import Engine
+from specc.runtime.execution.batch_rows import last_tokens_of
+from specc.runtime.execution.device_link import DeviceLink
+from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
+from specc.system.files import format_bytes
+
+
+def check_memory(programs: BenchPrograms, extra: int, free: int) -> None:
+    """Refuse what does not fit, before anything is allocated.
+
+    Args:
+        programs: whose memory plan counts.
+        extra: bytes that a benchmark takes beside them.
+        free: bytes of the device.
+    Raises:
+        EngineError: more is needed than is free.
+    """
+    needed = programs.memory_bytes + extra
+    if needed > free:
+        parts = ", ".join(
+            f"{model.entry.source} {format_bytes(model.memory.total)}" for model in programs.models
+        )
+        raise EngineError(
+            f"{format_bytes(free)} of memory free on the device",
+            f"{format_bytes(needed)}: {parts}, and {format_bytes(extra)} to measure with",
+            "choose smaller shapes, a smaller --batch-size or --context, or free memory",
+        )
+
+
+def make_engine(
+    programs: BenchPrograms,
+    weights: Mapping[str, Mapping[str, Tensor]],
+    graphs: GraphDevice,
+    backend: str,
+) -> Engine:
+    """Bind programs to weights and caches; steps are captured for the full batch.
+
+    Args:
+        programs: target, and draft where the plans speculate.
+        weights: model name → key → tensor, on the device.
+        graphs: the device.
+        backend: what the report calls it.
+    """
+    limits = programs.limits
+    shape = CacheShape(
+        limits.max_seq_len, limits.max_nodes, limits.block_size, limits.max_batch_size
+    )
+    specs = {
+        model.entry.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.entry.slabs]
+        for model in programs.models
+    }
+    cache = KVCache(shape, specs, getattr(torch, programs.dtype), graphs.device)
+    models = {
+        model.entry.name: ModelProgram(
+            model.program,
+            weights[model.entry.name],
+            _layer_caches(model, cache),
+            graphs.device,
+        )
+        for model in programs.models
+    }
+    choose_on_gpu(models.values(), graphs)
+    depth = max(plan.max_depth for plan in programs.plans)
+    buffers = StepBuffers(
+        graphs,
+        limits.max_batch_size,
+        shape.blocks_per_sequence,
+        2 + depth + 1 + len(models) - 1,
+        num_last=last_tokens_of(programs.plans),
+    )
+    buckets = (limits.max_batch_size,)
+    steps: dict[str, Any] = {
+        name: CapturedStep(step, models, cache.environment, buffers, graphs, buckets)
+        for name, step in programs.steps.items()
+    }
+    target, *drafts = models.values()
+    return Engine(
+        target=target,
+        drafts=list(drafts),
+        steps=steps,
+        cache=cache,
+        default_plan=programs.plans[0].name,
+        prefill_chunk=limits.prefill_chunk,
+        vocab_size=programs.models[0].entry.vocab_size,
+        position_limit=limits.max_seq_len,
+        backend=backend,
+        link=DeviceLink(graphs),
+    )
+
+
+def _layer_caches(model: BenchModel, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
+    slabs = cache.slabs[model.entry.name]
+    rows = [slabs[layer.slab][layer.index] for layer in model.entry.layers]
+    return [(row[0], row[1]) for row in rows]

@@ -1,0 +1,113 @@
+"""What steps would cost on a GPU that is not here: nodes, bytes, floor and an estimate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from specc.artifact.in_memory import BenchPrograms
+from specc.bench.step_bytes import ModelShape, count_passes, count_step_bytes
+from specc.bench.synthetic.nodes import Launches, Node, nodes_per_layer, step_nodes
+from specc.cost.graph_costs import H200, GraphCosts
+from specc.kernels.cuda.recorded import recorded
+from specc.kernels.cuda.register import KERNELS
+
+SCHEMA_VERSION = 1
+# operators that choose tokens; their launches are the same for every request, and a greedy one
+# reads less in them than what is counted
+_DRAWING = ("accept", "draft_children", "node_winners", "accept_winners")
+# what a report calls the models
+LABELS = {"target": "target", "draft_0": "draft"}
+
+
+def make_estimate(
+    programs: BenchPrograms,
+    context: int,
+    settings: Mapping[str, Any],
+    costs: GraphCosts = H200,
+    on_plan: Callable[[str], object] = lambda name: None,
+) -> dict[str, Any]:
+    """Count and estimate the steps of all plans; the schema is in docs/bench.md.
+
+    Args:
+        programs: lowered for CUDA.
+        context: committed rows of each sequence.
+        settings: what was asked for, which the report repeats.
+        costs: of the device.
+        on_plan: called with the name of each plan before it is counted.
+    """
+    launches = Launches(recorded, KERNELS)
+    nodes = {}
+    for plan in programs.plans:
+        on_plan(plan.name)
+        nodes[plan.name] = step_nodes(programs, plan, context, launches)
+    report: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "settings": dict(settings) | {"dtype": programs.dtype},
+        "device": costs.device,
+        "assumptions": costs.assumptions(),
+    }
+    for model in programs.models:
+        found = Counter(
+            count for own in nodes.values() for count in nodes_per_layer(own, model.entry.name)
+        )
+        report[LABELS[model.entry.name]] = {
+            "source": model.entry.source,
+            "layers": len(model.entry.layers),
+            # of plans that differ the most; `plans` has them one by one
+            "nodes_per_layer": max(found, default=None),
+        }
+    report["plans"] = {
+        plan.name: _plan(programs, plan.name, nodes[plan.name], context, costs)
+        for plan in programs.plans
+    }
+    return report
+
+
+def _plan(
+    programs: BenchPrograms, name: str, nodes: Sequence[Node], context: int, costs: GraphCosts
+) -> dict[str, Any]:
+    plan = next(plan for plan in programs.plans if plan.name == name)
+    shapes = {
+        model.entry.name: ModelShape(model.program, model.entry.layers, model.entry.dtype)
+        for model in programs.models
+    }
+    step = programs.steps[name]
+    moved = count_step_bytes(step, shapes, plan, context, programs.limits.max_batch_size)
+    floor_ms = costs.floor_ms(moved.total)
+    estimate_ms = sum(costs.node_ms(node.kind, node.num_bytes) for node in nodes)
+    models = {}
+    for model in programs.models:
+        own = [node for node in nodes if node.model == model.entry.name]
+        passes = count_passes(step)[model.entry.name]
+        if not passes:
+            continue
+        per_layer = nodes_per_layer(nodes, model.entry.name)
+        models[LABELS[model.entry.name]] = {
+            "passes": passes,
+            "nodes_per_pass": len(own) / passes,
+            "nodes_per_layer": max(per_layer, default=None),
+            "estimate_ms": sum(costs.node_ms(node.kind, node.num_bytes) for node in own),
+        }
+    between = [node for node in nodes if not node.model]
+    drawing = [node for node in nodes if node.operator in _DRAWING]
+    return {
+        "nodes": len(nodes),
+        "bytes": moved.total,
+        "floor_ms": floor_ms,
+        "estimate_ms": estimate_ms,
+        "ratio": estimate_ms / floor_ms,
+        "models": models,
+        "between": {
+            "nodes": len(between),
+            "estimate_ms": sum(costs.node_ms(node.kind, node.num_bytes) for node in between),
+        },
+        # a part of what lies between passes
+        "sampling": {
+            "nodes": len(drawing),
+            "bytes": sum(node.num_bytes for node in drawing),
+            "estimate_ms": sum(costs.node_ms(node.kind, node.num_bytes) for node in drawing),
+        },
+        "kernels": dict(Counter(node.name for node in nodes).most_common()),
+    }

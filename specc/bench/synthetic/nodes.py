@@ -1,0 +1,266 @@
+"""Nodes of a captured step, counted without a GPU: the step runs on tensors without data.
+
+What runs is what the backend cuda captures: the lowered programs and the plan's stages, bound to
+one batch size (`BoundStep`), with every operator's own launches noted instead of made. So a kernel
+that is launched twice counts twice, and what is computed once, before a capture, does not count.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specc.artifact.graph_io import graph_from_json
+from specc.artifact.in_memory import BenchPrograms
+from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
+from specc.kernels import ops as _ops  # noqa: F401  registers the operators
+from specc.runtime.backends.captured.bound_step import BoundStep
+from specc.runtime.backends.place import place
+from specc.runtime.backends.program import ModelProgram, draft_lens_of
+from specc.runtime.backends.step_constants import step_constants
+from specc.runtime.execution.batch_rows import last_tokens_of
+from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
+from specc.sampling.rows import Value, Word
+from specc.speculation.plans import SpecPlan
+
+aten = torch.ops.aten
+META = torch.device("meta")
+_PRODUCTS = {aten.linear, aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+# memory is handed out, nothing is launched
+_ALLOCATIONS = {aten.empty, aten.new_empty, aten.empty_like, aten.empty_strided}
+_ALLOCATIONS |= {aten.new_empty_strided, aten.detach, aten.lift_fresh}
+# of the first argument only rows are read
+_LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
+# arguments that are caches as a whole
+_CACHES = ("k_cache", "v_cache", "slab")
+# argument of which a kernel reads rows that tokens name
+_TABLE = "embedding"
+# what programs of one launch hand to each other: as large as it may get, and used again at once
+_SCRATCH = ("partial", "lse", "arrived")
+_ATTENTION = ("attend", "tree_attention")
+# operators that a pass of a model starts with
+_STARTS = ("embedding", "embed_norm_rope_write")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a graph.
+
+    Args:
+        name: of the kernel, or of the operator of torch.
+        operator: that launches it.
+        kind: `product`, `attend` or `other`.
+        model: whose pass it belongs to; empty between passes.
+        num_bytes: read and written, caches by the rows that are in use; of attention with several
+            launches the first has these.
+    """
+
+    name: str
+    operator: str
+    kind: str
+    model: str
+    num_bytes: int
+
+
+class Launches:
+    """Runs operators as a GPU's: `recorded` notes launches, `kernels` has what launches them."""
+
+    def __init__(self, recorded: Callable[[Any], Any], kernels: Mapping[str, Callable]) -> None:
+        self.recorded = recorded
+        self.kernels = kernels
+
+
+def step_nodes(
+    programs: BenchPrograms, plan: SpecPlan, context: int, launches: Launches
+) -> list[Node]:
+    """Nodes of one step, in the order of the graph.
+
+    Args:
+        programs: lowered for CUDA.
+        plan: one of theirs.
+        context: committed rows of each sequence.
+        launches: of the kernels that the programs are lowered to.
+    """
+    limits = programs.limits
+    shape = CacheShape(
+        limits.max_seq_len, limits.max_nodes, limits.block_size, limits.max_batch_size
+    )
+    specs = {
+        model.entry.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.entry.slabs]
+        for model in programs.models
+    }
+    cache = KVCache(shape, specs, getattr(torch, programs.dtype), META)
+    counter = _Counter(context, launches)
+    modules = {model.entry.name: _CountedModel(model, cache, counter) for model in programs.models}
+    bound = _bind(programs, plan, cache, modules)
+    with launches.recorded(counter.note), torch.inference_mode(), counter:
+        bound.run()
+    return counter.nodes
+
+
+def nodes_per_layer(nodes: Sequence[Node], model: str) -> list[int]:
+    """Nodes of each layer but a pass's first, from after one attention to the end of the next."""
+    own = [node for node in nodes if node.model == model]
+    ends = [i for i, node in enumerate(own) if _ends_attention(own, i)]
+    starts = [i for i, node in enumerate(own) if node.operator in _STARTS]
+    return [
+        end - begin
+        for begin, end in itertools.pairwise(ends)
+        if not any(begin < start < end for start in starts)
+    ]
+
+
+def _ends_attention(nodes: Sequence[Node], index: int) -> bool:
+    is_last = index + 1 == len(nodes) or nodes[index + 1].operator not in _ATTENTION
+    return nodes[index].operator in _ATTENTION and is_last
+
+
+class _CountedModel(nn.Module):
+    """A model's program without weights, whose nodes bear its name."""
+
+    def __init__(self, model: Any, cache: KVCache, counter: _Counter) -> None:
+        super().__init__()
+        self._name = model.entry.name
+        self._counter = counter
+        weights = {
+            item["key"]: torch.empty(
+                item["shape"], dtype=getattr(torch, item["dtype"]), device=META
+            )
+            for item in model.program["inputs"]
+            if item["kind"] in ("weight", "constant")
+        }
+        slabs = cache.slabs[self._name]
+        rows = [slabs[layer.slab][layer.index] for layer in model.entry.layers]
+        caches = [(row[0], row[1]) for row in rows]
+        self._program = ModelProgram(model.program, weights, caches, META)
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        self._counter.model = self._name
+        try:
+            return self._program(*inputs)
+        finally:
+            self._counter.model = ""
+
+
+def _bind(
+    programs: BenchPrograms,
+    plan: SpecPlan,
+    cache: KVCache,
+    modules: Mapping[str, nn.Module],
+) -> BoundStep:
+    program = programs.steps[plan.name]
+    stages = {
+        stage["name"]: place(graph_from_json(stage["graph"], modules=dict(modules)), META)
+        for stage in program["stages"]
+    }
+    constants = {name: value.to(META) for name, value in step_constants(program, plan).items()}
+    batch, depth = programs.limits.max_batch_size, plan.max_depth
+
+    def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(batch, *sizes, dtype=dtype, device=META)
+
+    inputs = {
+        **cache.environment,
+        "last_tokens": empty(last_tokens_of(programs.plans), dtype=torch.int64),
+        "cache_len": empty(dtype=torch.int32),
+        "block_table": empty(cache.shape.blocks_per_sequence, dtype=torch.int32),
+        "sampling_values": empty(len(Value), dtype=torch.float32),
+        "sampling_words": empty(len(Word), dtype=torch.int64),
+        "proposals": empty(depth, dtype=torch.int64),
+        "vote_weights": empty(len(plan.drafts), dtype=torch.float32),
+    }
+    results = empty(2 + depth + 1 + len(modules) - 1, dtype=torch.int64)
+    return BoundStep(stages, constants, inputs, results, draft_lens_of(plan).values())
+
+
+class _Counter(TorchDispatchMode):
+    """Notes what operators launch while it is active."""
+
+    def __init__(self, context: int, launches: Launches) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.model = ""
+        self._operator = ""
+        # bytes of the cache that the next launch reads
+        self._pending = 0
+        self._context = context
+        self._kernels = launches.kernels
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if func.namespace == "specc" and name in self._kernels:
+            return self._launch(func, name, args, kwargs)
+        result = func(*args, **kwargs)
+        if func.overloadpacket in _ALLOCATIONS:
+            return result
+        given = {_storage(x) for x in _tensors((args, kwargs))}
+        is_new = any(x.numel() and _storage(x) not in given for x in _tensors(result))
+        if is_new or func._schema.is_mutable:
+            kind = PRODUCT if func.overloadpacket in _PRODUCTS else OTHER
+            self._add(name, name, kind, _moved(func, args, kwargs, result))
+        return result
+
+    def note(self, kernel: str, tensors: Mapping[str, Tensor]) -> None:
+        """A launch of the operator that is running."""
+        operator = self._operator
+        left_out = (*_CACHES, *_SCRATCH, _TABLE)
+        moved = sum(_bytes(x) for name, x in tensors.items() if name not in left_out)
+        # as many rows of a table are read as are written
+        moved += _bytes(tensors["total"]) if _TABLE in tensors else 0
+        kind = ATTEND if operator in _ATTENTION else OTHER
+        if "weight" in tensors and tensors["weight"].dim() > 1:
+            kind = PRODUCT
+        self._add(kernel, operator, kind, moved + self._pending)
+        self._pending = 0
+
+    def _launch(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        before, self._operator = self._operator, name
+        if name in _ATTENTION:
+            self._pending = self._rows_read(func, args, kwargs)
+        try:
+            with self:  # what a kernel's Python makes with torch is a node, too
+                return self._kernels[name](*args, **kwargs)
+        finally:
+            self._operator = before
+
+    def _rows_read(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+        """Bytes of K and V that attention reads."""
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        caches = given["k_cache"], given["v_cache"]
+        window = int(given.get("window", 0))
+        rows = min(self._context, window or self._context) * given["cache_len"].shape[0]
+        return sum(rows * c.shape[2] * c.shape[3] * c.element_size() for c in caches)
+
+    def _add(self, name: str, operator: str, kind: str, num_bytes: int) -> None:
+        self.nodes.append(Node(name, operator, kind, self.model, num_bytes))
+
+
+def _moved(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of operands and results; of what is looked up, its rows."""
+    results = sum(_bytes(x) for x in _tensors(result))
+    if func.overloadpacket in _LOOKUPS:
+        return 2 * results
+    return results + sum(_bytes(x) for x in _tensors((args, kwargs)))
+
+
+def _bytes(value: Tensor) -> int:
+    """Of what a view shows, once where it shows memory several times."""
+    return min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
+
+
+def _tensors(values: Any) -> Iterable[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage()._cdata

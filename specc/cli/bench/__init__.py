@@ -1,0 +1,1 @@
+"""`specc bench` and `specc bench serve`: from options to reports and tables."""

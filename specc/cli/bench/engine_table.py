@@ -1,0 +1,130 @@
+"""The report of a benchmark as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from specc.cli import render
+from specc.cli.print_table import print_table
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print what a reader compares first, then what explains it, then what to be careful about."""
+    console = render.make_console()
+    for line in _setting_lines(report):
+        console.print(line, soft_wrap=True)
+    console.print()
+    print_table(console, speed_table(report))
+    console.print()
+    print_table(console, _step_table(report))
+    console.print()
+    for line in [*depth_lines(report), *difference_lines(report), *report["notes"]]:
+        console.print(line, soft_wrap=True)
+
+
+def _setting_lines(report: dict[str, Any]) -> list[str]:
+    settings, machine, bandwidth = report["settings"], report["machine"], report["read_bandwidth"]
+    engine = report["engine"]
+    return [
+        f"{machine['cpu']}, {settings['threads']} of {machine['usable_cores']} threads,"
+        f" read bandwidth {bandwidth['gb_s']:.1f} GB/s ({bandwidth['method']})",
+        f"{settings['num_prompts']} prompts of {settings['num_prompt_tokens']} tokens in all,"
+        f" {settings['tokens']} output tokens each, batch size {settings['batch_size']},"
+        f" {engine['dtype']}, backend {engine['backend']}",
+        f"medians of {settings['rounds']} interleaved rounds after {settings['warmup']} of warm-up;"
+        " prefill is included in tokens/s",
+    ]
+
+
+def speed_table(report: dict[str, Any]) -> Table:
+    """Tokens a second of every run, and what they are compared with."""
+    columns = ("tokens/s", "least – most", "× off", "first token", "length", "even at")
+    table = render.make_table(("run", *columns, "identical"), ("run", *columns))
+    table.columns[0].justify = "left"
+    for run in report["runs"]:
+        speed_up = run["speedup_over_off"]
+        table.add_row(
+            run_name(run),
+            f"{run['tokens_per_s']:.1f}",
+            f"{run['tokens_per_s_min']:.1f} – {run['tokens_per_s_max']:.1f}",
+            f"{speed_up['median']:.2f}" if speed_up else "",
+            f"{run['time_to_first_token_ms']:.0f} ms",
+            _length(run["mean_acceptance_length"]),
+            _length(run["break_even_acceptance_length"]),
+            _identical(run),
+        )
+    return table
+
+
+def _step_table(report: dict[str, Any]) -> Table:
+    """Where the time of a decode step goes, and what it reads."""
+    columns = ("all", "draft", "verify", "commit", "host", "reads", "GB/s", "of bandwidth")
+    table = render.make_table(("ms a step", *columns), ("ms a step", *columns))
+    table.columns[0].justify = "left"
+    for run in report["runs"]:
+        row = [f"{run['ms_per_step']:.2f}"]
+        stages = run["stage_ms_per_step"]
+        if stages:
+            names = ("draft", "verify", "accept_commit", "host")
+            row += [f"{stages[name]:.2f}" for name in names]
+        if run["bytes_per_step"] is not None:
+            gb_s = run["bytes_per_step"] / 1e6 / run["ms_per_step"]
+            row += [f"{run['bytes_per_step'] / 1e6:.1f} MB", f"{gb_s:.2f}"]
+            row.append(f"{run['read_bandwidth_share']:.0%}")
+        table.add_row(run_name(run), *row)
+    return table
+
+
+def depth_lines(report: dict[str, Any]) -> list[str]:
+    """What was accepted, depth by depth, and where dice decided it."""
+    lines = []
+    for run in report["runs"]:
+        if run["accepted_per_depth"]:
+            depths = "  ".join(f"{share:.1%}" for share in run["accepted_per_depth"])
+            lines.append(f"accepted per depth, {run['plan']}: {depths}")
+        if (synthetic := run["synthetic_acceptance"]) is not None:
+            chances = ", ".join(f"{p:g}" for p in synthetic["probabilities"])
+            lines.append(
+                f"synthetic acceptance {chances}, {run['plan']}: the dice lead to a length of"
+                f" {synthetic['expected_acceptance_length']:.2f}; the output is not the target's"
+            )
+    return lines
+
+
+def difference_lines(report: dict[str, Any]) -> list[str]:
+    """Where outputs leave those of plain decoding."""
+    lines = []
+    for run in report["runs"]:
+        for item in run["differences"][:5]:
+            margin = item["margin"]
+            reason = "unknown" if margin is None else f"{margin:.1e}"
+            tie = ", a near tie" if item["is_near_tie"] else ""
+            lines.append(
+                f"{run_name(run)}: prompt {item['prompt']} differs from token"
+                f" {item['position']} on;"
+                f" gap of the target's two best logits there: {reason}{tie}"
+            )
+        if (more := len(run["differences"]) - 5) > 0:
+            lines.append(f"{run_name(run)}: {more} more prompts differ")
+    return lines
+
+
+def run_name(run: dict[str, Any]) -> str:
+    """A run as tables call it."""
+    return f"{run['name']} {run['plan']}" if run["name"] == "speculative" else run["name"]
+
+
+def _length(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _identical(run: dict[str, Any]) -> str:
+    if run["identical"] is None:
+        return "synthetic"
+    if run["identical"]:
+        return "yes"
+    total = run["identical_prompts"] + len(run["differences"])
+    ties = all(item["is_near_tie"] for item in run["differences"])
+    return f"{run['identical_prompts']} of {total}{', near ties' if ties else ''}"

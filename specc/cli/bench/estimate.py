@@ -1,0 +1,106 @@
+"""`specc bench --synthetic … --estimate`: nodes, bytes and milliseconds of steps, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from specc.cli.progress import make_listener
+from specc.errors import ConfigError
+from specc.progress import Phases
+from specc.system.extras import install_command
+from specc.system.files import format_bytes
+
+if TYPE_CHECKING:
+    from specc.cli.bench.engine import BenchOptions
+    from specc.cli.bench.synthetic import ShapesOptions
+
+
+def run_estimate(options: ShapesOptions, common: BenchOptions) -> None:
+    """Count, and print or write the report.
+
+    Raises:
+        ConfigError: an option that only measurements have, or no Triton.
+        SpeccError: of an option or of a shape.
+    """
+    for name, value in (("--against", common.against), ("--plot", common.plot)):
+        if value is not None:
+            raise ConfigError(
+                f"{name} with --estimate", "nothing to run beside", f"leave out {name}"
+            )
+    if common.synthetic_acceptance is not None:
+        raise ConfigError(
+            f"--synthetic-acceptance {common.synthetic_acceptance} with --estimate",
+            "a step alone: what it yields is not estimated",
+            "leave it out",
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "--estimate, and no triton",
+            "triton, whose launches are counted (it needs no GPU for that)",
+            install_command("cuda"),
+        )
+    with make_listener() as listen:
+        report = estimate(options, common, Phases(listen))
+    from specc.cli.bench.engine import put_out
+
+    put_out(report, common, print_estimate)
+
+
+def estimate(options: ShapesOptions, common: BenchOptions, phases: Phases) -> dict[str, Any]:
+    """Compile the shapes without weights, count the nodes of their steps, and make the report."""
+    from specc.bench.synthetic.estimate import make_estimate
+    from specc.cli.bench.synthetic import compile_for
+
+    programs = compile_for(options, common, phases, is_lowered=True)
+    settings = {
+        "synthetic": options.synthetic,
+        "context": options.num_context,
+        "batch_size": common.batch_size,
+    }
+    with phases.phase("count nodes"):
+        return make_estimate(programs, options.num_context, settings)
+
+
+def print_estimate(report: dict[str, Any]) -> None:
+    """Print the plans, then what the estimate assumes."""
+    from specc.cli import render
+    from specc.cli.print_table import print_table
+
+    console = render.make_console()
+    settings = report["settings"]
+    models = [(label, report[label]) for label in ("target", "draft") if label in report]
+    for label, model in models:
+        console.print(
+            f"{label} {model['source']}: {model['layers']} layers,"
+            f" {model['nodes_per_layer']} nodes a layer",
+            soft_wrap=True,
+        )
+    console.print(
+        f"estimated for {report['device']}, nothing was measured; {settings['dtype']}, batch size"
+        f" {settings['batch_size']}, context {settings['context']}",
+        soft_wrap=True,
+    )
+    console.print()
+    columns = ("nodes", "reads", "floor ms", "estimate ms", "× floor", "draft", "verify", "rest")
+    table = render.make_table(("step", *columns), columns)
+    for name, plan in report["plans"].items():
+        parts = [
+            plan["models"].get("draft"),
+            plan["models"]["target"],
+            plan["between"],
+        ]
+        table.add_row(
+            name,
+            str(plan["nodes"]),
+            format_bytes(plan["bytes"]),
+            f"{plan['floor_ms']:.3f}",
+            f"{plan['estimate_ms']:.3f}",
+            f"{plan['ratio']:.2f}",
+            *("" if part is None else f"{part['estimate_ms']:.3f}" for part in parts),
+        )
+    print_table(console, table)
+    console.print()
+    for item in report["assumptions"]:
+        value = f"{item['value']:g} {item['unit']}".strip()
+        console.print(f"{item['name']}: {value} ({item['source']})", soft_wrap=True)

@@ -1,0 +1,378 @@
+"""`specc bench --synthetic`: shapes of models with random weights, and what their steps cost."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specc.cli.progress import make_listener
+from specc.config import CompileConfig
+from specc.errors import ConfigError
+from specc.progress import Phases
+from specc.speculation.plans import SpecPlan
+from specc.system.extras import install_command
+
+if TYPE_CHECKING:
+    from specc.artifact.in_memory import BenchModel, BenchPrograms
+    from specc.bench.rounds import Contender
+    from specc.bench.steps import StepBench, StepFigures
+    from specc.bench.synthetic.report import ShapesBench, ShapesSettings
+    from specc.bench.synthetic.shapes import Shape
+    from specc.cli.bench.engine import BenchOptions
+    from specc.compiler.in_memory import ShapeOptions
+    from specc.runtime.engine import Engine
+
+DEFAULT_CONTEXT = 1024
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class ShapesOptions:
+    """What `--synthetic` adds to the options of every benchmark.
+
+    Args:
+        synthetic: shapes of the target and, after a slash or a comma, of the draft; None measures
+            an engine.
+        context: tokens of each prompt; None is 1024.
+        trees: plans, such as `3,2,1`.
+        num_speculative_tokens: length of a chain, instead of trees.
+        dtype: of weights and caches; None is bfloat16 on a GPU and float32 on a CPU.
+        estimate: count nodes and bytes of steps on a GPU instead of measuring here.
+    """
+
+    synthetic: str | None = None
+    context: int | None = None
+    trees: tuple[str, ...] = ()
+    num_speculative_tokens: int | None = None
+    dtype: str | None = None
+    estimate: bool = False
+
+    @property
+    def num_context(self) -> int:
+        return DEFAULT_CONTEXT if self.context is None else self.context
+
+    def named(self) -> dict[str, object]:
+        """Options that only shapes have, by name."""
+        return {
+            "--context": self.context,
+            "--tree": self.trees,
+            "--num-speculative-tokens": self.num_speculative_tokens,
+            "--dtype": self.dtype,
+            "--estimate": self.estimate or None,
+        }
+
+
+def run_shapes_bench(options: ShapesOptions, common: BenchOptions) -> None:
+    """Measure, and print or write the report.
+
+    Raises:
+        SpeccError: of an option, of a shape, or of the device's memory.
+    """
+    common.check()
+    if options.num_context < 1:
+        raise ConfigError(f"--context {options.context}", "1 or more", "raise --context")
+    if options.estimate:
+        from specc.cli.bench.estimate import run_estimate
+
+        run_estimate(options, common)
+        return
+    with make_listener() as listen:
+        report = measure_shapes(options, common, Phases(listen))
+    from specc.cli.bench.engine import put_out
+    from specc.cli.bench.synthetic_table import print_shapes_report
+
+    put_out(report, common, print_shapes_report)
+
+
+def choose_shape_plans(
+    options: ShapesOptions, acceptance: Sequence[float] | None, has_draft: bool
+) -> tuple[SpecPlan, ...]:
+    """Plans to compare with off.
+
+    Without options that is a chain of 4; with probabilities of k siblings a tree whose first level
+    has k children, and every other node one.
+
+    Raises:
+        ConfigError: plans or acceptance without a draft, or siblings that no plan has.
+    """
+    from specc.bench.synthetic.shapes import SHAPES
+    from specc.cli.compile import parse_plans
+    from specc.compiler.build import DEFAULT_CHAIN, engine_plans
+
+    plans: tuple[SpecPlan, ...] = ()
+    if options.trees or options.num_speculative_tokens is not None:
+        plans = parse_plans(options.trees, options.num_speculative_tokens)
+    if not has_draft and acceptance is not None:
+        # as `parse_shapes` reads them: after a name a slash, after a directory a comma
+        separator = "/" if options.synthetic in SHAPES else ","
+        raise ConfigError(
+            f"--synthetic-acceptance without a draft: --synthetic {options.synthetic}",
+            "a draft, whose tokens are accepted or not",
+            f"--synthetic {options.synthetic}{separator}DRAFT",
+        )
+    if has_draft and not plans and acceptance is not None:
+        plans = (SpecPlan.from_widths((len(acceptance), *(1,) * (DEFAULT_CHAIN - 1))),)
+    plans = tuple(engine_plans(CompileConfig(plans=plans), has_draft))
+    widest = max((width for plan in plans for width in plan.widths), default=0)
+    if acceptance is not None and len(acceptance) > widest:
+        names = ", ".join(plan.name for plan in plans if plan.widths)
+        raise ConfigError(
+            f"--synthetic-acceptance for {len(acceptance)} siblings; {names} has {widest} a node",
+            f"at most {widest} probabilities, or a tree of that width",
+            f"leave out the others, or pass --tree {len(acceptance)},1,1",
+        )
+    return plans
+
+
+def measure_shapes(
+    options: ShapesOptions,
+    common: BenchOptions,
+    phases: Phases,
+    on_steps: Callable[[str, dict[str, Any]], object] = lambda plan, figures: None,
+) -> dict[str, Any]:
+    """Compile the shapes, draw weights, measure, and make the report.
+
+    Steps by themselves come first, then rounds: what is cut off has them.
+
+    Args:
+        options: the shapes.
+        common: options of every benchmark.
+        phases: tells the listener how far this is.
+        on_steps: called with a plan and its part of the report as soon as its steps are timed, and
+            again when their parts are known.
+    """
+    import torch
+
+    from specc.bench.device import TimedGraphs, measure_copy_bandwidth, open_device
+    from specc.bench.steps import StepBench
+    from specc.bench.synthetic.engine import check_memory, make_engine
+    from specc.bench.synthetic.report import ShapesBench, make_shapes_report, step_report
+
+    device, backend = open_device()
+    if common.threads is not None:
+        torch.set_num_threads(common.threads)
+    programs = compile_for(options, common, phases, is_lowered=backend == "cuda")
+    compile_s = sum(phases.seconds.values())
+    check_memory(programs, _extra_bytes(programs, common, device), device.free_bytes())
+    with phases.phase("copy bandwidth"):
+        bandwidth = measure_copy_bandwidth(device.device)
+    with phases.phase("draw weights"):
+        weights = _draw_weights(programs.models, device.device)
+    graphs = TimedGraphs(device)
+    with phases.phase("choose products"):
+        engine = make_engine(programs, weights, graphs, backend)
+    prompts = _draw_prompts(programs, common.batch_size, options.num_context)
+    steps = StepBench(engine, graphs, options.num_context, common.tokens)
+    bench = ShapesBench(
+        programs=programs,
+        engine=engine,
+        settings=_settings(options, common),
+        prompts=prompts,
+        bandwidth=bandwidth,
+        compile_s=compile_s,
+    )
+    for plan, figures, notes in _time_steps(steps, programs, common.rounds, phases):
+        bench.steps[plan] = figures
+        bench.notes += notes
+        on_steps(plan, step_report(bench, plan))
+    for plan in bench.steps:
+        with phases.phase(f"parts of {plan}"):
+            bench.notes += _add_parts(bench, steps, plan, common.rounds)
+        on_steps(plan, step_report(bench, plan))
+    bench.contenders, notes = _contenders(engine, programs, prompts, common, phases)
+    bench.notes += notes
+    bench.measured = _run_rounds(bench.contenders, common, phases)
+    return make_shapes_report(bench, shlex.join(["specc", *sys.argv[1:]]))
+
+
+def compile_for(
+    options: ShapesOptions, common: BenchOptions, phases: Phases, is_lowered: bool
+) -> BenchPrograms:
+    """Programs of the shapes and steps of the plans that were asked for.
+
+    Raises:
+        SpeccError: of an option or of a shape.
+    """
+    from specc.bench.synthetic.shapes import parse_shapes
+
+    assert options.synthetic is not None, "somebody named shapes"
+    acceptance = common.settings().synthetic_acceptance
+    shapes = [shape for shape in parse_shapes(options.synthetic) if shape is not None]
+    plans = choose_shape_plans(options, acceptance, len(shapes) > 1)
+    _require_transformers(options.synthetic)
+    return _compile(shapes, _shape_options(options, common, plans, is_lowered), phases)
+
+
+def _shape_options(
+    options: ShapesOptions, common: BenchOptions, plans: tuple[SpecPlan, ...], is_lowered: bool
+) -> ShapeOptions:
+    """Raises ConfigError: a dtype or a batch size that no engine has."""
+    from specc.compiler.in_memory import ShapeOptions
+
+    acceptance = common.settings().synthetic_acceptance
+    dtype = options.dtype or ("bfloat16" if is_lowered else "float32")
+    CompileConfig(dtype=dtype, max_batch_size=common.batch_size)
+    return ShapeOptions(
+        plans=plans,
+        dtype=dtype,
+        batch_size=common.batch_size,
+        context=options.num_context,
+        tokens=common.tokens,
+        is_lowered=is_lowered,
+        acceptance=None if acceptance is None else tuple(acceptance),
+    )
+
+
+def _settings(options: ShapesOptions, common: BenchOptions) -> ShapesSettings:
+    import torch
+
+    from specc.bench.synthetic.report import ShapesSettings
+
+    return ShapesSettings(
+        synthetic=str(options.synthetic),
+        context=options.num_context,
+        tokens=common.tokens,
+        batch_size=common.batch_size,
+        rounds=common.rounds,
+        warmup=common.warmup,
+        threads=torch.get_num_threads(),
+        synthetic_acceptance=common.settings().synthetic_acceptance,
+        against=common.against,
+    )
+
+
+def _require_transformers(synthetic: str) -> None:
+    """Modules come from there; weights and files do not."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            f"--synthetic {synthetic}, and no transformers",
+            "transformers, whose models are compiled",
+            install_command("compile"),
+        )
+
+
+def _compile(shapes: Sequence[Shape], options: ShapeOptions, phases: Phases) -> BenchPrograms:
+    """Programs of the shapes, after what can be refused before minutes of tracing."""
+    from specc.bench.synthetic.shapes import check_vocabularies
+    from specc.compiler.in_memory import compile_shapes, load_config
+
+    configs = [
+        shape.make_config() if shape.directory is None else load_config(shape.directory)
+        for shape in shapes
+    ]
+    for config in configs:
+        # random weights end nowhere; a checkpoint's ids would stop transformers
+        config.bos_token_id = config.eos_token_id = None
+    if len(shapes) == 2:
+        check_vocabularies(configs[0], configs[1], (shapes[0], shapes[1]))
+    return compile_shapes([shape.label for shape in shapes], configs, options, phases)
+
+
+def _extra_bytes(programs: BenchPrograms, common: BenchOptions, device: Any) -> int:
+    """Memory beside programs: a copy, and transformers' own caches for the same sequences."""
+    from specc.bench.device import COPY_BYTES
+
+    # a growing and a static cache, and what its passes hold
+    own = sum(2 * m.memory.cache + m.memory.workspace + m.memory.logits for m in programs.models)
+    return 2 * COPY_BYTES[device.device.type] + (own if common.against is not None else 0)
+
+
+def _draw_weights(models: Sequence[BenchModel], device: Any) -> dict[str, dict[str, Any]]:
+    from specc.bench.synthetic.weights import make_weights
+
+    return {
+        model.entry.name: make_weights(model, device, seed) for seed, model in enumerate(models)
+    }
+
+
+def _draw_prompts(programs: BenchPrograms, batch_size: int, context: int) -> list[list[int]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(_SEED)
+    shape = (batch_size, context)
+    vocab_size = programs.models[0].entry.vocab_size
+    return torch.randint(0, vocab_size, shape, generator=generator).tolist()
+
+
+def _contenders(
+    engine: Engine,
+    programs: BenchPrograms,
+    prompts: list[list[int]],
+    common: BenchOptions,
+    phases: Phases,
+) -> tuple[list[Contender], list[str]]:
+    from specc.bench.baseline import make_contenders
+    from specc.bench.engine import EngineContender
+    from specc.bench.rounds import OFF, SPECULATIVE
+
+    batches, tokens = [prompts], common.tokens
+    contenders: list[Contender] = [EngineContender(engine, OFF, OFF, batches, tokens)]
+    plans = [plan for plan in programs.plans if plan.speculates]
+    contenders += [
+        EngineContender(engine, SPECULATIVE, plan.name, batches, tokens) for plan in plans
+    ]
+    if common.against is None:
+        return contenders, []
+    modules = [model.module for model in programs.models]
+    with phases.phase("prepare transformers"):
+        baselines, notes = make_contenders(
+            modules[0],
+            modules[1] if len(modules) > 1 else None,
+            batches,
+            tokens,
+            plans[0].max_depth if plans else 0,
+        )
+    return [*contenders, *baselines], notes
+
+
+def _time_steps(
+    bench: StepBench, programs: BenchPrograms, rounds: int, phases: Phases
+) -> Iterator[tuple[str, StepFigures, list[str]]]:
+    """Each plan, its figures, and why it runs operator by operator, if it does.
+
+    Off first, which the others are compared with, and which is there before they compile anything.
+    """
+    from specc.bench.rounds import OFF
+
+    for plan in sorted(programs.steps, key=lambda name: name != OFF):
+        with phases.phase(f"capture {plan}"):
+            reason = bench.capture(plan)
+        with phases.phase(f"steps of {plan}"):
+            figures = bench.time(plan, rounds)
+        yield plan, figures, [] if reason is None else [reason]
+
+
+def _add_parts(bench: ShapesBench, steps: StepBench, plan: str, rounds: int) -> list[str]:
+    """Measure a plan's steps with drawn tokens, and their parts; a note for each that fails."""
+    stages = [stage["name"] for stage in bench.programs.steps[plan]["stages"]]
+    notes = []
+    for what, add in (
+        ("steps that draw tokens", lambda found: steps.add_sampled(plan, found, rounds)),
+        ("stages and kernels", lambda found: steps.add_parts(plan, found, stages, rounds)),
+    ):
+        try:
+            bench.steps[plan] = add(bench.steps[plan])
+        except Exception as error:
+            # further captures, and a profiler that some machines refuse: what is timed stays
+            reason = next(iter(str(error).splitlines()), "")
+            notes.append(f"{plan}: {what} were not measured ({type(error).__name__}: {reason})")
+    return notes
+
+
+def _run_rounds(contenders: Sequence[Contender], common: BenchOptions, phases: Phases) -> list[Any]:
+    from specc.bench.rounds import run_rounds
+
+    total = (common.rounds + common.warmup) * len(contenders)
+    done = 0
+    with phases.phase("rounds") as advance:
+
+        def on_run(number: int, place: int, contender: Contender) -> None:
+            nonlocal done
+            advance(done, total)
+            done += 1
+
+        return run_rounds(contenders, common.rounds, common.warmup, on_run)

@@ -1,0 +1,1 @@
+"""Options and help of each subcommand; what it does is imported when it runs."""

@@ -1,0 +1,144 @@
+"""`specc compile`: options to a configuration, progress while it runs, a summary at the end."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specc.cli import render
+from specc.cli.progress import make_listener
+from specc.config import CompileConfig
+from specc.errors import ConfigError
+from specc.speculation.choose_plans import choose_plans, parse_tree, policy_of, split_drafts
+from specc.speculation.plans import SpecPlan
+
+if TYPE_CHECKING:
+    from specc.artifact.manifest import Manifest
+    from specc.compiler.build import Compilation
+
+
+def run_compile(
+    target: str,
+    drafts: Sequence[str],
+    output: Path,
+    make_config: Callable[[tuple[SpecPlan, ...], str], CompileConfig],
+    *,
+    trees: Sequence[str],
+    num_speculative_tokens: int | None,
+    combine: str | None,
+    dump_graphs: Path | None,
+    force: bool,
+    verbose: bool = False,
+) -> None:
+    """Compile, with progress on standard error and a summary on standard output.
+
+    Raises:
+        SpeccError: found / needed / do; nothing is left behind.
+    """
+    models, names = split_drafts(list(drafts))
+    plans = parse_plans(trees, num_speculative_tokens, names, combine)
+    config = make_config(plans, policy_of(combine))
+    with make_listener() as listen:
+        from specc.api import compile_with
+
+        compilation = compile_with(
+            target, models, output, config, force=force, dump_graphs=dump_graphs, listen=listen
+        )
+    print_summary(compilation, output, verbose)
+
+
+def parse_plans(
+    trees: Sequence[str],
+    num_speculative_tokens: int | None,
+    drafts: tuple[str, ...] = ("draft_0",),
+    combine: str | None = None,
+) -> tuple[SpecPlan, ...]:
+    """Plans that the options name; empty where they name none.
+
+    Args:
+        trees: such as `3,2,1` or `dynamic:16,4,4`.
+        num_speculative_tokens: length of a chain, instead of trees.
+        drafts: what proposes, see `split_drafts`.
+        combine: of several drafts.
+    Raises:
+        TreeError: no list of positive widths.
+        ConfigError: options that contradict each other.
+    """
+    if trees and num_speculative_tokens is not None:
+        raise ConfigError(
+            f"both --tree {trees[0]} and --num-speculative-tokens {num_speculative_tokens}",
+            "one of them",
+            "write the chain as a tree, too: --tree 1,1,1,1 is a chain of 4",
+        )
+    parsed = [parse_tree(text) for text in trees]
+    return choose_plans(parsed, num_speculative_tokens, drafts, combine)
+
+
+def print_summary(compilation: Compilation, output: Path, verbose: bool = False) -> None:
+    """What was built, what it needs, what to be careful about, and how to go on.
+
+    Args:
+        compilation: its result.
+        output: directory of the engine.
+        verbose: one line for every pass and model, too.
+    """
+    manifest = compilation.manifest
+    passes = [record.to_json() for record in compilation.records]
+    console = render.make_console()
+    console.print(render.heading(f"\n{output}"))
+    console.print(render.models_table(manifest))
+    for line in render.source_lines(manifest):
+        console.print(line, soft_wrap=True)
+    console.print()
+    if verbose:
+        console.print(render.passes_table(passes))
+        console.print()
+    for line in render.rewrite_lines(passes):
+        console.print(line, soft_wrap=True)
+    console.print()
+    console.print(render.memory_table(manifest))
+    limits = manifest.limits
+    console.print(
+        f"for {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, {manifest.dtype}\n"
+    )
+    for plan in manifest.plans:
+        default = ", the default" if plan.name == manifest.default_plan else ""
+        console.print(f"plan {plan.name}{default}: {render.describe_plan(plan.plan)}")
+    if manifest.policy == "best":
+        console.print("every sequence takes the model or the lookup, whichever promises more")
+    if manifest.probe:
+        console.print(f"probe: {render.probe_line(manifest.probe)}")
+    console.print(f"time: {sum(compilation.seconds.values()):.1f} s")
+    for warning in compilation.warnings:
+        render.make_console(stderr=True).print(
+            f"warning: {warning}", style="yellow", soft_wrap=True
+        )
+    console.print(f"\nnext: {next_step(manifest, output, has_gpu())}", soft_wrap=True)
+
+
+def next_step(manifest: Manifest, output: Path, has_gpu: bool) -> str:
+    """A command that works on this machine, or on which machine it will.
+
+    Args:
+        manifest: of the engine.
+        output: its directory.
+        has_gpu: torch sees a GPU here.
+    """
+    engine = shlex.quote(str(output))
+    if not manifest.tokenizer.file:
+        return f"specc inspect {engine}"
+    run = f'specc run {engine} "def fibonacci(n):" --stats'
+    if manifest.device == "cuda" and not has_gpu:
+        return f"copy {engine} to a machine with an NVIDIA GPU, and there: {run}"
+    if manifest.backend == "onnx" and any(m.dtype == "bfloat16" for m in manifest.models):
+        return f"{run} --backend eager"
+    return run
+
+
+def has_gpu() -> bool:
+    """Whether torch can use a GPU here."""
+    import torch
+
+    return torch.cuda.is_available()

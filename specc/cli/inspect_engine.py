@@ -1,0 +1,156 @@
+"""`specc inspect`: what an engine holds, from its manifest and its pass report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specc.artifact.directory import read_manifest, torch_version
+from specc.cli import render
+from specc.cli.tensorrt import print_builds, read_builds
+from specc.errors import ConfigError, EngineError
+from specc.system.files import format_bytes, hash_file
+from specc.system.json_file import read_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specc.artifact.manifest import Manifest
+
+REPORT_FILE = "report.json"
+
+
+def run_inspect(engine: Path, *, only: str | None, why: bool, verify: bool, as_json: bool) -> None:
+    """Print what an engine holds.
+
+    Args:
+        engine: its directory.
+        only: name of one pass; nothing else is printed then.
+        why: each declined node, not counts by reason; of TensorRT engines, each layer.
+        verify: hash all files.
+        as_json: one JSON object.
+    Raises:
+        EngineError: no engine, or a file is missing or altered; what is known is printed first.
+        ConfigError: no pass has this name.
+    """
+    manifest = read_manifest(engine)
+    report = _read_report(engine, manifest)
+    passes = _select(report["passes"], only)
+    builds = read_builds(engine, manifest)
+    errors = check_files(engine, manifest, verify)
+    if as_json:
+        data = {
+            "manifest": manifest.to_json(),
+            "report": report | {"passes": passes},
+            "builds": builds,
+            "verified": verify,
+            "errors": [error.found for error in errors],
+        }
+        print(json.dumps(data, ensure_ascii=False, indent=1))
+    else:
+        console = render.make_console()
+        if only is None:
+            _print_manifest(console, engine, manifest)
+        _print_passes(console, passes, why)
+        if only is None:
+            print_builds(console, manifest, builds, with_layers=why)
+            _print_limits(console, manifest)
+            _print_files(console, manifest, verify and not errors)
+    if errors:
+        raise errors[0]
+
+
+def check_files(engine: Path, manifest: Manifest, verify: bool) -> list[EngineError]:
+    """Files that are missing or differ from the manifest; bytes are read only to verify."""
+    errors = []
+    again = "compile or copy the engine again"
+    for name, entry in manifest.files.items():
+        path = engine / name
+        needed = f"{entry.bytes} bytes, as the manifest says"
+        if not path.is_file():
+            errors.append(EngineError(f"{path} is missing", needed, again))
+        elif (size := path.stat().st_size) != entry.bytes:
+            errors.append(EngineError(f"{path} has {size} bytes", needed, again))
+        elif verify and (sha256 := hash_file(path)) != entry.sha256:
+            needed = f"sha256 {entry.sha256}, as the manifest says"
+            errors.append(EngineError(f"{path} has sha256 {sha256}", needed, again))
+    return errors
+
+
+def _read_report(engine: Path, manifest: Manifest) -> dict[str, Any]:
+    """The pass report; an engine whose report is gone can be shown without it."""
+    if REPORT_FILE not in manifest.files:
+        return {"passes": [], "phases": {}}
+    path = engine / REPORT_FILE
+    if not path.exists():
+        return {"passes": [], "phases": {}}
+    return read_json(path, EngineError, "a pass report", "compile or copy the engine again")
+
+
+def _select(passes: list[dict[str, Any]], only: str | None) -> list[dict[str, Any]]:
+    if only is None:
+        return passes
+    selected = [item for item in passes if item["pass"] == only]
+    if not selected:
+        names = ", ".join(dict.fromkeys(item["pass"] for item in passes))
+        raise ConfigError(f"--pass {only}", f"one of {names or '(no passes)'}", "choose one")
+    return selected
+
+
+def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
+    console.print(render.heading(str(engine)))
+    console.print(
+        f"specc {manifest.specc_version}, torch {manifest.torch_version}, backend"
+        f" {manifest.backend} on {manifest.device}, {manifest.dtype}, created {manifest.created}"
+    )
+    if manifest.torch_version != torch_version():
+        console.print(f"specc run refuses it: this installation has torch {torch_version()}")
+    console.print()
+    console.print(render.models_table(manifest))
+    for line in (*render.source_lines(manifest), *render.weight_lines(manifest)):
+        console.print(line, soft_wrap=True)
+    console.print()
+    console.print(render.layers_table(manifest.models))
+    tokenizer = manifest.tokenizer
+    eos = ", ".join(map(str, tokenizer.eos_token_ids)) or "none"
+    console.print(f"\ntokenizer: {tokenizer.file or 'none, token ids only'}; EOS ids: {eos}")
+    for plan in manifest.plans:
+        default = " (default)" if plan.name == manifest.default_plan else ""
+        console.print(render.heading(f"\nplan {plan.name}{default}"))
+        console.print(render.describe_plan(plan.plan))
+        if plan.plan.speculates and plan.plan.dynamic is None:
+            console.print(render.draw_tree(plan.plan.largest_tree))
+
+
+def _print_passes(console: Console, passes: list[dict[str, Any]], why: bool) -> None:
+    console.print(render.heading("\npasses"))
+    console.print(render.passes_table(passes))
+    lines = render.declined_lines(passes, why)
+    if lines:
+        console.print(render.heading("\ndeclined" + ("" if why else " (--why names the nodes)")))
+        for line in lines:
+            console.print(line, soft_wrap=True)
+
+
+def _print_limits(console: Console, manifest: Manifest) -> None:
+    limits = manifest.limits
+    blocks = f"blocks of {limits.block_size} rows" if limits.block_size else "dense rows"
+    console.print(render.heading("\nmemory"))
+    console.print(render.memory_table(manifest))
+    console.print(
+        f"for {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, caches in"
+        f" {blocks}, prefill in chunks of {limits.prefill_chunk}"
+    )
+    probe = render.probe_line(manifest.probe) if manifest.probe else "none"
+    console.print(f"\nprobe: {probe}")
+
+
+def _print_files(console: Console, manifest: Manifest, verified: bool) -> None:
+    table = render.make_table(("file", "size", "sha256"), ("size",))
+    for name, entry in manifest.files.items():
+        table.add_row(name, format_bytes(entry.bytes), entry.sha256[:16])
+    console.print(render.heading("\nfiles"))
+    console.print(table)
+    state = "all hashes agree" if verified else "hashes not compared (--verify does)"
+    console.print(state)

@@ -1,0 +1,265 @@
+"""What the commands draw in a terminal: tables, grouped layers, token trees, progress."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from specc.speculation.plans import SpecPlan
+from specc.speculation.tree import TokenTree
+from specc.system.files import format_bytes
+
+if TYPE_CHECKING:
+    from specc.artifact.manifest import Manifest, ModelEntry
+
+_FILE_WIDTH = 100  # columns where the output is no terminal
+_MOST_BRANCHES = 3  # children drawn under one node
+_MOST_LINES = 32  # lines of one tree
+
+
+def make_console(stderr: bool = False) -> Console:
+    """A console that never interprets text as markup."""
+    stream = sys.stderr if stderr else sys.stdout
+    # rich asks the terminal, or the variable
+    asks = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    width = None if asks else _FILE_WIDTH
+    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
+
+
+def heading(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def make_table(columns: Sequence[str], numeric: Iterable[str] = ()) -> Table:
+    """A table without frame; the columns in `numeric` are aligned to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    numbers = set(numeric)
+    for column in columns:
+        table.add_column(
+            column,
+            justify="right" if column in numbers else "left",
+            no_wrap=column in numbers,
+            overflow="fold",
+        )
+    return table
+
+
+def format_count(number: int) -> str:
+    """Format for people: `7.2 M`, `812`."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**4, "k")):
+        if number >= size:
+            value = number / (10**3 if unit == "k" else size)
+            return f"{value:.1f} {unit}"
+    return str(number)
+
+
+def models_table(manifest: Manifest) -> Table:
+    table = make_table(
+        ("model", "architecture", "parameters", "dtype", "vocabulary", "positions"),
+        ("parameters", "vocabulary", "positions"),
+    )
+    for model in manifest.models:
+        table.add_row(
+            model.name,
+            model.architecture,
+            format_count(model.num_parameters),
+            model.dtype,
+            str(model.vocab_size),
+            str(model.max_position),
+        )
+    return table
+
+
+def source_lines(manifest: Manifest) -> list[str]:
+    """Where each model came from; paths are too long for a column."""
+    return [f"{model.name} from {model.source}" for model in manifest.models]
+
+
+def weight_lines(manifest: Manifest) -> list[str]:
+    """What is unusual about the weights: such that are not finite, and tensors nobody reads."""
+    lines = []
+    for model in manifest.models:
+        if model.nonfinite_weights:
+            lines.append(
+                f"{model.name} holds {model.nonfinite_weights} weights that are not finite"
+            )
+        if model.unread_tensors:
+            names = ", ".join(model.unread_tensors)
+            lines.append(f"{model.name} does not read these tensors of its checkpoint: {names}")
+    return lines
+
+
+def layers_table(models: Iterable[ModelEntry]) -> Table:
+    """Attention layers; those that are alike share a row, wherever they are in the model."""
+    table = make_table(
+        ("model", "layers", "heads", "kv heads", "head dim", "attention", "which"),
+        ("layers", "heads", "kv heads", "head dim"),
+    )
+    for model in models:
+        groups: dict[tuple[int, int, int, int], list[int]] = {}
+        for number, layer in enumerate(model.layers):
+            key = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window)
+            groups.setdefault(key, []).append(number)
+        for (num_heads, num_kv_heads, head_dim, window), numbers in groups.items():
+            table.add_row(
+                model.name,
+                str(len(numbers)),
+                str(num_heads),
+                str(num_kv_heads),
+                str(head_dim),
+                f"causal, window {window}" if window else "causal",
+                format_ranges(numbers),
+            )
+    return table
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Format ascending numbers: `0-4, 6-10, 12`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def passes_table(passes: Sequence[dict[str, Any]]) -> Table:
+    """One row a pass and program, from report.json."""
+    table = make_table(
+        ("phase", "pass", "program", "rewrites", "declined", "seconds"),
+        ("rewrites", "declined", "seconds"),
+    )
+    for item in passes:
+        table.add_row(
+            item["phase"],
+            item["pass"],
+            item["program"],
+            str(item["rewrites"]),
+            str(len(item["declined"])) if item["declined"] else "",
+            f"{item['seconds']:.2f}",
+        )
+    return table
+
+
+def rewrite_lines(passes: Sequence[dict[str, Any]]) -> list[str]:
+    """What passes did to each model, in one line, and below it what they declined, with reasons."""
+    lines = []
+    for program in dict.fromkeys(item["program"] for item in passes):
+        own = [item for item in passes if item["program"] == program]
+        rewrites = sum(item["rewrites"] for item in own)
+        declined = sum(len(item["declined"]) for item in own)
+        names = len({item["pass"] for item in own})
+        text = f"{program}: {rewrites} rewrites by {names} passes"
+        lines.append(f"{text}, {declined} declined" if declined else text)
+        lines += [f"  {line}" for line in declined_lines(own, why=False)]
+    return lines
+
+
+def declined_lines(passes: Sequence[dict[str, Any]], why: bool) -> list[str]:
+    """Why passes left nodes alone: reasons with counts, or every node."""
+    lines = []
+    for item in passes:
+        name = f"{item['pass']} on {item['program']}"
+        if why:
+            lines += [f"{name}: {x['node']}: {x['reason']}" for x in item["declined"]]
+            continue
+        reasons = Counter(x["reason"] for x in item["declined"])
+        lines += [f"{name}: {count} × {reason}" for reason, count in reasons.most_common()]
+    return lines
+
+
+def memory_table(manifest: Manifest) -> Table:
+    columns = ("weights", "caches", "logits", "workspace", "total")
+    table = make_table(("model", *columns), columns)
+    for name, memory in manifest.memory_plan.items():
+        sizes = (memory.weights, memory.cache, memory.logits, memory.workspace, memory.total)
+        table.add_row(name, *map(format_bytes, sizes))
+    entries = manifest.memory_plan.values()
+    sums = [sum(getattr(x, key) for x in entries) for key in ("weights", "cache", "logits")]
+    sums += [sum(x.workspace for x in entries), manifest.total_memory]
+    table.add_row("total", *map(format_bytes, sums), style="bold")
+    return table
+
+
+def probe_line(probe: dict[str, Any]) -> str:
+    """What the compiler measured on its built-in prompts, in one line."""
+    text = f"{probe['num_tokens']} tokens"
+    if not probe["num_spec_steps"]:
+        return f"{text}, plain decoding"
+    depths = " ".join(f"{share:.0%}" for share in probe["accepted_per_depth"])
+    return (
+        f"{text}, mean acceptance length {probe['mean_acceptance_length']:.2f},"
+        f" accepted per depth {depths or 'none'}"
+    )
+
+
+def describe_plan(plan: SpecPlan) -> str:
+    """A plan in one line: shape, size, and what proposes."""
+    if not plan.speculates:
+        return "plain decoding, 1 token a pass"
+    size = f"{plan.num_nodes} nodes a pass, root included"
+    if plan.dynamic is not None:
+        text = f"the {size}, that the draft finds likeliest, at most {plan.max_depth} deep"
+    else:
+        leaves = len(plan.shape.leaves)
+        kind = "chain" if leaves == 1 else "tree"
+        text = f"{kind} of depth {plan.max_depth}: {size}"
+        text += f", {leaves} {'path' if leaves == 1 else 'paths'}" if plan.is_static else ""
+    if plan.combine:
+        text += f"; {plan.combine} of {', '.join(plan.drafts)}"
+    elif plan.drafts != ("draft_0",):
+        text += f"; of {plan.drafts[0]}"
+    if plan.tile is not None:
+        text += f"; logits of {plan.tile} nodes at a time"
+    return text
+
+
+def draw_tree(tree: TokenTree) -> Tree:
+    """The token tree of a plan: node numbers, chains on one line, wide levels abbreviated."""
+    children: dict[int, list[int]] = {node: [] for node in range(tree.num_nodes)}
+    for node, parent in enumerate(tree.parents[1:], start=1):
+        children[parent].append(node)
+    sizes = [1] * tree.num_nodes
+    for node in range(tree.num_nodes - 1, 0, -1):
+        sizes[tree.parents[node]] += sizes[node]
+    lines = 1
+
+    def label(node: int) -> tuple[str, int]:
+        names = ["root" if node == 0 else str(node)]
+        while len(children[node]) == 1:
+            (node,) = children[node]
+            names.append(str(node))
+        if len(names) > 10:
+            names = [*names[:4], "…", *names[-2:]]
+        return " ─ ".join(names), node
+
+    def grow(branch: Tree, node: int) -> None:
+        nonlocal lines
+        drawn = children[node]
+        if len(drawn) > _MOST_BRANCHES + 1:
+            drawn = drawn[:_MOST_BRANCHES]
+        if lines + len(drawn) > _MOST_LINES:
+            drawn = []
+        lines += len(drawn)
+        for child in drawn:
+            text, end = label(child)
+            grow(branch.add(text), end)
+        hidden = children[node][len(drawn) :]
+        if hidden:
+            nodes = sum(sizes[child] for child in hidden)
+            branch.add(f"… {len(hidden)} more, {nodes} nodes")
+            lines += 1
+
+    text, end = label(0)
+    root = Tree(text)
+    grow(root, end)
+    return root

@@ -1,0 +1,262 @@
+"""`specc run`: prompts from the command line, a file or a pipe; text as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specc.cli.prompts import (
+    PromptLine,
+    decode,
+    needs_ids,
+    not_empty,
+    note_keys,
+    read_bytes,
+    read_prompt_lines,
+)
+from specc.errors import RequestError
+from specc.sampling.params import SamplingParams
+from specc.system.machine import check_threads
+
+if TYPE_CHECKING:
+    from specc.runtime.llm import LLM
+    from specc.runtime.outputs.logprobs import TokenLogprobs
+    from specc.runtime.outputs.request_output import CompletionOutput, RequestOutput, StreamOutput
+    from specc.speculation.metrics import SpecStats
+
+# options that only a request with a temperature reads; their defaults are None on the command line
+_OF_SAMPLING = {
+    "seed": "--seed",
+    "rule": "--rule",
+    "top_p": "--top-p",
+    "top_k": "--top-k",
+    "min_p": "--min-p",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for; the prompt comes from one place.
+
+    Args:
+        prompt: text.
+        file: UTF-8 text, one prompt.
+        prompts: JSON lines with `prompt` or `prompt_token_ids`, and options of their own.
+        sampling: further options of `SamplingParams`.
+    """
+
+    prompt: str | None = None
+    file: Path | None = None
+    prompts: Path | None = None
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        """Of `SamplingParams`, for all prompts."""
+        return {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop,
+            "ignore_eos": self.ignore_eos,
+            **self.sampling,
+        }
+
+    def read(self) -> list[PromptLine]:
+        """The prompts, none of them empty.
+
+        Raises:
+            RequestError: no prompt, an empty one, or several sources.
+            InputFileError: a file that cannot be read as UTF-8 text.
+        """
+        given = [
+            name
+            for name, value in (
+                ("PROMPT", self.prompt),
+                ("--file", self.file),
+                ("--prompts", self.prompts),
+            )
+            if value is not None
+        ]
+        if len(given) > 1:
+            raise RequestError(f"{' and '.join(given)}", "one source of prompts", "pass one")
+        if self.prompts is not None:
+            lines = read_prompt_lines(self.prompts)
+            note_keys(self.prompts, [key for line in lines for key in line.others])
+            return lines
+        if self.file is not None:
+            return [_line(read_bytes(self.file), str(self.file))]
+        if self.prompt is not None:
+            # bytes that are no UTF-8 reach Python as lone surrogates
+            return [_line(self.prompt.encode("utf-8", "surrogateescape"), "the prompt")]
+        if sys.stdin.isatty():
+            raise RequestError(
+                "no prompt", "text to continue", 'pass "PROMPT", --file F, or pipe it in'
+            )
+        return [_line(sys.stdin.buffer.read(), "standard input")]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How the engine is loaded; the fields are those of `LLM`."""
+
+    plan: str | None = None
+    policy: str | None = None
+    verify: bool | None = None
+    threads: int | None = None
+    backend: str | None = None
+
+
+def run_request(
+    engine: Path, request: Request, loading: Loading, *, stats: bool, as_json: bool
+) -> None:
+    """Load the engine and print what it generates.
+
+    Raises:
+        SpeccError: of the engine, of a prompt, of a parameter.
+    """
+    check_threads(loading.threads)
+    lines = request.read()  # before the engine loads: a bad file fails at once
+    common = request.options()
+    params = [line.params(common) for line in lines]
+    if not as_json and any(own.logprobs is not None for own in params):
+        raise RequestError(
+            "--logprobs without --json", "--json, which has a place for them", "add --json"
+        )
+    if not as_json and any(own.prompt_logprobs is not None for own in params):
+        raise RequestError(
+            "prompt_logprobs without --json", "--json, which has a place for them", "add --json"
+        )
+    _note_unused(request.sampling, params)
+    from specc.runtime.llm import LLM
+
+    llm = LLM(
+        engine,
+        plan=loading.plan,
+        policy=loading.policy,
+        verify=loading.verify,
+        num_threads=loading.threads,
+        backend=loading.backend,
+        max_num_seqs=1 if sum(own.n for own in params) == 1 else None,
+    )
+    prompts = [line.prompt for line in lines]
+    needs_ids(prompts, llm.tokenizer is not None)
+    if as_json or sum(own.n for own in params) > 1:
+        outputs = llm.generate(prompts, params, _progress(len(prompts)))
+        if as_json:
+            _print_json(outputs, llm.get_metrics())
+        else:
+            _print_outputs(outputs, llm.tokenizer is not None)
+            _note_ends([completion for output in outputs for completion in output.outputs])
+    else:
+        _stream(llm, prompts[0], params[0])
+    if stats:
+        from specc.cli.stats import print_stats
+
+        print_stats(llm.get_metrics())
+
+
+def _line(data: bytes, name: str) -> PromptLine:
+    """A prompt that is not of a file of JSON lines."""
+    return PromptLine(name, not_empty(decode(data, name), name), {})
+
+
+def _note_unused(sampling: Mapping[str, Any], params: Sequence[SamplingParams]) -> None:
+    """Options of sampling change nothing where every request is greedy."""
+    given = [option for name, option in _OF_SAMPLING.items() if sampling.get(name) is not None]
+    if given and all(own.is_greedy for own in params):
+        verb = "has" if len(given) == 1 else "have"
+        _note(f"{', '.join(given)} {verb} no effect at temperature 0: nothing is drawn")
+
+
+def _note_ends(outputs: Sequence[CompletionOutput | StreamOutput]) -> None:
+    """Outputs that end because of a limit or of an error, not of their own."""
+    reasons = [output.finish_reason for output in outputs]
+    if (count := reasons.count("length")) > 0:
+        which = "the output ends" if len(reasons) == 1 else f"{count} of {len(reasons)} outputs end"
+        _note(f"{which} at --max-tokens or at the engine's max_seq_len")
+    for number, output in enumerate(outputs, start=1):
+        if output.finish_reason == "error":
+            which = "the output" if len(outputs) == 1 else f"output {number}"
+            _note(f"{which} cannot go on: {output.stop_reason}")
+
+
+def _note(text: str) -> None:
+    sys.stdout.flush()  # in this order, also where both go to one place
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
+    last = ""
+    for event in llm.stream([prompt], params):
+        # without a tokenizer, tokens are all there is
+        text = event.text if llm.tokenizer is not None else f"{event.token_id} "
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        last = text or last
+        if event.finished:
+            end = event
+    if not last.endswith("\n"):
+        sys.stdout.write("\n")
+    _note_ends([end])
+
+
+def _print_outputs(outputs: Iterable[RequestOutput], has_text: bool) -> None:
+    for number, output in enumerate(outputs, start=1):
+        for completion in output.outputs:
+            which = f"{number}.{completion.index + 1}" if len(output.outputs) > 1 else str(number)
+            print(f"--- {which}: {len(completion.token_ids)} tokens, {completion.finish_reason}")
+            print(completion.text if has_text else " ".join(map(str, completion.token_ids)))
+
+
+def _print_json(outputs: Iterable[RequestOutput], metrics: SpecStats) -> None:
+    items = []
+    for output in outputs:
+        item = {
+            "prompt": output.prompt,
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            **_completion(output.outputs[0]),
+        }
+        if len(output.outputs) > 1:
+            item["outputs"] = [_completion(completion) for completion in output.outputs]
+        if output.prompt_logprobs is not None:
+            item["prompt_logprobs"] = [_row(entries) for entries in output.prompt_logprobs]
+        items.append({**item, "metrics": output.metrics.as_dict()})
+    print(json.dumps({"outputs": items, "metrics": metrics.as_dict()}, ensure_ascii=False))
+
+
+def _completion(completion: CompletionOutput) -> dict[str, Any]:
+    data: dict[str, Any] = {"text": completion.text, "token_ids": completion.token_ids}
+    if completion.logprobs is not None:
+        data["cumulative_logprob"] = completion.cumulative_logprob
+        data["logprobs"] = [_row(entries) for entries in completion.logprobs]
+    data["finish_reason"] = completion.finish_reason
+    data["stop_reason"] = completion.stop_reason
+    return data
+
+
+def _row(entries: TokenLogprobs | None) -> list[dict[str, Any]] | None:
+    """Of a token and of the best ones beside it; nothing came before the first of a prompt."""
+    if entries is None:
+        return None
+    return [
+        {"token_id": token, "logprob": entry.logprob, "rank": entry.rank}
+        for token, entry in entries.items()
+    ]
+
+
+def _progress(num_prompts: int) -> Any:
+    """Counts on one line of a terminal while a batch runs."""
+    if num_prompts == 1 or not sys.stderr.isatty():
+        return None
+
+    def show(finished: int, total: int, num_tokens: int) -> None:
+        end = "\n" if finished == total else ""
+        sys.stderr.write(f"\r{finished}/{total} prompts, {num_tokens} tokens{end}")
+        sys.stderr.flush()
+
+    return show

@@ -1,0 +1,1 @@
+"""From models to an engine directory: checks, phases, weights, manifest."""

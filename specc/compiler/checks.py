@@ -1,0 +1,245 @@
+"""What a compilation can refuse before it loads a model: paths, headers, dtypes, lengths."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specc.artifact.manifest import RECTANGULAR
+from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
+from specc.artifact.weights import MemoryReader
+from specc.config import AUTO, DTYPES, CompileConfig
+from specc.errors import (
+    ConfigError,
+    ModelNotFoundError,
+    OutputError,
+    SpeccError,
+    WeightError,
+)
+from specc.passes.frontend import hf_model
+from specc.passes.step.tiles import tile_plan
+from specc.speculation.plans import OFF
+
+# Hugging Face directory or id, or a module
+ModelLike = str | Path | nn.Module
+# backends that compute in float16
+_WITH_FLOAT16 = ("cuda", *RECTANGULAR)
+
+_CHANGE = "change what {name} computes there; README, What is supported, says what can be compiled"
+# beginning of an error's advice → advice for somebody who wrote the module
+_ADVICE_FOR_MODULES = {
+    "choose a model of a supported architecture": _CHANGE,
+    "report the architecture": "change {name}.forward so that torch.export can trace it",
+    "choose a rotary scaling": _CHANGE,
+    "check the model's configuration": "change the numbers of heads in {name}",
+    "a tree pass would change numbers": "choose another rotary scaling in {name}.config",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model of which the configuration is read, and no more.
+
+    Args:
+        name: `target` or `draft_0`.
+        model: what the user passed.
+        directory: of the checkpoint; None for a module.
+        config: its configuration, or None.
+        checkpoint_dtype: what most of its weights are stored in.
+    """
+
+    name: str
+    model: ModelLike
+    directory: Path | None
+    config: Any
+    checkpoint_dtype: str
+
+    @classmethod
+    def open(cls, name: str, model: ModelLike) -> Candidate:
+        """Read configuration and headers.
+
+        Raises:
+            ModelNotFoundError, NotCausalLMError, UnsupportedRotaryError: see hf_model.
+            WeightError: the checkpoint is malformed.
+        """
+        with errors_of(name):
+            if isinstance(model, nn.Module):
+                config = getattr(model, "config", None)
+                reader: TensorReader = MemoryReader.from_module(model)
+                return cls(name, model, None, config, _stored_dtype(reader))
+            if not str(model).strip():
+                raise ModelNotFoundError(
+                    "an empty path of a model",
+                    "a directory with config.json, model.safetensors and tokenizer.json",
+                    "pass its path; an unset variable of a shell is empty, too",
+                )
+            directory = hf_model.resolve_directory(model)
+            config = hf_model.load_config(directory)
+            with SafetensorsReader(directory) as reader:
+                return cls(name, model, directory, config, _stored_dtype(reader))
+
+    @property
+    def max_position(self) -> int | None:
+        return hf_model.max_position(self.config) if self.config is not None else None
+
+
+def open_models(target: ModelLike, drafts: Sequence[ModelLike]) -> list[Candidate]:
+    """The target and its drafts; see `Candidate.open`."""
+    names = ["target", *(f"draft_{number}" for number in range(len(drafts)))]
+    return [Candidate.open(*item) for item in zip(names, [target, *drafts], strict=True)]
+
+
+@contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """Say in an error which draft it is about."""
+    try:
+        yield
+    except SpeccError as error:
+        if name == "target":
+            raise
+        raise type(error)(
+            f"{name.replace('_', ' ')}: {error.found}", error.needed, error.do
+        ) from error
+
+
+@contextmanager
+def advice_for(model: ModelLike) -> Iterator[None]:
+    """Advise the author of a module to change it, where errors send others to another model."""
+    try:
+        yield
+    except SpeccError as error:
+        if not isinstance(model, nn.Module):
+            raise
+        name = type(model).__name__
+        for begin, advice in _ADVICE_FOR_MODULES.items():
+            if error.do.startswith(begin):
+                raise type(error)(error.found, error.needed, advice.format(name=name)) from error
+        raise
+
+
+def choose_dtypes(
+    config: CompileConfig, models: Sequence[Candidate], backend: str
+) -> tuple[list[str], list[str]]:
+    """Type of each model, and warnings.
+
+    `auto` is the type of the checkpoint, or float32, which holds all of its values, where the
+    backend does not compute in it. Drafts that are told nothing take what the target has.
+
+    Raises:
+        ConfigError: a type that the backend, or specc, does not compute in.
+    """
+    wanted = config.dtypes_of(len(models) - 1)
+    warnings: list[str] = []
+    chosen: list[str] = []
+    for model, dtype in zip(models, wanted, strict=True):
+        if dtype != AUTO:
+            chosen.append(dtype)
+        elif chosen and not config.draft_dtypes:
+            chosen.append(chosen[0])
+        else:
+            chosen.append(_automatic(model, backend, warnings))
+    if "float16" in chosen and backend not in _WITH_FLOAT16:
+        raise ConfigError(
+            "dtype float16 for a CPU",
+            "float32 or bfloat16, or the backend cuda, onnx or tensorrt",
+            "pass --dtype bfloat16, or --backend cuda to compile for a GPU",
+        )
+    return chosen, warnings
+
+
+def check_lengths(config: CompileConfig, models: Sequence[Candidate]) -> None:
+    """Raises ConfigError: `max_seq_len` is beyond what a configuration says."""
+    known = {model.name: model.max_position for model in models}
+    check_seq_len(config.max_seq_len, {name: most for name, most in known.items() if most})
+
+
+def check_logits(config: CompileConfig, target: Candidate, dtype: str) -> None:
+    """Compare the limit of logits with what one token of each sequence takes.
+
+    Args:
+        config: with the limit.
+        target: one without a configuration is looked at when it is traced.
+        dtype: of the target.
+    Raises:
+        ConfigError: not even those fit.
+    """
+    # a module may bring a configuration of its own kind
+    num_ids = getattr(target.config, "vocab_size", None)
+    if num_ids is not None:
+        row_bytes = {"target": num_ids * getattr(torch, dtype).itemsize}
+        tile_plan(OFF, row_bytes, config.max_batch_size, config.max_logits_mb)
+
+
+def check_seq_len(max_seq_len: int | None, longest: dict[str, int]) -> None:
+    """Compare the length that was asked for with the positions of the models.
+
+    Raises:
+        ConfigError: it is beyond them.
+    """
+    if max_seq_len is None or not longest or max_seq_len <= min(longest.values()):
+        return
+    name = min(longest, key=lambda key: longest[key])
+    most = longest[name]
+    raise ConfigError(
+        f"--max-seq-len {max_seq_len}; the {name.replace('_', ' ')} model has {most} positions",
+        f"{most} or less",
+        f"pass --max-seq-len {most}",
+    )
+
+
+def check_dump(directory: Path | None) -> None:
+    """Make the directory for graphs, which are written late.
+
+    Raises:
+        OutputError: it cannot be made or written to.
+    """
+    if directory is None:
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".specc-write-test"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(
+            f"--dump-graphs {directory}: {error.strerror or error}",
+            "a directory that this user may write to",
+            "choose another directory, or leave out --dump-graphs",
+        ) from error
+
+
+def _automatic(model: Candidate, backend: str, warnings: list[str]) -> str:
+    dtype = model.checkpoint_dtype
+    if dtype == "float16" and backend not in _WITH_FLOAT16:
+        warnings.append(
+            f"{model.name}: its checkpoint is in float16, which the backend {backend} does not"
+            " compute in; --dtype auto is float32 here"
+        )
+        return "float32"
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"--dtype auto, and the {model.name.replace('_', ' ')} model is stored in"
+            f" {dtype or 'no floating-point type'}",
+            f"a checkpoint in {', '.join(DTYPES)}, or a type by name",
+            f"pass --dtype {DTYPES[0]}",
+        )
+    return dtype
+
+
+def _stored_dtype(reader: TensorReader) -> str:
+    """The floating-point type of most weights by name; empty where there is none."""
+    counts: Counter[torch.dtype] = Counter()
+    for key in reader.keys():  # noqa: SIM118 - a reader is no mapping
+        # types that only quantized checkpoints have are refused later, with the tensor's name
+        with suppress(WeightError):
+            counts[reader.dtype(key)] += math.prod(reader.shape(key))
+    floating = Counter({dtype: n for dtype, n in counts.items() if dtype.is_floating_point})
+    return str(floating.most_common(1)[0][0]).removeprefix("torch.") if floating else ""

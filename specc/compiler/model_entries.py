@@ -1,0 +1,148 @@
+"""What the manifest says of an engine's models and limits, and what may be refused for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from specc.artifact.manifest import LayerEntry, LimitsEntry, ModelEntry, SlabEntry
+from specc.compiler.checks import check_seq_len
+from specc.config import CompileConfig
+from specc.errors import TreeError
+from specc.passes.frontend.model_source import ModelSource
+from specc.passes.memory import ModelMemory, PassShape, plan_memory
+from specc.passes.program import Program
+from specc.passes.step.tiles import logit_rows, pass_rows
+from specc.speculation.plans import OFF, SpecPlan
+
+DEFAULT_MAX_SEQ_LEN = 4096
+LEAST_PREFILL_CHUNK = 512
+_MOST_UNREAD = 3
+
+
+def cache_layout(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEntry, ...]]:
+    """Layers, and one slab for each geometry among them."""
+    counts: dict[tuple[int, int], int] = {}
+    layers = []
+    for layer in program.layers:
+        key = (layer.num_kv_heads, layer.head_dim)
+        index = counts.get(key, 0)
+        counts[key] = index + 1
+        slab = list(counts).index(key)
+        layers.append(LayerEntry(layer.name, layer.num_heads, *key, layer.window, slab, index))
+    return tuple(layers), tuple(SlabEntry(count, *key) for key, count in counts.items())
+
+
+def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> ModelEntry:
+    """The manifest's entry of a model after its last pass."""
+    layers, slabs = cache_layout(program)
+    (result,) = program.graph.find_nodes(op="output")
+    return ModelEntry(
+        name=source.name,
+        dir=source.name.replace("_", "-"),
+        architecture=source.architecture,
+        model_type=source.model_type,
+        vocab_size=int(result.args[0].meta["val"].shape[-1]),
+        num_parameters=program.num_parameters,
+        max_position=source.max_position or max_seq_len,
+        layers=layers,
+        slabs=slabs,
+        source=source.label,
+        dtype=str(source.dtype).removeprefix("torch."),
+        location=source.location,
+    )
+
+
+def describe_unread(names: Sequence[str]) -> str:
+    """`5 tensors (visual.0.weight, visual.1.weight, visual.2.weight, …)`."""
+    shown = ", ".join(names[:_MOST_UNREAD])
+    more = ", …" if len(names) > _MOST_UNREAD else ""
+    return f"{len(names)} tensor{'s' * (len(names) != 1)} ({shown}{more})"
+
+
+def check_windows(entry: ModelEntry, plans: list[SpecPlan]) -> None:
+    """Raises TreeError: a tree that is deeper than a sliding window."""
+    for layer in entry.layers:
+        for plan in plans:
+            if layer.window and plan.max_depth >= layer.window:
+                raise TreeError(
+                    f"plan {plan.name} of depth {plan.max_depth}; layer {layer.name} of"
+                    f" {entry.name} has a sliding window of {layer.window}",
+                    f"a tree of depth {layer.window - 1} or less",
+                    "choose fewer levels",
+                )
+
+
+def default_prefill_chunk(backend: str) -> int:
+    """Tokens of a prefill pass where nobody says how many.
+
+    On a GPU what a pass costs besides its tokens (launches, weights) is to be a small part of it:
+    2048 tokens of an 8B model are some 30 TFLOP, against 16 GB of weights.
+    """
+    return 2048 if backend == "cuda" else LEAST_PREFILL_CHUNK
+
+
+def engine_limits(
+    sources: Sequence[ModelSource], plans: list[SpecPlan], config: CompileConfig, backend: str
+) -> LimitsEntry:
+    """Sizes that an engine is compiled for; see `fit_prefill_chunk`, too.
+
+    Raises:
+        ConfigError: more tokens than a model has positions.
+    """
+    longest = {source.name: source.max_position for source in sources if source.max_position}
+    most = min(longest.values(), default=DEFAULT_MAX_SEQ_LEN)
+    max_seq_len = config.max_seq_len or min(most, DEFAULT_MAX_SEQ_LEN)
+    check_seq_len(max_seq_len, longest)
+    most_tokens = max(max_seq_len * config.max_batch_size, LEAST_PREFILL_CHUNK)
+    chunk = config.prefill_chunk or min(default_prefill_chunk(backend), most_tokens)
+    return LimitsEntry(
+        max_batch_size=config.max_batch_size,
+        max_seq_len=max_seq_len,
+        block_size=config.block_size,
+        prefill_chunk=chunk,
+        max_nodes=max(plan.num_rows for plan in plans),
+        max_logits_mb=config.max_logits_mb,
+    )
+
+
+def fit_prefill_chunk(
+    limits: LimitsEntry, config: CompileConfig, models: Sequence[tuple[Program, torch.dtype]]
+) -> LimitsEntry:
+    """Halve a chunk that nobody asked for until its passes take what a step's logits may.
+
+    Args:
+        limits: of the engine.
+        config: asked for, or left to the default, how many tokens a pass takes.
+        models: programs after their last phase, and the dtype of each.
+    """
+    most = config.max_logits_mb << 20
+    while config.prefill_chunk is None and limits.prefill_chunk > LEAST_PREFILL_CHUNK:
+        plans = [plan_model_memory(program, limits, dtype, [OFF]) for program, dtype in models]
+        if max(plan.workspace for plan in plans) <= most:
+            break
+        chunk = max(limits.prefill_chunk // 2, LEAST_PREFILL_CHUNK)
+        limits = replace(limits, prefill_chunk=chunk)
+    return limits
+
+
+def plan_model_memory(
+    program: Program, limits: LimitsEntry, dtype: torch.dtype, plans: Sequence[SpecPlan]
+) -> ModelMemory:
+    """Memory of one model of an engine of these limits and plans; the model has one's name.
+
+    Logits are those of the plan that leaves most of them alive, and of a draft include what
+    children were drawn from, until the tree is verified.
+    """
+    block = limits.block_size or limits.max_seq_len + limits.max_nodes
+    blocks = -(-(limits.max_seq_len + limits.max_nodes) // block)
+    batch = limits.max_batch_size
+    rows = max(1, *(logit_rows(plan, program.name) for plan in plans))
+    nodes = max(1, *(pass_rows(plan, program.name) for plan in plans))
+    context = blocks * block
+    chunk = min(limits.prefill_chunk, limits.max_seq_len * batch)
+    prefill = PassShape(chunk, batch, batch, min(chunk, limits.max_seq_len), context)
+    step = PassShape(batch * nodes, batch * min(nodes, rows), batch, nodes, context)
+    return plan_memory(program, dtype, batch * context, [prefill, step], batch * rows)

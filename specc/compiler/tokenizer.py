@@ -1,0 +1,169 @@
+"""The tokenizer part of a compilation: one token map for all models, and transformers' own ids.
+
+An engine tokenizes with tokenizer.json alone. Transformers may add other special tokens than that
+file says, for example because tokenizer_config.json has `add_bos_token`; so both are asked, and
+where they differ in the special tokens, the engine gets those of transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from specc.artifact.manifest import TokenizerEntry
+from specc.compiler.checks import Candidate
+from specc.compiler.token_maps import TokenMap
+from specc.passes.frontend import hf_model
+from specc.passes.frontend.hf_tokenizer import HfTokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+_TEXTS = (
+    "",
+    "a",
+    "Hello, world!",
+    " leading and trailing ",
+    "two  spaces,\ttabs\n\nand lines\r\n",
+    "Grüße, 世界, дом, 🙂",
+    "def f(x):\n    return x[1234:567] != 8.9e-10",
+)
+# special tokens that a text may hold
+_MOST_SPECIAL = 4
+_SHOWN_IDS = 8
+
+
+@dataclass
+class EngineTokenizer:
+    """The tokenizer of an engine.
+
+    Args:
+        entry: of the manifest.
+        file: where it was read; None where the engine takes token ids only.
+        data: content of the engine's file.
+        warnings: what the user should know.
+    """
+
+    entry: TokenizerEntry
+    file: Path | None = None
+    data: bytes = b""
+    warnings: list[str] = field(default_factory=list)
+
+
+def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) -> EngineTokenizer:
+    """Compare the token maps of all models, and the target's ids with those of transformers.
+
+    Args:
+        models: the target first.
+        tokenizer: directory or tokenizer.json, where the target is a module.
+    Raises:
+        VocabMismatchError: no tokenizer, or models whose ids mean different tokens.
+    """
+    target = models[0]
+    file = Path(tokenizer) if tokenizer else None
+    if file is None and target.directory is not None:
+        file = target.directory
+    if file is not None and file.is_dir():
+        file = file / TOKENIZER_FILE
+    directory = file.parent if file else None
+    eos = tuple(hf_model.eos_token_ids(directory, target.config))
+    if file is None:
+        empty = hashlib.sha256(b"").hexdigest()
+        return EngineTokenizer(TokenizerEntry(None, empty, eos, None, False))
+    target_map = TokenMap.from_file(file)
+    warnings = []
+    for model in models[1:]:
+        if model.directory is not None:
+            draft_map = TokenMap.from_file(model.directory / TOKENIZER_FILE)
+            warnings += target_map.require_same(draft_map)
+    data, told = follow_transformers(file)
+    bos = getattr(target.config, "bos_token_id", None)
+    # an empty text becomes what the tokenizer puts around every text
+    begins = Tokenizer.from_buffer(data).encode("").ids[:1]
+    entry = TokenizerEntry(
+        file.name, target_map.sha256(), eos, bos, bos is not None and begins == [bos]
+    )
+    return EngineTokenizer(entry, file, data, warnings + told)
+
+
+def follow_transformers(file: Path) -> tuple[bytes, list[str]]:
+    """A tokenizer.json that gives the ids of transformers, where post-processing is all it takes.
+
+    Args:
+        file: tokenizer.json, with the checkpoint's other files beside it.
+    Returns:
+        its content, changed where need be, and warnings.
+    """
+    data = file.read_bytes()
+    if file.name != TOKENIZER_FILE:
+        return data, []
+    try:
+        reference = HfTokenizer.load(file.parent)
+        return (data, []) if reference is None else _follow(reference, file, data)
+    except ValueError as error:
+        return data, [
+            f"transformers cannot use the tokenizer of {file.parent} ({error}); the engine takes"
+            f" {file.name}, and its ids were compared with nothing"
+        ]
+
+
+def _follow(reference: HfTokenizer, file: Path, data: bytes) -> tuple[bytes, list[str]]:
+    own = _read(data)
+    texts = [*_TEXTS, *_special_texts(own)]
+    differs = _first_difference(own, reference, texts, add_special_tokens=False)
+    if differs is not None:
+        return data, [
+            f"transformers splits {differs} in another way than {file}, which the engine takes;"
+            " if the model was trained with transformers' ids, save the tokenizer again with"
+            " AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        ]
+    differs = _first_difference(own, reference, texts, add_special_tokens=True)
+    if differs is None:
+        return data, []
+    changed = json.dumps(
+        json.loads(data) | {"post_processor": reference.post_processor}, ensure_ascii=False
+    ).encode()
+    if _first_difference(_read(changed), reference, texts, add_special_tokens=True) is not None:
+        return data, [
+            f"transformers puts other special tokens around {differs} than {file}, which the engine"
+            " takes; pass token ids where that matters"
+        ]
+    return changed, [
+        f"transformers puts other special tokens around {differs} than {file}; the engine does as"
+        " transformers does"
+    ]
+
+
+def _read(data: bytes) -> Any:
+    """The tokenizer as the runtime reads it."""
+    tokenizer = Tokenizer.from_buffer(data)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _special_texts(tokenizer: Any) -> list[str]:
+    added = tokenizer.get_added_tokens_decoder()
+    special = [token.content for _, token in sorted(added.items()) if token.special]
+    return [f"{text} and {text}more" for text in special[:_MOST_SPECIAL]]
+
+
+def _first_difference(
+    own: Any, reference: HfTokenizer, texts: Sequence[str], *, add_special_tokens: bool
+) -> str | None:
+    """The first text that has other ids, with both; None where all are equal."""
+    for text in texts:
+        mine = own.encode(text, add_special_tokens=add_special_tokens).ids
+        theirs = reference.encode(text, add_special_tokens)
+        if mine != theirs:
+            return f"{text!r} ({_shown(theirs)}, not {_shown(mine)})"
+    return None
+
+
+def _shown(ids: Sequence[int]) -> str:
+    more = ", …" if len(ids) > _SHOWN_IDS else ""
+    return f"[{', '.join(map(str, ids[:_SHOWN_IDS]))}{more}]"

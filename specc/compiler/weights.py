@@ -1,0 +1,62 @@
+"""The weights part of a compilation: written, and what is wrong with them said."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from specc.artifact.directory import EngineWriter
+from specc.artifact.nonfinite import NonFinite, refuse
+from specc.artifact.weights import write_weights
+from specc.compiler.model_entries import describe_unread
+from specc.config import CompileConfig
+
+if TYPE_CHECKING:
+    from specc.compiler.build import CompiledModel
+
+# tensors with NaN that are named one by one
+_MOST_NAMES = 3
+
+
+def write_model_weights(
+    writer: EngineWriter,
+    model: CompiledModel,
+    config: CompileConfig,
+    advance: Callable[[int, int], None],
+) -> list[str]:
+    """Write the weights of a model and complete its entry.
+
+    Args:
+        writer: of the engine.
+        model: after its last pass.
+        config: options.
+        advance: called with (bytes done, bytes in all).
+    Returns:
+        what the user should know.
+    Raises:
+        WeightError: a tensor is absent, does not fit, or is not finite.
+        OutputError: the file cannot be written.
+    """
+    file = model.entry.weights_file
+    found: list[NonFinite] = []
+    report = found.append if config.allow_nonfinite_weights else refuse
+    specs = model.source.weight_specs(model.program)
+    path = writer.path(file)
+    written = write_weights(specs, model.source.reader, path, progress=advance, nonfinite=report)
+    writer.record(file, *written)
+    unread = model.source.unread_tensors
+    model.entry = dataclasses.replace(
+        model.entry,
+        unread_tensors=unread,
+        nonfinite_weights=sum(item.count for item in found),
+    )
+    warnings = [f"{model.name}: {item}" for item in found[:_MOST_NAMES]]
+    if len(found) > _MOST_NAMES:
+        warnings.append(f"{model.name}: and {len(found) - _MOST_NAMES} more such tensors")
+    if unread:
+        warnings.append(
+            f"{model.name}: {describe_unread(unread)} of the checkpoint"
+            f" {'is' if len(unread) == 1 else 'are'} not read by its graph"
+        )
+    return warnings

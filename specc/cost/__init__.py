@@ -1,0 +1,1 @@
+"""What a step costs and earns, and the trees that are worth most by that."""

@@ -1,0 +1,281 @@
+"""What an iteration costs: passes of target and drafts by tokens and by context.
+
+A pass reads its weights once and works on every token; of each sequence it reads the committed
+rows once, and compares each of the sequence's tokens with them. So its seconds are
+
+    tokens(all tokens) + Σ over parts  committed rows x context(tokens a sequence)
+
+where both functions come from measured points. A plan's iteration is its draft levels, one pass of
+the target, and fixed costs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from specc.cost.step_seconds import MeasuredSeconds, fed_rows
+from specc.errors import EngineError
+from specc.speculation.plans import SpecPlan
+
+SCHEMA_VERSION = 1
+_DO = "measure the table again"
+
+
+class PassPart(NamedTuple):
+    """Sequences that bring equally many tokens to a pass.
+
+    Args:
+        rows: sequences, above 0; on average, so they need not be whole.
+        tokens: of all of them together.
+        context: committed rows of all of them together.
+    """
+
+    rows: float
+    tokens: float
+    context: float
+
+
+class PassPoint(NamedTuple):
+    """One measurement of a pass over equal sequences.
+
+    Args:
+        rows: sequences.
+        tokens: of all of them together.
+        context: committed rows of all of them together.
+        seconds: of the pass.
+    """
+
+    rows: int
+    tokens: int
+    context: int
+    seconds: float
+
+
+class PassSeconds:
+    """Seconds of one model's pass.
+
+    Args:
+        tokens: tokens of a pass → its seconds without context.
+        context: tokens a sequence → seconds of each committed row.
+        what: model, for errors.
+    Raises:
+        ConfigError: no point, or seconds that are negative or no number.
+    """
+
+    def __init__(
+        self, tokens: Mapping[int, float], context: Mapping[int, float], what: str
+    ) -> None:
+        self._points = dict(sorted(tokens.items())), dict(sorted(context.items()))
+        self._tokens = MeasuredSeconds(tokens, f"a pass of {what}")
+        self._context = MeasuredSeconds(context, f"a row of {what}'s context")
+
+    def __call__(self, parts: Iterable[PassPart]) -> float:
+        """Seconds of one pass over all parts; none of them takes none."""
+        tokens = seconds = 0.0
+        for part in parts:
+            tokens += part.tokens
+            seconds += part.context * self._context(part.tokens / part.rows)
+        return seconds + self._tokens(tokens) if tokens else 0.0
+
+    @classmethod
+    def from_points(cls, points: Sequence[PassPoint], what: str) -> PassSeconds:
+        """Fit measured points.
+
+        Where the same pass was measured after several contexts, the slope between the shortest
+        and the longest one is what a row costs; of several such slopes at one number of tokens a
+        sequence, the median counts. What remains of each point is the cost of its tokens.
+
+        Raises:
+            ConfigError: no point.
+        """
+        alike: dict[tuple[int, int], list[PassPoint]] = {}
+        for point in points:
+            alike.setdefault((point.rows, point.tokens), []).append(point)
+        slopes: dict[int, list[float]] = {}
+        for (rows, tokens), same in alike.items():
+            short, long = min(same, key=_context_of), max(same, key=_context_of)
+            if long.context > short.context:
+                slope = (long.seconds - short.seconds) / (long.context - short.context)
+                slopes.setdefault(max(1, round(tokens / rows)), []).append(max(0.0, slope))
+        context = {width: statistics.median(values) for width, values in slopes.items()}
+        # one context alone says nothing about the cost of a row
+        per_row = MeasuredSeconds(context or {1: 0.0}, "a row of context")
+        rest: dict[int, list[float]] = {}
+        for point in points:
+            alone = point.seconds - point.context * per_row(point.tokens / point.rows)
+            rest.setdefault(point.tokens, []).append(max(0.0, alone))
+        fixed = {tokens: statistics.median(values) for tokens, values in rest.items()}
+        return cls(fixed, context or {1: 0.0}, what)
+
+    def scaled(self, factor: float) -> PassSeconds:
+        """The same passes, each this many times as long."""
+        tokens, context = (
+            {size: factor * seconds for size, seconds in points.items()} for points in self._points
+        )
+        return PassSeconds(tokens, context, "a model")
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("seconds_by_tokens", "seconds_of_row_by_tokens_a_sequence")
+        return {
+            name: {str(size): seconds for size, seconds in points.items()}
+            for name, points in zip(names, self._points, strict=True)
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], what: str) -> PassSeconds:
+        names = ("seconds_by_tokens", "seconds_of_row_by_tokens_a_sequence")
+        tokens, context = (
+            {int(size): float(seconds) for size, seconds in data[name].items()} for name in names
+        )
+        return cls(tokens, context, what)
+
+
+class StepShape(NamedTuple):
+    """Sequences that run one plan.
+
+    Args:
+        plan: theirs.
+        rows: sequences, above 0; on average, so they need not be whole.
+        context: committed rows of all of them together.
+    """
+
+    plan: SpecPlan
+    rows: float
+    context: float
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Seconds of an engine's passes on one machine.
+
+    Args:
+        target: of its passes.
+        drafts: `draft_0`, … → of theirs.
+        iteration_s: fixed seconds of every iteration.
+        step_s: of every group that drafts, besides its passes.
+        about: how it was made, for readers.
+    """
+
+    target: PassSeconds
+    drafts: Mapping[str, PassSeconds] = field(default_factory=dict)
+    iteration_s: float = 0.0
+    step_s: float = 0.0
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def draft_s(self, shape: StepShape) -> float:
+        """Seconds in which a group's drafts propose."""
+        if not shape.plan.speculates:
+            return 0.0
+        seconds = self.step_s
+        for draft, levels in draft_levels(shape.plan):
+            for width in levels:
+                part = PassPart(shape.rows, shape.rows * width, shape.context)
+                seconds += self.drafts[draft]((part,))
+        return seconds
+
+    def target_s(self, shapes: Iterable[StepShape]) -> float:
+        """Seconds of one pass that verifies all groups."""
+        return self.target(verify_part(shape) for shape in shapes)
+
+    def iteration(self, shapes: Sequence[StepShape], shares_pass: bool = True) -> float:
+        """Seconds of an iteration without prefill.
+
+        Args:
+            shapes: groups.
+            shares_pass: all are verified in one pass of the target; else each in its own.
+        """
+        if not shapes:
+            return 0.0
+        drafting = sum(map(self.draft_s, shapes))
+        if shares_pass:
+            return self.iteration_s + drafting + self.target_s(shapes)
+        return self.iteration_s + drafting + sum(self.target_s([shape]) for shape in shapes)
+
+    def scaled(self, target: float = 1.0, drafts: float = 1.0) -> LatencyTable:
+        """The same machine with passes this many times as long."""
+        return LatencyTable(
+            self.target.scaled(target),
+            {name: seconds.scaled(drafts) for name, seconds in self.drafts.items()},
+            self.iteration_s,
+            self.step_s,
+            {**self.about, "scaled": {"target": target, "drafts": drafts}},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "target": self.target.to_json(),
+            "drafts": {name: seconds.to_json() for name, seconds in self.drafts.items()},
+            "iteration_s": self.iteration_s,
+            "step_s": self.step_s,
+            "about": dict(self.about),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> LatencyTable:
+        """Read what `to_json` wrote.
+
+        Raises:
+            EngineError: of another schema, or malformed.
+            ConfigError: no point, or seconds that are negative or no number.
+        """
+        version = data.get("schema_version") if isinstance(data, Mapping) else None
+        if version != SCHEMA_VERSION:
+            raise EngineError(
+                f"a latency table of schema {version}", f"schema {SCHEMA_VERSION}", _DO
+            )
+        try:
+            return cls(
+                PassSeconds.from_json(data["target"], "target"),
+                {name: PassSeconds.from_json(one, name) for name, one in data["drafts"].items()},
+                float(data["iteration_s"]),
+                float(data["step_s"]),
+                dict(data["about"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(
+                f"a latency table without {error}", "target, drafts, iteration_s, step_s", _DO
+            ) from error
+
+    @classmethod
+    def neutral(cls, drafts: Iterable[str], draft_share: float = 0.1) -> LatencyTable:
+        """A guess where nothing is measured: only ratios of its seconds mean anything.
+
+        A pass of the target takes 10 ms, and twice that with 64 tokens; a row of context 0.2 µs.
+
+        Args:
+            drafts: names.
+            draft_share: of a draft's pass in that of the target.
+        """
+        target = PassSeconds({1: 0.01, 64: 0.02, 1024: 0.2}, {1: 2e-7, 64: 2e-6}, "target")
+        about = {"source": "neutral guess", "draft_share": draft_share}
+        return cls(target, {name: target.scaled(draft_share) for name in drafts}, about=about)
+
+
+def verify_part(shape: StepShape) -> PassPart:
+    """What a group brings to the target's pass."""
+    return PassPart(shape.rows, shape.rows * shape.plan.num_nodes, shape.context)
+
+
+@functools.lru_cache(maxsize=256)
+def draft_levels(plan: SpecPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Draft model → tokens of a sequence that each of its passes reads, one pass a level.
+
+    The first one reads what a step of the same plan left unread, besides the root.
+    """
+    if not plan.speculates:
+        return ()
+    if plan.dynamic is not None:
+        levels = [1, *itertools.repeat(plan.dynamic.top_k, plan.dynamic.depth - 1)]
+    else:
+        levels = fed_rows(plan.shape)
+    return tuple((draft, (plan.catch_up, *levels[1:])) for draft in plan.models)
+
+
+def _context_of(point: PassPoint) -> int:
+    return point.context

@@ -1,0 +1,1 @@
+"""Pictures: trees, steps, benchmarks and loads."""

@@ -1,0 +1,152 @@
+"""Loads in simulated time: the real scheduler and policies, seconds from a latency table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from specc.cost.latency_table import LatencyTable
+from specc.errors import RequestError
+from specc.load.decisions import DecisionTrace
+from specc.load.request import LoadRequest
+from specc.load.result import LoadRun, RequestResult
+from specc.load.subject import GOODPUT, Progress
+from specc.runtime.core import EngineCore
+from specc.runtime.engine import Engine
+from specc.runtime.policies.base import FixedPolicy, Policy
+from specc.runtime.policies.goodput.policy import GoodputPolicy
+from specc.simulate.load import Drafting, Load, SimulatedRequest
+from specc.simulate.simulator import Iteration, Limits, simulate
+from specc.speculation.plans import OFF, SpecPlan
+
+
+@dataclass
+class SimulatedSubject:
+    """The real scheduler and policies on a latency table's seconds.
+
+    Args:
+        table: of the machine.
+        plans: `off` included.
+        limits: of the engine.
+        acceptance: by depth and sibling rank, of every draft.
+        seed: of the dice.
+        profile: what `specc tune` measured of acceptance, which the policy starts from; None
+            leaves it to learn.
+    """
+
+    table: LatencyTable
+    plans: Mapping[str, SpecPlan]
+    limits: Limits
+    acceptance: Sequence[Sequence[float]]
+    seed: int = 0
+    profile: Mapping[str, Sequence[Sequence[float]]] | None = None
+
+    def check(self, policies: Sequence[str]) -> None:
+        for policy in policies:
+            if policy not in self.plans and policy != GOODPUT:
+                raise RequestError(
+                    f"policy {policy!r} in a simulation",
+                    f"{GOODPUT} or a plan: {', '.join(self.plans)}",
+                    "choose one of them",
+                )
+
+    def run(
+        self,
+        policy: str,
+        requests: Sequence[LoadRequest],
+        progress: Progress,
+        trace: DecisionTrace | None,
+    ) -> LoadRun:
+        drafts = {draft for plan in self.plans.values() for draft in plan.drafts}
+        drafting = Drafting(dict.fromkeys(drafts, self.acceptance))
+        simulated = [_simulated(request, len(requests), drafting) for request in requests]
+        load = Load(simulated, self.seed)
+        chosen: Policy = FixedPolicy(policy)
+        if policy == GOODPUT:
+            chosen = GoodputPolicy(
+                self.plans,
+                self.table,
+                self.profile,
+                shares_pass=self.limits.shares_pass,
+                max_num_seqs=self.limits.max_num_seqs,
+                clock=lambda: 0.0,  # deciding takes no simulated time
+            )
+
+        def observe(iteration: Iteration) -> None:
+            if trace is not None and iteration.decision is not None and iteration.plans:
+                trace.take(
+                    iteration.decision,
+                    time_s=iteration.start_s,
+                    running=sum(iteration.plans.values()),
+                    waiting=iteration.num_waiting,
+                    seconds=iteration.seconds,
+                    num_tokens=iteration.num_tokens,
+                    num_prompt_tokens=iteration.num_prefill_tokens,
+                )
+
+        report = simulate(load, self.table, self.plans, chosen, self.limits, trace=observe)
+        progress(len(requests), len(requests))
+        results = [
+            RequestResult(
+                index=request.index,
+                arrival_s=request.arrival_s,
+                start_s=request.arrival_s,
+                end_s=request.arrival_s + latency_s,
+                first_s=request.arrival_s + ttft_s,
+                num_prompt_tokens=request.num_prompt_tokens or 0,
+                num_output_tokens=request.num_output_tokens,
+                finish_reason="length",
+            )
+            for request, latency_s, ttft_s in zip(
+                requests, report.latency_s, report.ttft_s, strict=True
+            )
+        ]
+        rows = max(1, sum(report.plan_rows.values()))
+        shares = {name: count / rows for name, count in sorted(report.plan_rows.items())}
+        return LoadRun(results, report.end_s, report.stats, is_virtual=True, plan_shares=shares)
+
+
+def plans_of(names: Sequence[str]) -> dict[str, SpecPlan]:
+    """Plans by their names, such as `chain-4` and `tree-3-2-1`; off is always among them.
+
+    Raises:
+        RequestError: a name that does not tell the shape.
+    """
+    plans = {OFF.name: OFF}
+    for name in names:
+        kind, *widths = name.split("-")
+        numbers = [int(width) for width in widths if width.isdecimal() and int(width)]
+        if name in (OFF.name, GOODPUT):
+            continue
+        if kind == "chain" and len(numbers) == len(widths) == 1:
+            numbers = [1] * numbers[0]
+        elif kind != "tree" or not numbers or len(numbers) != len(widths):
+            raise RequestError(
+                f"plan {name!r} without an engine",
+                "off, goodput, or a name that tells a shape: chain-4, tree-3-2-1",
+                "choose one of them, or name the engine that has this plan",
+            )
+        plans[name] = SpecPlan.from_widths(tuple(numbers))
+    return plans
+
+
+def limits_of(engine: Engine) -> Limits:
+    """What a simulation of this engine holds."""
+    shape = engine.cache.shape
+    return Limits(
+        max_num_seqs=shape.max_num_seqs,
+        max_seq_len=engine.max_seq_len,
+        prefill_chunk=engine.prefill_chunk,
+        block_size=shape.block_size,
+        shares_pass=EngineCore(engine, OFF.name).runner.shares_pass,
+    )
+
+
+def _simulated(request: LoadRequest, total: int, drafting: Drafting) -> SimulatedRequest:
+    return SimulatedRequest(
+        request.arrival_s,
+        request.num_prompt_tokens or 1,
+        request.num_output_tokens,
+        drafting,
+        place=request.index / max(1, total - 1),
+    )

@@ -1,0 +1,163 @@
+"""What serves a load: an engine in this process, or a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Protocol
+
+from specc.errors import ConfigError, RequestError
+from specc.load.decisions import DecisionTrace, TracedPolicy
+from specc.load.http_client import HttpClient
+from specc.load.request import LoadRequest
+from specc.load.result import LoadRun
+from specc.load.run import LoadClient, LoadLimits, run_load
+from specc.load.service_client import ServiceClient
+from specc.runtime.core import EngineCore
+from specc.runtime.engine import Engine
+from specc.runtime.policies.named import NAMES
+from specc.runtime.service.service import Service
+
+GOODPUT = "goodput"
+SERVER = "server"
+# seconds that cancelled requests have to leave the engine
+_SETTLE_S = 60.0
+_WARMUP_TOKENS = 32
+Progress = Callable[[int, int], object]
+
+
+class LoadSubject(Protocol):
+    """Serves loads, each with one of its policies."""
+
+    def check(self, policies: Sequence[str]) -> None:
+        """Raises SpeccError: it has no such plan or policy."""
+        ...
+
+    def run(
+        self,
+        policy: str,
+        requests: Sequence[LoadRequest],
+        progress: Progress,
+        trace: DecisionTrace | None,
+    ) -> LoadRun:
+        """Serve a load from an idle state."""
+        ...
+
+
+@dataclass
+class EngineSubject:
+    """An engine in this process; every load gets a scheduler, a policy and a service of its own.
+
+    Args:
+        engine: loaded.
+        limits: of loads.
+        warmup: requests before each load, of its first ones, which do not count.
+        temperature: 0 is greedy.
+        seed: of sampling.
+        shares_prefixes: requests find the rows of earlier prompts in the cache.
+    """
+
+    engine: Engine
+    limits: LoadLimits
+    warmup: int = 0
+    temperature: float = 0.0
+    seed: int = 0
+    shares_prefixes: bool = False
+
+    def check(self, policies: Sequence[str]) -> None:
+        for policy in policies:
+            if policy not in self.engine.plans and policy not in NAMES:
+                raise RequestError(
+                    f"policy {policy!r}",
+                    f"a plan of this engine ({', '.join(self.engine.plans)}) or a policy:"
+                    f" {', '.join(NAMES)}",
+                    "choose one of them, or compile the engine with this plan",
+                )
+
+    def run(
+        self,
+        policy: str,
+        requests: Sequence[LoadRequest],
+        progress: Progress,
+        trace: DecisionTrace | None,
+    ) -> LoadRun:
+        is_plan = policy in self.engine.plans
+        core = EngineCore(
+            self.engine,
+            policy if is_plan else None,
+            None if is_plan else policy,
+            shares_prefixes=self.shares_prefixes,
+        )
+        with closing(Service(core=core, max_waiting=1 << 30)) as service:
+            client = ServiceClient(service, self.temperature, self.seed)
+            warm_up(client, requests, self.warmup)
+            scheduler = core.scheduler
+            if trace is not None and hasattr(scheduler.policy, "decision"):
+                scheduler.use(TracedPolicy(scheduler.policy, scheduler, trace))
+            run = asyncio.run(run_load(requests, client, self.limits, progress))
+            service.drain(_SETTLE_S)
+            return run
+
+
+@dataclass
+class ServerSubject:
+    """A server somewhere, which has its own policy.
+
+    Args:
+        client: of the server.
+        limits: of loads.
+        warmup: as of `EngineSubject`.
+    """
+
+    client: HttpClient
+    limits: LoadLimits
+    warmup: int = 0
+
+    def check(self, policies: Sequence[str]) -> None:
+        if list(policies) != [SERVER]:
+            raise ConfigError(
+                f"--policies {','.join(policies)} with --base-url",
+                "a server, which has a policy of its own",
+                "leave --policies out; start the server with --policy or --plan",
+            )
+        asyncio.run(self.client.connect())
+
+    def run(
+        self,
+        policy: str,
+        requests: Sequence[LoadRequest],
+        progress: Progress,
+        trace: DecisionTrace | None,
+    ) -> LoadRun:
+        warm_up(self.client, requests, self.warmup)
+        return asyncio.run(run_load(requests, self.client, self.limits, progress))
+
+
+def warm_up(client: LoadClient, requests: Sequence[LoadRequest], count: int) -> None:
+    """Serve the first requests, all at once and with short outputs.
+
+    Raises:
+        SpeccError: one of them has failed, as all others then would.
+    """
+    if not count:
+        return
+    first = [
+        LoadRequest(
+            request.index,
+            0.0,
+            request.prompt,
+            request.num_prompt_tokens,
+            min(_WARMUP_TOKENS, request.num_output_tokens),
+        )
+        for request in requests[:count]
+    ]
+    run = asyncio.run(run_load(first, client))
+    for result in run.results:
+        if result.error is not None:
+            raise RequestError(
+                f"a request of the warm-up failed: {result.error}",
+                "requests that the engine serves",
+                "correct --prompt-tokens, --output-tokens or --base-url; or pass --warmup 0",
+            )

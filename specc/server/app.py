@@ -1,0 +1,274 @@
+"""The application: routes, who may use them, and how errors are told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specc import __version__
+from specc.errors import SpeccError
+from specc.runtime.requests.chat_template import ChatTemplate
+from specc.runtime.service.service import Service
+from specc.runtime.service.state import Health
+from specc.server.body import BodyBudget, ClientGone
+from specc.server.config import ServeConfig
+from specc.server.endpoints import Endpoints
+from specc.server.errors import (
+    JSON,
+    ApiError,
+    api_error_of,
+    error_response,
+    internal_error,
+    shorten,
+    unknown_model,
+)
+from specc.server.hosts import KnownHosts
+from specc.server.memory import memory_kept_low
+from specc.server.metrics import ServeMetrics
+from specc.server.openapi import describe, of_health, of_model, of_text, request_body
+from specc.server.page import page
+from specc.server.protocol import ChatRequest, CompletionRequest
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_log = logging.getLogger("specc.serve")
+
+
+def create_app(
+    service: Service, config: ServeConfig, template: ChatTemplate | None = None
+) -> FastAPI:
+    """The HTTP API of a service.
+
+    Args:
+        service: started; the caller closes it.
+        config: names, keys and limits.
+        template: of chats; None refuses them.
+    """
+    metrics = ServeMetrics(service, config.model_names[0])
+    endpoints = Endpoints(service, config, metrics, template)
+    app = FastAPI(
+        title="specc",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        lifespan=lambda _: _logging(metrics, config.log_every_s, endpoints),
+    )
+    app.state.metrics = metrics
+    app.state.endpoints = endpoints
+    app.state.bodies = BodyBudget(config)
+    _add_status_routes(app, service, metrics)
+    _add_model_routes(app, config, service.engine.max_seq_len)
+
+    @app.post("/v1/completions", **request_body(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continue one prompt or several."""
+        return await _guarded(endpoints.complete(request))
+
+    @app.post("/v1/chat/completions", **request_body(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await _guarded(endpoints.chat(request))
+
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(SpeccError, _on_specc_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(Exception, _on_unexpected)
+    if config.api_keys:
+        app.add_middleware(_NeedsKey, keys=config.api_keys)
+    if config.allowed_hosts is not None:
+        app.add_middleware(KnownHosts, names=config.allowed_hosts)
+    describe(app)
+    return app
+
+
+async def _guarded(work: Coroutine[Any, Any, Response]) -> Response:
+    """The answer; what nobody expected is logged here, and costs the client no connection."""
+    try:
+        return await work
+    except (ApiError, SpeccError, ClientGone):
+        raise
+    except Exception:
+        _log.exception("a request has failed")
+        return error_response(internal_error())
+
+
+def _add_status_routes(app: FastAPI, service: Service, metrics: ServeMetrics) -> None:
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", **of_health())
+    async def health() -> Response:
+        """Whether requests can be served."""
+        now = service.health
+        return JSON({"status": now.value}, status_code=200 if now is Health.OK else 503)
+
+    @app.head("/ping", include_in_schema=False)
+    @app.get("/ping", **of_health())
+    async def ping() -> Response:
+        """As /health."""
+        return await health()
+
+    @app.get("/version")
+    async def version() -> Response:
+        """Of specc."""
+        return JSON({"version": __version__})
+
+    @app.get("/metrics", **of_text())
+    async def prometheus() -> Response:
+        """For Prometheus."""
+        return Response(metrics.to_text(), media_type=_PROMETHEUS)
+
+    @app.get("/stats")
+    async def stats() -> Response:
+        """For the page."""
+        return JSON(metrics.to_json(), headers={"Cache-Control": "no-store"})
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """Live figures."""
+        return page()
+
+
+def _add_model_routes(app: FastAPI, config: ServeConfig, max_seq_len: int) -> None:
+    created = int(time.time())
+
+    def describe_model(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "specc",
+            "root": config.model_names[0],
+            "parent": None,
+            "max_model_len": max_seq_len,
+        }
+
+    @app.get("/v1/models", **of_model())
+    async def models() -> Response:
+        """The names of the model."""
+        names = [describe_model(name) for name in config.model_names]
+        return JSON({"object": "list", "data": names})
+
+    @app.get("/v1/models/{model:path}", **of_model())
+    async def model(model: str) -> Response:
+        """One name."""
+        config_names = config.model_names
+        if model not in config_names:
+            raise unknown_model(model, config_names)
+        return JSON(describe_model(model))
+
+
+@contextlib.asynccontextmanager
+async def _logging(
+    metrics: ServeMetrics, every_s: float, endpoints: Endpoints
+) -> AsyncIterator[None]:
+    async def log() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            if line := metrics.log_line():
+                _log.info("%s", line)
+
+    task = asyncio.ensure_future(log()) if every_s else None
+    async with memory_kept_low():
+        yield
+    if task is not None:
+        task.cancel()
+    endpoints.close()
+
+
+class _NeedsKey:
+    """Lets nobody under /v1 who does not know a key.
+
+    Args:
+        app: behind it.
+        keys: any of which will do.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or not scope["path"].startswith("/v1")
+        if is_open or self._is_known(Headers(scope=scope).get("authorization", "")):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            401,
+            "found: no valid API key; needed: the header Authorization: Bearer KEY; do: ask the"
+            " operator of this server for a key",
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error_response(error)(scope, receive, send)
+
+    def _is_known(self, header: str) -> bool:
+        scheme, _, key = header.partition(" ")
+        given = key.strip().encode("utf-8", "replace")
+        # every key is compared, and in constant time
+        found = [hmac.compare_digest(given, own) for own in self._keys]
+        return scheme.lower() == "bearer" and any(found)
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_specc_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, SpeccError)
+    answer = api_error_of(error)
+    if answer.status == 500:
+        _log.error("%s: %s", type(error).__name__, shorten(error.found, 1000))
+    return error_response(answer)
+
+
+async def _on_client_gone(_: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    if error.status_code == 404:
+        answer = ApiError(
+            404,
+            "found: no such path; needed: /v1/models, /v1/completions or /v1/chat/completions; do:"
+            " correct the URL",
+            code="not_found",
+        )
+    elif error.status_code == 405:
+        answer = ApiError(
+            405,
+            f"found: method {request.method[:20]}; needed: {headers.get('allow', 'another one')};"
+            " do: correct the method",
+            code="method_not_allowed",
+        )
+    else:
+        answer = ApiError(error.status_code, str(error.detail), code="http_error")
+    answer.headers = headers
+    return error_response(answer)
+
+
+async def _on_validation_error(_: Request, error: Exception) -> Response:
+    text = "found: a request of another form; needed: one of this API; do: correct it"
+    return error_response(ApiError(400, text))
+
+
+async def _on_unexpected(_: Request, error: Exception) -> Response:
+    # whoever runs this application logs the error itself
+    return error_response(internal_error())

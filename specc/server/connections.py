@@ -1,0 +1,236 @@
+"""Connections of the HTTP server: how many, and for how long without a word.
+
+A connection holds a file descriptor and some memory, whoever is at its other end. Those that send
+no request are the first to go where connections run out: the longest-waiting one makes room for
+the newest, so that no number of idle ones keeps others out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.server import ServerState
+
+from specc.server.config import ConnectionLimits
+from specc.server.errors import ApiError, error_response, to_bytes
+from specc.server.strict_http import StrictConnection
+
+# over the limit, connections that are answered here only: whoever watches the server needs them
+EXTRA_CONNECTIONS = 64
+_STATUS_PATHS = frozenset(("/health", "/ping", "/metrics"))
+_log = logging.getLogger("specc.serve")
+
+
+class Connections:
+    """All connections of one server.
+
+    Args:
+        limits: in number and time.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        # whose request has not come as a whole; the longest-waiting one is the first
+        self._waiting: dict[StrictProtocol, None] = {}
+        self._open: set[StrictProtocol] = set()
+
+    def make(self, **options: Any) -> StrictProtocol:
+        """One more, for uvicorn."""
+        return StrictProtocol(self, **options)
+
+    def admit(self, protocol: StrictProtocol) -> bool:
+        """Whether it may stay; another one may have to go instead."""
+        self._open.add(protocol)
+        if len(self._open) > self.limits.max_connections:
+            _log.warning("more than %d connections", self.limits.max_connections)
+            if self._waiting:
+                oldest = next(iter(self._waiting))
+                self.remove(oldest)
+                oldest.transport.abort()
+            # there were more before, for the status: one that left makes no room for another
+            if len(self._open) > self.limits.max_connections:
+                protocol.answers_status_only()
+        if len(self._open) > self.limits.max_connections + EXTRA_CONNECTIONS:
+            self.remove(protocol)
+            return False
+        self.wait(protocol)
+        return True
+
+    def wait(self, protocol: StrictProtocol) -> None:
+        """A connection's turn to send; the last one to have it."""
+        self._waiting.pop(protocol, None)
+        self._waiting[protocol] = None
+
+    def serve(self, protocol: StrictProtocol) -> None:
+        """The server's turn: the request has come."""
+        self._waiting.pop(protocol, None)
+
+    def remove(self, protocol: StrictProtocol) -> None:
+        self._waiting.pop(protocol, None)
+        self._open.discard(protocol)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @contextlib.asynccontextmanager
+    async def watched(self, state: ServerState) -> AsyncIterator[None]:
+        """End those that are late, as long as this lasts."""
+
+        async def look() -> None:
+            now_s = asyncio.get_running_loop().time
+            while True:
+                await asyncio.sleep(self.limits.look_every_s)
+                for connection in list(state.connections):
+                    cast(StrictProtocol, connection).look(now_s())
+
+        task = asyncio.ensure_future(look())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+class StrictProtocol(H11Protocol):
+    """uvicorn's, with strict parsing, a place among all connections, and further timeouts.
+
+    uvicorn's own timeout is for a connection that is kept alive and has sent nothing since.
+
+    Args:
+        connections: of the server.
+        options: of uvicorn's protocol.
+    """
+
+    conn: StrictConnection
+
+    def __init__(
+        self,
+        connections: Connections,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.conn = StrictConnection()
+        self._connections = connections
+        self._num_answered = 0
+        # what it does, and since when
+        self._stage: tuple[str, int] = ("", 0)
+        self._stage_s = 0.0
+        # bytes that the client has not read, and since when they do not become fewer
+        self._num_unread, self._unread_s = 0, 0.0
+
+    def answers_status_only(self) -> None:
+        """The limit is reached: all but questions for the server's health get an error."""
+        self.app = cast(Any, _StatusOnly(cast(ASGIApp, self.app)))
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._connections.admit(self):
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.remove(self)
+        super().connection_lost(exc)
+        # uvicorn's timer would keep a connection that was cut off
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._connections.serve(self)
+
+    def on_response_complete(self) -> None:
+        self._num_answered += 1
+        # before the next request, which may have come already
+        if not self.transport.is_closing():
+            self._connections.wait(self)
+        super().on_response_complete()
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._connections.serve(self)
+
+    def resume_writing(self) -> None:
+        self._num_unread = 0
+        super().resume_writing()
+
+    def look(self, now_s: float) -> None:
+        """Cut the connection where it is late; called now and then."""
+        limits = self._connections.limits
+        stage = (self._name_stage(), self._num_answered)
+        if stage != self._stage:
+            self._stage, self._stage_s = stage, now_s
+        num_unread = self.transport.get_write_buffer_size()
+        if not num_unread or num_unread < self._num_unread or not self._num_unread:
+            self._unread_s = now_s
+        self._num_unread = num_unread
+        seconds = now_s - self._stage_s
+        is_late = stage[0] == "head" and seconds > limits.head_timeout_s
+        is_late |= stage[0] == "rest" and seconds > limits.rest_timeout_s
+        if is_late or now_s - self._unread_s > limits.unread_timeout_s:
+            self.transport.abort()
+
+    def _name_stage(self) -> str:
+        """`head`: of a request; `rest`: of a body that was answered; `idle`: kept alive; `busy`."""
+        if self.conn.their_state is h11.IDLE:
+            return "idle" if self.timeout_keep_alive_task is not None else "head"
+        has_answered = self.cycle is not None and self.cycle.response_complete
+        return "rest" if has_answered and self.conn.their_state is h11.SEND_BODY else "busy"
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request, and close."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            # whatever is at work for it finds its client gone
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        error = self.conn.error
+        status = error.error_status_hint if error is not None else 400
+        text = f"found: {str(error)[:200]}; needed: HTTP/1.1; do: correct the request"
+        body = to_bytes(ApiError(status, text, code="malformed_http").to_json())
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        reason = STATUS_PHRASES.get(status, b"")
+        response = h11.Response(status_code=status, headers=headers, reason=reason)
+        is_head = self.conn.our_state is h11.SEND_RESPONSE and self.scope["method"] == "HEAD"
+        data = h11.Data(data=b"" if is_head else body)
+        for event in (response, data, h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class _StatusOnly:
+    """Refuses all requests but those of whoever watches the server.
+
+    Args:
+        app: that answers these.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in _STATUS_PATHS:
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            503,
+            "found: more connections than this server takes; needed: fewer; do: try again later,"
+            " and keep connections for several requests",
+            kind="overloaded_error",
+            code="too_many_connections",
+            headers={"Retry-After": "1", "Connection": "close"},
+        )
+        await error_response(error)(scope, receive, send)

@@ -1,0 +1,268 @@
+"""What the two endpoints that generate do, from the body to the answer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specc.runtime.requests.chat_template import ChatTemplate
+from specc.runtime.service.service import Service
+from specc.sampling.params import SamplingParams
+from specc.server.answers import Answer, ChatAnswer, CompletionAnswer, Options
+from specc.server.body import parse_body, read_body
+from specc.server.chat import render
+from specc.server.config import MAX_CHOICES, ServeConfig
+from specc.server.errors import JSON, ApiError, bad_request, unknown_model
+from specc.server.generate import Generation, Job, Output, unless_gone
+from specc.server.grammar_size import check_grammar_size
+from specc.server.logprobs import TokenTexts
+from specc.server.metrics import ServeMetrics
+from specc.server.params import chat_params, completion_params, for_choices, is_prompt_alone
+from specc.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    forget_long,
+    parse,
+)
+from specc.server.stream import open_stream
+from specc.server.work import PromptThreads
+
+Read = TypeVar("Read")
+# what was asked for: the request, its options, token ids of its prompts, texts to begin with
+_Completion = tuple[CompletionRequest, SamplingParams, list[list[int]], tuple[str, ...] | None]
+
+
+class Endpoints:
+    """Serves completions and chats.
+
+    Args:
+        service: that generates.
+        config: names and limits.
+        metrics: that count.
+        template: of chats.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        config: ServeConfig,
+        metrics: ServeMetrics,
+        template: ChatTemplate | None,
+    ) -> None:
+        self._service = service
+        self._config = config
+        self._metrics = metrics
+        self._template = template
+        self._engine = service.engine
+        self._tokens = TokenTexts(service.engine.tokenizer)
+        self._threads = PromptThreads()
+        if config.max_unbounded_bytes is not None:
+            service.core.requests.max_unbounded_bytes = config.max_unbounded_bytes
+
+    def close(self) -> None:
+        """Begin nothing more for requests that are open."""
+        if self._template is not None:
+            self._template.close()
+        self._threads.close()
+
+    def wait(self) -> None:
+        """After `close`: until no thread works for a request any more."""
+        self._threads.wait()
+
+    async def complete(self, request: Request) -> Response:
+        """Of /v1/completions.
+
+        Raises:
+            ApiError: what the client is told.
+            SpeccError: the same, before `api_error_of`.
+            ClientGone: nobody waits for the answer.
+        """
+
+        def read(body: bytes) -> _Completion:
+            wanted = parse(CompletionRequest, self._parse(body))
+            self._check(wanted)
+            params = completion_params(wanted)
+            prompts = self._read_prompts(wanted)
+            forget_long(wanted)
+            return wanted, params, *prompts
+
+        found = await self._in_thread(request, read)
+        wanted, params, token_ids, echo = found
+        options = self._options(wanted, wanted.logprobs, echo)
+        answer = CompletionAnswer(self._config.model_names[0], self._tokens, options)
+        is_alone = is_prompt_alone(wanted)
+        return await self._answer(request, wanted, token_ids, params, answer, is_alone)
+
+    async def chat(self, request: Request) -> Response:
+        """Of /v1/chat/completions.
+
+        Raises:
+            ApiError: what the client is told.
+            SpeccError: the same, before `api_error_of`.
+            ClientGone: nobody waits for the answer.
+        """
+
+        def read(body: bytes) -> tuple[ChatRequest, SamplingParams, list[int]]:
+            wanted = parse(ChatRequest, self._parse(body))
+            self._check(wanted)
+            params = chat_params(wanted, self._engine.max_seq_len)
+            self._check_count(wanted.n or 1)
+            token_ids = self._read_chat(wanted)
+            forget_long(wanted)
+            return wanted, params, token_ids
+
+        found = await self._in_thread(request, read, is_chat=True)
+        wanted, params, token_ids = found
+        options = self._options(wanted, params.logprobs)
+        answer = ChatAnswer(self._config.model_names[0], self._tokens, options)
+        return await self._answer(request, wanted, [token_ids], params, answer)
+
+    async def _in_thread(
+        self, request: Request, read: Callable[[bytes], Read], is_chat: bool = False
+    ) -> Read:
+        """What the body of a request says; a long one is read beside the event loop."""
+        async with read_body(request, self._config) as body:
+            work = self._threads.run(len(body), functools.partial(read, body), is_chat)
+            return await unless_gone(request, work)
+
+    def _parse(self, body: bytes) -> dict[str, Any]:
+        found = parse_body(body)
+        check_grammar_size(found, self._config.max_grammar_chars)
+        return found
+
+    def _options(
+        self, wanted: GenerationRequest, logprobs: int | None, echo: tuple[str, ...] | None = None
+    ) -> Options:
+        # without a tokenizer there is nothing but ids to answer with
+        has_no_text = self._engine.tokenizer is None and wanted.return_token_ids is None
+        return Options(
+            logprobs,
+            bool(wanted.return_spec_metrics),
+            echo,
+            bool(wanted.return_token_ids) or has_no_text,
+            wanted.prompt_logprobs,
+        )
+
+    async def _answer(
+        self,
+        request: Request,
+        wanted: GenerationRequest,
+        token_ids: Sequence[list[int]],
+        params: SamplingParams,
+        answer: Answer,
+        is_prompt_alone: bool = False,
+    ) -> Response:
+        jobs = [
+            Job(prompt, ids, own)
+            for prompt, ids in enumerate(token_ids)
+            for own in for_choices(params, wanted.n or 1, bool(wanted.stream))
+        ]
+        generation = Generation(
+            self._service,
+            jobs,
+            self._metrics.observer,
+            priority=wanted.priority or 0,
+            timeout_s=self._config.request_timeout_s,
+        )
+        is_handed_on = False
+        try:
+            await unless_gone(request, generation.start())
+            if wanted.stream:
+                also = wanted.stream_options
+                stream = await open_stream(
+                    request,
+                    generation,
+                    answer,
+                    has_usage=bool(also and also.include_usage),
+                    has_all_usage=bool(also and also.continuous_usage_stats),
+                )
+                is_handed_on = True
+                return stream
+            outputs: list[Output] = await unless_gone(request, generation.collect())
+            for output in outputs if is_prompt_alone else ():
+                output.forget()
+            return JSON(answer.whole(outputs), headers={"X-Request-Id": answer.id})
+        finally:
+            if not is_handed_on:
+                generation.close()
+
+    def _check(self, wanted: GenerationRequest) -> None:
+        names = self._config.model_names
+        if wanted.model is not None and wanted.model not in names:
+            raise unknown_model(wanted.model, names)
+        if wanted.stream_options is not None and not wanted.stream:
+            raise bad_request(
+                "stream_options without stream", "stream=true beside it", "pass stream",
+                "stream_options",
+            )  # fmt: skip
+
+    def _check_count(self, count: int) -> None:
+        if count > MAX_CHOICES:
+            raise _too_many(count)
+
+    def _read_prompts(
+        self, wanted: CompletionRequest
+    ) -> tuple[list[list[int]], tuple[str, ...] | None]:
+        """The token ids of the prompts, and their texts where the answer begins with them."""
+        requests = self._service.core.requests
+        prompts = _prompts(wanted.prompt)
+        self._check_count(len(prompts) * (wanted.n or 1))
+        has_special = wanted.add_special_tokens is False
+        token_ids = []
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                token_ids.append(requests.tokenize(prompt, has_special, index))
+            else:
+                requests.check_length(len(prompt), index)
+                token_ids.append(prompt)
+        if not wanted.echo:
+            return token_ids, None
+        texts = zip(prompts, token_ids, strict=True)
+        return token_ids, tuple(p if isinstance(p, str) else self._text(ids) for p, ids in texts)
+
+    def _read_chat(self, wanted: ChatRequest) -> list[int]:
+        text = render(self._template, wanted)
+        return self._service.core.requests.tokenize(text, not wanted.add_special_tokens)
+
+    def _text(self, token_ids: list[int]) -> str:
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            return ""
+        # others are refused when the request is handed in
+        known = [token for token in token_ids if 0 <= token < self._engine.vocab_size]
+        # a batch is decoded without the lock of the interpreter
+        return tokenizer.decode_batch([known], skip_special_tokens=False)[0]
+
+
+def _too_many(count: int) -> ApiError:
+    return bad_request(
+        f"{count} outputs, prompts times n", f"at most {MAX_CHOICES}", "ask for fewer", "n"
+    )
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a request, in any of the four forms that OpenAI's API takes."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if type(prompt[0]) is not int and len(prompt) > MAX_CHOICES:
+            # before a look at each of them
+            raise _too_many(len(prompt))
+        if all(type(item) is int for item in prompt):
+            return [prompt]
+        if all(isinstance(item, str) for item in prompt):
+            return prompt
+        lists = all(isinstance(item, list) for item in prompt)
+        if lists and all(type(token) is int for item in prompt for token in item):
+            return prompt
+    raise bad_request(
+        "prompt of another form, or empty",
+        "a string, a list of token ids, or a list of either",
+        "correct it",
+        "prompt",
+    )

@@ -1,0 +1,284 @@
+"""Figures of a running server: for Prometheus, for the page, and for the log."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from specc.runtime.service.service import Service, Update
+from specc.runtime.service.state import Health, ServiceState
+from specc.server.latencies import RecentLatencies
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_LABEL = ["model_name"]
+# rates are of the last seconds, looked at no more often than this
+_WINDOW_S, _LOOK_EVERY_S = 5.0, 0.2
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of the last seconds, per second; acceptance is that of the same time."""
+
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+    requests: float = 0.0
+    mean_acceptance_length: float = 0.0
+    acceptance_rate: float = 0.0
+    # of the prompt tokens that were looked for; None where none were
+    prefix_hit_rate: float | None = None
+
+
+class RateWindow:
+    """Differences of an engine's counters over the last seconds."""
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, ServiceState]] = deque()
+
+    def look(self, state: ServiceState, now_s: float | None = None) -> Rates:
+        """Rates up to now; a first look sees none."""
+        now_s = time.monotonic() if now_s is None else now_s
+        looks = self._looks
+        if not looks or now_s - looks[-1][0] >= _LOOK_EVERY_S:
+            looks.append((now_s, state))
+        # one that is older than the window stays, or rare looks would see nothing
+        while len(looks) > 2 and looks[1][0] <= now_s - _WINDOW_S:
+            looks.popleft()
+        begin_s, begin = looks[0]
+        seconds, old, new = now_s - begin_s, begin.stats, state.stats
+        if seconds <= 0:
+            return Rates()
+        steps = new.num_spec_steps - old.num_spec_steps
+        accepted = new.num_accepted_tokens - old.num_accepted_tokens
+        drafted = new.num_draft_tokens - old.num_draft_tokens
+        return Rates(
+            (new.num_prompt_tokens - old.num_prompt_tokens) / seconds,
+            (new.num_output_tokens - old.num_output_tokens) / seconds,
+            (new.num_requests - old.num_requests) / seconds,
+            1 + accepted / steps if steps else 0.0,
+            accepted / drafted if drafted else 0.0,
+            _hit_rate(state, begin),
+        )
+
+
+class ServeMetrics(Collector):
+    """Counts what goes through a server, and reads the rest from its service.
+
+    Args:
+        service: whose state is told.
+        model_name: label of all figures.
+    """
+
+    def __init__(self, service: Service, model_name: str) -> None:
+        self._service = service
+        self._label = [model_name]
+        self._plans = list(service.engine.plans)
+        self._window = RateWindow()
+        self._begin_s = time.monotonic()
+        self._finished: Counter[str] = Counter()
+        # of its own: several servers can be in one process
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
+        )
+        self._gap = self._histogram(
+            "inter_token_latency_seconds",
+            "Between two updates of a request, each of one token or more.",
+            _GAPS,
+        )
+        self._per_token = self._histogram(
+            "time_per_output_token_seconds",
+            "Between two tokens of a request: an update's gap, shared by its tokens.",
+            _GAPS,
+        )
+        self._latency = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS
+        )
+        self._recent_first, self._recent_gap = RecentLatencies(), RecentLatencies()
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
+        self._output = self._histogram("request_generation_tokens", "Tokens of outputs.", _TOKENS)
+        self._registry.register(self)
+
+    def observer(self) -> Callable[[Update], None]:
+        """Makes what is called with each update of one request, in the event loop."""
+        begin_s = last_s = time.perf_counter()
+        num_tokens = 0
+
+        def observe(update: Update) -> None:
+            nonlocal last_s, num_tokens
+            now_s, count = time.perf_counter(), len(update.token_ids)
+            if count and not num_tokens:
+                self._first_token.observe(now_s - begin_s)
+                self._recent_first.add(now_s - begin_s)
+            elif count:
+                self._recent_gap.add(now_s - last_s)
+                self._gap.observe(now_s - last_s)
+                for _ in range(count):
+                    self._per_token.observe((now_s - last_s) / count)
+            if count:
+                last_s = now_s
+            num_tokens += count
+            if update.is_last:
+                self._finished[update.finish_reason or "error"] += 1
+                self._latency.observe(now_s - begin_s)
+                self._output.observe(num_tokens)
+                if update.metrics is not None and update.metrics.num_prompt_tokens:
+                    self._prompt.observe(update.metrics.num_prompt_tokens)
+
+        return observe
+
+    def rates(self) -> Rates:
+        return self._window.look(self._service.state())
+
+    def to_text(self) -> bytes:
+        """In the text format of Prometheus."""
+        return generate_latest(self._registry)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the page: what runs now, and all so far."""
+        state = self._service.state()
+        rates, stats = self._window.look(state), state.stats
+        decision = state.decision
+        return {
+            "model": self._label[0],
+            "health": self._service.health.value,
+            "up_s": time.monotonic() - self._begin_s,
+            "running": state.num_running,
+            "waiting": state.num_waiting,
+            "kv_cache_usage": state.cache_usage,
+            "prompt_tokens_per_s": rates.prompt_tokens,
+            "output_tokens_per_s": rates.output_tokens,
+            "requests_per_s": rates.requests,
+            "mean_acceptance_length": rates.mean_acceptance_length,
+            "acceptance_rate": rates.acceptance_rate,
+            "time_to_first_token": _latency(self._recent_first),
+            "inter_token_latency": _latency(self._recent_gap),
+            "prefix_hit_rate": rates.prefix_hit_rate,
+            "plans": _plans_now(state),
+            "all_plans": self._plans,
+            "predicted_tokens_per_s": getattr(decision, "goodput", None),
+            "total": {
+                "requests": stats.num_requests,
+                "prompt_tokens": stats.num_prompt_tokens,
+                "output_tokens": stats.num_output_tokens,
+                "cached_tokens": stats.num_cached_tokens,
+                "prefix_hit_rate": _hit_rate(state),
+                "preemptions": stats.num_preemptions,
+                "failures": state.num_failures,
+                "mean_acceptance_length": stats.mean_acceptance_length,
+                "accepted_per_depth": stats.accepted_per_depth,
+            },
+        }
+
+    def log_line(self) -> str | None:
+        """Figures of the last seconds; None where nothing happens."""
+        state = self._service.state()
+        rates = self._window.look(state)
+        if not (state.num_running or state.num_waiting or rates.output_tokens):
+            return None
+        parts = [
+            f"Avg prompt throughput: {rates.prompt_tokens:.1f} tokens/s",
+            f"Avg generation throughput: {rates.output_tokens:.1f} tokens/s",
+            f"Running: {state.num_running} reqs",
+            f"Waiting: {state.num_waiting} reqs",
+            f"KV cache usage: {100 * state.cache_usage:.1f}%",
+        ]
+        if state.prefix_queries:
+            hits = 100 * state.prefix_hits / state.prefix_queries
+            parts.append(f"Prefix cache hit rate: {hits:.1f}%")
+        if rates.mean_acceptance_length:
+            parts.append(f"Mean acceptance length: {rates.mean_acceptance_length:.2f}")
+        plans = ", ".join(f"{name} × {count}" for name, count in _plans_now(state).items())
+        return ", ".join(parts) + (f", Plans: {plans}" if plans else "")
+
+    def collect(self) -> Iterator[Metric]:
+        """What the service tells; prometheus_client calls this."""
+        state = self._service.state()
+        stats, rates = state.stats, self._window.look(state)
+        yield self._gauge("num_requests_running", "Requests that run.", state.num_running)
+        yield self._gauge("num_requests_waiting", "Requests that wait.", state.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of cache in use, 0 … 1.", state.cache_usage)
+        yield self._gauge(
+            "goodput_tokens_per_second", "Output tokens of the last seconds.", rates.output_tokens
+        )
+        predicted = getattr(state.decision, "goodput", None)
+        if predicted is not None:
+            yield self._gauge(
+                "predicted_goodput_tokens_per_second", "What the policy expects.", predicted
+            )
+        plan = self._family(GaugeMetricFamily, "plan", "Requests that run this plan.", "plan")
+        now = _plans_now(state)
+        for name in self._plans:
+            plan.add_metric([*self._label, name], now.get(name, 0))
+        yield plan
+        healthy = self._service.health is Health.OK
+        yield self._gauge("engine_healthy", "1 where requests can be served.", healthy)
+        for name, text, value in (
+            ("prefix_cache_queries", "Prompt tokens looked for.", state.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the cache.", state.prefix_hits),
+            ("num_preemptions", "Requests that gave up their blocks.", stats.num_preemptions),
+            ("prompt_tokens", "Prompt tokens of requests with output.", stats.num_prompt_tokens),
+            ("generation_tokens", "Output tokens.", stats.num_output_tokens),
+            ("spec_decode_num_drafts", "Steps that drafted.", stats.num_spec_steps),
+            ("spec_decode_num_draft_tokens", "Draft tokens.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Those accepted.", stats.num_accepted_tokens),
+            ("engine_failures", "Iterations that failed.", state.num_failures),
+        ):
+            counter = self._family(CounterMetricFamily, name, text)
+            counter.add_metric(self._label, value)
+            yield counter
+        depths = self._family(
+            CounterMetricFamily,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Steps in which the draft token of this position was accepted.",
+            "position",
+        )
+        for position, count in enumerate(stats.accepted_at_depth):
+            depths.add_metric([*self._label, str(position)], count)
+        yield depths
+        ended = self._family(
+            CounterMetricFamily, "request_success", "Requests by how they ended.", "finished_reason"
+        )
+        for reason in ("stop", "length", "timeout", "abort", "error"):
+            ended.add_metric([*self._label, reason], self._finished[reason])
+        yield ended
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            f"specc:{name}", text, _LABEL, registry=self._registry, buckets=buckets
+        )
+        return histogram.labels(*self._label)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = self._family(GaugeMetricFamily, name, text)
+        gauge.add_metric(self._label, value)
+        return gauge
+
+    def _family(self, kind: Any, name: str, text: str, *labels: str) -> Any:
+        return kind(f"specc:{name}", text, labels=[*_LABEL, *labels])
+
+
+def _latency(recent: RecentLatencies) -> dict[str, Any]:
+    count, (median, p99) = recent.quantiles(0.5, 0.99)
+    return {"count": count, "p50_s": median, "p99_s": p99}
+
+
+def _hit_rate(state: ServiceState, since: ServiceState | None = None) -> float | None:
+    """The share of prompt tokens that were found in the cache."""
+    queries, hits = state.prefix_queries, state.prefix_hits
+    if since is not None:
+        queries, hits = queries - since.prefix_queries, hits - since.prefix_hits
+    return hits / queries if queries else None
+
+
+def _plans_now(state: ServiceState) -> dict[str, int]:
+    """Those of the last iteration, which say nothing once all requests have ended."""
+    return {name: count for name, count in state.plans.items() if count and state.num_running}

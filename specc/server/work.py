@@ -1,0 +1,141 @@
+"""Threads for what would hold up the event loop: few, of their own, and with few places to wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from specc.errors import OverloadError
+from specc.runtime.processes.thread_niceness import be_nice
+
+# bytes of a body from which on its prompts are not for the event loop, and from which on they
+# take seconds: those wait for each other, and for nobody else
+LONG_BODY_BYTES, LARGE_BODY_BYTES = 8 << 10, 256 << 10
+# after large work its lane rests for as long as that took, at most for these seconds: parsing and
+# tokenizing take a processor and, in parts, the interpreter's lock from the engine's steps
+_MAX_REST_S = 1.0
+# of their threads: the engine's steps, which all requests wait for, go first
+_NICENESS = 5
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class _Lane:
+    """Work of similar size.
+
+    Args:
+        name: of its threads.
+        num_threads: that do it.
+        max_open: of it that runs or waits.
+        niceness: of the threads, beside that of the process.
+        rests: work begins no sooner after other work than that took.
+    """
+
+    name: str
+    num_threads: int
+    max_open: int
+    niceness: int = 0
+    rests: bool = False
+    num_open: int = 0
+
+    def __post_init__(self) -> None:
+        self.threads = ThreadPoolExecutor(
+            self.num_threads, f"specc-{self.name}-prompts", be_nice, (self.niceness,)
+        )
+        self._is_closed = threading.Event()
+
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        """Raises RuntimeError: the lane is closed."""
+        if not self.rests:
+            return self.threads.submit(work)
+        doing: Future[Result] = Future()
+        # what has not begun when the lane closes is dropped there, and nobody may wait for it
+        self.threads.submit(self._work_and_rest, work, doing).add_done_callback(
+            lambda begun: doing.cancel() if begun.cancelled() else None
+        )
+        return doing
+
+    def close(self, wait: bool) -> None:
+        """Begin nothing more; `wait` until nothing runs any more."""
+        self._is_closed.set()
+        self.threads.shutdown(wait=wait, cancel_futures=True)
+
+    def _work_and_rest(self, work: Callable[[], Result], doing: Future[Result]) -> None:
+        if not doing.set_running_or_notify_cancel():
+            return
+        begin_s = time.monotonic()
+        try:
+            doing.set_result(work())
+        except BaseException as error:
+            doing.set_exception(error)
+        self._is_closed.wait(min(time.monotonic() - begin_s, _MAX_REST_S))
+
+    def leave(self) -> None:
+        self.num_open -= 1
+
+
+class PromptThreads:
+    """Where requests become tokens; for one event loop."""
+
+    def __init__(self) -> None:
+        self._long = _Lane("long", 2, 256, _NICENESS)
+        self._large = _Lane("large", 1, 16, _NICENESS, rests=True)
+        # these wait for the processes that render them
+        self._chats = _Lane("chat", 16, 256)
+
+    def wait(self) -> None:
+        """Until nothing runs any more; what has not begun is dropped."""
+        for lane in (self._long, self._large, self._chats):
+            lane.close(wait=True)
+
+    async def run(self, size: int, work: Callable[[], Result], is_chat: bool = False) -> Result:
+        """The result of some work; it is dropped, or not even begun, when the caller is cancelled.
+
+        Args:
+            size: bytes of the body that it is about.
+            work: to do.
+            is_chat: it waits for another process, whatever its size.
+        Raises:
+            OverloadError: too much of it waits.
+            Exception: as the work raises.
+        """
+        if size < LONG_BODY_BYTES and not is_chat:
+            return work()
+        lane = self._chats if is_chat else self._long
+        lane = lane if size < LARGE_BODY_BYTES else self._large
+        if lane.num_open >= lane.max_open:
+            raise OverloadError(
+                f"{lane.num_open} {lane.name} prompts wait for their turn already",
+                f"fewer than {lane.max_open}",
+                "try again later, or send shorter prompts",
+            )
+        loop = asyncio.get_running_loop()
+        try:
+            doing = lane.submit(work)
+        except RuntimeError as error:  # closed
+            raise OverloadError(
+                "the server is about to stop",
+                "a server that takes requests",
+                "send the request to another server",
+            ) from error
+        lane.num_open += 1
+
+        def end(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(lane.leave)
+
+        # what runs keeps its place although nobody waits any more
+        doing.add_done_callback(end)
+        return await asyncio.wrap_future(doing)
+
+    def close(self) -> None:
+        """Begin nothing more; what runs goes on."""
+        for lane in (self._long, self._large, self._chats):
+            lane.close(wait=False)

@@ -1,0 +1,1 @@
+"""The real scheduler and policies on simulated seconds."""

@@ -1,0 +1,1 @@
+"""What a step proposes: trees, plans, and the counters of what was accepted."""

@@ -1,0 +1,349 @@
+"""Speculation plans: what proposes, in which shape, and how proposals become one tree."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from specc.errors import ConfigError, EngineError, TreeError
+from specc.sampling.rows import Rule
+from specc.speculation.tree import MAX_NODES, TokenTree
+
+MERGE, VOTE = "merge", "vote"
+# proposals that the host's index makes, for all plans of an engine
+SUFFIX = "suffix"
+_LOOKUP = re.compile(r"lookup-([1-9]\d?)")
+_FIRST_DRAFT = ("draft_0",)
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """Expand and rerank: a tree of a static size whose topology is data (EAGLE-2, §4).
+
+    Args:
+        num_nodes: N of the verified tree, root included.
+        top_k: children of every node that is expanded, and nodes expanded on a level.
+        depth: levels.
+    """
+
+    num_nodes: int
+    top_k: int
+    depth: int
+
+    def __post_init__(self) -> None:
+        if not (self.top_k >= 1 and self.depth >= 1 and self.num_nodes >= 2):
+            raise TreeError(
+                f"a dynamic tree of {self.num_nodes} nodes, top {self.top_k}, depth {self.depth}",
+                "2 nodes or more, 1 or more children, 1 or more levels",
+                "for example --tree dynamic:16,4,4",
+            )
+        if self.num_nodes > self.num_candidates:
+            raise TreeError(
+                f"a dynamic tree of {self.num_nodes} nodes out of {self.num_candidates} candidates",
+                f"at most {self.num_candidates} nodes for top {self.top_k}, depth {self.depth}",
+                "choose fewer nodes, or more children or levels",
+            )
+        most = max(self.num_nodes, self.num_fed)
+        if most > MAX_NODES or self.num_candidates > 4 * MAX_NODES:
+            raise TreeError(
+                f"a dynamic tree of {most} nodes and {self.num_candidates} candidates",
+                f"at most {MAX_NODES} nodes and {4 * MAX_NODES} candidates",
+                "choose fewer children or levels",
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that are drafted: the root, the first level, then top_k² a level."""
+        return 1 + self.top_k + (self.depth - 1) * self.top_k**2
+
+    @property
+    def num_fed(self) -> int:
+        """Nodes that the draft reads: the root and the best of every level but the last."""
+        return 1 + (self.depth - 1) * self.top_k
+
+
+@dataclass(frozen=True)
+class SpecPlan:
+    """What one step does: speculate with this tree, or decode plainly.
+
+    Args:
+        name: `off`, `chain-4`, `tree-3-2-1`, `merge-chain-4`, …
+        widths: children per frontier node and level of what every draft proposes; empty where the
+            shape is another one, and for off.
+        parents: of a static tree that is no expansion; see `TokenTree`.
+        dynamic: instead of a static shape.
+        drafts: what proposes: `draft_0`, `draft_1`, …, `lookup-N` (n-grams of at most N tokens are
+            looked up in the request), `suffix` (the host's index). A lookup proposes a chain as
+            long as the shape is deep.
+        combine: `merge` or `vote`, where several propose.
+        tile: nodes of each sequence whose logits exist at a time; the models pass over the tree
+            tile by tile. None: over all nodes at once, and what children were drawn from is kept
+            until the tree is verified.
+    Raises:
+        TreeError: more nodes than a tree may have, or nodes out of order.
+        ConfigError: proposals that cannot be combined so, or a tile of no node.
+    """
+
+    name: str
+    widths: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    dynamic: DynamicTree | None = None
+    drafts: tuple[str, ...] = _FIRST_DRAFT
+    combine: str = ""
+    tile: int | None = None
+
+    def __post_init__(self) -> None:
+        shapes = [bool(self.widths), len(self.parents) > 1, self.dynamic is not None]
+        assert sum(shapes) <= 1, "one shape"
+        for name in self.drafts:
+            if not (is_lookup(name) or re.fullmatch(r"draft_\d+", name)):
+                raise ConfigError(
+                    f"a plan of the draft {name!r}",
+                    "draft_0, draft_1, …, lookup-N or suffix",
+                    "compile the engine again",
+                )
+        if len(set(self.drafts)) < max(1, len(self.drafts)):
+            raise ConfigError(
+                f"a plan of the drafts {', '.join(self.drafts) or '(none)'}",
+                "one or more drafts, each once",
+                "name every draft once",
+            )
+        if self.tile is not None and (self.tile < 1 or not self.speculates):
+            raise ConfigError(
+                f"plan {self.name} in tiles of {self.tile} nodes",
+                "1 or more nodes, of a plan that speculates",
+                "leave out the tile, or compile with --max-logits-mb",
+            )
+        if self.combine not in ("", MERGE, VOTE) or bool(self.combine) != (len(self.drafts) > 1):
+            raise ConfigError(
+                f"{len(self.drafts)} drafts, combined by {self.combine or 'nothing'!r}",
+                f"one draft, or several and {MERGE} or {VOTE}",
+                "pass --combine merge or --combine vote",
+            )
+        if self.dynamic is not None and (self.combine or is_lookup(self.drafts[0])):
+            raise ConfigError(
+                f"a dynamic tree of {', '.join(self.drafts)}",
+                "one draft model, which every level asks anew",
+                "choose a static tree for several drafts and for lookups",
+            )
+        if list(self.parents) != sorted(self.parents):
+            raise TreeError(
+                f"plan {self.name} of parents {', '.join(map(str, self.parents[:16]))}",
+                "nodes level by level, siblings side by side: parents that never descend",
+                "number the nodes level by level",
+            )
+        if self.combine == VOTE and len(self.shape.leaves) > 1:
+            raise ConfigError(
+                f"a vote over trees of {self.shape.num_nodes} nodes",
+                "chains: drafts vote for one continuation",
+                "pass --num-speculative-tokens, or --combine merge",
+            )
+        if self.num_nodes > MAX_NODES:
+            raise TreeError(
+                f"plan {self.name} of {self.num_nodes} nodes",
+                f"at most {MAX_NODES} nodes",
+                "choose smaller widths, fewer levels or fewer drafts",
+            )
+
+    @classmethod
+    def from_widths(
+        cls,
+        widths: tuple[int, ...] | list[int],
+        drafts: tuple[str, ...] = _FIRST_DRAFT,
+        combine: str = "",
+    ) -> SpecPlan:
+        """Name a plan after its widths; all ones is a chain, no level is off."""
+        widths = tuple(widths)
+        if not widths:
+            return cls("off")
+        TokenTree.from_widths(widths)
+        if set(widths) == {1}:
+            shape = f"chain-{len(widths)}"
+        else:
+            shape = "tree-" + "-".join(map(str, widths))
+        return cls(_prefix(drafts, combine) + shape, widths, drafts=drafts, combine=combine)
+
+    @classmethod
+    def from_tree(
+        cls, tree: TokenTree, drafts: tuple[str, ...] = _FIRST_DRAFT, combine: str = ""
+    ) -> SpecPlan:
+        """A static tree of any topology, named after its nodes."""
+        if tree.widths or tree.num_nodes == 1:
+            return cls.from_widths(tree.widths, drafts, combine)
+        # trees of equal size and depth are told apart by a checksum of their parents
+        code = zlib.crc32(repr(tree.parents).encode()) & 0xFFFF
+        name = f"{_prefix(drafts, combine)}tree-n{tree.num_nodes}-d{tree.max_depth}-{code:04x}"
+        return cls(name, parents=tree.parents, drafts=drafts, combine=combine)
+
+    @classmethod
+    def from_dynamic(cls, dynamic: DynamicTree, draft: str = "draft_0") -> SpecPlan:
+        name = f"dynamic-{dynamic.num_nodes}-{dynamic.top_k}-{dynamic.depth}"
+        return cls(_prefix((draft,), "") + name, dynamic=dynamic, drafts=(draft,))
+
+    @cached_property
+    def speculates(self) -> bool:
+        """False of off alone."""
+        return bool(self.widths) or len(self.parents) > 1 or self.dynamic is not None
+
+    @cached_property
+    def shape(self) -> TokenTree:
+        """What each draft model proposes; only of a plan without a dynamic tree."""
+        assert self.dynamic is None, "its shape is data"
+        if self.parents:
+            return TokenTree(self.parents)
+        return TokenTree.from_widths(self.widths) if self.widths else TokenTree.chain(0)
+
+    @property
+    def tree(self) -> TokenTree:
+        """The verified tree; only where `is_static`."""
+        assert self.is_static, "the tree is data"
+        return self.shape
+
+    @cached_property
+    def largest_tree(self) -> TokenTree:
+        """The verified tree where no two drafts propose the same token; not of a dynamic tree.
+
+        Where drafts are merged, the steps' trees are smaller: equal tokens below one parent are one
+        node.
+        """
+        if self.combine != MERGE:
+            return self.tree_of(self.drafts[0])
+        trees = [self.tree_of(draft) for draft in self.drafts]
+        parents, numbers = [-1], [[0] * tree.num_nodes for tree in trees]
+        for depth in range(1, self.max_depth + 1):
+            for tree, number in zip(trees, numbers, strict=True):
+                for node in tree.levels[depth] if depth <= tree.max_depth else ():
+                    number[node] = len(parents)
+                    parents.append(number[tree.parents[node]])
+        return TokenTree(tuple(parents))
+
+    @cached_property
+    def is_static(self) -> bool:
+        """The topology is known when the engine is compiled: one draft model, no reranking."""
+        return self.dynamic is None and not self.combine and not is_lookup(self.drafts[0])
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """N of the verified tree, root included; of data trees the most that can be alive."""
+        if self.dynamic is not None:
+            return self.dynamic.num_nodes
+        if self.combine == MERGE:
+            return 1 + sum(self.tree_of(draft).num_draft_tokens for draft in self.drafts)
+        return self.tree_of(self.drafts[0]).num_nodes
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Cache rows after the committed ones that a step may write, of any model."""
+        return max(self.num_nodes, self.dynamic.num_fed if self.dynamic else 0)
+
+    @cached_property
+    def max_depth(self) -> int:
+        return self.dynamic.depth if self.dynamic is not None else self.shape.max_depth
+
+    @cached_property
+    def catch_up(self) -> int:
+        """Last tokens of a sequence that a draft's first level reads.
+
+        After a step of the same plan it has not seen these: the accepted leaf and the bonus token,
+        and of several drafts' proposals all that the others made.
+        """
+        return self.max_depth + 1 if self.combine else min(2, self.max_depth + 1)
+
+    @cached_property
+    def models(self) -> tuple[str, ...]:
+        """Draft models that take part."""
+        if not self.speculates:
+            return ()
+        return tuple(draft for draft in self.drafts if not is_lookup(draft))
+
+    @cached_property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Draft tokens of depth 1, 2, …; of a dynamic tree, as if every level were full in turn."""
+        if self.dynamic is not None:
+            first, rest = self.dynamic.top_k, self.dynamic.num_nodes - 1 - self.dynamic.top_k
+            left = [min(first, self.dynamic.num_nodes - 1)] + [0] * (self.dynamic.depth - 1)
+            for depth in range(1, self.dynamic.depth):
+                left[depth] = max(0, min(self.dynamic.top_k**2, rest))
+                rest -= left[depth]
+            return tuple(left)
+        trees = [self.tree_of(draft) for draft in self.drafts]
+        trees = trees if self.combine == MERGE else trees[:1]
+        return tuple(
+            sum(len(tree.levels[depth]) for tree in trees if depth <= tree.max_depth)
+            for depth in range(1, self.max_depth + 1)
+        )
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """Sampling rules that are lossless for this plan's trees.
+
+        Reranked and voted trees have lost what MSS and SWOR need: how often, and in which order,
+        the draft drew a token. Trees in tiles have lost the logits themselves.
+        """
+        if self.dynamic is not None or self.combine == VOTE or self.tile is not None:
+            return (Rule.COUPLED, Rule.DELTA)
+        return tuple(Rule)
+
+    def tiles(self, count: int) -> tuple[tuple[int, int], ...]:
+        """Bounds of the tiles of `count` nodes of a sequence: first, and after the last."""
+        size = self.tile or count
+        return tuple((first, min(first + size, count)) for first in range(0, count, size))
+
+    @property
+    def kind(self) -> str:
+        return self.name.split("-")[0]
+
+    def tree_of(self, draft: str) -> TokenTree:
+        """Shape of one draft's proposals."""
+        return TokenTree.chain(self.max_depth) if is_lookup(draft) else self.shape
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["dynamic"] = asdict(self.dynamic) if self.dynamic else None
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SpecPlan:
+        """Raises EngineError: no plan."""
+        try:
+            return cls(
+                name=data["name"],
+                widths=tuple(data["widths"]),
+                parents=tuple(data["parents"]),
+                dynamic=DynamicTree(**data["dynamic"]) if data["dynamic"] else None,
+                drafts=tuple(data["drafts"]),
+                combine=data["combine"],
+                tile=data["tile"],
+            )
+        except (KeyError, TypeError, AssertionError) as error:
+            raise EngineError(
+                f"a plan {data}", "name, shape, drafts", "compile the engine again"
+            ) from error
+
+
+def is_lookup(draft: str) -> bool:
+    """Whether a draft looks tokens up, rather than asking a model."""
+    return draft == SUFFIX or _LOOKUP.fullmatch(draft) is not None
+
+
+def lookup_ngram(draft: str) -> int | None:
+    """N of `lookup-N`; None of other drafts."""
+    match = _LOOKUP.fullmatch(draft)
+    return int(match[1]) if match else None
+
+
+def _prefix(drafts: tuple[str, ...], combine: str) -> str:
+    """What tells a plan from that of the first draft alone: `merge-0+1-`, `lookup3-`."""
+    if not drafts or drafts == _FIRST_DRAFT:
+        return ""
+    names = "+".join(name.removeprefix("draft_").replace("-", "") for name in drafts)
+    if combine:
+        return f"{combine}-{names}-"
+    return f"{names}-" if is_lookup(drafts[0]) else f"draft{names}-"
+
+
+OFF = SpecPlan("off")

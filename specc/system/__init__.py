@@ -1,0 +1,1 @@
+"""Files, processes, this machine, and what is installed on it."""

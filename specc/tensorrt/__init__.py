@@ -1,0 +1,1 @@
+"""TensorRT as compiler and runtime share it: the library, and layers of its engines."""

@@ -1,0 +1,1 @@
+"""Models of the Triton Inference Server: what is written, and their tensors."""

@@ -1,0 +1,284 @@
+"""Models of the Triton Inference Server: a config.pbtxt, a model.py of a few lines, an engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specc.artifact.directory import read_manifest
+from specc.errors import ConfigError, OutputError
+from specc.system.files import check_free_space, fsync_path, output_error, remove_stale
+from specc.triton.tensors import INPUTS, OUTPUTS, TritonTensor
+
+BACKEND = "specc"
+KINDS = ("auto", "cpu", "gpu", "model")
+LAYOUTS = ("model", "backend")
+# how the engine gets into the repository
+FILES = ("copy", "link", "reference")
+MODEL_PY = '''"""specc in the Triton Inference Server; written by `specc triton`."""
+
+import triton_python_backend_utils
+
+from specc.runtime.triton.model import TritonModel
+
+
+class TritonPythonModel(TritonModel):
+    pb_utils = triton_python_backend_utils
+'''
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """A model of a repository.
+
+    Args:
+        name: of the model.
+        layout: `model` writes a model.py beside the engine; `backend` leaves that to the backend
+            `specc`, and writes none.
+        files: `copy` or hard `link` the engine's files; or a `reference` to where it is.
+        instances: copies of the engine that the server loads.
+        kind: of each instance, `cpu`, `gpu`, `model` (specc picks devices), or `auto`.
+        gpus: devices of each instance, such as `0,1;2,3`; then one instance for each group.
+        parameters: further ones of config.pbtxt; see `docs/triton-server.md`.
+    Raises:
+        ConfigError: values that Triton, or specc, does not take.
+    """
+
+    name: str = "specc"
+    layout: str = "model"
+    files: str = "copy"
+    instances: int = 1
+    kind: str = "auto"
+    gpus: str | None = None
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", self.name):
+            raise ConfigError(
+                f"--name {self.name!r}",
+                "letters, digits, and _ . - between them",
+                "choose another name",
+            )
+        for option, value, allowed in (
+            ("--layout", self.layout, LAYOUTS),
+            ("--kind", self.kind, KINDS),
+            ("how the engine gets there:", self.files, FILES),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{option} {value}", f"one of {', '.join(allowed)}", "pass one")
+        if not 1 <= self.instances <= 64:
+            raise ConfigError(f"--instances {self.instances}", "1 … 64", "correct it")
+        if self.gpus is not None:
+            self._check_gpus(self.gpus)
+
+    def _check_gpus(self, gpus: str) -> None:
+        if not re.fullmatch(r"\d+(,\d+)*(;\d+(,\d+)*)*", gpus):
+            raise ConfigError(
+                f"--gpus {gpus!r}",
+                'device numbers of each instance: "0" for one, "0;1" for two instances',
+                "correct it",
+            )
+        if self.kind not in ("auto", "model"):
+            raise ConfigError(f"--gpus with --kind {self.kind}", "--kind model", "leave --kind out")
+        if self.instances not in (1, gpus.count(";") + 1):
+            raise ConfigError(
+                f"--instances {self.instances} and --gpus {gpus!r}",
+                "as many groups as instances",
+                "leave --instances out: each group is one",
+            )
+
+    def to_pbtxt(self, engine: str) -> str:
+        """The text of config.pbtxt; `engine` is a path, relative to the version's directory."""
+        kind, count = self.kind, self.instances
+        parameters = {"engine": engine} | dict(self.parameters)
+        if self.gpus is not None:
+            kind, count = "model", self.gpus.count(";") + 1
+            parameters["gpu_device_ids"] = self.gpus
+        backend = BACKEND if self.layout == "backend" else "python"
+        lines = [
+            "# written by specc triton; docs/triton-server.md says what can be changed",
+            f"name: {_quoted(self.name)}",
+            f"backend: {_quoted(backend)}",
+            "# specc batches by itself, continuously",
+            "max_batch_size: 0",
+            "model_transaction_policy { decoupled: true }",
+            "input [",
+            ",\n".join(_tensor_text(tensor, is_input=True) for tensor in INPUTS),
+            "]",
+            "output [",
+            ",\n".join(_tensor_text(tensor, is_input=False) for tensor in OUTPUTS),
+            "]",
+            f"instance_group [ {{ count: {count} kind: KIND_{kind.upper()} }} ]",
+        ]
+        for key, value in parameters.items():
+            lines.append(
+                f"parameters {{ key: {_quoted(key)} value {{ string_value: {_quoted(value)} }} }}"
+            )
+        return "\n".join(lines) + "\n"
+
+
+def write_model(engine: Path, repository: Path, config: TritonConfig, force: bool = False) -> Path:
+    """Write a model into a repository, whole or not at all.
+
+    Args:
+        engine: engine directory.
+        repository: directory of models; it is made where it does not exist.
+        config: what to write.
+        force: replace a model of this name.
+    Returns:
+        directory of the model.
+    Raises:
+        EngineError: that is no engine.
+        ConfigError: the engine has no such plan.
+        OutputError: the model exists, or cannot be written.
+    """
+    manifest = read_manifest(engine)
+    plan = config.parameters.get("plan")
+    if plan is not None and plan not in (names := [plan.name for plan in manifest.plans]):
+        raise ConfigError(f"--plan {plan}", f"one of {', '.join(names)}", "choose one of them")
+    target = Path(os.path.abspath(repository)) / config.name
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _check_replaceable(target, "config.pbtxt", force)
+        remove_stale(target)
+        if config.files == "copy":
+            size = sum(entry.bytes for entry in manifest.files.values())
+            check_free_space(target, size + (1 << 20))
+        staging = _staging(target)
+        try:
+            _fill_model(staging, engine, config)
+            _publish(staging, target)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise output_error(target, error) from error
+    return target
+
+
+def write_backend(backends: Path, force: bool = False) -> Path:
+    """Write the backend `specc`, unless it is there as it would be written.
+
+    Args:
+        backends: the directory that `--backend-directory` names; it must hold the backend `python`.
+        force: replace another one of this name.
+    Returns:
+        directory of the backend.
+    Raises:
+        OutputError: another one is there, or it cannot be written.
+    """
+    target = Path(os.path.abspath(backends)) / BACKEND
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir() and _files(target) == {"model.py": MODEL_PY.encode()}:
+            return target
+        _check_replaceable(target, "model.py", force)
+        remove_stale(target)
+        staging = _staging(target)
+        try:
+            _write(staging / "model.py", MODEL_PY)
+            _publish(staging, target)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise output_error(target, error) from error
+    return target
+
+
+def _fill_model(staging: Path, engine: Path, config: TritonConfig) -> None:
+    version = staging / "1"
+    version.mkdir()
+    place = "engine"
+    if config.files == "reference":
+        place = os.path.abspath(engine)
+    else:
+        _bring(engine, version / place, config.files == "link")
+    if config.layout == "model":
+        _write(version / "model.py", MODEL_PY)
+    _write(staging / "config.pbtxt", config.to_pbtxt(place))
+
+
+def _bring(engine: Path, target: Path, is_linked: bool) -> None:
+    try:
+        shutil.copytree(engine, target, copy_function=os.link if is_linked else shutil.copy2)
+    except (OSError, shutil.Error) as error:
+        if not is_linked:
+            if isinstance(error, shutil.Error):  # an OSError without a number: the first cause
+                raise OSError(None, str(error.args[0][0][2])) from error
+            raise
+        raise OutputError(
+            f"{engine} cannot be linked into {target.parent}",
+            "both on one file system that has hard links",
+            "pass --copy, or --reference",
+        ) from error
+
+
+def _check_replaceable(target: Path, mark: str, force: bool) -> None:
+    """Nothing is there; or, with `force`, something that was written by this module."""
+    if not target.exists() and not target.is_symlink():
+        return
+    if not force:
+        raise OutputError(
+            f"{target} exists", "a name that is free", "choose another --name, or pass --force"
+        )
+    if target.is_symlink() or not (target / mark).is_file():
+        raise OutputError(
+            f"{target} holds no {mark}", f"a directory with {mark}, to replace it", "remove it"
+        )
+
+
+def _staging(target: Path) -> Path:
+    staging = target.parent / f".{target.name}.partial-{os.getpid()}"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    return staging
+
+
+def _publish(staging: Path, target: Path) -> None:
+    for directory, _, names in os.walk(staging):
+        for name in (*names, "."):
+            fsync_path(Path(directory) / name)
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
+    if target.exists():
+        target.rename(old)
+    try:
+        staging.rename(target)
+    except BaseException:
+        if old.exists():
+            old.rename(target)
+        raise
+    fsync_path(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def _tensor_text(tensor: TritonTensor, is_input: bool) -> str:
+    dims = ", ".join(map(str, tensor.dims))
+    optional = " optional: true" if is_input else ""
+    name = _quoted(tensor.name)
+    return f"  {{ name: {name} data_type: {tensor.data_type} dims: [ {dims} ]{optional} }}"
+
+
+def _quoted(text: str) -> str:
+    """A string of protobuf's text format: what is not plain ASCII as octal bytes."""
+    plain: Collection[int] = {*range(0x20, 0x7F)} - {*b"\"\\'"}
+    return '"' + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in text.encode()) + '"'
+
+
+def start_command(repository: Path, backends: Path | None) -> Sequence[str]:
+    """How a server is started with what was written, on this machine alone."""
+    command = ["tritonserver", f"--model-repository={os.path.abspath(repository)}"]
+    if backends is not None:
+        command.append(f"--backend-directory={os.path.abspath(backends)}")
+    command += [f"--{door}-address=127.0.0.1" for door in ("http", "grpc", "metrics")]
+    return command

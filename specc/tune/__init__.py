@@ -1,0 +1,1 @@
+"""Profile-guided speculation: measure acceptance and seconds, choose plans, keep them."""

@@ -1,0 +1,145 @@
+"""Measure an engine's latency table on this machine, within a given time."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+from specc.cost.latency_table import LatencyTable, PassPoint, PassSeconds, StepShape
+from specc.errors import ConfigError
+from specc.runtime.backends.program import Model
+from specc.runtime.core import EngineCore
+from specc.runtime.engine import Engine
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import OFF, SpecPlan
+from specc.system.machine import describe_machine
+from specc.tune.seconds import time_pass
+
+_WIDTHS = (2, 3, 5, 9, 16, 32, 64, 128, 256, 512)
+# sequences with several tokens each, as a verified batch has
+_BATCH_WIDTHS = (2, 3, 5, 9)
+_SHORT = 16
+_ROUNDS = 7
+# model, sequences, tokens of each, committed rows of each
+_Cell = tuple[str, int, int, int]
+
+
+def measure_latency(
+    engine: Engine,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+    budget_s: float = 30.0,
+) -> LatencyTable:
+    """Time passes of target and drafts by sequences, tokens and context, interleaved; medians.
+
+    Every pass runs once to warm up and once to count, however long that takes; up to five rounds
+    more as long as the time lasts.
+
+    Args:
+        engine: with nobody else at work.
+        progress: called with the rounds that are done, and of all.
+        budget_s: seconds after which no further round begins.
+    Raises:
+        ConfigError: the cache holds not even one sequence of full length.
+    """
+    begin = time.perf_counter()
+    cache = engine.cache
+    models: dict[str, Model] = {"target": engine.target}
+    models |= {f"draft_{i}": draft for i, draft in enumerate(engine.drafts)}
+    # a small pool holds fewer sequences of full length
+    free = cache.allocator.num_free // cache.shape.blocks_per_sequence
+    most = min(cache.shape.max_num_seqs, free)
+    cells = [(name, *size) for name in models for size in _sizes(engine, most)]
+    if most < 1:
+        raise ConfigError(
+            f"a cache of {cache.shape.num_blocks} blocks, {cache.allocator.num_free} of them free",
+            f"{cache.shape.blocks_per_sequence}, to measure a sequence of full length",
+            "give the cache more tokens, or leave the measurement out",
+        )
+    blocks = [cache.allocator.allocate(cache.shape.blocks_per_sequence) for _ in range(most)]
+    times: dict[_Cell, list[float]] = {cell: [] for cell in cells}
+    try:
+        for done in range(_ROUNDS):
+            for cell in cells:
+                name, rows, width, context = cell
+                table = cache.block_table(blocks[:rows]).to(cache.device)
+                seconds = time_pass(engine, models[name], table, context, width)
+                if done:
+                    times[cell].append(seconds)
+            progress(done + 1, _ROUNDS)
+            if done and time.perf_counter() - begin > budget_s:
+                break
+    finally:
+        for one in blocks:
+            cache.allocator.free(one)
+    passes = {
+        name: PassSeconds.from_points(
+            [
+                PassPoint(rows, rows * width, rows * context, statistics.median(values))
+                for (model, rows, width, context), values in times.items()
+                if model == name
+            ],
+            name,
+        )
+        for name in models
+    }
+    about = {
+        "source": "measured",
+        "machine": describe_machine(),
+        "backend": engine.backend,
+        "rounds": len(times[cells[0]]),
+    }
+    latency = LatencyTable(passes.pop("target"), passes, about=about)
+    iteration_s, step_s = _overheads(engine, latency)
+    return dataclasses.replace(latency, iteration_s=iteration_s, step_s=step_s)
+
+
+def _overheads(engine: Engine, table: LatencyTable) -> tuple[float, float]:
+    """Seconds of an iteration, and of a group that drafts, outside of their passes."""
+    iteration_s = max(0.0, _iteration_s(engine, OFF) - table.iteration([_shape(OFF)]))
+    drafting = [plan for plan in engine.plans.values() if plan.models and plan.tile is None]
+    plan = min(drafting, key=lambda plan: plan.num_nodes, default=None)
+    if plan is None or plan.max_depth + 2 * _SHORT > engine.position_limit:
+        return iteration_s, 0.0
+    step_s = _iteration_s(engine, plan) - table.iteration([_shape(plan)]) - iteration_s
+    return iteration_s, max(0.0, step_s)
+
+
+def _shape(plan: SpecPlan) -> StepShape:
+    return StepShape(plan, 1, 1.5 * _SHORT)
+
+
+def _iteration_s(engine: Engine, plan: SpecPlan) -> float:
+    """Median seconds of one sequence's iterations, the host's part of them included."""
+    core = EngineCore(engine, plan.name, shares_prefixes=False)
+    count = min(_SHORT, (engine.max_seq_len - 2) // 2)
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    times = []
+    for _ in range(_ROUNDS):
+        sequence = core.requests.make([0] * count, params)
+        core.scheduler.add(sequence)
+        core.advance()  # the prompt
+        while not sequence.is_finished:
+            begin = time.perf_counter()
+            core.advance()
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times) if times else 0.0
+
+
+def _sizes(engine: Engine, most_rows: int) -> list[tuple[int, int, int]]:
+    """Sequences, tokens of each, and committed rows of each, that a pass is measured with."""
+    shape = engine.cache.shape
+    most_tokens = engine.prefill_chunk
+    rows = [1 << i for i in range(most_rows.bit_length())]
+    rows = sorted({*(count for count in rows if count <= most_rows), most_rows})
+    widths = [(1, width) for width in _WIDTHS if width <= most_tokens]
+    widths += [(most_rows, width) for width in _BATCH_WIDTHS]
+    sizes = {(count, 1) for count in rows} | set(widths)
+    found = []
+    for count, width in sorted(sizes):
+        longest = shape.max_seq_len - width
+        if count * width > max(most_tokens, most_rows) or longest < 1:
+            continue
+        found += [(count, width, context) for context in {min(_SHORT, longest), longest}]
+    return found

@@ -1,0 +1,336 @@
+"""Profile-guided speculation: measure acceptance and latency, choose plans, check them, keep them.
+
+For every batch size: the optimal static tree by measured acceptance and pass times (Sequoia), the
+best chain, dynamic trees, and what the engine has, are run as whole steps on the user's prompts,
+interleaved with plain decoding. The fastest is kept; where none beats plain decoding, that is off.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specc.artifact.directory import open_engine, torch_version
+from specc.bench.engine import EngineContender, tokenize
+from specc.compiler.extend import EngineExtension, extend_engine
+from specc.cost.latency_table import LatencyTable
+from specc.cost.plan_choice import PlanChoice, best_plan
+from specc.cost.step_seconds import MeasuredSeconds, StepSeconds
+from specc.errors import ConfigError, RequestError
+from specc.progress import Phases
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.runtime.scheduling.sequence import Sequence as Request
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import OFF, DynamicTree, SpecPlan, is_lookup
+from specc.system.machine import describe_machine
+from specc.tune.acceptance import Trajectory, draft_acceptance, lookup_acceptance
+from specc.tune.latency import measure_latency
+from specc.tune.seconds import measure_seconds, typical_context
+
+# children of a node that acceptance is measured for; lookups propose this many tokens
+_WIDTH, _LOOKUP_DEPTH = 8, 16
+# a plan has to beat plain decoding by more than the noise of its measurement
+_MARGIN = 1.01
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What to measure.
+
+    Args:
+        batch_sizes: empty is powers of two up to the engine's max_batch_size, at most 8.
+        max_nodes: of a tree, root included.
+        max_depth: of a tree.
+        max_tokens: output tokens of each prompt.
+        temperature: of the requests; their seeds are 0, 1, …
+        rounds: of whole runs, interleaved; a round before them is not counted.
+        latency_s: seconds after which no further round of single passes begins.
+        prunes: take the engine's other plans out of it.
+    """
+
+    batch_sizes: tuple[int, ...] = ()
+    max_nodes: int = 32
+    max_depth: int = 8
+    max_tokens: int = 64
+    temperature: float = 0.0
+    rounds: int = 3
+    latency_s: float = 20.0
+    prunes: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan at one batch size.
+
+    Args:
+        predicted: tokens a second over those of off, from the tables; None where they say nothing.
+        measured: likewise, of whole runs: the median of rounds, each against off in that round.
+    """
+
+    plan: SpecPlan
+    predicted: float | None
+    measured: float
+    spread: tuple[float, float]
+    mean_acceptance_length: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "plan": self.plan.name,
+            "predicted_speedup": self.predicted,
+            "measured_speedup": self.measured,
+            "spread": list(self.spread),
+            "mean_acceptance_length": self.mean_acceptance_length,
+        }
+
+
+@dataclass(frozen=True)
+class BatchTuning:
+    """The outcome for one batch size; `break_even` is that of the chosen or best plan."""
+
+    batch_size: int
+    chosen: SpecPlan
+    candidates: list[Candidate]
+    break_even: float | None
+    seconds: StepSeconds | None = None
+
+
+@dataclass
+class Tuning:
+    """What `tune` found.
+
+    Args:
+        acceptance: draft → table by depth and sibling rank.
+        batches: one a batch size.
+        latency: of single passes, which the policy `goodput` reads.
+        others: plans that the engine had, and that no batch size has chosen.
+    """
+
+    acceptance: dict[str, list[list[float]]]
+    batches: list[BatchTuning] = field(default_factory=list)
+    latency: LatencyTable | None = None
+    others: list[SpecPlan] = field(default_factory=list)
+
+    @property
+    def plans(self) -> list[SpecPlan]:
+        """What was chosen, that of the smallest batch first; off is in it."""
+        return list(dict.fromkeys([*(batch.chosen for batch in self.batches), OFF]))
+
+    def to_json(self, options: TuneOptions) -> dict[str, Any]:
+        return {
+            "schema_version": 1,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": describe_machine(),
+            "torch_version": torch_version(),
+            "temperature": options.temperature,
+            "plans": {str(batch.batch_size): batch.chosen.name for batch in self.batches},
+            ("removed_plans" if options.prunes else "kept_plans"): [p.name for p in self.others],
+            "acceptance": self.acceptance,
+            **({"latency": self.latency.to_json()} if self.latency else {}),
+            "batches": [
+                {
+                    "batch_size": batch.batch_size,
+                    "chosen": batch.chosen.name,
+                    "break_even_acceptance_length": batch.break_even,
+                    "candidates": [candidate.to_json() for candidate in batch.candidates],
+                }
+                for batch in self.batches
+            ],
+        }
+
+
+def tune(
+    directory: Path, prompts: Sequence[str | list[int]], options: TuneOptions, phases: Phases
+) -> Tuning:
+    """Choose an engine's plans by measuring, and write them and profile.json into it.
+
+    Args:
+        directory: engine.
+        prompts: like those that it will serve.
+        options: what to measure.
+        phases: tells the listener how far this is.
+    Raises:
+        ConfigError: an engine without drafts, or batch sizes that it was not compiled for.
+        RequestError: text for an engine without a tokenizer.
+    """
+    manifest = open_engine(directory, None)
+    drafts = _drafts_of([entry.plan for entry in manifest.plans], len(manifest.models) - 1)
+    if not drafts:
+        raise ConfigError(
+            "an engine without drafts", "a draft or a lookup to tune", "compile it with --draft"
+        )
+    sizes = _batch_sizes(options, manifest.limits.max_batch_size)
+    if manifest.tokenizer.file is None and any(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError(
+            "a prompt that is text, and an engine without a tokenizer",
+            "token ids",
+            'pass --prompts FILE with lines such as {"prompt_token_ids": [1, 2, 3]}',
+        )
+    known = [entry.plan for entry in manifest.plans if entry.plan.speculates]
+    room = max(options.max_nodes, *(plan.num_rows for plan in known), 1)
+    with extend_engine(directory, manifest) as extension:
+        extension.try_plans([OFF], room)
+        with phases.phase("target's own outputs"):
+            engine = Engine.load(extension.directory, verify=False)
+            token_ids = tokenize(engine, prompts, options.max_tokens)
+            trajectories = _trajectories(engine, token_ids, options)
+        acceptance = {}
+        for draft in drafts:
+            with phases.phase(f"acceptance of {draft}"):
+                acceptance[draft] = _acceptance(engine, draft, trajectories, options)
+        tuning = Tuning(acceptance)
+        with phases.phase("latency of passes"):
+            tuning.latency = measure_latency(engine, budget_s=options.latency_s)
+        lengths = [len(t.token_ids) - options.max_tokens // 2 for t in trajectories]
+        for size in sizes:
+            with phases.phase(f"latency, batch {size}"):
+                context = typical_context(lengths, engine.max_seq_len, room)
+                seconds = measure_seconds(engine, size, context, options.max_nodes)
+            plans = _candidates(acceptance, seconds, known, options)
+            with phases.phase(f"whole steps, batch {size}"):
+                tuning.batches.append(
+                    _measure(extension, room, plans, seconds, token_ids, size, options)
+                )
+        chosen = {plan.name for plan in tuning.plans}
+        tuning.others = [plan for plan in known if plan.name not in chosen]
+        kept = [] if options.prunes else tuning.others
+        extension.commit([*tuning.plans, *kept], "profile", tuning.to_json(options))
+    return tuning
+
+
+def _drafts_of(plans: Sequence[SpecPlan], num_models: int) -> list[str]:
+    lookups = {name for plan in plans if plan.speculates for name in plan.drafts if is_lookup(name)}
+    return [*(f"draft_{i}" for i in range(num_models)), *sorted(lookups)]
+
+
+def _batch_sizes(options: TuneOptions, most: int) -> list[int]:
+    if not options.batch_sizes:
+        return [size for size in (1, 2, 4, 8) if size <= most]
+    if wrong := [size for size in options.batch_sizes if not 1 <= size <= most]:
+        raise ConfigError(
+            f"--batch-size {wrong[0]}",
+            f"1 … {most}, the engine's max_batch_size",
+            "choose a size in this range, or compile with a larger --max-batch-size",
+        )
+    return sorted(set(options.batch_sizes))
+
+
+def _trajectories(
+    engine: Engine, token_ids: Sequence[list[int]], options: TuneOptions
+) -> list[Trajectory]:
+    params = _params(options, len(token_ids))
+    outputs = LLM(engine, plan=OFF.name).generate(list(token_ids), params)
+    found = []
+    for ids, output, own in zip(token_ids, outputs, params, strict=True):
+        request = Request(output.request_id, ids, own, max_seq_len=engine.max_seq_len)
+        request.token_ids += output.outputs[0].token_ids
+        found.append(Trajectory(request, len(ids)))
+    return found
+
+
+def _params(options: TuneOptions, count: int) -> list[SamplingParams]:
+    return [
+        SamplingParams(
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            seed=seed,
+            ignore_eos=True,
+        )
+        for seed in range(count)
+    ]
+
+
+def _acceptance(
+    engine: Engine, draft: str, trajectories: Sequence[Trajectory], options: TuneOptions
+) -> list[list[float]]:
+    if is_lookup(draft):
+        return lookup_acceptance(draft, trajectories, _LOOKUP_DEPTH)
+    width = min(_WIDTH, engine.vocab_size, options.max_nodes)
+    number = int(draft.removeprefix("draft_"))
+    return draft_acceptance(engine, number, trajectories, width, options.max_depth)
+
+
+def _candidates(
+    acceptance: dict[str, list[list[float]]],
+    seconds: StepSeconds,
+    known: Sequence[SpecPlan],
+    options: TuneOptions,
+) -> dict[SpecPlan, float | None]:
+    """Plans worth a measurement, and the speed-up that the tables promise."""
+    found: dict[SpecPlan, float | None] = dict.fromkeys(known)
+    for draft, table in acceptance.items():
+        if is_lookup(draft):
+            lookup_seconds = StepSeconds(seconds.verify, MeasuredSeconds({1: 0.0}, "a lookup"))
+            choice = best_plan(table, lookup_seconds, options.max_nodes, _LOOKUP_DEPTH)
+            _add(found, choice, draft)
+            continue
+        trees = best_plan(table, seconds, options.max_nodes, options.max_depth)
+        chains = best_plan(
+            [row[:1] for row in table], seconds, options.max_nodes, options.max_depth
+        )
+        _add(found, trees, draft)
+        _add(found, chains, draft)
+        if trees.speculative is not None:
+            tree = trees.speculative.tree
+            widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
+            top_k, depth = max(2, min(widest, 8)), tree.max_depth
+            size = DynamicTree(2, top_k, depth).num_candidates
+            dynamic = DynamicTree(min(tree.num_nodes, size), top_k, depth)
+            found.setdefault(SpecPlan.from_dynamic(dynamic, draft), None)
+    return found
+
+
+def _add(found: dict[SpecPlan, float | None], choice: PlanChoice, draft: str) -> None:
+    figures = choice.speculative
+    if figures is not None:
+        found[SpecPlan.from_tree(figures.tree, (draft,))] = figures.speedup
+
+
+def _measure(
+    extension: EngineExtension,
+    room: int,
+    plans: dict[SpecPlan, float | None],
+    seconds: StepSeconds,
+    token_ids: Sequence[list[int]],
+    batch_size: int,
+    options: TuneOptions,
+) -> BatchTuning:
+    """Run every candidate and off, round by round."""
+    extension.try_plans([*plans, OFF], room)
+    engine = Engine.load(extension.directory, verify=False)
+    prompts = [list(ids) for ids in token_ids]
+    while len(prompts) < batch_size:
+        prompts += prompts
+    prompts = prompts[: max(batch_size, len(prompts) // batch_size * batch_size)]
+    batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+    params = _params(options, batch_size)
+    contenders = {
+        plan: EngineContender(
+            engine, plan.name, plan.name, batches, options.max_tokens, params=params
+        )
+        for plan in (OFF, *plans)
+    }
+    rates: dict[SpecPlan, list[float]] = {plan: [] for plan in contenders}
+    lengths: dict[SpecPlan, float | None] = {}
+    for number in range(options.rounds + 1):
+        for plan, contender in contenders.items():
+            measured = contender.run()
+            lengths[plan] = measured.mean_acceptance_length
+            if number:
+                rates[plan].append(measured.num_decode_tokens / measured.decode_s)
+    candidates = []
+    for plan, predicted in plans.items():
+        ratios = [own / off for own, off in zip(rates[plan], rates[OFF], strict=True)]
+        spread = (min(ratios), max(ratios))
+        median = statistics.median(ratios)
+        candidates.append(Candidate(plan, predicted, median, spread, lengths[plan]))
+    best = max(candidates, key=lambda item: item.measured)
+    length = best.mean_acceptance_length
+    # a step of it takes this many times as long as one of off
+    break_even = length / best.measured if length else None
+    chosen = best.plan if best.measured > _MARGIN else OFF
+    return BatchTuning(batch_size, chosen, candidates, break_even, seconds)

@@ -1,0 +1,484 @@
+"""The C++ of `specc::tree_expand`, `accept_winners` and `commit_kv` against their oracles.
+
+All results are integers or copies, so everything is compared exactly: values, shapes, strides, and
+of a slab every bit. What lies between and around the rows would win if it were read.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from specc.kernels.reference.core import (
+    accept_winners_reference,
+    commit_kv_reference,
+    tree_expand_reference,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+NAN, INF = float("nan"), float("inf")
+DTYPES = (torch.float32, torch.bfloat16)
+# a register holds 4, 8 or 16 floats
+VOCABS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 100, 2048, 2049)
+# subnormal numbers differ from 0
+SPECIAL = (NAN, NAN, INF, -INF, 0.0, -0.0, 1e-40, -1e-40, 1.0, 3e38, -3e38)
+
+
+@pytest.fixture(scope="module")
+def operators(native_operators):
+    return native_operators
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Rows of logits: `kind` says which values, `padding` how many NaNs lie between two rows."""
+
+    kind: str
+    dtype: torch.dtype
+    padding: int
+    seed: int
+
+    def make(self, rows: int, vocab: int) -> Tensor:
+        torch.manual_seed(self.seed)
+        shape = (rows, vocab)
+        if self.kind == "random":
+            values = torch.randn(shape)
+        elif self.kind == "ties":
+            values = torch.randint(-2, 3, shape).float()
+        elif self.kind == "equal":
+            values = torch.full(shape, 0.5)
+        elif self.kind == "special":
+            values = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), shape)]
+        elif self.kind == "masked":
+            values = torch.randn(shape).masked_fill(torch.rand(shape) < 0.9, -INF)
+        elif self.kind == "mostly-nan":
+            values = torch.randn(shape).masked_fill(torch.rand(shape) < 0.5, NAN)
+        elif self.kind == "one-nan":
+            values = torch.randint(-2, 3, shape).float()
+            values[torch.rand(shape) < 1 / vocab] = NAN
+        elif self.kind == "ascending":
+            values = torch.arange(vocab).expand(shape) / 7
+        else:
+            assert self.kind == "descending"
+            values = -torch.arange(vocab).expand(shape) / 7
+        return self.place(values)
+
+    def place(self, values: Tensor) -> Tensor:
+        """A view of a wider tensor, between NaNs, which rank before everything."""
+        rows, vocab = values.shape
+        wide = torch.full((rows + 2, vocab + self.padding), NAN, dtype=self.dtype)
+        view = wide[1 : rows + 1, self.padding // 2 : self.padding // 2 + vocab]
+        return view.copy_(values)
+
+
+KINDS = (
+    "random",
+    "ties",
+    "equal",
+    "special",
+    "masked",
+    "mostly-nan",
+    "one-nan",
+    "ascending",
+    "descending",
+)
+logits_of_any_kind = st.builds(
+    Logits,
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(DTYPES),
+    padding=st.sampled_from([0, 0, 1, 2, 5, 16, 33]),
+    seed=st.integers(0, 2**31),
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    logits=logits_of_any_kind,
+    rows=st.integers(0, 5),
+    vocab=st.sampled_from(VOCABS),
+    num_children=st.integers(1, 10) | st.sampled_from([15, 16, 17, 2049]),
+)
+def test_tree_expand(operators, logits, rows, vocab, num_children):
+    tensor = logits.make(rows, vocab)
+    num_children = min(num_children, vocab)
+    want = tree_expand_reference(tensor, num_children)
+    got = operators.tree_expand(tensor, num_children)
+    assert torch.equal(got, want)
+    assert (got.dtype, got.stride()) == (want.dtype, want.stride())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [33, 2049], ids="vocab{}".format)
+def test_tree_expand_finds_the_best_at_every_place(operators, vocab, dtype):
+    """Row i has its maximum at token i, or its first NaN, and a tie of it at every later one."""
+    for best in (1.0, INF, NAN):
+        behind = torch.arange(vocab) >= torch.arange(vocab)[:, None]
+        tensor = torch.where(behind, best, torch.randn(vocab, vocab).clamp(max=0.5)).to(dtype)
+        assert torch.equal(operators.tree_expand(tensor, 1)[:, 0], torch.arange(vocab))
+        alone = torch.where(torch.eye(vocab, dtype=torch.bool), best, -INF).to(dtype)
+        got = operators.tree_expand(alone, 2)
+        assert torch.equal(got[:, 0], torch.arange(vocab))
+        assert torch.equal(got[:, 1], (torch.arange(vocab) == 0).long())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [4, 40], ids="vocab{}".format)
+def test_minus_infinity_ranks_behind_the_lowest_number(operators, vocab, dtype):
+    """Where a mask is the lowest number: the target's argmax is no token that is out by -inf."""
+    tensor = torch.full((1, vocab), -INF, dtype=dtype)
+    tensor[0, [2, vocab - 1]] = torch.finfo(dtype).min
+    assert operators.tree_expand(tensor, 1).tolist() == [[2]]
+    masked = [token for token in range(vocab) if token not in (2, vocab - 1)]
+    assert operators.tree_expand(tensor, vocab).tolist() == [[2, vocab - 1, *masked]]
+    root = torch.zeros(1, 1, dtype=torch.int64), int32([-1])
+    greedy = torch.tensor([[0.0, 1, 0, 1, 0, 0]]), torch.zeros(1, 4, dtype=torch.int64)
+    paged = int32([0]), int32([0])
+    assert operators.node_winners(tensor, *root, 0, *greedy, int32(0), *paged).tolist() == [2]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A batch of trees with winners that follow them: `follow` is the share of those that do."""
+
+    seed: int
+    batch: int
+    num_nodes: int
+    vocab: int
+    reach: int  # how far before a node its parent may lie: 1 is a chain
+    first: bool  # parents are the root only
+    follow: float
+    shared: bool  # all sequences have one tree: parents is a view with stride 0
+    wide: bool  # winners, tokens and parents are slices of wider tensors
+    dead: float
+    missing_levels: int  # how many levels max_depth is short of the deepest tree
+
+    def make(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        chooser = random.Random(self.seed)
+        trees = [self._tree(chooser) for _ in range(1 if self.shared else self.batch)]
+        if self.shared:
+            trees *= self.batch
+        tokens, winners = [], []
+        for b, parents in enumerate(trees):
+            labels = self._labels(chooser, parents)
+            tokens.append(labels)
+            winners.append([chooser.randrange(-1, self.vocab) for _ in labels])
+            for node in range(self.num_nodes):
+                below = [
+                    labels[child]
+                    for child in range(1, self.num_nodes)
+                    if parents[child] == node and labels[child] < self.vocab
+                ]
+                if below and chooser.random() < self.follow:
+                    winners[b][node] = chooser.choice(below)
+        parents = torch.tensor(trees, dtype=torch.int32).view(self.batch, self.num_nodes)
+        if self.shared and self.batch:
+            parents = parents[:1].expand(self.batch, -1)
+        elif self.wide:
+            wider = torch.zeros(self.batch, self.num_nodes + 3, dtype=torch.int32)
+            parents = wider[:, 2:-1].copy_(parents)
+        found = []
+        for number, rows in enumerate((winners, tokens), start=1):
+            tensor = torch.tensor(rows, dtype=torch.int64).view(self.batch, self.num_nodes)
+            if self.wide:
+                wider = torch.zeros(self.batch, self.num_nodes + number, dtype=torch.int64)
+                tensor = wider[:, number:].copy_(tensor)
+            found.append(tensor)
+        deepest = max((depth for tree in trees for depth in depths(tree)), default=0)
+        return *found, parents, max(0, deepest - self.missing_levels)
+
+    def _tree(self, chooser: random.Random) -> list[int]:
+        parents = [-1]
+        for node in range(1, self.num_nodes):
+            parent = 0 if self.first else chooser.randrange(max(0, node - self.reach), node)
+            # a node below a dead one cannot be reached
+            parents.append(-1 if chooser.random() < self.dead else parent)
+        return parents
+
+    def _labels(self, chooser: random.Random, parents: list[int]) -> list[int]:
+        """Siblings carry distinct tokens; those that the vocabulary lacks are never wanted."""
+        labels = [chooser.randrange(self.vocab)] * self.num_nodes
+        for parent in set(parents):
+            children = [node for node, other in enumerate(parents) if other == parent and node]
+            choices = range(max(self.vocab, len(children)))
+            for node, label in zip(children, chooser.sample(choices, len(children)), strict=True):
+                labels[node] = label
+        return labels
+
+
+def depths(parents: list[int]) -> list[int]:
+    result: list[int] = []
+    for parent in parents:
+        result.append(0 if parent < 0 else result[parent] + 1)
+    return result
+
+
+walks = st.builds(
+    Walk,
+    seed=st.integers(0, 2**31),
+    batch=st.integers(0, 4),
+    num_nodes=st.integers(1, 12) | st.integers(1, 12) | st.just(70),
+    vocab=st.sampled_from([vocab for vocab in VOCABS if vocab < 1000] + [2049]),
+    reach=st.integers(1, 8),
+    first=st.integers(0, 4).map(lambda drawn: drawn == 0),
+    follow=st.sampled_from([0.0, 0.7, 0.95, 1.0, 1.0]),
+    shared=st.booleans(),
+    wide=st.booleans(),
+    dead=st.sampled_from([0.0, 0.0, 0.2]),
+    missing_levels=st.integers(-2, 2),
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(walks)
+def test_accept_winners(operators, walk):
+    args = walk.make()
+    want = accept_winners_reference(*args)
+    got = operators.accept_winners(*args)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+
+
+def test_accepted_lengths_vary():
+    """The test above walks from no node to a whole chain."""
+    seen = set()
+    for follow in (0.0, 0.7, 1.0):
+        for seed in range(8):
+            walk = Walk(seed, 3, 8, 33, 1, False, follow, False, False, 0.0, 0)
+            seen |= set(accept_winners_reference(*walk.make())[1].tolist())
+    assert {0, 1, 7} <= seen
+
+
+CAPACITY = 24
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Moves of a batch in a slab of random bits, which hold NaNs of many kinds."""
+
+    kind: str
+    batch: int
+    layers: int
+    block_size: int  # 0: dense
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    index_dtypes: tuple[torch.dtype, torch.dtype]
+    dead: float
+    seed: int
+
+    def check(self, operators) -> None:
+        chooser = random.Random(self.seed)
+        torch.manual_seed(self.seed)
+        block_size = self.block_size or CAPACITY
+        per_sequence = -(-CAPACITY // block_size)
+        blocks = list(range(self.batch * per_sequence + 2))
+        chooser.shuffle(blocks)
+        table = torch.tensor(blocks[: self.batch * per_sequence], dtype=torch.int32)
+        table = table.view(self.batch, per_sequence)
+        as_bits = torch.int32 if self.dtype == torch.float32 else torch.int16
+        info = torch.iinfo(as_bits)
+        # the slab lies between canaries
+        shape = (self.layers + 2, 2, len(blocks), block_size, self.kv_heads, self.dim)
+        bits = torch.randint(info.min, info.max, shape, dtype=as_bits)
+        for block in chooser.sample(blocks, min(2, len(blocks))):
+            bits[:, :, block, chooser.randrange(block_size)] = torch.full(
+                (), NAN, dtype=self.dtype
+            ).view(as_bits)
+        memory = bits.view(self.dtype)
+        expected = memory.clone()
+        pairs = [self._pairs(chooser) for _ in range(self.batch)]
+        width = max(map(len, pairs), default=3)
+        for sequence in pairs:
+            sequence += [(-1, -1)] * (width - len(sequence))
+            for i, (source, target) in enumerate(sequence):
+                if chooser.random() < self.dead:
+                    sequence[i] = chooser.choice([(-1, target), (source, -1), (-1, -1)])
+        moves = torch.tensor(pairs, dtype=torch.int64).view(self.batch, width, 2)
+        inputs = [moves[..., i].contiguous().to(self.index_dtypes[i]) for i in (0, 1)] + [table]
+        copies = [tensor.clone() for tensor in inputs]
+        commit_kv_reference(expected[1:-1], *inputs)
+        assert operators.commit_kv(memory[1:-1], *inputs) is None
+        assert torch.equal(memory.view(as_bits), expected.view(as_bits))
+        for tensor, copy in zip(inputs, copies, strict=True):
+            assert torch.equal(tensor, copy)
+
+    def _pairs(self, chooser: random.Random) -> list[tuple[int, int]]:
+        """Targets of a sequence are distinct."""
+        count = chooser.randrange(0, 9)
+        rows = chooser.sample(range(CAPACITY), count + 1)
+        if self.kind == "none":
+            return []
+        if self.kind == "path":  # what a step moves: rows of an accepted path
+            first = chooser.randrange(CAPACITY - 12)
+            path = [0, *sorted(chooser.sample(range(1, 12), count))]
+            return [(first + node, first + j) for j, node in enumerate(path)]
+        if self.kind == "chain":  # 0 → 1 → 2 …: each target is the source of the next
+            pairs = [(rows[i], rows[i + 1]) for i in range(count)]
+        elif self.kind == "cycle":
+            pairs = [(rows[i], rows[(i + 1) % len(rows)]) for i in range(len(rows))]
+        elif self.kind == "one-source":
+            pairs = [(rows[0], row) for row in rows]
+        else:
+            assert self.kind == "any"
+            pairs = [(chooser.randrange(CAPACITY), row) for row in rows]
+        if chooser.random() < 0.3:
+            pairs.reverse()
+        return pairs
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    st.builds(
+        Moves,
+        kind=st.sampled_from(["path", "path", "chain", "cycle", "one-source", "any", "none"]),
+        batch=st.integers(0, 4),
+        layers=st.integers(1, 3),
+        block_size=st.sampled_from([0, 1, 3, 4, 16]),
+        kv_heads=st.integers(1, 3),
+        dim=st.sampled_from([1, 2, 5, 16]),
+        dtype=st.sampled_from(DTYPES),
+        index_dtypes=st.tuples(*[st.sampled_from([torch.int32, torch.int64])] * 2),
+        dead=st.sampled_from([0.0, 0.0, 0.3]),
+        seed=st.integers(0, 2**31),
+    )
+)
+def test_commit_kv(operators, moves):
+    moves.check(operators)
+
+
+def int32(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def plain_tree(batch: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    parents = int32([-1, 0, 0]).expand(batch, -1)
+    winners = torch.arange(1, 4 * batch + 1).view(batch, 4)[:, 1:]
+    return winners, torch.arange(3 * batch).view(batch, 3), parents, 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [0, 1, 3], ids="batch{}".format)
+def test_fakes_agree(operators, batch, dtype):
+    wide = torch.randn(3 * batch, 40).to(dtype)
+    calls = [
+        (operators.tree_expand, (wide[:, 3:20], num_children)) for num_children in (1, 4, 17)
+    ] + [(operators.accept_winners, plain_tree(batch))]
+    for operator, args in calls:
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+            fake = operator(*fakes)
+        got = operator(*args)
+        pairs = zip(fake, got, strict=True) if isinstance(got, tuple) else [(fake, got)]
+        for one, other in pairs:
+            assert (one.shape, one.dtype, one.stride()) == (
+                other.shape,
+                other.dtype,
+                other.stride(),
+            )
+            assert one.device == other.device
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck(operators, dtype):
+    wide = torch.randn(6, 40).to(dtype)
+    slab = torch.randn(2, 2, 5, 4, 2, 3).to(dtype)
+    moves = int32([6, -1], [1, 2]), int32([5, 4], [0, 1]), int32([3, 1], [0, 4])
+    torch.library.opcheck(operators.tree_expand.default, (wide[:, 3:20], 4))
+    torch.library.opcheck(operators.accept_winners.default, plain_tree(2))
+    torch.library.opcheck(operators.commit_kv.default, (slab, *moves))
+
+
+@pytest.mark.parametrize(
+    ("logits", "num_children", "message"),
+    [
+        pytest.param(torch.zeros(3, 5), 0, "children", id="none"),
+        pytest.param(torch.zeros(3, 5), 6, "children", id="more-than-tokens"),
+        pytest.param(torch.zeros(5), 1, "logits is", id="one-dimension"),
+        pytest.param(torch.zeros(5, 3).T, 1, "logits is .* rows contiguous", id="by-column"),
+        pytest.param(torch.zeros(3, 5).half(), 1, "float32 and bfloat16", id="fp16"),
+        pytest.param(torch.zeros(3, 5).double(), 1, "float32 and bfloat16", id="fp64"),
+    ],
+)
+def test_tree_expand_refuses(operators, logits, num_children, message):
+    with pytest.raises(RuntimeError, match=f"specc: .*{message}"):
+        operators.tree_expand(logits, num_children)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"winners": torch.zeros(2, 2).long()}, "winners is", id="too-few-winners"),
+        pytest.param({"winners": torch.zeros(3, 2).long().T}, "winners is .* rows", id="by-column"),
+        pytest.param({"winners": torch.zeros(2, 3).int()}, "int64", id="winners-i32"),
+        pytest.param({"tokens": torch.zeros(2, 3, dtype=torch.int32)}, "int64", id="tokens-i32"),
+        pytest.param(
+            {"tokens": torch.zeros(3, 2, dtype=torch.int64).T}, "tokens is", id="tokens-by-column"
+        ),
+        pytest.param(
+            {"parents": torch.zeros(2, 3).long()}, "parents is .* int32", id="parents-i64"
+        ),
+        pytest.param({"parents": torch.zeros(1, 3).int()}, "parents is", id="parents-of-one"),
+        pytest.param({"parents": torch.zeros(3, 2).int().T}, "parents is", id="parents-by-column"),
+        pytest.param({"max_depth": -1}, "max_depth", id="negative-depth"),
+        pytest.param(
+            {
+                "winners": torch.zeros(2, 0, dtype=torch.int64),
+                "tokens": torch.zeros(2, 0, dtype=torch.int64),
+                "parents": torch.zeros(2, 0).int(),
+            },
+            "a root",
+            id="no-nodes",
+        ),
+    ],
+)
+def test_accept_winners_refuses(operators, changes, message):
+    args = {
+        "winners": torch.zeros(2, 3, dtype=torch.int64),
+        "tokens": torch.zeros(2, 3, dtype=torch.int64),
+        "parents": int32([-1, 0, 0], [-1, 0, 1]),
+        "max_depth": 2,
+    } | changes
+    with pytest.raises(RuntimeError, match=f"specc: .*{message}"):
+        operators.accept_winners(**args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"source": torch.zeros(2, 2)}, "source .* int32 or int64", id="source-fp32"),
+        pytest.param({"target": torch.zeros(2, 2)}, "target .* int32 or int64", id="target-fp32"),
+        pytest.param(
+            {"source": int32([2, 3], [4, 5]).T}, "source .* contiguous", id="source-by-column"
+        ),
+        pytest.param({"source": int32([2, 3])}, "source and target", id="source-of-one"),
+        pytest.param({"target": int32([2], [3])}, "source and target", id="target-short"),
+        pytest.param({"block_table": torch.zeros(2, 2).long()}, "int32", id="block_table-i64"),
+        pytest.param({"slab": torch.zeros(2, 5, 4, 2, 3)}, "slab is", id="slab-of-a-layer"),
+        pytest.param(
+            {"slab": torch.zeros(2, 2, 5, 4, 2, 6)[..., :3]}, "slab is", id="slab-strided"
+        ),
+        pytest.param(
+            {"slab": torch.zeros(2, 2, 5, 4, 2, 3).half()}, "float32 and bfloat16", id="slab-fp16"
+        ),
+    ],
+)
+def test_commit_kv_refuses(operators, changes, message):
+    args = {
+        "slab": torch.arange(480.0).view(2, 2, 5, 4, 2, 3),
+        "source": int32([2, 3], [4, 5]),
+        "target": int32([1, 2], [3, 4]),
+        "block_table": int32([3, 1], [0, 4]),
+    } | changes
+    before = args["slab"].clone()
+    with pytest.raises(RuntimeError, match=f"specc: .*{message}"):
+        operators.commit_kv(**args)
+    assert torch.equal(args["slab"], before)

@@ -1,0 +1,230 @@
+"""Directories of Hugging Face models: what is no causal language model is refused at once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from specc.errors import (
+    ModelNotFoundError,
+    NotCausalLMError,
+    UnsupportedAttentionError,
+    UnsupportedRotaryError,
+)
+from specc.passes.frontend import hf_model
+from specc.passes.frontend.trace_flat import trace
+from specc.passes.rewrite.classify_masks import ClassifyMasks
+from specc.passes.rewrite.normalize import Normalize
+from tests.models import tiny_config
+
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+}
+
+
+def write(path, **config):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def rope(path, **scaling):
+    """A Llama directory with this rotary configuration."""
+    return write(path / "m", model_type="llama", architectures=["LlamaForCausalLM"], **scaling)
+
+
+def test_absent_path(tmp_path):
+    with pytest.raises(ModelNotFoundError, match="no such directory") as caught:
+        hf_model.resolve_directory(tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in caught.value.found
+
+
+@pytest.mark.parametrize("name", ["nowhere", "nobody/nothing", "not a name", "a--b..c/d"])
+def test_unknown_hub_name(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="no such directory"):
+        hf_model.resolve_directory(name)
+
+
+def test_directory_without_config(tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        hf_model.resolve_directory(tmp_path)
+
+
+def test_file_instead_of_directory(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ModelNotFoundError):
+        hf_model.resolve_directory(tmp_path / "file")
+
+
+def test_directory_is_found(tmp_path):
+    path = write(tmp_path / "m", model_type="llama")
+    assert hf_model.resolve_directory(path) == path
+    assert hf_model.resolve_directory(str(path)) == path
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("bert", "BertModel"),
+        ("bert", "BertForMaskedLM"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("vit", "ViTForImageClassification"),
+        ("clip", "CLIPModel"),
+        ("llama", "LlamaForSequenceClassification"),
+        ("qwen3", "Qwen3Model"),
+        ("whisper", "WhisperForConditionalGeneration"),
+    ],
+)
+def test_not_a_causal_model(tmp_path, model_type, architecture):
+    path = write(tmp_path / "m", model_type=model_type, architectures=[architecture])
+    with pytest.raises(NotCausalLMError) as caught:
+        hf_model.load_config(path)
+    assert architecture in caught.value.found
+    assert caught.value.do
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '{"model_type": "no-such-type"}', "{}"])
+def test_broken_config(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(NotCausalLMError) as caught:
+        hf_model.load_config(tmp_path)
+    assert "config.json" in caught.value.found
+    assert "\n" not in caught.value.found
+
+
+@pytest.mark.parametrize("names", [["LlamaForCausalLM"], [], None])
+def test_causal_model(tmp_path, names):
+    config = hf_model.load_config(write(tmp_path / "m", model_type="llama", architectures=names))
+    assert config.model_type == "llama"
+
+
+def test_gpt2_names_its_class_in_the_old_way(tmp_path):
+    path = write(tmp_path / "m", model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    assert hf_model.load_config(path).model_type == "gpt2"
+
+
+LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        {"rope_scaling": {"rope_type": "longrope", **LONG}},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **LONG}},
+    ],
+)
+def test_rotary_scaling_that_depends_on_length_is_refused(tmp_path, scaling):
+    path = rope(tmp_path, hidden_size=64, num_attention_heads=4, **scaling)
+    with pytest.raises(UnsupportedRotaryError) as caught:
+        hf_model.load_config(path)
+    kind = next(iter(scaling.values()))
+    assert kind.get("rope_type", kind.get("type")) in caught.value.found
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_phi3_longrope_is_refused(tmp_path, kind):
+    scaling = {"type": kind, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    fields = _SMALL | {"pad_token_id": 0, "original_max_position_embeddings": 64}
+    path = write(tmp_path / "m", model_type="phi3", rope_scaling=scaling, **fields)
+    with pytest.raises(UnsupportedRotaryError, match=f"rotary scaling {kind}"):
+        hf_model.load_config(path)
+
+
+def test_one_layer_type_with_dynamic_scaling_is_refused(tmp_path):
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    types = {"sliding_attention": plain, "full_attention": plain | {"rope_type": "dynamic"}}
+    types["full_attention"]["factor"] = 2.0
+    path = write(tmp_path / "m", model_type="gemma3_text", rope_parameters=types)
+    with pytest.raises(UnsupportedRotaryError, match="rotary scaling dynamic"):
+        hf_model.load_config(path)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}, LLAMA3, YARN]
+)
+def test_other_rotary_scalings_are_accepted(tmp_path, key, scaling):
+    value = scaling | ({"rope_theta": 1e4} if key == "rope_parameters" else {})
+    assert hf_model.load_config(rope(tmp_path, **{key: value})).model_type == "llama"
+
+
+def test_gemma3_layer_types_are_accepted():
+    hf_model.check_rotary(tiny_config("gemma3"), "gemma3")
+
+
+FOREIGN = {
+    "gemma2": (_SMALL | {"head_dim": 8}, "model.layers.0.self_attn", "softcap"),
+    "bloom": (
+        {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 40},
+        "transformer.h.0.self_attention",
+        "ALiBi",
+    ),
+    "mpt": (
+        {"d_model": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 40, "max_seq_len": 64},
+        "transformer.blocks.0.attn",
+        "softmax outside scaled_dot_product_attention",
+    ),
+    "falcon": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 40}
+        | {"alibi": True},
+        "transformer.h.0.self_attention",
+        "ALiBi",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_other_attention_is_refused_with_layer_and_reason(kind):
+    fields, layer, reason = FOREIGN[kind]
+    config = AutoConfig.for_model(kind, **fields)
+    program = trace(hf_model.build_on_meta(config, torch.float32), "target")
+    Normalize().run(program)
+    with pytest.raises(UnsupportedAttentionError) as caught:
+        ClassifyMasks().run(program)
+    assert f"layer {layer}" in caught.value.found
+    assert reason in caught.value.found
+
+
+def test_built_on_meta_in_the_dtype_asked_for():
+    model = hf_model.build_on_meta(tiny_config("llama"), torch.bfloat16)
+    parameters = list(model.parameters())
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in parameters)
+    assert not model.training
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"), [("llama", 256), ("gpt2", 256), ("opt", 256), ("gpt_neox", 256)]
+)
+def test_max_position(name, positions):
+    assert hf_model.max_position(tiny_config(name)) == positions
+
+
+def test_max_position_unknown():
+    assert hf_model.max_position(object()) is None
+
+
+def test_eos_token_ids(tmp_path):
+    config = tiny_config("llama", eos_token_id=7)
+    assert hf_model.eos_token_ids(None, config) == [7]
+    assert hf_model.eos_token_ids(tmp_path, config) == [7]
+    GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path)
+    assert hf_model.eos_token_ids(tmp_path, config) == [3, 4]
+    assert hf_model.eos_token_ids(None, tiny_config("llama")) == []

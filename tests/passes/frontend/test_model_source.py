@@ -1,0 +1,59 @@
+"""A directory that cannot be compiled is refused before its model is built and traced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specc.errors import ModelNotFoundError, SpeccError, WeightError
+from specc.passes.frontend import hf_model
+from specc.passes.frontend.model_source import ModelSource
+from tests.models import tiny_config
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    monkeypatch.setattr(hf_model, "build_on_meta", _must_not_build)
+    return tmp_path
+
+
+def _must_not_build(*args):
+    raise AssertionError("the model was built before its weights were looked at")
+
+
+def test_no_weights(directory):
+    with pytest.raises(ModelNotFoundError) as caught:
+        ModelSource.load("target", directory, torch.float32)
+    assert str(directory) in caught.value.found
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64])
+def test_malformed_weights(directory, content):
+    (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(WeightError, match=r"model\.safetensors"):
+        ModelSource.load("target", directory, torch.float32)
+
+
+def test_truncated_weights(directory):
+    path = directory / "model.safetensors"
+    save_file({"x": torch.zeros(1000)}, str(path))
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(WeightError, match=r"model\.safetensors"):
+        ModelSource.load("target", directory, torch.float32)
+
+
+def test_missing_shard(directory):
+    index = '{"weight_map": {"x": "model-00001-of-00001.safetensors"}}'
+    (directory / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(SpeccError, match="model-00001-of-00001"):
+        ModelSource.load("target", directory, torch.float32)
+
+
+def test_readable_weights(directory, monkeypatch):
+    tensors = {name: torch.zeros(3) for name in ("x", "y")}
+    save_file(tensors, str(directory / "model.safetensors"))
+    monkeypatch.setattr(hf_model, "build_on_meta", lambda config, dtype: torch.nn.Identity())
+    source = ModelSource.load("target", directory, torch.float32)
+    assert sorted(source.reader.keys()) == ["x", "y"]

@@ -1,0 +1,212 @@
+"""A trace is flat, names its weights as the module does, and computes what the module computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from specc.errors import NotCausalLMError, UnsupportedGraphError
+from specc.passes.frontend.trace_flat import buffer_values, trace
+from specc.passes.program import RUNTIME_INPUTS
+from tests.passes.modules import Tiny, assert_same_numbers, program_logits, random_tokens
+
+
+class Scaled(Tiny):
+    """With a buffer that is computed, as rotary frequencies are."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([0.5, 2.0] * 8), persistent=False)
+        self.unused = nn.Parameter(torch.zeros(3))
+
+    def _init_weights(self, module):
+        if module is self or isinstance(module, Scaled):
+            module.scale.copy_(torch.tensor([0.5, 2.0] * 8))
+
+    def after(self, x, positions):
+        return x * self.scale
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(1)
+    return Scaled().eval()
+
+
+@pytest.fixture(scope="module")
+def program(model):
+    return trace(model, "target")
+
+
+def test_inputs_are_weights_constants_and_runtime_inputs(program):
+    names = [node.target for node in program.graph.find_nodes(op="placeholder")]
+    count = len(program.weights) + len(program.constants)
+    assert set(names[:count]) == program.weights.keys() | program.constants.keys()
+    assert names[count:] == [*RUNTIME_INPUTS, "geometry"]
+
+
+def test_weights_have_the_names_shapes_and_dtypes_of_parameters(program, model):
+    found = {weight.key: (weight.shape, weight.dtype) for weight in program.weights.values()}
+    assert found == {
+        name: (tuple(value.shape), value.dtype)
+        for name, value in model.named_parameters()
+        if name != "unused"
+    }
+    assert program.num_parameters == sum(p.numel() for p in model.parameters()) - 3
+
+
+def test_only_tokens_and_positions_share_a_dynamic_size(program):
+    sizes = {
+        name: [str(size) for size in program.placeholder(name).meta["val"].shape]
+        for name in RUNTIME_INPUTS
+    }
+    assert sizes["tokens"] == sizes["positions"]
+    others = [size for name in RUNTIME_INPUTS[2:] for size in sizes[name]]
+    assert len({*others, *sizes["tokens"]}) == len(others) + 1
+    (output,) = program.graph.find_nodes(op="output")
+    shape = output.args[0].meta["val"].shape
+    assert (shape[0], str(shape[1]), shape[2]) == (1, sizes["tokens"][0], 13)
+
+
+def test_same_numbers(program, model):
+    assert_same_numbers(program, model)
+
+
+def test_meta_trace_equals_the_trace_with_weights(program):
+    with torch.device("meta"):
+        model = Scaled()
+    on_meta = trace(model, "target")
+    assert [str(node.target) for node in on_meta.graph.nodes] == [
+        str(node.target) for node in program.graph.nodes
+    ]
+    (name,) = on_meta.constants
+    assert not on_meta.constants[name].is_meta
+    torch.testing.assert_close(on_meta.constants[name], program.constants[name], rtol=0, atol=0)
+
+
+def test_constant_is_a_copy(model):
+    value = buffer_values(model, {"scale"})["scale"]
+    value.zero_()
+    assert model.scale.any()
+
+
+class Positional(Tiny):
+    """Names its inputs in its own way."""
+
+    def forward(self, ids, where):
+        return super().forward(ids, where)
+
+
+class TupleOutput(Tiny):
+    def forward(self, input_ids, position_ids):
+        logits = super().forward(input_ids, position_ids)
+        return logits, logits.sum()
+
+
+class UseCache(Tiny):
+    def forward(self, input_ids, position_ids, use_cache=True):
+        logits = super().forward(input_ids, position_ids)
+        return logits * (2.0 if use_cache else 1.0)
+
+
+@pytest.mark.parametrize("kind", [Positional, TupleOutput])
+def test_other_signatures_same_numbers(kind):
+    module = kind().eval()
+    assert_same_numbers(trace(module, "target"), module)
+
+
+def test_use_cache_is_off():
+    module = UseCache().eval()
+    program, tokens = trace(module, "target"), random_tokens()
+    with torch.no_grad():
+        want = module(tokens[None], torch.arange(len(tokens))[None], use_cache=False)
+    torch.testing.assert_close(program_logits(program, module, tokens), want)
+
+
+class OneInput(Tiny):
+    def forward(self, x):
+        return super().forward(x, x)
+
+
+class IntegerOutput(Tiny):
+    def forward(self, input_ids, position_ids):
+        return super().forward(input_ids, position_ids).argmax(-1, keepdim=True)
+
+
+class FlatOutput(Tiny):
+    def forward(self, input_ids, position_ids):
+        return super().forward(input_ids, position_ids)[0]
+
+
+class NoTensor(Tiny):
+    def forward(self, input_ids, position_ids):
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (OneInput, "OneInput.forward cannot be called"),
+        (IntegerOutput, "IntegerOutput returns torch.int64"),
+        (FlatOutput, "FlatOutput returns torch.float32"),
+        (NoTensor, "NoTensor returns no tensor"),
+    ],
+)
+def test_what_is_no_language_model_is_refused(kind, found):
+    with pytest.raises(NotCausalLMError) as caught:
+        trace(kind().eval(), "target")
+    assert caught.value.found.startswith(found)
+
+
+class LastToken(Tiny):
+    def project(self, x):
+        return self.head(x[:, -1:])
+
+
+class TokensFirst(Tiny):
+    def project(self, x):
+        return self.head(x).transpose(0, 1)
+
+
+@pytest.mark.parametrize("kind", [LastToken, TokensFirst])
+def test_logits_of_other_shapes_are_refused(kind):
+    with pytest.raises(NotCausalLMError):
+        trace(kind().eval(), "target")
+
+
+class DataDependent(Tiny):
+    def after(self, x, positions):
+        return x if positions.sum() > 3 else 2 * x
+
+
+class FixedLength(Tiny):
+    def after(self, x, positions):
+        return x + x[:, :8]
+
+
+@pytest.mark.parametrize("kind", [DataDependent, FixedLength])
+def test_untraceable_models_are_refused_by_name(kind):
+    with pytest.raises(UnsupportedGraphError) as caught:
+        trace(kind().eval(), "target")
+    assert caught.value.found.startswith(f"{kind.__name__} cannot be traced")
+    assert "\n" not in caught.value.found
+
+
+class Unset(Tiny):
+    """A buffer that nothing fills where the model has no values."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(16))
+
+    def after(self, x, positions):
+        return x * self.table
+
+
+def test_buffer_without_value_is_refused():
+    with torch.device("meta"):
+        model = Unset()
+    with pytest.raises(UnsupportedGraphError) as caught:
+        trace(model, "target")
+    assert "table has no value on the meta device" in caught.value.found

@@ -1,0 +1,90 @@
+"""What is handed to Inductor: programs without their weights."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from specc.passes.lower.inductor import package as lower_aot_inductor
+from specc.passes.lower.inductor.package import BoundProgram, _content_key
+from specc.runtime.backends.program import read_json
+from specc.system.child_processes import ChildProcesses
+
+
+@pytest.fixture
+def program(tiny_engine):
+    return read_json(tiny_engine / "target/program.json")
+
+
+def test_inductor_has_nothing_to_copy(program) -> None:
+    """It clones buffers, which costs as much memory as the checkpoint, and takes parameters."""
+    module = BoundProgram(program)
+    kinds = [entry["kind"] for entry in program["inputs"]]
+    num_weights = kinds.count("weight") + kinds.count("constant")
+    assert list(module.buffers()) == []
+    assert [name for name, _ in module.named_parameters()] == [f"w{i}" for i in range(num_weights)]
+    assert not any(weight.requires_grad for weight in module.parameters())
+
+
+def test_the_cache_knows_all_that_a_package_is_made_of(program, monkeypatch, tmp_path) -> None:
+    compiler = lower_aot_inductor.native.find_compiler()
+    key = _content_key(program, compiler)
+    assert key == _content_key(program, compiler)
+    graph = json.dumps(program["graph"])
+    assert "aten.mul" in graph
+    other = json.loads(graph.replace("aten.mul", "aten.add", 1))
+    assert key != _content_key(program | {"graph": other}, compiler)
+    for i in (0, -1):
+        for change in ({"dtype": "float16"}, {"shape": [7, 7]}, {"kind": "constant"}):
+            inputs = list(program["inputs"])
+            inputs[i] = inputs[i] | change
+            assert key != _content_key(program | {"inputs": inputs}, compiler), change
+    # which model it is, and where its weights come from, are no part of the code
+    keys = [entry | {"key": f"other {i}"} for i, entry in enumerate(program["inputs"])]
+    assert key == _content_key(program | {"name": "draft_0", "inputs": keys}, compiler)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.13.1")
+        assert key != _content_key(program, compiler)
+    # the same compiler by way of a script with other arguments
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path))
+    keys = set()
+    for flags in ("-g0", "-O1"):
+        monkeypatch.setenv("CXX", f"{compiler} {flags}")
+        keys.add(_content_key(program, lower_aot_inductor.native.find_compiler()))
+    assert len(keys | {key}) == 3
+
+
+@pytest.mark.slow  # compiles twice
+def test_inductor_leaves_nothing(program, monkeypatch, tmp_path) -> None:
+    """Neither in the temporary directory nor beside the package, and it uses nothing from there."""
+    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(cache))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    seen = []
+
+    class Children(ChildProcesses):
+        def run(self, command, environment=None):
+            result = super().run(command, environment)
+            seen.append(sorted(path.name for path in Path(environment["TMPDIR"]).iterdir()))
+            (inductor,) = {Path(environment["TORCHINDUCTOR_CACHE_DIR"])}
+            assert any(inductor.iterdir()), "Inductor works in the directory that it is given"
+            return result
+
+    data = lower_aot_inductor.compile_package(program, Children())
+    assert len(seen) == 1
+    assert list(temporary.iterdir()) == []
+    files = [path for path in cache.rglob("*") if path.is_file()]
+    assert sorted(path.suffix for path in files) == [".pt2", ".sha256"]
+    (package,) = (path for path in files if path.suffix == ".pt2")
+    # a damaged one is compiled again
+    package.write_bytes(data[: len(data) // 2])
+    again = lower_aot_inductor.compile_package(program, Children())
+    assert len(seen) == 2
+    assert package.read_bytes() == again
+    assert zipfile.is_zipfile(package)

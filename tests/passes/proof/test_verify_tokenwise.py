@@ -1,0 +1,461 @@
+"""Outside attention each number depends on one token: the proof accepts that and nothing else."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specc.errors import SpeccError, UnsupportedGraphError
+from specc.kernels import ops
+from specc.passes.proof.verify_tokenwise import verify_tokenwise
+from tests.passes.modules import Tiny, compiled
+
+
+def after(function):
+    """A `Tiny` whose last hidden state [1, T, 16] goes through function(self, x, positions)."""
+    return type(function.__name__, (Tiny,), {"after": function})
+
+
+def shift_by_padding(self, x, positions):
+    return x + F.pad(x, (0, 0, 1, -1))
+
+
+def scaled_by_length(self, x, positions):
+    return x * x.shape[1]
+
+
+def entry_of_a_table_by_length(self, x, positions):
+    return x + torch.arange(1 << 21)[x.shape[1] : x.shape[1] + 1]
+
+
+def counted_from_the_length(self, x, positions):
+    return x + torch.arange(x.shape[1], x.shape[1] + 16)
+
+
+def table_up_to_the_length(self, x, positions):
+    return x + torch.arange(1 << 21)[: x.shape[1], None]
+
+
+def places(self, x, positions):
+    return x + torch.arange(x.shape[1])[None, :, None] * 0.1
+
+
+def running_places(self, x, positions):
+    return x + torch.ones(x.shape[1]).cumsum(0)[:, None]
+
+
+def distance_to_place(self, x, positions):
+    return x + (positions[0] - torch.arange(x.shape[1]))[:, None]
+
+
+def rows_read_as_columns(self, x, positions):
+    return x + x.mT.contiguous().view(1, x.shape[1], 16)
+
+
+def copies_read_across(self, x, positions):
+    return x + torch.cat([x, -x]).view(1, x.shape[1], 2, 16).sum(2)
+
+
+def neighbors(self, x, positions):
+    return x + torch.cat([x, x.flip(-1)], 1).view(1, 2, -1, 16)[:, 1]
+
+
+def linear_attention(self, x, positions):
+    return x @ (x.mT @ x)
+
+
+def linear_attention_by_einsum(self, x, positions):
+    return torch.einsum("btd,bte,btf->btf", x, x, x) + torch.einsum("btd,bsd->btd", x, x)
+
+
+def outer_product(self, x, positions):
+    return x + torch.outer(x[0, :, 0], x[0, :, 1]).amax(1)[None, :, None]
+
+
+def rows_by_position(self, x, positions):
+    return x + x[:, positions[0]]
+
+
+def gathered_rows(self, x, positions):
+    return x + x.gather(1, positions[..., None].expand(-1, -1, 16))
+
+
+def scattered_rows(self, x, positions):
+    return x.scatter(1, positions[:, :, None].expand(-1, -1, 16), 0.0)
+
+
+def first_token(self, x, positions):
+    return x + x.select(1, 0)[:, None]
+
+
+def every_other(self, x, positions):
+    return x + x[:, ::2].repeat_interleave(2, 1)[:, : x.shape[1]]
+
+
+def sorted_rows(self, x, positions):
+    return x + x[:, positions[0].argsort()]
+
+
+def ranks(self, x, positions):
+    return x + positions[0].argsort().argsort()[:, None]
+
+
+def count_of_zeros(self, x, positions):
+    return x * (x > 0).sum()
+
+
+def norm_of_all(self, x, positions):
+    return x / torch.linalg.vector_norm(x)
+
+
+def batch_norm(self, x, positions):
+    return F.batch_norm(x.mT, None, None, training=True).mT
+
+
+def noise(self, x, positions):
+    return x + torch.rand_like(x)
+
+
+MIXING = [
+    *(shift_by_padding, scaled_by_length, entry_of_a_table_by_length, counted_from_the_length),
+    *(table_up_to_the_length, places, running_places, distance_to_place, rows_read_as_columns),
+    *(copies_read_across, neighbors, linear_attention, linear_attention_by_einsum, outer_product),
+    *(rows_by_position, gathered_rows, scattered_rows, first_token, every_other, sorted_rows),
+    *(ranks, count_of_zeros, norm_of_all, batch_norm, noise),
+]
+
+
+@pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
+def test_mixing_is_refused(function):
+    with pytest.raises(SpeccError) as caught:
+        compiled(after(function)())
+    assert type(caught.value) is UnsupportedGraphError
+    assert "after fuse: " in caught.value.found, caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (places, "computes with the places of tokens in the pass"),
+        (scaled_by_length, "aten.mul.Tensor computes with the number of tokens in the pass"),
+        (linear_attention, "aten.matmul.default mixes tokens outside attention"),
+        (outer_product, "is not known to keep tokens apart"),
+        (neighbors, "aten.cat.default mixes tokens outside attention"),
+    ],
+)
+def test_reason_says_what_happens(function, found):
+    with pytest.raises(UnsupportedGraphError) as caught:
+        compiled(after(function)())
+    assert found in caught.value.found
+
+
+def reductions(self, x, positions):
+    x = x + x.sum(-1, keepdim=True) + x.amax(2, keepdim=True) + x.std(-1, keepdim=True)
+    return x + x.norm(dim=-1, keepdim=True) + torch.logsumexp(x, -1, keepdim=True)
+
+
+def shapes(self, x, positions):
+    heads = x.view(1, -1, 4, 4).transpose(1, 2).contiguous().flatten(0, 1).permute(1, 0, 2)
+    return x + heads.flatten(1).unflatten(1, (2, 8)).reshape(-1, 16).unsqueeze(0)
+
+
+def parts(self, x, positions):
+    a, b = x.chunk(2, -1)
+    c, d, e = x.split([4, 8, 4], -1)
+    x = torch.cat([a * b, c, e], -1) + torch.stack(d.unbind(-1), -1).repeat(1, 1, 2)
+    return x + F.glu(x, -1).repeat_interleave(2, -1) + F.pad(x[..., 2:], (1, 1))
+
+
+def own_products(self, x, positions):
+    heads = x.view(1, -1, 4, 4)
+    return x + (heads @ heads.mT @ self.place.weight[:4, :4]).flatten(2)
+
+
+def tables(self, x, positions):
+    table = torch.arange(64.0)[:, None] * torch.ones(16)
+    x = x + table[positions] + F.embedding(positions, self.place.weight)
+    return x + table.index_select(0, positions[0])
+
+
+def choices(self, x, positions):
+    places = x.topk(4, -1).indices
+    x = x + x.gather(-1, places).sum(-1, keepdim=True) + x.sort(-1).values
+    return torch.where(x > 0, x, -x).masked_fill(positions[..., None] == 3, 0.5)
+
+
+def norms(self, x, positions):
+    return F.rms_norm(F.layer_norm(x, [16]), [16]) + F.layer_norm(
+        x.view(1, -1, 4, 4), [4, 4]
+    ).flatten(2)
+
+
+def whole_slices(self, x, positions):
+    return x[:, 0:][:, : x.shape[1]] + torch.zeros_like(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [reductions, shapes, parts, own_products, tables, choices, norms, whole_slices],
+    ids=lambda function: function.__name__,
+)
+def test_work_within_a_token_is_accepted(function):
+    compiled(after(function)())
+
+
+class Mixture(Tiny):
+    """Two of four experts a token, in the steps of transformers; tests override single steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16))
+
+    def before(self, x):
+        return x
+
+    def sort(self, ids):
+        return ids.sort()
+
+    def tokens_of(self, permutation):
+        return permutation // 2
+
+    def count(self, ids, permutation):
+        return (ids[:, None] == torch.arange(4)).sum(0)
+
+    def ends(self, counts):
+        return counts.to(torch.int32).cumsum(0, dtype=torch.int32)
+
+    def inverse(self, permutation, ids):
+        inverse = torch.empty_like(permutation)
+        inverse[permutation] = torch.arange(permutation.shape[0])
+        return inverse
+
+    def back(self, rows, permutation, ids):
+        return rows[self.inverse(permutation, ids)]
+
+    def after(self, x, positions):
+        x = self.before(x)[0]
+        weights, choices = self.gate(x).softmax(-1).topk(2)
+        chosen = choices.reshape(-1)
+        ids, permutation = self.sort(chosen)
+        ends = self.ends(self.count(ids, permutation))
+        rows = ops.grouped_mm(x[self.tokens_of(permutation)], self.experts, ends)
+        rows = rows * weights.reshape(-1)[permutation][:, None]
+        rows = self.back(rows, permutation, chosen)
+        return rows.view(-1, 2, 16).sum(1)[None]
+
+
+class InverseBySorting(Mixture):
+    def inverse(self, permutation, ids):
+        return permutation.argsort()
+
+
+class CountsOfFloats(Mixture):
+    def count(self, ids, permutation):
+        return torch.histc(ids.float(), bins=4, min=0, max=3)
+
+
+@pytest.mark.parametrize("kind", [Mixture, InverseBySorting, CountsOfFloats])
+def test_mixtures_are_accepted(kind):
+    compiled(kind())
+
+
+class MixesBefore(Mixture):
+    def before(self, x):
+        return x + x.mean(1, keepdim=True)
+
+
+class SortsRowsBefore(Mixture):
+    def before(self, x):
+        return x.sort(1).values
+
+
+class StaysSorted(Mixture):
+    """Rows of experts are read as if they were in the order of the pass."""
+
+    def back(self, rows, permutation, ids):
+        return rows
+
+
+class AddsSorted(Mixture):
+    def back(self, rows, permutation, ids):
+        return super().back(rows, permutation, ids) + rows
+
+
+class GoesOn(Mixture):
+    """Applies the permutation instead of its inverse."""
+
+    def inverse(self, permutation, ids):
+        return permutation
+
+
+class OtherSort(Mixture):
+    def inverse(self, permutation, ids):
+        return super().inverse((3 - ids).sort().indices, ids)
+
+
+class BackwardInverse(Mixture):
+    def inverse(self, permutation, ids):
+        return permutation.argsort(descending=True)
+
+
+class PartlyWritten(Mixture):
+    def inverse(self, permutation, ids):
+        inverse = torch.empty_like(permutation)
+        inverse[permutation // 2] = torch.arange(permutation.shape[0])
+        return inverse
+
+
+class Descending(Mixture):
+    """Counts go up, rows go down."""
+
+    def sort(self, ids):
+        return ids.sort(descending=True)
+
+
+class OtherTokens(Mixture):
+    def tokens_of(self, permutation):
+        return permutation // 4
+
+
+class NextTokens(Mixture):
+    def tokens_of(self, permutation):
+        return (permutation + 1) // 2
+
+
+class CountsOfOther(Mixture):
+    def count(self, ids, permutation):
+        return super().count((3 - ids).sort().values, permutation)
+
+
+class CountsOfPlaces(Mixture):
+    def count(self, ids, permutation):
+        return super().count(permutation, permutation)
+
+
+class CountsAsEnds(Mixture):
+    def ends(self, counts):
+        return counts.to(torch.int32)
+
+
+class TurnedCounts(Mixture):
+    def count(self, ids, permutation):
+        return super().count(ids, permutation).flip(0)
+
+
+class OverflowingCounts(Mixture):
+    def ends(self, counts):
+        return counts.to(torch.int8).cumsum(0, dtype=torch.int32)
+
+
+class NarrowPlaces(Mixture):
+    def tokens_of(self, permutation):
+        return permutation.to(torch.int8).to(torch.int64) // 2
+
+
+class SwappedChoices(Mixture):
+    def count(self, ids, permutation):
+        same = (ids[:, None] == torch.arange(4)).view(-1, 2, 2).mT.reshape(-1, 4)
+        return same.sum(0)
+
+
+class LoadAsFeature(Mixture):
+    """Tokens learn how many others chose their expert."""
+
+    def back(self, rows, permutation, ids):
+        load = self.count(ids.sort().values, permutation).float()
+        return super().back(rows, permutation, ids) + load[ids][:, None]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(MixesBefore, SortsRowsBefore, StaysSorted, AddsSorted, GoesOn, OtherSort),
+        *(BackwardInverse, PartlyWritten, Descending, OtherTokens, NextTokens, CountsOfOther),
+        *(CountsOfPlaces, CountsAsEnds, TurnedCounts, SwappedChoices, LoadAsFeature),
+        *(OverflowingCounts, NarrowPlaces),
+    ],
+)
+def test_broken_routing_is_refused(kind):
+    with pytest.raises(UnsupportedGraphError) as caught:
+        compiled(kind())
+    assert "after fuse: " in caught.value.found, caught.value.found
+
+
+class Experts(Tiny):
+    """One expert of four a token, by one operator; tests override what it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.gate_up = nn.Parameter(torch.randn(4, 24, 16))
+        self.down = nn.Parameter(torch.randn(4, 16, 12))
+
+    def after(self, x, positions):
+        weights, ids = self.gate(x[0]).softmax(-1).topk(1)
+        operands = self.choose(x[0], ids, weights)
+        return ops.experts(*operands, self.gate_up, self.down, "silu")[None]
+
+    def choose(self, x, ids, weights):
+        return x, ids, weights
+
+
+class SortedRows(Experts):
+    def choose(self, x, ids, weights):
+        return x[ids.reshape(-1).sort().indices // 1], ids, weights
+
+
+class SortedIds(Experts):
+    def choose(self, x, ids, weights):
+        return x, ids.reshape(-1).sort().values[:, None], weights
+
+
+class SortedWeights(Experts):
+    def choose(self, x, ids, weights):
+        return x, ids, weights.reshape(-1)[ids.reshape(-1).sort().indices][:, None]
+
+
+class PlacesAsIds(Experts):
+    def choose(self, x, ids, weights):
+        return x, torch.arange(x.shape[0])[:, None], weights
+
+
+def test_experts_are_accepted():
+    program, _ = compiled(Experts())
+    assert len(program.calls(ops.experts)) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (SortedRows, "is not a row for each token"),
+        (SortedIds, "is not [tokens, columns]"),
+        (SortedWeights, "is not [tokens, columns]"),
+        (PlacesAsIds, "is not [tokens, columns]"),
+    ],
+)
+def test_experts_of_other_tokens_are_refused(kind, found):
+    with pytest.raises(UnsupportedGraphError) as caught:
+        compiled(kind())
+    assert "after fuse: " in caught.value.found
+    assert found in caught.value.found
+
+
+def test_time_is_linear_in_nodes():
+    """A chain of thousands of operators takes seconds at most, however machines are loaded."""
+    program, _ = compiled(Tiny())
+    (output,) = program.graph.find_nodes(op="output")
+    node = output.args[0]
+    for _ in range(6000):
+        with program.graph.inserting_before(output):
+            following = program.graph.call_function(torch.ops.aten.neg.default, (node,))
+        following.meta["val"] = node.meta["val"]
+        node = following
+    output.args = (node,)
+    start = time.perf_counter()
+    verify_tokenwise(program, "fuse")
+    assert time.perf_counter() - start < 20

@@ -1,0 +1,102 @@
+"""Tiles that a limit of logits asks for, and the rows that are counted for the memory plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specc.errors import ConfigError
+from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
+from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
+from specc.speculation.tree import TokenTree
+
+PAIR = ("draft_0", "draft_1")
+TREE = SpecPlan.from_widths((3, 2, 1))  # 1 + 3 + 6 + 6 nodes, of which 1 + 3 + 6 have children
+UNEVEN = SpecPlan.from_tree(TokenTree((-1, 0, 0, 0, 1, 3, 3, 6)))
+DYNAMIC = SpecPlan.from_dynamic(DynamicTree(16, 3, 4))
+MERGED = SpecPlan.from_widths((2, 2), PAIR, MERGE)
+VOTED = SpecPlan.from_widths((1, 1, 1), PAIR, VOTE)
+LOOKUP = SpecPlan.from_widths((1,) * 5, ("lookup-3",))
+
+
+@pytest.mark.parametrize(
+    ("plan", "target", "draft", "passes"),
+    [
+        (OFF, 1, 0, 0),
+        # what children were drawn from stays until the tree is verified
+        (TREE, 16, 1 + 3 + 6, 6),
+        (UNEVEN, 8, 1 + 2 + 1, 2),
+        (MERGED, 13, 1 + 2, 5 - 2),
+        # no rule of these looks at it
+        (DYNAMIC, 16, 3, 3),
+        (VOTED, 4, 1, 4),
+        (LOOKUP, 6, 0, 0),
+        (replace(TREE, tile=4), 4, 4, 4),
+        (replace(TREE, tile=99), 16, 6, 6),
+        (replace(DYNAMIC, tile=2), 2, 2, 2),
+        (replace(MERGED, tile=1), 1, 1, 3),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_rows(plan, target, draft, passes):
+    assert (logit_rows(plan, "target"), logit_rows(plan, "draft_0")) == (target, draft)
+    assert pass_rows(plan, "draft_0") == passes
+    assert pass_rows(plan, "target") == target
+    assert logit_rows(plan, "draft_7") == pass_rows(plan, "draft_7") == 0
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("plan", "rows", "tile"),
+    [
+        # all 16 nodes and the 10 that children were drawn from
+        (TREE, 26, None),
+        # which are let go of, for the tree to fit in one
+        (TREE, 25, 16),
+        (TREE, 16, 16),
+        (TREE, 15, 8),
+        (TREE, 7, 6),
+        (TREE, 5, 4),
+        (TREE, 1, 1),
+        (DYNAMIC, 16, None),
+        (DYNAMIC, 15, 8),
+        (VOTED, 4, None),
+        (MERGED, 13 + 6, None),
+        (MERGED, 13 + 5, 13),
+        (LOOKUP, 6, None),
+        (LOOKUP, 5, 3),
+        (OFF, 1, None),
+        (replace(TREE, tile=3), 100, 3),
+        (replace(TREE, tile=9), 5, 4),
+        # of the draft's levels, which are wider than the tree
+        (SpecPlan.from_dynamic(DynamicTree(4, 8, 3)), 8, None),
+        (SpecPlan.from_dynamic(DynamicTree(4, 8, 3)), 7, 4),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_tiles_are_as_few_as_fit(plan, rows, tile):
+    sizes = dict.fromkeys(("target", *PAIR), MB // 4)
+    assert tile_plan(plan, sizes, 4, rows) == replace(plan, tile=tile)
+
+
+def test_the_widest_row_of_the_models_that_take_part_counts():
+    sizes = {"target": MB, "draft_0": 4 * MB, "draft_1": MB // 2}
+    assert tile_plan(TREE, sizes, 1, 16).tile == 4
+    other = SpecPlan.from_widths((3, 2, 1), ("draft_1",))
+    assert tile_plan(other, sizes, 1, 16).tile == 16
+    assert tile_plan(other, sizes, 1, 16 + 5).tile is None
+    assert tile_plan(LOOKUP, sizes, 1, 6).tile is None
+    assert tile_plan(TREE, sizes, 2, 16).tile == 2
+
+
+@pytest.mark.parametrize("plan", [OFF, TREE], ids=["off", "tree"])
+def test_not_one_node_of_each_sequence(plan):
+    with pytest.raises(ConfigError) as caught:
+        tile_plan(plan, {"target": 3 * MB // 2, "draft_0": MB}, 9, 13)
+    assert caught.value.found.endswith("one node of each of 9 sequences take 13.5 MiB")
+    assert caught.value.needed == "14 or more"
+    assert caught.value.do == "pass --max-logits-mb 14, or lower --max-batch-size"
+    tile_plan(plan, {"target": 3 * MB // 2, "draft_0": MB}, 9, 14)

@@ -1,0 +1,141 @@
+"""The memory plan: bytes counted by hand, and a workspace of the measured order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specc.passes.lower.cuda.phases import cuda_phases
+from specc.passes.memory import ModelMemory, PassShape, peak_bytes, plan_memory
+from specc.passes.pipeline import Pipeline
+from tests.models import POSITIONS, build_model
+from tests.passes.modules import Tiny, compiled, flat_logits
+
+# 12 tokens of 2 sequences, 5 rows of logits
+SHAPE = PassShape(num_tokens=12, num_rows=5, batch_size=2, longest=6, context=32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return Tiny().eval()
+
+
+@pytest.fixture(scope="module")
+def program(model):
+    return compiled(model)[0]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_bytes_by_hand(program, dtype, size):
+    memory = plan_memory(program, dtype, 64, [SHAPE])
+    # embeddings of 13 and 64 rows, q, k, v, o with its bias, the head
+    parameters = 16 * (13 + 64) + 16 * (16 + 8 + 8) + 16 * 16 + 16 + 16 * 13
+    assert memory.weights == parameters * size
+    # one layer, keys and values of 2 heads of 4, 64 rows
+    assert memory.cache == 2 * 2 * 4 * 64 * size
+    # the trace is float32, whatever the weights are stored in
+    assert memory.logits == 5 * 13 * 4
+
+
+def test_largest_pass_counts(program):
+    small = PassShape(2, 2, 1, 2, 32)
+    one, both = (plan_memory(program, torch.float32, 64, s) for s in ([SHAPE], [small, SHAPE]))
+    assert one == both
+    most_rows = PassShape(2, 9, 1, 2, 32)
+    assert plan_memory(program, torch.float32, 64, [SHAPE, most_rows]).logits == 9 * 13 * 4
+    assert peak_bytes(program, small) < peak_bytes(program, SHAPE)
+
+
+def test_total_and_json():
+    memory = ModelMemory(1, 20, 300, 4000)
+    assert memory.total == 4321
+    assert memory.to_json() == {"weights": 1, "cache": 20, "logits": 300, "workspace": 4000}
+
+
+def test_workspace_grows_with_tokens_and_context(program):
+    twice = PassShape(24, 5, 2, 12, 32)
+    longer = PassShape(12, 5, 2, 6, 64)
+    base = peak_bytes(program, SHAPE)
+    assert base < peak_bytes(program, twice) <= 2.5 * base
+    assert base < peak_bytes(program, longer) <= 2 * base
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of storages that operators made and nobody has dropped."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple] = {}
+        self.known = {t.untyped_storage()._cdata for t in known}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        import weakref
+
+        output = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.storages[storage._cdata] = (weakref.ref(storage), storage.nbytes())
+        live = [size for ref, size in self.storages.values() if ref() is not None]
+        self.peak = max(self.peak, sum(live))
+        return output
+
+
+class Wide(Tiny):
+    """Large enough that what a pass computes outweighs its index tensors."""
+
+    num_heads, num_kv_heads, head_dim = 8, 4, 16
+
+
+def test_workspace_is_of_the_measured_order():
+    torch.manual_seed(0)
+    model = Wide().eval()
+    program, _ = compiled(model)
+    count = 48
+    inputs = {
+        "tokens": torch.zeros(count, dtype=torch.int64),
+        "positions": torch.arange(count),
+        "q_start": torch.tensor([0, count], dtype=torch.int32),
+        "slot": torch.arange(count, dtype=torch.int32),
+        "cache_len": torch.zeros(1, dtype=torch.int32),
+        "ancestors": None,
+        "block_table": torch.arange(count, dtype=torch.int32)[None],
+        "logit_rows": torch.arange(count),
+    }
+    known = [*model.parameters(), *(v for v in inputs.values() if v is not None)]
+    with Peak(known) as measured:
+        flat_logits(program, model, inputs, count)
+    # the fused weight and the caches were made inside, and the logits are counted apart
+    made = 128 * (128 + 64 + 64) * 4 + 2 * count * 64 * 4 + count * 13 * 4
+    workspace = measured.peak - made
+    planned = peak_bytes(program, PassShape(count, count, 1, count, count))
+    assert workspace / 3 < planned < workspace * 3
+
+
+def test_a_gpu_needs_memory_for_splits(model):
+    """What attention needs there depends on the machine's size, not on the context."""
+    program = compiled(model)[0]
+    Pipeline(cuda_phases(POSITIONS)).run(program)
+    scratch = 4 * 2 * 160 * 128 * (4 + 1)
+    longer = PassShape(12, 5, 2, 6, 640)
+    assert scratch < peak_bytes(program, SHAPE) == peak_bytes(program, longer)
+
+
+def test_products_with_norms_need_what_they_are_made_of():
+    """With many rows they run those operators, one after the other; inputs live on meanwhile."""
+    model = build_model("llama")
+    # so many that attention is not what needs the most
+    many = PassShape(100_000, 5, 2, 50_000, 64)
+    peaks = []
+    fused_phases = cuda_phases(POSITIONS)
+    for phases in (tuple(p for p in fused_phases if p[0] != "products"), fused_phases):
+        program = compiled(model)[0]
+        Pipeline(phases).run(program)
+        peaks.append(peak_bytes(program, many))
+    separate, fused = peaks
+    assert separate < fused < 2 * separate

@@ -1,0 +1,64 @@
+"""An engine whose steps are captured and whose programs run on a simulated device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specc.passes.step.fuse_step import fuse_step
+from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.cuda.backend import DeviceModel, DeviceOperators, make_buffers
+from specc.runtime.backends.program import StepProgram, read_json
+from specc.runtime.engine import Engine
+from specc.runtime.execution.device_link import DeviceLink
+from specc.speculation.plans import SpecPlan
+from tests.runtime.backends.captured.simulated_device import SimulatedDevice
+
+
+def captured_engine(path: Path, device: SimulatedDevice, plans: Sequence[SpecPlan] = ()) -> Engine:
+    """An engine of plain graphs as `cuda_backend` would have it; graphs are captured at first use.
+
+    Args:
+        path: of an engine for the backend eager.
+        device: that its steps, its prefill passes and its link use.
+        plans: that it gets besides its own; their rows fit into its cache.
+    """
+    engine = Engine.load(path)
+    models = models_of(engine)
+    cache = engine.cache
+    programs = {e.name: read_json(path / e.file) for e in engine.manifest.plans}
+    programs |= {plan.name: step_program(engine, plan) for plan in plans}
+    known = [entry.plan for entry in engine.manifest.plans]
+    buffers = make_buffers(device, cache, [*known, *plans], len(models))
+    sizes = tuple(range(1, cache.shape.max_num_seqs + 1))
+    engine.steps = {
+        name: CapturedStep(program, models, cache.environment, buffers, device, sizes)
+        for name, program in programs.items()
+    }
+    engine.target, *engine.drafts = [DeviceModel(model, device) for model in models.values()]
+    engine.operators, engine.link = DeviceOperators(device), DeviceLink(device)
+    engine.backend = "cuda"
+    return engine
+
+
+def eager_engine(path: Path, plans: Sequence[SpecPlan] = ()) -> Engine:
+    """An engine for the backend eager, with more plans; what a captured one is compared with."""
+    engine = Engine.load(path)
+    models = models_of(engine)
+    for plan in plans:
+        engine.steps[plan.name] = StepProgram(step_program(engine, plan), models)
+    return engine
+
+
+def models_of(engine: Engine) -> dict[str, Any]:
+    models = {"target": engine.target}
+    return models | {f"draft_{i}": draft for i, draft in enumerate(engine.drafts)}
+
+
+def step_program(engine: Engine, plan: SpecPlan) -> dict[str, Any]:
+    assert plan.num_rows <= engine.cache.shape.max_nodes
+    slabs = {name: len(own) for name, own in engine.cache.slabs.items()}
+    program: dict[str, Any] = json.loads(json.dumps(fuse_step(plan, slabs).to_json()))
+    return program

@@ -1,0 +1,125 @@
+"""Greedy output of compiled code equals `transformers.generate`, token for token.
+
+The same harness as test_lossless.py, with the backend cpu. Compiling a pair takes half a minute of
+a core, so the default tier takes three architectures that differ in what compiled code sees: norms
+of heads; sliding windows and a tied head; biases and learned positions. The slow tier takes all,
+and leaves its figures in build/lossless_compiled.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from specc.runtime.backends.cpu.compiled_program import CompiledProgram, CompiledStep
+from specc.speculation.plans import SpecPlan
+from tests import models
+from tests.lossless import (
+    FULL_MATRIX,
+    PLAN_IDS,
+    PLANS,
+    Zoo,
+    check_all_plans,
+    check_bfloat16,
+    check_full_acceptance,
+    check_join_and_leave,
+    check_matrix,
+    collect_figures,
+    layout_of,
+    run_case,
+)
+
+NAMES = ("qwen3", "gemma3-tied", "opt")
+CPU = {"backend": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    """Figures of the slow cases; written when the last of them has run."""
+    yield from collect_figures(request.config.rootpath / "build" / "lossless_compiled.json")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_runs_compiled_code(zoo: Zoo, name: str) -> None:
+    """Else the tests below would say nothing."""
+    engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)
+    assert engine.backend == "cpu"
+    assert {type(model) for model in (engine.target, *engine.drafts)} == {CompiledProgram}
+    assert {type(step) for step in engine.steps.values()} == {CompiledStep}
+    assert engine.steps.keys() == set(PLAN_IDS)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=PLAN_IDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
+    outcome, _ = check_matrix(zoo, name, plan, "noisy", **layout_of(name), **CPU)
+    if plan.tree.max_depth > 1:
+        # some proposals are accepted and some are not, else a wrong step could hide
+        assert 1.2 <= outcome.stats.mean_acceptance_length < len(plan.widths) + 0.9
+        assert outcome.stats.accepted_at_depth[1] > 0
+
+
+@pytest.mark.parametrize("plan", PLANS[1:], ids=PLAN_IDS[1:])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_equal_to_the_target_is_always_accepted(
+    zoo: Zoo, name: str, plan: SpecPlan
+) -> None:
+    check_full_acceptance(zoo, name, plan, **layout_of(name, other=True), **CPU)
+
+
+@pytest.mark.parametrize("plan", PLANS[2:], ids=PLAN_IDS[2:])
+def test_a_random_draft_changes_nothing(zoo: Zoo, plan: SpecPlan) -> None:
+    outcome, _ = check_matrix(zoo, "opt", plan, "random", **layout_of("opt"), **CPU)
+    assert outcome.stats.mean_acceptance_length < 1.3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_prompt_alone(zoo: Zoo, name: str) -> None:
+    engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)
+    for prompt in models.prompts():
+        run_case(zoo, name, engine, "tree-3-2-1-1", [prompt])
+
+
+@pytest.mark.parametrize("plan", PLAN_IDS)
+def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: str) -> None:
+    """The batch grows and shrinks between steps; a plain request runs among speculative ones."""
+    engine = zoo.engine("qwen3", "noisy", **layout_of("qwen3"), max_num_seqs=3, **CPU)
+    check_join_and_leave(zoo, "qwen3", engine, plan, plain=1)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
+)
+def test_two_threads(zoo: Zoo, name: str) -> None:
+    """A chunk of 64 tokens of each of five prompts is wider than what runs on one thread."""
+    engine = zoo.engine(name, "noisy", block_size=16, prefill_chunk=512, **CPU)
+    for plan in ("off", "chain-4", "tree-3-2-1-1"):
+        run_case(zoo, name, engine, plan, models.prompts())
+    assert engine.target.native.num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_bfloat16(zoo: Zoo, name: str) -> None:
+    check_bfloat16(zoo, name, zoo.engine(name, "noisy", dtype="bfloat16", **CPU))
+
+
+@pytest.mark.slow
+@FULL_MATRIX
+@pytest.mark.parametrize("name", models.DRAFT_NOISE)
+def test_full_matrix(
+    zoo: Zoo, outcomes: list[dict[str, Any]], name: str, draft: str, other: bool
+) -> None:
+    outcomes += check_all_plans(zoo, name, draft, **layout_of(name, other), **CPU)

@@ -1,0 +1,107 @@
+"""Constants of a step program: those of the compiler are taken, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+import torch
+
+from specc.errors import EngineError
+from specc.passes.step.fuse_step import fuse_step
+from specc.runtime.backends.step_constants import step_constants
+from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
+from specc.speculation.tree import TokenTree
+
+PAIR = ("draft_0", "draft_1")
+# a node with children stands beside two leaves, which stand between it and the next
+GAPS = TokenTree((-1, 0, 0, 0, 0, 1, 4, 4, 5))
+PLANS = [
+    OFF,
+    SpecPlan.from_widths((1, 1, 1)),
+    SpecPlan.from_widths((3, 2, 1)),
+    SpecPlan.from_tree(GAPS),
+    SpecPlan.from_dynamic(DynamicTree(5, 2, 3)),
+    SpecPlan.from_dynamic(DynamicTree(4, 3, 1)),
+    SpecPlan("lookup", (1, 1, 1), drafts=("lookup-3",)),
+    SpecPlan("suffix", (1, 1, 1), drafts=("suffix",)),
+    SpecPlan("merge", (2, 1), drafts=PAIR, combine=MERGE),
+    SpecPlan("merge-lookup", (1, 1), drafts=("draft_0", "lookup-3", "draft_1"), combine=MERGE),
+    SpecPlan("merge-gaps", parents=GAPS.parents, drafts=PAIR, combine=MERGE),
+    SpecPlan("vote", (1, 1, 1), drafts=("draft_0", "suffix", "draft_1"), combine=VOTE),
+]  # fmt: skip
+SIZES = (None, 1, 2, 3, 4)
+
+
+def program_of(plan: SpecPlan, is_rectangular: bool = False) -> dict:
+    models = {"target": 1, **dict.fromkeys(plan.models, 1)}
+    return json.loads(json.dumps(fuse_step(plan, models, is_rectangular).to_json()))
+
+
+@pytest.mark.parametrize("is_rectangular", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "tile"),
+    [(plan, tile) for plan in PLANS for tile in SIZES if plan.speculates or tile is None],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_the_compiler_writes_what_the_plan_says(plan, tile, is_rectangular):
+    plan = dataclasses.replace(plan, tile=tile)
+    step = fuse_step(plan, {"target": 1, **dict.fromkeys(plan.models, 1)}, is_rectangular)
+    found = step_constants(json.loads(json.dumps(step.to_json())), plan)
+    assert found.keys() == step.constants.keys()
+    for name, value in found.items():
+        assert value.dtype == step.constants[name].dtype
+        assert torch.equal(value, step.constants[name]), name
+
+
+HOSTILE = (
+    *(-(2**70), -(2**63), -(2**31), -2, -1, 0, 1, 2, 7, 64, 2**31 - 1, 2**31, 2**63 - 1, 2**70),
+    *(1.5, float("nan"), "1", None, True, [], [1], {}),
+)
+
+
+def spoil(rng: random.Random, values: list) -> list:
+    kind = rng.random()
+    if kind < 0.2:
+        return values[:-1]
+    if kind < 0.4:
+        return [*values, *values[:1], 0][: len(values) + 1]
+    values, at = list(values), rng.randrange(len(values))
+    is_list = isinstance(values[at], list)
+    values[at] = spoil(rng, values[at]) if is_list and kind < 0.9 else rng.choice(HOSTILE)
+    return values
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+def test_others_are_refused(plan):
+    rng = random.Random(plan.name)
+    program = program_of(plan)
+    for name, entry in program["constants"].items():
+        for _ in range(40):
+            values = spoil(rng, entry["values"])
+            if json.dumps(values) == json.dumps(entry["values"]):
+                continue
+            changed = {**program["constants"], name: {"dtype": entry["dtype"], "values": values}}
+            with pytest.raises(EngineError, match=f"constant {name} of plan {plan.name}"):
+                step_constants({**program, "constants": changed}, plan)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *({"dtype": dtype, "values": [-1, 0]} for dtype in ("float32", "int64", "load", "no", 3)),
+        *(None, [], {}, {"dtype": "int32"}, {"values": [-1, 0]}, {"dtype": "int32", "values": 3}),
+    ],
+)
+def test_malformed_entries(entry):
+    plan = SpecPlan.from_widths((1,))
+    with pytest.raises(EngineError, match="constant parents of plan"):
+        step_constants({"constants": {"parents": entry}}, plan)
+
+
+@pytest.mark.parametrize("constants", [[], 3, None, {"x": {"dtype": "int32", "values": [4097]}}])
+def test_other_constants(constants):
+    with pytest.raises(EngineError):
+        step_constants({"constants": constants}, SpecPlan.from_widths((1,)))

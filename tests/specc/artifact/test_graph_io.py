@@ -1,0 +1,625 @@
+"""Graphs as JSON: real exports there and back, and nothing that a hostile file could run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import operator
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import specc.kernels.ops  # noqa: F401  registers the operators
+from specc.artifact.graph_io import (
+    describe_value,
+    graph_from_json,
+    graph_to_json,
+    resolve_target,
+    target_name,
+)
+from specc.errors import EngineError, UnsupportedGraphError
+
+
+def through_json(graph: fx.Graph, modules: dict[str, nn.Module] | None = None) -> fx.GraphModule:
+    """Encode, print and parse as strict JSON, decode."""
+    data = graph_to_json(graph)
+    parsed = json.loads(json.dumps(data, allow_nan=False))
+    assert parsed == data
+    return graph_from_json(parsed, modules)
+
+
+def flat(outputs: Any) -> list[Any]:
+    if isinstance(outputs, (list, tuple)):
+        return [leaf for output in outputs for leaf in flat(output)]
+    return [outputs]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
+
+
+class Attention(nn.Module):
+    """Symbolic sizes in views, a mask with infinities, dtype and device arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(6, 18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        q, k, v = (
+            part.view(x.shape[0], length, 2, 3).transpose(1, 2)
+            for part in self.qkv(x).split(6, dim=-1)
+        )
+        mask = torch.full((length, length), float("-inf"), dtype=x.dtype, device=x.device).triu(1)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.7)
+        return out.transpose(1, 2).reshape(x.shape[0], length, 6)
+
+
+class Sizes(nn.Module):
+    """Arithmetic on a symbolic size, slices, nested lists, several outputs, no float dtype."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        length = x.shape[1]
+        steps = torch.arange(2 * length - 1, device=x.device, dtype=torch.int64)
+        tail = x[:, 1:, 1:5:2]
+        rows = length // 2 + length % 3 + 2
+        joined = torch.cat([x.flip(1), x.new_zeros(x.shape[0], rows, 6)], dim=1)
+        return steps, tail, joined, (x > 0).to(torch.bfloat16)
+
+
+class Index(nn.Module):
+    """An index with None in a list of tensors, and infinities of both signs."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(x.shape[1], device=x.device).flip(0)
+        lower = torch.where(x > 0, x, float("-inf"))
+        return x[:, rows], torch.clamp(lower, min=-1e30, max=float("inf"))
+
+
+EXPORTS = {"linear": Mlp, "sdpa": Attention, "sizes": Sizes, "index": Index}
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
+def test_export_there_and_back(kind, dynamic):
+    module = EXPORTS[kind]()
+    length = torch.export.Dim("length", min=4, max=64)
+    exported = torch.export.export(
+        module,
+        (torch.randn(2, 5, 6),),
+        dynamic_shapes=({1: length},) if dynamic else None,
+        strict=False,
+    )
+    decoded = through_json(exported.graph)
+    weights = list(exported.state_dict.values())
+    for size in (5, 4, 9) if dynamic else (5,):
+        x = torch.randn(2, size, 6)
+        want, got = flat(module(x)), flat(decoded(*weights, x))
+        assert len(want) == len(got)
+        for expected, actual in zip(want, got, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_export_on_meta_keeps_its_device(kind):
+    with torch.device("meta"):
+        module, x = EXPORTS[kind](), torch.randn(2, 5, 6)
+    exported = torch.export.export(module, (x,), strict=False)
+    text = json.dumps(graph_to_json(exported.graph))
+    decoded = graph_from_json(json.loads(text))
+    outs = flat(decoded(*exported.state_dict.values(), x))
+    assert all(out.device.type == "meta" for out in outs)
+
+
+def test_second_round_trip_has_the_same_structure():
+    """Node names may change once on loading; operators, arguments and order may not."""
+    exported = torch.export.export(Attention(), (torch.randn(2, 5, 6),), strict=False)
+    first = through_json(exported.graph)
+    second = through_json(first.graph)
+    assert first.code == second.code
+    assert [n.target for n in first.graph.nodes if n.op == "call_function"] == [
+        n.target for n in exported.graph.nodes if n.op == "call_function"
+    ]
+
+
+def test_values_are_described():
+    length = torch.export.Dim("length", min=4, max=64)
+    exported = torch.export.export(
+        Mlp(), (torch.randn(1, 5, 6),), dynamic_shapes=({1: length},), strict=False
+    )
+    nodes = graph_to_json(exported.graph)["nodes"]
+    value = next(node["val"] for node in nodes if node.get("target") == "aten.linear.default")
+    assert value.startswith("float32[1, s")
+    assert value.endswith(", 8]")
+    described = [n.meta.get("described") for n in through_json(exported.graph).graph.nodes]
+    assert value in described
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        pytest.param(torch.zeros(2, 3, dtype=torch.bfloat16), "bfloat16[2, 3]", id="tensor"),
+        pytest.param(torch.tensor(1), "int64[]", id="scalar"),
+        pytest.param([torch.zeros(1), None], "(float32[1], None)", id="list"),
+        pytest.param(7, "7", id="size"),
+        pytest.param(None, None, id="none"),
+        pytest.param("text", None, id="other"),
+    ],
+)
+def test_describe_value(value, text):
+    assert describe_value(value) == text
+
+
+def test_specc_operators_and_modules():
+    """As a step program: a module call, specc operators, a dict as output."""
+    graph = fx.Graph()
+    hidden, tokens, parents = (graph.placeholder(n) for n in ("hidden", "tokens", "parents"))
+    logits = graph.call_module("target", (hidden,))
+    children = graph.call_function(torch.ops.specc.tree_expand.default, (logits, 2))
+    winners = graph.call_function(torch.ops.aten.argmax.default, (logits, 1))
+    winners = graph.call_function(torch.ops.aten.unsqueeze.default, (winners, 0))
+    accepted = graph.call_function(
+        torch.ops.specc.accept_winners.default, (winners, tokens, parents, 1)
+    )
+    path = graph.call_function(operator.getitem, (accepted, 0))
+    graph.output({"children": children, "nested": {"path": path}, "list": [path, None]})
+    target = nn.Linear(3, 7)
+    args = (
+        torch.randn(2, 3),
+        torch.tensor([[1, 2]]),
+        torch.tensor([[-1, 0]], dtype=torch.int32),
+    )
+    want = fx.GraphModule({"target": target}, graph)(*args)
+    got = through_json(graph, {"target": target})(*args)
+    assert got.keys() == want.keys()
+    assert torch.equal(got["children"], want["children"])
+    assert torch.equal(got["nested"]["path"], want["nested"]["path"])
+    assert got["list"][1] is None
+
+
+def output_of(value: Any) -> Any:
+    """What a graph that only returns `value` returns after a round trip."""
+    graph = fx.Graph()
+    graph.output(value)
+    return through_json(graph)()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        True,
+        False,
+        None,
+        0,
+        -(2**63),
+        2**63 - 1,
+        0.1,
+        -0.0,
+        5e-324,
+        1.7976931348623157e308,
+        math.inf,
+        -math.inf,
+        "",
+        "none",
+        'quote " and \\ backslash',
+        "node",
+        torch.float32,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+        torch.strided,
+        torch.contiguous_format,
+        torch.preserve_format,
+        torch.channels_last,
+        torch.device("cpu"),
+        torch.device("meta"),
+        torch.device("cuda", 1),
+        slice(None),
+        slice(1, None, 2),
+    ],
+    ids=repr,
+)
+def test_constant(value):
+    got = output_of(value)
+    assert got == value
+    assert type(got) is type(value)
+    assert repr(got) == repr(value)
+
+
+def test_nan():
+    assert math.isnan(output_of(math.nan))
+
+
+def test_nested_arguments():
+    value = [1, [2.5, [None, "a"], []], {"k": [True, {"dtype": torch.int32}]}, math.inf]
+    assert output_of(value) == value
+
+
+@pytest.mark.parametrize("key", ["node", "float", "dtype", "slice", "dict", "device"])
+def test_dict_with_a_key_that_looks_like_a_tag(key):
+    assert output_of({key: "x"}) == {key: "x"}
+
+
+def test_index_by_a_tuple():
+    """`x[0, 1]` is one element; `x[[0, 1]]` would be two rows."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(operator.getitem, (x, (0, 1))))
+    x = torch.arange(12).view(3, 4)
+    assert torch.equal(through_json(graph)(x), x[0, 1])
+
+
+def test_keyword_arguments_and_slices_reach_the_call():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    rows = graph.call_function(operator.getitem, (x, slice(None, 2)))
+    part = graph.call_function(torch.ops.aten.slice.Tensor, (rows, 1, 1))
+    out = graph.call_function(torch.ops.aten.add.Tensor, (part,), {"other": part, "alpha": -2.5})
+    graph.output(out)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(through_json(graph)(x), -1.5 * x[:2, 1:])
+
+
+@pytest.mark.parametrize(
+    "name", ["getitem", "add", "sub", "mul", "floordiv", "mod", "le", "lt", "ge", "gt", "eq"]
+)
+def test_python_operator(name):
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    graph.output(graph.call_function(getattr(operator, name), (x, y)))
+    args = ([5, 6, 7], 2) if name == "getitem" else (7, 2)
+    assert through_json(graph)(*args) == getattr(operator, name)(*args)
+
+
+@pytest.mark.parametrize("function", [torch.sym_max, torch.sym_min], ids=["max", "min"])
+def test_symbolic_bounds(function):
+    graph = fx.Graph()
+    graph.output(graph.call_function(function, (graph.placeholder("n"), 4)))
+    decoded = through_json(graph)
+    assert [decoded(n) for n in (3, 9)] == [function(n, 4) for n in (3, 9)]
+
+
+@pytest.mark.parametrize("name", ["tokens", "linear", "add", "max", "input"])
+def test_placeholder_keeps_its_name(name):
+    """Stages of a step bind their inputs by name, whatever fx calls the node."""
+    graph = fx.Graph()
+    x = graph.placeholder(name)
+    graph.output(graph.call_function(torch.ops.aten.add.Tensor, (x, 1)))
+    decoded = through_json(graph)
+    placeholders = [n.target for n in decoded.graph.nodes if n.op == "placeholder"]
+    assert placeholders == [name]
+    assert decoded(torch.ones(1)).item() == 2
+
+
+def test_node_named_like_the_operator_of_another():
+    """`add` is the name of a product: references follow the file, not fx's own numbering."""
+    data = {
+        "nodes": [
+            {"name": "x", "op": "placeholder"},
+            {
+                "name": "add_tensor",
+                "op": "call_function",
+                "target": "aten.mul.Tensor",
+                "args": [{"node": "x"}, 3],
+            },
+            {
+                "name": "mul_tensor",
+                "op": "call_function",
+                "target": "aten.add.Tensor",
+                "args": [{"node": "add_tensor"}, 1],
+            },
+        ],
+        "output": [{"node": "mul_tensor"}, {"node": "add_tensor"}],
+    }
+    assert [out.item() for out in graph_from_json(data)(torch.tensor(2))] == [7, 6]
+
+
+def test_mutation_survives():
+    """An operator whose result is unused is kept: caches are written through such nodes."""
+    graph = fx.Graph()
+    cache, value = graph.placeholder("cache"), graph.placeholder("value")
+    graph.call_function(torch.ops.aten.copy_.default, (cache, value))
+    graph.output(value)
+    cache = torch.zeros(2)
+    through_json(graph)(cache, torch.ones(2))
+    assert cache.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        os.system,
+        print,
+        eval,
+        operator.attrgetter,
+        operator.truediv,
+        torch.add,
+        nn.functional.linear,
+        torch.ops.aten.add,
+        torch.ops.quantized.add.default,
+        torch.ops.higher_order.cond,
+    ],
+    ids=lambda target: getattr(target, "__name__", str(target)),
+)
+def test_foreign_target_is_refused(target):
+    with pytest.raises(UnsupportedGraphError) as caught:
+        target_name(target)
+    assert str(target) in caught.value.found
+    assert "aten" in caught.value.needed
+    assert caught.value.do
+    graph = fx.Graph()
+    graph.output(graph.call_function(target, ()))
+    with pytest.raises(UnsupportedGraphError):
+        graph_to_json(graph)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.zeros(2), 1j, object(), b"bytes", {1, 2}, range(3)],
+    ids=lambda v: type(v).__name__,
+)
+def test_foreign_argument_is_refused(value):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    # create_node checks less than call_function, as passes that build nodes by hand
+    node = graph.call_function(torch.ops.aten.add.Tensor, (x, 1))
+    node._args = (x, value)
+    graph.output(node)
+    with pytest.raises(UnsupportedGraphError) as caught:
+        graph_to_json(graph)
+    assert type(value).__name__ in caught.value.found
+
+
+def test_attributes_and_methods_are_refused():
+    for op, target in (("get_attr", "weight"), ("call_method", "size")):
+        graph = fx.Graph()
+        args = (graph.placeholder("x"),) if op == "call_method" else ()
+        graph.output(graph.create_node(op, target, args))
+        with pytest.raises(UnsupportedGraphError) as caught:
+            graph_to_json(graph)
+        assert op in caught.value.found
+
+
+def test_graph_without_output_is_refused():
+    graph = fx.Graph()
+    graph.placeholder("x")
+    with pytest.raises(UnsupportedGraphError):
+        graph_to_json(graph)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.ops.aten.linear.default,
+        torch.ops.aten.sym_size.int,
+        torch.ops.aten.slice.Tensor,
+        torch.ops.prims.convert_element_type.default,
+        torch.ops.specc.commit_kv.default,
+        operator.floordiv,
+        torch.sym_max,
+    ],
+    ids=lambda target: getattr(target, "__name__", str(target)),
+)
+def test_name_there_and_back(target):
+    assert resolve_target(target_name(target)) is target
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "os.system",
+        "os.path.join",
+        "builtins.eval",
+        "posix.system.default",
+        "operator.attrgetter",
+        "operator.methodcaller",
+        "operator.call",
+        "operator.__builtins__",
+        "torch.load",
+        "torch.ops.aten",
+        "torch.hub.load",
+        "quantized.add.default",
+        "higher_order.cond.default",
+        "aten",
+        "aten.linear",
+        "aten.linear.nothing",
+        "aten.nothing.default",
+        "aten.linear.default.__call__",
+        "aten.linear.default.redispatch",
+        "aten.__class__.mro",
+        "aten.__class__.__subclasses__",
+        "aten.__class__.__base__",
+        "aten.__init__.__globals__",
+        "aten.__getattr__.__globals__",
+        "aten.__getattr__.__func__",
+        "aten.__dict__.clear",
+        "aten.name.upper",
+        "aten.name.format",
+        "aten.linear.__class__",
+        "aten.linear.__call__",
+        "aten.linear.__getattr__",
+        "aten.linear.__init__",
+        "aten.linear.__module__",
+        "aten.linear.op",
+        "aten.linear._op",
+        "aten.linear.overloads",
+        "prims.__dir__.__self__",
+        "specc.__reduce__.__self__",
+        " aten.linear.default",
+        "aten.linear.default\n",
+        "ATEN.linear.default",
+    ],
+    ids=lambda name: repr(name),
+)
+def test_hostile_name_is_refused(name):
+    with pytest.raises(EngineError) as caught:
+        resolve_target(name)
+    assert name in caught.value.found
+    assert caught.value.needed
+    assert caught.value.do
+    with pytest.raises(EngineError):
+        graph_from_json(program({"name": "a", "op": "call_function", "target": name}))
+
+
+def placeholder(name: Any = "x") -> dict[str, Any]:
+    return {"name": name, "op": "placeholder"}
+
+
+def program(*nodes: Any, output: Any = None) -> dict[str, Any]:
+    return {"nodes": list(nodes), "output": output}
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    entry = {
+        "name": "a",
+        "op": "call_function",
+        "target": "aten.add.Tensor",
+        "args": [{"node": "x"}, 1],
+    }
+    return entry | changes
+
+
+# stands for any code that a file must not reach; `specc_test_marker` is its only trace
+CODE = "__import__('sys').modules.__setitem__('specc_test_marker', None)"
+
+
+@pytest.fixture
+def no_marker():
+    sys.modules.pop("specc_test_marker", None)
+    yield
+    sys.modules.pop("specc_test_marker", None)
+
+
+HOSTILE = {
+    "default-of-a-placeholder": program(placeholder(f"x={CODE}")),
+    "annotation-of-a-placeholder": program(placeholder(f"x: {CODE}")),
+    "second-argument": program(placeholder(f"x, y={CODE}")),
+    "body-after-the-signature": program(placeholder(f"x):\n        {CODE}\n#")),
+    "keyword": program(
+        placeholder(), call(kwargs={f"alpha={CODE} or 1, out": None}), output={"node": "a"}
+    ),
+    "keyword-of-a-module": program(
+        placeholder(),
+        {
+            "name": "a",
+            "op": "call_module",
+            "target": "inner",
+            "args": [],
+            "kwargs": {f"input={CODE} or 1, other": 1},
+        },
+        output={"node": "a"},
+    ),
+    "module-name": program(
+        placeholder(),
+        {"name": "a", "op": "call_module", "target": f'inner"), {CODE}, ("'},
+    ),
+    "node-name": program(placeholder(), call(name=f"a = {CODE}; b")),
+    "string-argument": program(
+        placeholder(), call(args=[{"node": "x"}, 1], kwargs={}), output=f"' + {CODE} + '"
+    ),
+    "dict-key": program(placeholder(), output={"dict": {f"' : {CODE}, '": 1}}),
+    "dtype": program(placeholder(), output={"dtype": f"float32 or {CODE}"}),
+    "float": program(placeholder(), output={"float": CODE}),
+    "device": program(placeholder(), output={"device": CODE}),
+    "value-note": program(placeholder() | {"val": f"int64[]\n{CODE}"}),
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
+def test_no_text_of_a_file_becomes_code(data, no_marker):
+    """A file may be refused, or do what a harmless one does; it may not run its own text."""
+    # which error a refusal has to be is the business of test_malformed_file
+    with contextlib.suppress(Exception):
+        decoded = graph_from_json(data, {"inner": nn.Identity()})
+        decoded(torch.ones(2))
+    assert "specc_test_marker" not in sys.modules
+
+
+MALFORMED = {
+    "empty": {},
+    "not-a-dict": [],
+    "none": None,
+    "text": "nodes",
+    "no-output": {"nodes": []},
+    "no-nodes": {"output": None},
+    "nodes-none": {"nodes": None, "output": None},
+    "node-is-text": program("x"),
+    "node-is-none": program(None),
+    "node-without-name": program({"op": "placeholder"}),
+    "node-without-op": program({"name": "x"}),
+    "name-is-a-number": program(placeholder(5)),
+    "name-is-none": program(placeholder(None)),
+    "name-is-a-list": program(placeholder(["x"])),
+    "name-is-empty": program(placeholder("")),
+    "name-is-a-keyword": program(placeholder("class")),
+    "name-is-no-identifier": program(placeholder("1x")),
+    "name-with-a-star": program(placeholder("*x")),
+    "name-with-a-default": program(placeholder("x=1")),
+    "name-twice": program(placeholder(), placeholder()),
+    "call-named-as-a-placeholder": program(placeholder(), call(name="x")),
+    "unknown-op": program(placeholder(), call(op="call_method", target="size")),
+    "get-attr": program({"name": "a", "op": "get_attr", "target": "training"}),
+    "op-output": program(placeholder(), call(op="output")),
+    "target-missing": program(placeholder(), {"name": "a", "op": "call_function"}),
+    "target-is-a-number": program(placeholder(), call(target=3)),
+    "target-is-a-list": program(placeholder(), call(target=["aten"])),
+    "args-none": program(placeholder(), call(args=None)),
+    "args-number": program(placeholder(), call(args=3)),
+    "kwargs-list": program(placeholder(), call(kwargs=[1])),
+    "kwargs-none": program(placeholder(), call(kwargs=None)),
+    "keyword-is-no-identifier": program(placeholder(), call(kwargs={"al pha": 1})),
+    "unknown-node": program(placeholder(), call(args=[{"node": "y"}])),
+    "later-node": program(call(args=[{"node": "x"}]), placeholder()),
+    "node-is-a-list": program(placeholder(), output={"node": ["x"]}),
+    "unknown-tag": program(output={"pickle": "abc"}),
+    "two-tags": program(placeholder(), output={"node": "x", "float": "1"}),
+    "no-tag": program(output={}),
+    "float-is-a-word": program(output={"float": "lots"}),
+    "float-is-a-list": program(output={"float": []}),
+    "slice-is-short": program(output={"slice": []}),
+    "slice-is-long": program(output={"slice": [1, 2, 3, 4]}),
+    "slice-is-a-number": program(output={"slice": 1}),
+    "dict-is-a-list": program(output={"dict": []}),
+    "dtype-unknown": program(output={"dtype": "float33"}),
+    "dtype-is-a-module": program(output={"dtype": "os"}),
+    "dtype-is-a-function": program(output={"dtype": "load"}),
+    "dtype-is-a-number": program(output={"dtype": 3}),
+    "layout-is-a-dtype": program(output={"layout": "float32"}),
+    "device-unknown": program(output={"device": "warp9"}),
+    "device-is-a-list": program(output={"device": []}),
+    "module-unknown": program({"name": "a", "op": "call_module", "target": "nothing"}),
+    "module-missing": program({"name": "a", "op": "call_module"}),
+    "module-by-a-path": program({"name": "a", "op": "call_module", "target": "inner.forward"}),
+}
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_file(data):
+    with pytest.raises(EngineError) as caught:
+        graph_from_json(data, {"inner": nn.Identity()})
+    assert caught.value.found
+    assert caught.value.needed
+    assert "compile" in caught.value.do
+
+
+def test_deeply_nested_argument():
+    """Deeper than Python's stack: refused as any other malformed file."""
+    value: Any = 1
+    for _ in range(10 * sys.getrecursionlimit()):
+        value = [value]
+    with pytest.raises(EngineError):
+        graph_from_json(program(output=value))

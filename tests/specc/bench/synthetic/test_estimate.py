@@ -1,0 +1,256 @@
+"""Nodes of captured steps, counted on tensors without data, and what is estimated from them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specc.artifact.in_memory import BenchPrograms
+from specc.bench.step_bytes import model_bytes
+from specc.bench.synthetic.estimate import make_estimate
+from specc.bench.synthetic.nodes import Launches, Node, nodes_per_layer, step_nodes
+from specc.cli.main import app
+from specc.compiler.in_memory import ShapeOptions, compile_shapes
+from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT, GraphCosts
+from specc.kernels.cuda.act_and_mul import act_and_mul
+from specc.kernels.cuda.recorded import Machine, recorded
+from specc.kernels.cuda.register import KERNELS
+from specc.progress import Phases
+from specc.speculation.plans import SpecPlan
+from tests.models import tiny_config
+
+CHAIN, TREE = SpecPlan.from_widths((1, 1, 1, 1)), SpecPlan.from_widths((3, 2, 1))
+OFF = SpecPlan.from_widths(())
+CONTEXT = 128
+# from after one attention to the end of the next, which merges its splits itself
+LLAMA_LAYER = [
+    *("linear", "_add_norm_gate_up_kernel", "linear", "_add_norm_rope_write_kernel"),
+    "attend_kernel",
+]
+# where the library's products were measured to be faster, or rows are many
+LIBRARY_LAYER = [
+    *("linear", "_rms_norm_kernel", "linear", "_act_and_mul_kernel", "linear"),
+    *("_rms_norm_kernel", "linear", "_rope_write_kernel", "attend_kernel"),
+]
+
+
+@functools.cache
+def compiled(is_lowered: bool = True, batch_size: int = 1) -> BenchPrograms:
+    configs = [tiny_config("llama", num_hidden_layers=4), tiny_config("llama", num_hidden_layers=3)]
+    if not is_lowered:
+        del configs[1:]
+    options = ShapeOptions(
+        (CHAIN, TREE) if is_lowered else (),
+        dtype="bfloat16",
+        batch_size=batch_size,
+        context=CONTEXT,
+        tokens=24,
+        is_lowered=is_lowered,
+    )
+    return compile_shapes("TD"[: len(configs)], configs, options, Phases())
+
+
+def count(plan: SpecPlan = CHAIN, **options: Any) -> list[Node]:
+    return step_nodes(compiled(**options), plan, CONTEXT, Launches(recorded, KERNELS))
+
+
+def of_model(nodes: list[Node], model: str) -> list[Node]:
+    return [node for node in nodes if node.model == model]
+
+
+@pytest.mark.parametrize(("tile", "layer"), [(0, LLAMA_LAYER), (None, LIBRARY_LAYER)])
+def test_nodes_of_a_llama_layer(tile: int | None, layer: list[str]) -> None:
+    launches = Launches(functools.partial(recorded, tile=tile), KERNELS)
+    nodes = step_nodes(compiled(), CHAIN, CONTEXT, launches)
+    names = [node.name for node in of_model(nodes, "target")]
+    ends = [i for i, name in enumerate(names) if name == "attend_kernel"]
+    layers = [names[end + 1 : following + 1] for end, following in itertools.pairwise(ends)]
+    assert layers == [layer] * 3
+    assert nodes_per_layer(nodes, "target") == [len(layer)] * 3
+
+
+def test_nodes_of_a_step_besides_layers() -> None:
+    """By name; a layer that grows, or one of these, is a node more in every pass."""
+    layer = collections.Counter(LLAMA_LAYER)
+    ends = {"embedding": 1, "_embed_norm_rope_write_kernel": 1, "_add_norm_head_kernel": 1}
+    # the first layer starts with the embedding
+    ends["_add_norm_rope_write_kernel"] = -1
+    filters = collections.Counter(row_parts_kernel=1, row_pivots_kernel=2, row_cut_kernel=1)
+    commit = ("commit_rows_kernel", "record_tokens_kernel", "next_tokens_kernel")
+    walk = ("tree_context_kernel", "node_best_kernel", "accept_walk_kernel")
+    off = filters + collections.Counter((*walk, *commit, "leave_step_kernel", "tree_rows_kernel"))
+
+    def passes(number: int, layers: int) -> collections.Counter[str]:
+        found = collections.Counter({name: layers * count for name, count in layer.items()})
+        found.update(ends)
+        return collections.Counter({name: number * count for name, count in found.items()})
+
+    assert collections.Counter(node.name for node in count(OFF)) == off + passes(1, 4)
+    level = filters + collections.Counter(("draft_parts_kernel", "draft_merge_kernel"))
+    level["tree_rows_kernel"] += 1
+    chain = off + passes(1, 4) + passes(4, 3) + filters
+    for _ in range(4):
+        chain += level
+    # rows of the draft, tokens of the levels side by side, and logits of the levels likewise
+    chain.update({"commit_rows_kernel": 1, "cat": 2})
+    assert collections.Counter(node.name for node in count(CHAIN)) == chain
+
+
+def test_every_pass_of_the_draft_counts_and_layers_end_with_their_pass() -> None:
+    nodes = count()
+    assert nodes_per_layer(nodes, "draft_0") == [len(LLAMA_LAYER)] * 2 * 4
+    assert nodes_per_layer(count(TREE), "draft_0") == [len(LLAMA_LAYER)] * 2 * 3
+    assert nodes_per_layer(count(OFF), "draft_0") == []
+    attends = [node.name for node in nodes if node.model == "draft_0"].count("attend_kernel")
+    assert attends == 3 * 4
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+@pytest.mark.parametrize("num_sms", [1, 132])
+def test_attention_is_one_node_whatever_its_splits(batch_size: int, num_sms: int) -> None:
+    launches = Launches(functools.partial(recorded, machine=Machine(90, num_sms)), KERNELS)
+    nodes = step_nodes(compiled(batch_size=batch_size), OFF, CONTEXT, launches)
+    assert nodes_per_layer(nodes, "target") == [5] * 3
+
+
+def test_unfused_graphs_have_more_nodes() -> None:
+    """The count follows the graph, not a formula."""
+    fused, plain = count(OFF), count(OFF, is_lowered=False)
+    assert min(nodes_per_layer(plain, "target")) > len(LLAMA_LAYER) + 5
+    assert len(plain) > len(fused)
+
+
+def test_bytes_of_products_are_those_of_the_weights() -> None:
+    nodes = of_model(count(), "target")
+    products = sum(node.num_bytes for node in nodes if node.kind == PRODUCT)
+    weights = model_bytes(compiled().models[0].program).weights
+    assert weights * 0.95 < products < weights * 1.3
+    # rows of all committed tokens, K and V
+    attention = next(node for node in nodes if node.kind == ATTEND)
+    config = tiny_config("llama")
+    row = 2 * config.num_key_value_heads * config.head_dim * 2
+    assert CONTEXT * row <= attention.num_bytes < 1.5 * CONTEXT * row
+
+
+def test_kernels_and_allocations_within_an_operator() -> None:
+    """What an operator launches counts; views, and memory that it asks for, do not."""
+    mode = compiled()
+    nodes = step_nodes(mode, OFF, CONTEXT, Launches(recorded, KERNELS))
+    names = {node.name for node in nodes}
+    assert not names & {"new_empty", "empty", "view", "reshape", "expand", "slice", "unsqueeze"}
+    without = {name: kernel for name, kernel in KERNELS.items() if name != "add_norm_gate_up"}
+    plain = step_nodes(mode, OFF, CONTEXT, Launches(recorded, without))
+    assert [node.name for node in plain].count("add_norm_gate_up") == 4
+
+
+def test_launches_are_noted_while_recorded_only() -> None:
+    x = torch.empty(2, 8, device="meta")
+    names: list[str] = []
+    note = lambda name, tensors: names.append(name)  # noqa: E731
+    with recorded(note):
+        act_and_mul(x, "silu")
+    assert names == ["_act_and_mul_kernel"]
+    with pytest.raises(ZeroDivisionError), recorded(note):
+        raise ZeroDivisionError
+    here = torch.ones(1, 8)
+    assert torch.isfinite(act_and_mul(here, "relu")).all()
+    assert names == ["_act_and_mul_kernel"]
+
+
+def test_an_estimate_is_the_sum_of_its_nodes() -> None:
+    costs = GraphCosts(
+        bytes_per_s=2e9,
+        copy_share=0.5,
+        gap_s=1e-3,
+        ramp_s={PRODUCT: 1e-3, ATTEND: 2e-3, OTHER: 3e-3},
+        stream_share={PRODUCT: 1.0, ATTEND: 0.5, OTHER: 1.0},
+    )
+    assert costs.node_ms(PRODUCT, 10**6) == pytest.approx(1 + 1 + 1)
+    assert costs.node_ms(ATTEND, 10**6) == pytest.approx(1 + 2 + 2)
+    assert costs.floor_ms(3 * 10**6) == pytest.approx(3)
+    report = make_estimate(compiled(), CONTEXT, {}, costs)
+    for name, plan in report["plans"].items():
+        nodes = count(next(p for p in compiled().plans if p.name == name))
+        assert plan["nodes"] == len(nodes) == sum(plan["kernels"].values())
+        total = sum(costs.node_ms(node.kind, node.num_bytes) for node in nodes)
+        assert plan["estimate_ms"] == pytest.approx(total)
+        parts = [*plan["models"].values(), plan["between"]]
+        assert sum(part["estimate_ms"] for part in parts) == pytest.approx(total)
+        assert plan["ratio"] == pytest.approx(plan["estimate_ms"] / plan["floor_ms"])
+    slower = make_estimate(compiled(), CONTEXT, {}, dataclasses.replace(costs, gap_s=2e-3))
+    for name, plan in report["plans"].items():
+        added = slower["plans"][name]["estimate_ms"] - plan["estimate_ms"]
+        assert added == pytest.approx(plan["nodes"])
+
+
+def test_the_report_names_what_is_asked_of_it() -> None:
+    report = make_estimate(compiled(), CONTEXT, {"batch_size": 1})
+    assert report["target"]["nodes_per_layer"] == report["draft"]["nodes_per_layer"] == 5
+    assert set(report["plans"]) == {"chain-4", "tree-3-2-1", "off"}
+    chain = report["plans"]["chain-4"]
+    assert (chain["models"]["draft"]["passes"], chain["models"]["target"]["passes"]) == (4, 1)
+    assert "draft" not in report["plans"]["off"]["models"]
+    assert all(item["source"] for item in report["assumptions"])
+
+
+def test_sampling_is_a_part_of_what_lies_between_passes() -> None:
+    report = make_estimate(compiled(), CONTEXT, {})
+    found = {name: plan["sampling"] for name, plan in report["plans"].items()}
+    for name, plan in report["plans"].items():
+        assert 0 < found[name]["nodes"] < plan["between"]["nodes"]
+        assert 0 < found[name]["estimate_ms"] < plan["between"]["estimate_ms"]
+    # four launches of filters, context, best of each node and the walk; for each level of a draft
+    # six more, and four of filters where its logits are compared
+    assert found["off"]["nodes"] == 7
+    assert found["chain-4"]["nodes"] == 7 + 4 * 6 + 4
+    assert found["tree-3-2-1"]["nodes"] == 7 + 3 * 6 + 4
+    # a pass over the logits at least for the facts of its rows, pivots, the list and the best
+    row = compiled().models[0].entry.vocab_size * 2
+    assert found["off"]["bytes"] >= 5 * row
+
+
+def test_the_command(tmp_path) -> None:
+    config = tiny_config("llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1)
+    config.save_pretrained(tmp_path)
+    out = tmp_path / "out.json"
+    options = ["--synthetic", str(tmp_path), "--context", "64", "--estimate", "--json", str(out)]
+    result = CliRunner().invoke(app, ["bench", *options])
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert {"nodes", "floor_ms", "estimate_ms"} <= set(report["plans"]["off"])
+    assert report["settings"] == {
+        "synthetic": str(tmp_path),
+        "context": 64,
+        "batch_size": 1,
+        "dtype": "bfloat16",
+    }
+    for text in ("nothing was measured", "assumed; to be measured", "off"):
+        assert text in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        (["--against", "transformers"], "--against with --estimate"),
+        (["--synthetic-acceptance", ".5"], "--synthetic-acceptance .5 with --estimate"),
+    ],
+)
+def test_what_only_measurements_have_is_refused(more: list[str], found: str) -> None:
+    shapes = ["--synthetic", "llama-3.1-8b/llama-3.2-1b", "--estimate"]
+    result = CliRunner().invoke(app, ["bench", *shapes, *more])
+    assert result.exit_code != 0
+    assert found in " ".join(result.output.split())
+
+
+def test_an_engine_is_not_estimated(tmp_path) -> None:
+    result = CliRunner().invoke(app, ["bench", str(tmp_path), "--estimate"])
+    assert result.exit_code != 0
+    assert "--estimate with an engine" in " ".join(result.output.split())

@@ -1,0 +1,111 @@
+"""Bytes of a step, counted by hand from the checkpoints, and the bandwidth measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import fx
+
+from specc.artifact.directory import open_engine
+from specc.artifact.graph_io import graph_to_json
+from specc.bench.step_bytes import (
+    cache_bytes,
+    count_passes,
+    mean_context,
+    measure_read_bandwidth,
+    model_bytes,
+    step_bytes,
+)
+from specc.kernels import ops as _ops  # noqa: F401
+from specc.runtime.backends.program import read_json
+
+aten = torch.ops.aten
+HIDDEN, HEAD_DIM, KV_HEADS, LAYERS = 32, 8, 2, {"target": 2, "draft": 1}
+ROW = 4 * HIDDEN
+ROTARY = 4 * HEAD_DIM // 2  # the inverse frequencies are a constant input
+
+
+@pytest.fixture(scope="module")
+def manifest(tiny_engine):
+    return open_engine(tiny_engine, False, backends=("eager", "native", "inductor", "cpu"))
+
+
+def checkpoint_bytes(directory) -> int:
+    """All weights of a checkpoint but the embedding table."""
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        keys = [key for key in file.keys() if "embed_tokens" not in key]  # noqa: SIM118
+        return sum(file.get_tensor(key).nbytes for key in keys)
+
+
+def kv_bytes(model: str, context: float) -> float:
+    return 2 * LAYERS[model] * KV_HEADS * HEAD_DIM * 4 * context
+
+
+@pytest.mark.parametrize("plan", ["off", "chain-3", "tree-2-1"])
+def test_bytes_of_a_step(tiny_engine, tiny_models, manifest, plan):
+    entry = next(item for item in manifest.plans if item.name == plan)
+    spec = step_bytes(tiny_engine, manifest, entry.plan, context=20.0, sequences=3.0)
+    depth = entry.plan.max_depth
+    assert spec.target_weights == checkpoint_bytes(tiny_models.target) + ROTARY
+    assert spec.draft_weights == depth * (checkpoint_bytes(tiny_models.draft) + ROTARY)
+    assert spec.kv_cache == 3 * (kv_bytes("target", 20) + depth * kv_bytes("draft", 20))
+    # nodes of the target; the draft's first level feeds two tokens, its last one none
+    looked_up = {"off": 1, "chain-3": 4 + 2 + 1 + 1, "tree-2-1": 5 + 2 + 2}[plan]
+    assert spec.embeddings == 3 * looked_up * ROW
+    assert spec.total == (
+        spec.target_weights + spec.draft_weights + spec.kv_cache + spec.embeddings
+    )
+
+
+def test_passes_of_a_step(tiny_engine, manifest):
+    passes = {p.name: count_passes(read_json(tiny_engine / p.file)) for p in manifest.plans}
+    assert passes["off"] == {"target": 1}
+    assert passes["chain-3"] == {"target": 1, "draft_0": 3}
+    assert passes["tree-2-1"] == {"target": 1, "draft_0": 2}
+
+
+def program(is_tied: bool) -> dict:
+    """A table [10, 4] that is looked up, and a head [10, 4] that may be the same weight."""
+    graph = fx.Graph()
+    table, head, tokens = (graph.placeholder(name) for name in ("table", "head", "tokens"))
+    x = graph.call_function(aten.embedding.default, (table, tokens))
+    graph.output(graph.call_function(aten.linear.default, (x, head)))
+    inputs = [
+        {"name": "table", "kind": "weight", "key": "e", "dtype": "float32", "shape": [10, 4]},
+        {"name": "head", "kind": "weight", "key": "e" if is_tied else "h", "dtype": "float32"}
+        | {"shape": [10, 4]},
+        {"name": "tokens", "kind": "input"},
+    ]
+    return {"inputs": inputs, "graph": graph_to_json(graph)}
+
+
+def test_a_tied_head_is_read_once_and_whole():
+    assert dataclasses.astuple(model_bytes(program(is_tied=True))) == (160, 0)
+    assert dataclasses.astuple(model_bytes(program(is_tied=False))) == (160, 16)
+
+
+def test_a_window_limits_what_is_read(manifest):
+    model = manifest.models[0]
+    assert cache_bytes(model.layers, "float32", 50.0) == kv_bytes("target", 50)
+    assert cache_bytes(model.layers, "bfloat16", 50.0) == kv_bytes("target", 50) / 2
+    first, second = model.layers
+    layers = (dataclasses.replace(first, window=16), second)
+    model = dataclasses.replace(model, layers=layers)
+    assert cache_bytes(model.layers, "float32", 50.0) == (kv_bytes("target", 16 + 50)) / 2
+    assert cache_bytes(model.layers, "float32", 8.0) == kv_bytes("target", 8)
+
+
+def test_mean_context():
+    """A prompt of 4 that grows by 2: the average of two prompts is taken."""
+    assert mean_context([4, 8], 2) == 7
+
+
+def test_bandwidth_is_measured():
+    found = measure_read_bandwidth(4_000_000)
+    assert found["gb_s"] > 0
+    assert found["method"] in ("torch sum", "native sum")
+    assert found["threads"] == torch.get_num_threads()
+    assert found["buffer_bytes"] == 4_000_000

@@ -1,0 +1,180 @@
+"""What `specc compile` says at its end and while it works."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+from specc.artifact.directory import read_manifest
+from specc.cli import render
+from specc.cli.compile import next_step
+from specc.cli.main import app
+from specc.cli.progress import Lines
+from specc.compiler.build import build
+from specc.config import CompileConfig
+from specc.errors import SpeccError, UnsupportedAttentionError
+from specc.progress import ProgressEvent
+
+PASSES = [
+    {"program": "target", "pass": "FuseQKV", "rewrites": 8, "declined": []},
+    {"program": "target", "pass": "Normalize", "rewrites": 100, "declined": []},
+    {
+        "program": "draft_0",
+        "pass": "FuseQKV",
+        "rewrites": 1,
+        "declined": [{"node": "a", "reason": "no bias"}, {"node": "b", "reason": "no bias"}],
+    },
+]
+
+
+def test_rewrites_are_one_line_a_model():
+    assert render.rewrite_lines(PASSES) == [
+        "target: 108 rewrites by 2 passes",
+        "draft_0: 1 rewrites by 1 passes, 2 declined",
+        "  FuseQKV on draft_0: 2 × no bias",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_gpu", "words"),
+    [
+        ({}, False, "specc run out/e "),
+        (
+            {"backend": "tensorrt", "device": "cuda"},
+            False,
+            "copy out/e to a machine with an NVIDIA",
+        ),
+        (
+            {"backend": "cuda", "device": "cuda"},
+            False,
+            "copy out/e to a machine with an NVIDIA GPU",
+        ),
+        ({"backend": "tensorrt", "device": "cuda"}, True, "specc run out/e "),
+    ],
+)
+def test_the_next_step_works_here(tiny_engine, changes, has_gpu, words):
+    manifest = dataclasses.replace(read_manifest(tiny_engine), **changes)
+    assert next_step(manifest, Path("out/e"), has_gpu).startswith(words)
+
+
+def test_the_next_step_without_a_tokenizer_or_in_a_type_that_onnxruntime_lacks(tiny_engine):
+    manifest = read_manifest(tiny_engine)
+    tokens = dataclasses.replace(manifest.tokenizer, file=None)
+    without = dataclasses.replace(manifest, tokenizer=tokens)
+    assert next_step(without, Path("e"), False) == "specc inspect e"
+    model = dataclasses.replace(manifest.models[0], dtype="bfloat16")
+    brain = dataclasses.replace(manifest, backend="onnx", models=(model,))
+    assert next_step(brain, Path("e"), False).endswith("--backend eager")
+
+
+class Bidirectional(nn.Module):
+    """A module of somebody's own that is not causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(32, 16), nn.Embedding(32, 16)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, input_ids, position_ids):
+        x = (self.tokens(input_ids) + self.places(position_ids))[:, None]
+        return self.head(nn.functional.scaled_dot_product_attention(x, x, x)[:, 0])
+
+
+class Untraceable(Bidirectional):
+    def forward(self, input_ids, position_ids):
+        if position_ids.sum().item() > 3:
+            return self.head(self.tokens(input_ids))
+        return self.head(self.tokens(input_ids) * 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [(Bidirectional, UnsupportedAttentionError), (Untraceable, SpeccError)],
+)
+def test_the_author_of_a_module_is_told_to_change_it(module, kind, tmp_path):
+    with pytest.raises(kind) as caught:
+        build(module(), None, tmp_path / "engine", CompileConfig(probe=False))
+    assert caught.value.do.startswith("change ")
+    assert module.__name__ in caught.value.do
+
+
+def test_a_log_says_how_far_a_long_phase_is(capsys):
+    times = [0.0]
+    listen = Lines(lambda: times[-1])
+    with listen:
+        for at, event in (
+            (0.0, ProgressEvent("compile programs")),
+            (1.0, ProgressEvent("compile programs", 1, 3)),
+            (8.0, ProgressEvent("compile programs", 2, 3)),
+            (9.0, ProgressEvent("compile programs", 3, 3)),
+            (9.0, ProgressEvent("compile programs", seconds=9.0)),
+            (9.0, ProgressEvent("write target weights")),
+            (12.0, ProgressEvent("write target weights", 5 << 30, 20 << 30)),
+            (13.0, ProgressEvent("write target weights", seconds=4.0)),
+        ):
+            times.append(at)
+            listen(event)
+    assert capsys.readouterr().err.splitlines() == [
+        "compile programs … 2 of 3 … 9.0 s",
+        "write target weights … 25% … 4.0 s",
+    ]
+
+
+def words_at(width: int, *tables) -> str:
+    """Everything that tables say on a terminal of this width, without white space."""
+    console = Console(file=io.StringIO(), width=width)
+    for table in tables:
+        console.print(table)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    return "".join(sorted("".join(lines).replace(" ", "")))
+
+
+def test_no_table_loses_anything_at_80_columns(tiny_engine):
+    manifest = read_manifest(tiny_engine)
+    long = dataclasses.replace(
+        manifest.models[0], architecture="Qwen3OmniMoeThinkerForCausalLM", num_parameters=8 * 10**9
+    )
+    manifest = dataclasses.replace(manifest, models=(long, *manifest.models[1:]))
+    passes = json.loads((tiny_engine / "report.json").read_text())["passes"]
+
+    def tables():
+        return (
+            render.models_table(manifest),
+            render.layers_table(manifest.models),
+            render.memory_table(manifest),
+            render.passes_table(passes),
+        )
+
+    assert words_at(80, *tables()) == words_at(300, *tables())
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("inspect",)])
+def test_commands_heed_the_width(command, tiny_engine, monkeypatch):
+    arguments = [*command, *([str(tiny_engine)] if command == ("inspect",) else [])]
+    letters = []
+    for width in ("80", "300"):
+        monkeypatch.setenv("COLUMNS", width)
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0
+        letters.append("".join(sorted("".join(result.stdout.split()))))
+    assert letters[0] == letters[1]
+
+
+def test_inspect_names_unread_and_infinite_weights(tiny_engine):
+    manifest = read_manifest(tiny_engine)
+    model = dataclasses.replace(
+        manifest.models[0], nonfinite_weights=3, unread_tensors=("visual.a", "visual.b")
+    )
+    lines = render.weight_lines(dataclasses.replace(manifest, models=(model,)))
+    assert lines == [
+        "target holds 3 weights that are not finite",
+        "target does not read these tensors of its checkpoint: visual.a, visual.b",
+    ]

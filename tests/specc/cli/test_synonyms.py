@@ -1,0 +1,55 @@
+"""Names that other programs use, and advice that fits the command line."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from specc.cli.main import app
+from specc.cli.synonyms import as_option, synonym
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(app, list(args))
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [("--model", "--target"), ("--max-model-len", "--max-seq-len"), ("--torch-dtype", "--dtype")],
+)
+def test_another_name_of_an_option(option, meant):
+    result = invoke("compile", option, "x", "-o", "out")
+    assert result.exit_code == 2
+    assert [line.partition(":")[0] for line in result.stderr.splitlines()] == [
+        "found", "needed", "do",
+    ]  # fmt: skip
+    assert f"do:     pass {meant} instead of {option}" in result.stderr
+
+
+def test_other_options_are_still_unknown():
+    result = invoke("compile", "--nope", "x")
+    assert result.exit_code == 2
+    assert "No such option: --nope" in result.stderr
+    # compile's names are not those of run
+    assert synonym("--model", {"--plan"}) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "do"),
+    [
+        (("--top-p", "2"), "--top-p 2.0", "correct this value"),
+        (("--max-tokens", "0"), "--max-tokens 0", "raise --max-tokens"),
+        (("--rule", "best"), "--rule best", "correct this value"),
+    ],
+)
+def test_a_sampling_option_is_named_as_it_was_typed(options, found, do):
+    result = invoke("run", "engine", "hello", *options)
+    assert result.exit_code == 2
+    assert f"found:  {found}\n" in result.stderr
+    assert do in result.stderr.splitlines()[-1]
+    assert "SamplingParams" not in result.stderr
+
+
+def test_what_is_no_option_stays_as_it_is():
+    assert as_option("top_p=2", {"--top-k"}) is None
+    assert as_option("prompt 0 has no tokens", {"--prompt"}) is None

@@ -1,0 +1,430 @@
+"""Which backend an engine gets, the compiler that it takes, and engines that cannot run here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from specc.artifact import directory as artifact
+from specc.artifact.manifest import MANIFEST_FILE
+from specc.cli.main import app
+from specc.compiler import build as compiler
+from specc.compiler.build import Compilation, choose_backend
+from specc.config import CompileConfig
+from specc.errors import CompilerError, ConfigError, EngineError
+from specc.kernels import native
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import SpecPlan
+from specc.system.files import hash_file
+
+PLANS = (SpecPlan.from_widths((2, 1)),)
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [65] * 20]
+LIBRARY = f"native/{native.LIBRARY_NAME}"
+# writes its number of inputs where -o says, slowly enough for two to meet
+FAKE_BUILD = """
+while [ $# -gt 0 ]; do
+  case "$1" in -o) out="$2"; shift;; *) last="$1";; esac
+  shift
+done
+echo "$out" >> "$(dirname "$0")/runs"
+sleep 0.2
+echo "made of $last" > "$out"
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have it: conftest's choice of the backend is for other tests."""
+    monkeypatch.delenv("SPECC_BACKEND", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+
+
+@pytest.fixture
+def fake_compiler(tmp_path: Path) -> Callable[..., Path]:
+    """Make an executable that says this version, and runs this script otherwise."""
+
+    def make(version: str, script: str = FAKE_BUILD, name: str = "g++") -> Path:
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        answer = f'if [ "$1" = --version ]; then echo "{version}"; exit 0; fi\n' if version else ""
+        path.write_text(f"#!/bin/sh\n{answer}{script}")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+def compile_pair(tiny_models: Any, output: Path, backend: str | None) -> Compilation:
+    config = CompileConfig(
+        plans=PLANS, max_seq_len=64, max_batch_size=2, backend=backend, probe=False
+    )
+    return compiler.build(tiny_models.target, tiny_models.draft, output, config)
+
+
+@pytest.fixture(scope="module")
+def built(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine for the backend cpu; read only."""
+    path = tmp_path_factory.mktemp("backend") / "engine"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SPECC_BACKEND", raising=False)
+        compile_pair(tiny_models, path, None)
+    return path
+
+
+@pytest.fixture
+def engine(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "engine"))
+
+
+def generate(engine: Path, **options: Any) -> list[list[int]]:
+    outputs = LLM(engine, **options).generate(PROMPTS, PARAMS)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def edit_manifest(engine: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    file = engine / MANIFEST_FILE
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+
+
+def replace_file(engine: Path, name: str, content: bytes) -> None:
+    """Put other content in a file, and its hash in the manifest."""
+    (engine / name).write_bytes(content)
+    entry = {"sha256": hash_file(engine / name), "bytes": len(content)}
+    edit_manifest(engine, lambda data: data["files"].update({name: entry}))
+
+
+def with_hash(library: Path) -> list[Path]:
+    return [library, library.with_name(f"{library.name}.sha256")]
+
+
+def files_in(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+def assert_complete(error: CompilerError | ConfigError | EngineError) -> None:
+    assert all((error.found, error.needed, error.do))
+
+
+class TestChoice:
+    def test_the_environment_chooses_where_the_user_does_not(self, monkeypatch):
+        monkeypatch.setenv("CXX", "/nonexistent/g++")
+        monkeypatch.setenv("SPECC_BACKEND", "eager")
+        assert choose_backend(None) == ("eager", [])
+        monkeypatch.setenv("SPECC_BACKEND", "cpu")
+        assert choose_backend("eager") == ("eager", [])
+        with pytest.raises(CompilerError):
+            choose_backend(None)
+
+    @pytest.mark.parametrize("value", ["CPU", "gpu", "cpu ", "0"])
+    def test_no_such_backend(self, value, monkeypatch):
+        for wanted, variable in ((value, ""), (None, value)):
+            monkeypatch.setenv("SPECC_BACKEND", variable)
+            with pytest.raises(ConfigError, match="cpu or cuda or eager") as caught:
+                choose_backend(wanted)
+            assert value in caught.value.found
+            assert_complete(caught.value)
+
+    def test_no_compiler(self, tmp_path, monkeypatch):
+        for variables in ({"CXX": "/nonexistent/g++"}, {"PATH": str(tmp_path)}):
+            with monkeypatch.context() as patch:
+                for name, value in variables.items():
+                    patch.setenv(name, value)
+                backend, (warning,) = choose_backend(None)
+                assert backend == "eager"
+                assert "no C++ compiler" in warning
+                assert "apt-get install g++" in warning
+                assert "--backend" not in warning
+                with pytest.raises(CompilerError, match=r"g\+\+") as caught:
+                    choose_backend("cpu")
+                assert "--backend eager" in caught.value.do
+                assert_complete(caught.value)
+                assert choose_backend("eager") == ("eager", [])
+
+    @pytest.mark.parametrize(
+        ("name", "version", "found", "needed"),
+        [
+            ("g++", "g++ (Debian) 9.4.0", "gcc 9.4.0", "gcc 11 or newer"),
+            ("clang++", "Debian clang version 11.0.1-2", "clang 11.0.1", "clang 14 or newer"),
+            ("c++", "no number", "gcc 0", "gcc 11"),
+        ],
+    )
+    def test_a_compiler_that_is_too_old(
+        self, name, version, found, needed, fake_compiler, monkeypatch
+    ):
+        path = fake_compiler(version, name=name)
+        monkeypatch.setenv("CXX", str(path))
+        with pytest.raises(CompilerError) as caught:
+            choose_backend("cpu")
+        assert f"{path} is {found}" in caught.value.found
+        assert needed in caught.value.needed
+        assert choose_backend(None)[0] == "eager"
+        assert found in choose_backend(None)[1][0]
+
+    @pytest.mark.parametrize(
+        "version", ["g++ (Debian 12.2.0-14) 12.2.0", "g++ (GCC) 11.4.1 20230605 (Red Hat 11.4.1-2)"]
+    )
+    def test_a_compiler_is_enough(self, version, fake_compiler, monkeypatch):
+        monkeypatch.setenv("CXX", str(fake_compiler(version)))
+        assert choose_backend(None) == choose_backend("cpu") == ("cpu", [])
+        assert choose_backend("eager") == ("eager", [])
+
+    def test_a_compiler_that_does_not_answer(self, fake_compiler, monkeypatch):
+        path = fake_compiler("", "echo broken >&2; exit 1")
+        monkeypatch.setenv("CXX", str(path))
+        with pytest.raises(CompilerError, match=r"bin/g\+\+ --version failed"):
+            choose_backend("cpu")
+        assert choose_backend(None)[0] == "eager"
+
+
+class TestCompile:
+    def test_without_a_compiler(self, tiny_models, tmp_path, monkeypatch):
+        monkeypatch.setenv("CXX", "/nonexistent/g++")
+        compilation = compile_pair(tiny_models, tmp_path / "engine", None)
+        (warning,) = compilation.warnings
+        assert "/nonexistent/g++" in warning
+        manifest = compilation.manifest
+        assert (manifest.backend, manifest.native) == ("eager", None)
+        assert not any(name.endswith((".pt2", ".so")) for name in manifest.files)
+        assert Engine.load(tmp_path / "engine").backend == "eager"
+        with pytest.raises(EngineError, match="backend cpu and an engine for backend eager") as e:
+            Engine.load(tmp_path / "engine", backend="cpu")
+        assert "--backend cpu" in e.value.do
+        with pytest.raises(CompilerError):
+            compile_pair(tiny_models, tmp_path / "other", "cpu")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["engine"]
+
+    def test_a_compiler_that_fails(self, tiny_models, tmp_path, fake_compiler, monkeypatch):
+        """It says that it is new enough; nothing is left of the engine or in the cache."""
+        fail = 'echo "x.cpp:1: error: no such thing" >&2; exit 1'
+        monkeypatch.setenv("CXX", str(fake_compiler("g++ (x) 12.1.0", fail)))
+        monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
+        place = tmp_path / "place"
+        place.mkdir()
+        for action in (lambda: compile_pair(tiny_models, place / "engine", "cpu"), native.build):
+            with pytest.raises(CompilerError) as caught:
+                action()
+            assert "--backend eager" in caught.value.do
+        assert list(place.iterdir()) == files_in(tmp_path / "cache") == []
+
+    def test_what_an_engine_for_cpu_holds(self, built):
+        manifest = artifact.open_engine(built)
+        assert manifest.backend == "cpu"
+        assert manifest.native is not None
+        assert manifest.native.library == LIBRARY
+        assert manifest.native.isa_flags == native.isa_flags()
+        wanted = {LIBRARY, "target/program.pt2", "draft-0/program.pt2"}
+        assert wanted <= manifest.files.keys()
+        report = (built / "report.json").read_text()
+        assert '"LowerLinear"' in report
+        assert '"compile programs"' in report
+
+    def test_eager_graphs_of_an_engine_for_cpu(self, built):
+        found = generate(built)
+        assert found == generate(built, backend="eager") == generate(built, backend="cpu")
+
+    def test_an_unwritable_cache_is_named(self, tiny_models, tmp_path, monkeypatch):
+        (tmp_path / "file").write_bytes(b"")
+        monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "file" / "cache"))
+        with pytest.raises(Exception, match=r"file/cache") as caught:
+            compile_pair(tiny_models, tmp_path / "engine", "cpu")
+        assert_complete(caught.value)
+
+
+class TestOpen:
+    def test_another_cpu(self, engine, built):
+        edit_manifest(engine, lambda data: data["native"]["isa_flags"].append("avx9999"))
+        with pytest.raises(EngineError, match="lacks avx9999") as caught:
+            Engine.load(engine)
+        assert artifact.cpu_model() in caught.value.found
+        assert "--backend eager" in caught.value.do
+        assert generate(engine, backend="eager") == generate(built)
+
+    def test_a_manifest_without_its_library(self, engine):
+        edit_manifest(engine, lambda data: data.update(native=None))
+        with pytest.raises(EngineError, match="backend cpu with native None"):
+            Engine.load(engine)
+
+    @pytest.mark.parametrize("name", [LIBRARY, "target/program.pt2"])
+    def test_a_file_that_was_altered(self, engine, name):
+        data = (engine / name).read_bytes()
+        (engine / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(EngineError, match="sha256"):
+            Engine.load(engine)
+
+    def test_another_build_of_the_library(self, engine, built):
+        Engine.load(built)
+        replace_file(engine, LIBRARY, (engine / LIBRARY).read_bytes() + b"\0")
+        with pytest.raises(EngineError, match="differs from the operators"):
+            Engine.load(engine)
+
+    @pytest.mark.parametrize("size", [0, 100], ids=["empty", "header"])
+    def test_a_library_that_is_none(self, engine, size):
+        """In a process that has loaded none; what names no version is refused unopened."""
+        data = (engine / LIBRARY).read_bytes()[:size]
+        replace_file(engine, LIBRARY, data)
+        assert "is of another version of specc (interface none)" in load_elsewhere(engine)
+        mark = f"specc-interface:{native.interface_hash()}\0"
+        replace_file(engine, LIBRARY, data + mark.encode())
+        assert "cannot be loaded" in load_elsewhere(engine)
+
+    @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
+    def test_a_package_that_was_cut(self, engine, share):
+        data = (engine / "target/program.pt2").read_bytes()
+        replace_file(engine, "target/program.pt2", data[: int(share * len(data))])
+        assert "program.pt2 cannot be loaded" in load_elsewhere(engine)
+
+    def test_the_package_of_another_model(self, engine):
+        """The target's has more weights than the draft."""
+        target = (engine / "target/program.pt2").read_bytes()
+        replace_file(engine, "draft-0/program.pt2", target)
+        assert "draft-0/program.pt2" in load_elsewhere(engine)
+
+
+def load_elsewhere(engine: Path) -> str:
+    """Load in a process of its own, which must end with an EngineError; returns its text."""
+    script = (
+        "import sys\n"
+        "from specc.errors import EngineError\n"
+        "from specc.runtime.engine import Engine\n"
+        "try:\n    Engine.load(sys.argv[1])\n"
+        "except EngineError as error:\n    print(error)\n    sys.exit(7)\n"
+    )
+    command = [sys.executable, "-P", "-c", script, str(engine)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 7, (result.returncode, result.stdout, result.stderr[-2000:])
+    return result.stdout
+
+
+class TestCache:
+    @pytest.fixture
+    def runs(self, fake_compiler, monkeypatch) -> Callable[[], int]:
+        """Use a compiler that makes files of text; returns how often it ran."""
+        path = fake_compiler("g++ (x) 12.1.0")
+        monkeypatch.setenv("CXX", str(path))
+        log = path.parent / "runs"
+        return lambda: len(log.read_text().splitlines()) if log.exists() else 0
+
+    def test_the_second_build_is_the_first(self, runs, tmp_path):
+        library = native.build(tmp_path / "cache")
+        assert library.is_relative_to(tmp_path / "cache" / "native")
+        assert library.read_text().startswith("made of")
+        count = runs()
+        assert count == len(native._sources()) + 1
+        assert native.build(tmp_path / "cache") == library
+        assert runs() == count
+        # nothing but the library and its hash is kept
+        assert sorted(files_in(tmp_path / "cache")) == with_hash(library)
+
+    def test_whatever_a_library_is_made_of_is_in_its_key(self, runs, tmp_path, monkeypatch):
+        sources = tmp_path / "sources"
+        shutil.copytree(native.SOURCE_DIR, sources)
+        # each is a process for each library
+        for path in sources.glob("*.cpp"):
+            if path.name not in ("step.cpp", *native._INTERFACE):
+                path.unlink()
+        monkeypatch.setattr(native, "SOURCE_DIR", sources)
+        made = {native.build(tmp_path / "cache")}
+        for name in ("vec.h", "step.cpp"):
+            (sources / name).write_text((sources / name).read_text() + "// changed\n")
+            made.add(native.build(tmp_path / "cache"))
+        for name, value in (("isa_flags", lambda: ("avx9",)), ("_FLAGS", (*native._FLAGS, "-g"))):
+            with monkeypatch.context() as patch:
+                patch.setattr(native, name, value)
+                made.add(native.build(tmp_path / "cache"))
+        monkeypatch.setattr(native.torch, "__version__", "9.9.9")
+        made.add(native.build(tmp_path / "cache"))
+        assert len(made) == 6
+
+    def test_two_builds_at_once(self, runs, tmp_path):
+        script = "from specc.kernels import native; print(native.build())"
+        environment = os.environ | {"SPECC_CACHE_DIR": str(tmp_path / "cache")}
+        command = [sys.executable, "-P", "-c", script]
+        processes = [
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        found = [process.communicate(timeout=120)[0].strip() for process in processes]
+        assert [process.returncode for process in processes] == [0, 0]
+        assert found[0] == found[1]
+        assert sorted(files_in(tmp_path / "cache")) == with_hash(Path(found[0]))
+
+    def test_where_the_cache_lies(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "a"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+        assert native.default_cache_dir() == tmp_path / "a"
+        monkeypatch.delenv("SPECC_CACHE_DIR")
+        assert native.default_cache_dir() == tmp_path / "b" / "specc"
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert native.default_cache_dir() == tmp_path / ".cache" / "specc"
+
+
+class TestCommandLine:
+    def invoke(self, *args: object) -> Any:
+        return CliRunner().invoke(app, [str(arg) for arg in args])
+
+    def compile(self, tiny_models: Any, output: Path, *options: str) -> Any:
+        pair = "--target", tiny_models.target, "--draft", tiny_models.draft, "-o", output
+        return self.invoke("compile", *pair, "--max-seq-len", 64, "--no-probe", *options)
+
+    @pytest.fixture(autouse=True)
+    def no_compiler(self, monkeypatch) -> None:
+        monkeypatch.setenv("CXX", "/nonexistent/g++")
+
+    def test_backend_eager(self, tiny_models, tmp_path):
+        result = self.compile(tiny_models, tmp_path / "engine", "--backend", "eager")
+        assert result.exit_code == 0, result.stderr
+        assert "warning" not in result.stderr
+        assert "backend eager on cpu" in self.invoke("inspect", tmp_path / "engine").stdout
+
+    def test_no_backend_and_no_compiler(self, tiny_models, tmp_path):
+        result = self.compile(tiny_models, tmp_path / "engine")
+        assert result.exit_code == 0, result.stderr
+        assert result.stderr.count("warning:") == 1
+        assert "/nonexistent/g++" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("backend", "word"), [("cpu", "/nonexistent/g++"), ("gpu", "cpu or cuda or eager")]
+    )
+    def test_refused(self, backend, word, tiny_models, tmp_path):
+        result = self.compile(tiny_models, tmp_path / "engine", "--backend", backend)
+        assert result.exit_code == 2, result.output
+        lines = [line.partition(":")[0] for line in result.stderr.splitlines()]
+        assert lines == ["found", "needed", "do"]
+        assert word in result.stderr
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_engine_for_cpu(self, built):
+        assert "backend cpu on cpu" in self.invoke("inspect", built).stdout
+        result = self.invoke("run", built, "hello", "--max-tokens", 4, "--ignore-eos")
+        assert result.exit_code == 0, result.stderr
+
+
+def test_doctor_explains_the_fallback(tmp_path, fake_compiler, monkeypatch) -> None:
+    from specc.cli.doctor import examine
+
+    def compiler() -> dict[str, str]:
+        (check,) = (c for c in examine()["checks"] if c["name"] == "C++ compiler")
+        return check
+
+    assert compiler()["state"] == "ok"
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    assert compiler()["state"] == "missing"
+    assert "--backend eager" in compiler()["how"]
+    monkeypatch.setenv("CXX", str(fake_compiler("9.4.0")))
+    assert compiler()["state"] == "unsupported"
+    assert "9.4.0" in compiler()["detail"]

@@ -1,0 +1,60 @@
+"""How many tokens a prefill pass takes where nobody says it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from specc.artifact.manifest import LimitsEntry
+from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
+from specc.config import CompileConfig
+from specc.speculation.plans import OFF
+from tests.passes.modules import Tiny, compiled
+
+
+@pytest.fixture(scope="module")
+def program():
+    torch.manual_seed(0)
+    return compiled(Tiny().eval())[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "chunk"),
+    [
+        pytest.param("cuda", {}, 2048, id="cuda"),
+        pytest.param("cpu", {}, 512, id="cpu"),
+        pytest.param("eager", {}, 512, id="eager"),
+        pytest.param("tensorrt", {}, 512, id="tensorrt"),
+        pytest.param("cuda", {"prefill_chunk": 7}, 7, id="asked-for"),
+        pytest.param("cuda", {"prefill_chunk": 8192}, 8192, id="more"),
+        pytest.param("cuda", {"max_seq_len": 300, "max_batch_size": 3}, 900, id="all-sequences"),
+        pytest.param("cuda", {"max_seq_len": 48, "max_batch_size": 2}, 512, id="at-least"),
+    ],
+)
+def test_the_default_follows_the_backend(backend, options, chunk) -> None:
+    config = CompileConfig(**options)
+    assert engine_limits([], [OFF], config, backend).prefill_chunk == chunk
+
+
+def limits_of(chunk: int) -> LimitsEntry:
+    return LimitsEntry(8, 4096, 16, chunk, 1, 512)
+
+
+def test_a_default_takes_no_more_memory_than_logits_may(program) -> None:
+    """Halved until it fits, down to 512; what somebody asks for stays."""
+    models = [(program, torch.float32)]
+    most = plan_model_memory(program, limits_of(1024), torch.float32, [OFF]).workspace
+    limit_mb = -(-most // (1 << 20))
+    assert plan_model_memory(program, limits_of(2048), torch.float32, [OFF]).workspace > (
+        limit_mb << 20
+    )
+    config = CompileConfig(max_logits_mb=limit_mb)
+    assert fit_prefill_chunk(limits_of(2048), config, models).prefill_chunk == 1024
+    tight = dataclasses.replace(config, max_logits_mb=1)
+    assert fit_prefill_chunk(limits_of(2048), tight, models).prefill_chunk == 512
+    wide = dataclasses.replace(config, max_logits_mb=512)
+    assert fit_prefill_chunk(limits_of(2048), wide, models).prefill_chunk == 2048
+    asked = dataclasses.replace(tight, prefill_chunk=2048)
+    assert fit_prefill_chunk(limits_of(2048), asked, models).prefill_chunk == 2048

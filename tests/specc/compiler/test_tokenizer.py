@@ -1,0 +1,179 @@
+"""The ids of an engine's tokenizer are those of transformers, and differences are said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from specc.compiler.checks import Candidate
+from specc.compiler.tokenizer import _TEXTS, check_tokenizers, follow_transformers
+from specc.errors import VocabMismatchError
+
+BOS, EOS = 256, 257
+TEXTS = [*_TEXTS, "<s>", "<s> and <s>", "</s>a"]
+
+
+def make(path: Path, kind: str = "llama", template: str | None = None, **settings: object) -> Path:
+    """A checkpoint's configuration and a byte-level tokenizer with BOS and EOS."""
+    path.mkdir()
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>")])
+    if template is not None:
+        ids = [("<s>", BOS), ("</s>", EOS)]
+        tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=ids)
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"model_type": kind}))
+    if settings:
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+class Config:
+    bos_token_id = BOS
+    eos_token_id = EOS
+
+
+def check(path: Path, bos: int = BOS):
+    config = Config()
+    config.bos_token_id = bos
+    return check_tokenizers([Candidate("target", path, path, config, "float32")], None)
+
+
+def engine_ids(tokenizer, text: str) -> list[int]:
+    """As the runtime does it: see `RequestMaker.tokenize`."""
+    reader = Tokenizer.from_buffer(tokenizer.data)
+    reader.no_truncation()
+    reader.no_padding()
+    ids = reader.encode(text).ids
+    bos = tokenizer.entry.bos_token_id
+    return [bos, *ids] if tokenizer.entry.add_bos and ids[:1] != [bos] else ids
+
+
+def transformers_ids(path: Path, text: str) -> list[int]:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "add_bos"),
+    [
+        pytest.param("llama", "<s> $A", True, id="llama"),
+        pytest.param("gpt2", None, False, id="gpt2"),
+        pytest.param("qwen3", None, False, id="qwen"),
+        pytest.param("llama", "<s> $A </s>", True, id="bos-and-eos"),
+        pytest.param("llama", "$A </s>", False, id="eos"),
+    ],
+)
+def test_ids_are_those_of_transformers(tmp_path, kind, template, add_bos):
+    path = make(tmp_path / "model", kind, template)
+    found = check(path)
+    assert found.warnings == []
+    assert found.data == (path / "tokenizer.json").read_bytes()
+    assert found.entry.add_bos == add_bos
+    for text in TEXTS:
+        assert engine_ids(found, text) == transformers_ids(path, text), text
+
+
+def test_a_letter_that_is_the_bos_id(tmp_path):
+    """Nothing adds it: it is just what the text "a" begins with."""
+    path = make(tmp_path / "model")
+    letter = Tokenizer.from_file(str(path / "tokenizer.json")).encode("a").ids[0]
+    found = check(path, bos=letter)
+    assert not found.entry.add_bos
+    for text in TEXTS:
+        assert engine_ids(found, text) == transformers_ids(path, text), text
+
+
+def test_truncation_and_padding_of_the_file_are_no_difference(tmp_path):
+    path = make(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=16, pad_id=EOS)
+    tokenizer.save(str(path / "tokenizer.json"))
+    found = check(path)
+    assert found.warnings == []
+    assert engine_ids(found, TEXTS[2]) == transformers_ids(path, TEXTS[2])
+
+
+def adding_bos(path: Path, monkeypatch) -> None:
+    """Stand in for a tokenizer class of transformers that adds BOS whatever the file says."""
+    from specc.passes.frontend import hf_tokenizer
+
+    template = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", BOS)])
+
+    def load(directory: Path):
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer.post_processor = template
+        loaded = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        return hf_tokenizer.HfTokenizer(loaded)
+
+    monkeypatch.setattr(hf_tokenizer.HfTokenizer, "load", load)
+
+
+def test_special_tokens_of_transformers_win(tmp_path, monkeypatch):
+    path = make(tmp_path / "model")
+    adding_bos(path, monkeypatch)
+    found = check(path)
+    (warning,) = found.warnings
+    assert f"around '' ([{BOS}], not [])" in warning
+    assert found.entry.add_bos
+    plain = Tokenizer.from_file(str(path / "tokenizer.json"))
+    for text in TEXTS:
+        # exactly one, also before a text that begins with one
+        assert engine_ids(found, text) == [BOS, *plain.encode(text).ids], text
+
+
+def test_another_splitting_is_said(tmp_path, monkeypatch):
+    from specc.passes.frontend import hf_tokenizer
+
+    class Other:
+        def encode(self, text, add_special_tokens=True):
+            return [1] * len(text)
+
+    monkeypatch.setattr(hf_tokenizer.HfTokenizer, "load", lambda directory: Other())
+    path = make(tmp_path / "model")
+    data, (warning,) = follow_transformers(path / "tokenizer.json")
+    assert data == (path / "tokenizer.json").read_bytes()
+    assert "transformers splits 'a' ([1], not [64])" in warning
+    assert "save_pretrained" in warning
+
+
+def test_what_transformers_cannot_load_is_said(tmp_path):
+    path = make(
+        tmp_path / "model", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["a.b", "c.d"]}
+    )
+    found = check(path)
+    assert len(found.warnings) == 1
+    assert "compared with nothing" in found.warnings[0]
+
+
+def test_a_class_that_does_not_fit_the_vocabulary_is_said(tmp_path):
+    """Gemma's class wants an unknown token, and fails only when it encodes."""
+    found = check(make(tmp_path / "model", "gemma2"))
+    assert ["compared with nothing" in warning for warning in found.warnings] == [True]
+    assert engine_ids(found, "a") == [64]
+
+
+def test_without_tokenizer_json(tmp_path):
+    path = make(tmp_path / "model")
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(VocabMismatchError, match="save_pretrained"):
+        check(path)
+
+
+def test_a_file_alone_is_taken_as_it_is(tmp_path):
+    path = make(tmp_path / "model", template="<s> $A")
+    (path / "config.json").unlink()
+    model = Candidate("target", None, None, Config(), "float32")
+    found = check_tokenizers([model], path / "tokenizer.json")
+    assert found.warnings == []
+    assert found.entry.add_bos

@@ -1,0 +1,117 @@
+"""Latency tables: recovered from measurements, summed over a step, kept in JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specc.cost.latency_table import (
+    LatencyTable,
+    PassPart,
+    PassPoint,
+    PassSeconds,
+    StepShape,
+    draft_levels,
+)
+from specc.cost.roofline import LLAMA_1B, LLAMA_8B, Device, roofline
+from specc.errors import ConfigError, EngineError
+from specc.speculation.plans import OFF, DynamicTree, SpecPlan
+
+CHAIN = SpecPlan.from_widths((1, 1, 1))
+TREE = SpecPlan.from_widths((3, 2))
+
+
+def table() -> LatencyTable:
+    """Seconds that no two sums share by accident."""
+    target = PassSeconds({1: 10.0, 101: 110.0}, {1: 0.001, 10: 0.01}, "target")
+    draft = PassSeconds({1: 1.0, 101: 2.0}, {1: 0.0001}, "draft_0")
+    return LatencyTable(target, {"draft_0": draft}, iteration_s=0.5, step_s=0.25)
+
+
+def test_recovers_what_points_were_made_of():
+    """Tokens cost 3 + 2 a token; a row of context costs as many as a sequence has tokens."""
+    points = [
+        PassPoint(rows, rows * width, rows * context, 3 + 2 * rows * width + width * rows * context)
+        for rows, width in [(1, 1), (4, 1), (1, 4), (4, 4), (16, 1)]
+        for context in (10, 50, 100)
+    ]
+    found = PassSeconds.from_points(points, "target")
+    for rows, width, context in [(1, 1, 0), (2, 3, 70), (3, 4, 1000), (8, 1, 20)]:
+        part = PassPart(rows, rows * width, rows * context)
+        assert found([part]) == pytest.approx(3 + 2 * rows * width + width * rows * context)
+
+
+def test_one_context_says_nothing_about_rows():
+    found = PassSeconds.from_points([PassPoint(1, 1, 10, 2.0), PassPoint(4, 4, 40, 3.0)], "target")
+    assert found([PassPart(1, 1, 10**6)]) == 2.0
+
+
+def test_parts_share_the_weights_but_not_the_context():
+    seconds = table().target
+    parts = [PassPart(2, 2, 100), PassPart(1, 10, 1000)]
+    assert seconds(parts) == pytest.approx(10 + 11 + 100 * 0.001 + 1000 * 0.01)
+    assert seconds([]) == 0.0
+
+
+def test_levels_read_what_a_step_left_and_each_frontier():
+    assert draft_levels(OFF) == ()
+    assert draft_levels(CHAIN) == (("draft_0", (2, 1, 1)),)
+    # the nodes of the first level have children, those of the second have none
+    assert draft_levels(TREE) == (("draft_0", (2, 3)),)
+    dynamic = SpecPlan.from_dynamic(DynamicTree(8, 4, 3))
+    assert draft_levels(dynamic) == (("draft_0", (2, 4, 4)),)
+    assert draft_levels(SpecPlan.from_widths((1, 1), ("lookup-3",))) == ()
+    two = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1"), "merge")
+    assert draft_levels(two) == (("draft_0", (3, 1)), ("draft_1", (3, 1)))
+
+
+def test_an_iteration_is_levels_and_one_pass():
+    both = [StepShape(CHAIN, 2, 100.0), StepShape(OFF, 3, 300.0)]
+    # levels of 2 x 2, 2 and 2 tokens; 100 rows of context cost by tokens of a sequence: 2, 1, 1
+    drafting = 0.25 + 1.03 + 1.01 + 1.01 + (2 + 1 + 1) * 0.01
+    shared = 10 + 10 + 100 * 0.001 * (1 + 3) + 300 * 0.001
+    assert table().iteration(both) == pytest.approx(0.5 + drafting + shared)
+    alone = (10 + 7 + 0.4) + (10 + 2 + 0.3)
+    assert table().iteration(both, shares_pass=False) == pytest.approx(0.5 + drafting + alone)
+    assert table().iteration([]) == 0.0
+
+
+def test_json_keeps_every_figure():
+    data = json.loads(json.dumps(table().to_json()))
+    assert LatencyTable.from_json(data).to_json() == data
+    shapes = [StepShape(TREE, 5, 1234.0), StepShape(OFF, 1, 7.0)]
+    assert LatencyTable.from_json(data).iteration(shapes) == table().iteration(shapes)
+
+
+@pytest.mark.parametrize("change", [{"schema_version": 2}, {"target": {}}, {"drafts": []}])
+def test_refuses_other_files(change):
+    with pytest.raises(EngineError, match="latency table"):
+        LatencyTable.from_json(table().to_json() | change)
+    with pytest.raises(EngineError, match="schema None"):
+        LatencyTable.from_json([])
+
+
+def test_refuses_seconds_that_are_none():
+    data = table().to_json()
+    data["target"]["seconds_by_tokens"] = {"1": -1.0}
+    with pytest.raises(ConfigError, match="target"):
+        LatencyTable.from_json(data)
+
+
+def test_scaling_multiplies_passes_alone():
+    shapes = [StepShape(CHAIN, 2, 100.0)]
+    plain, scaled = table(), table().scaled(target=2, drafts=3)
+    assert scaled.target_s(shapes) == pytest.approx(2 * plain.target_s(shapes))
+    assert scaled.draft_s(shapes[0]) - 0.25 == pytest.approx(3 * (plain.draft_s(shapes[0]) - 0.25))
+
+
+def test_roofline_is_bound_by_memory_then_by_arithmetic():
+    device = Device(layer_s=0, pass_s=0)
+    target = roofline(LLAMA_8B, {"draft_0": LLAMA_1B}, device).target
+    reading, multiplying = 8.03e9 * 2 / (4.8e12 * 0.85), 2 * 8.03e9 / (990e12 * 0.7)
+    assert target([PassPart(1, 1, 0)]) == pytest.approx(reading)
+    assert target([PassPart(4096, 4096, 0)]) == pytest.approx(4096 * multiplying)
+    # 128 KiB of keys and values for each row
+    row = target([PassPart(1, 1, 1000)]) - target([PassPart(1, 1, 0)])
+    assert row == pytest.approx(1000 * 131072 / (4.8e12 * 0.85))

@@ -1,0 +1,210 @@
+"""Figures of a server: they are those of the engine's counters, and any Prometheus reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from specc.runtime.service.state import ServiceState
+from specc.server.latencies import MAX_VALUES, RecentLatencies
+from specc.server.metrics import RateWindow
+from specc.speculation.metrics import SpecStats
+from tests.specc.server.serving import Server, serve, slow_down, wait_for
+
+BODY = {"prompt": ["hello", "abc"], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+HISTOGRAMS = (
+    *("time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *("time_per_output_token_seconds", "e2e_request_latency_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens"),
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve() as running:
+        yield running
+
+
+def samples(server: Server) -> dict[tuple[str, str], float]:
+    """(name, value of the label besides the model's) → value."""
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        assert family.name.startswith("specc:")
+        assert family.documentation
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "tiny"
+            assert len(labels) <= 1
+            key = sample.name.removeprefix("specc:"), *labels.values()
+            found[(*key, "")[:2]] = sample.value
+    return found
+
+
+def test_metrics_are_the_engines_counters(server) -> None:
+    server.complete(**BODY)
+    server.complete(**BODY | {"stream": False, "n": 2, "seed": 1, "temperature": 0.7})
+    server.wait_until_idle()
+    stats = server.service.core.scheduler.stats
+    found = samples(server)
+    for name, value in (
+        ("prompt_tokens_total", stats.num_prompt_tokens),
+        ("generation_tokens_total", stats.num_output_tokens),
+        ("num_preemptions_total", 0),
+        ("spec_decode_num_drafts_total", stats.num_spec_steps),
+        ("spec_decode_num_draft_tokens_total", stats.num_draft_tokens),
+        ("spec_decode_num_accepted_tokens_total", stats.num_accepted_tokens),
+        ("prefix_cache_queries_total", 24),
+        ("prefix_cache_hits_total", stats.num_cached_tokens),
+        ("num_requests_running", 0),
+        ("num_requests_waiting", 0),
+        ("kv_cache_usage_perc", 0),
+        ("engine_failures_total", 0),
+        ("engine_healthy", 1),
+    ):
+        assert found[name, ""] == value, name
+    assert stats.num_accepted_tokens > 0
+    depths = [found["spec_decode_num_accepted_tokens_per_pos_total", str(i)] for i in range(4)]
+    assert depths == stats.accepted_at_depth
+    assert found["request_success_total", "length"] == 6
+    assert found["request_success_total", "abort"] == 0
+    assert found["request_generation_tokens_sum", ""] == stats.num_output_tokens == 72
+    assert found["request_prompt_tokens_sum", ""] == stats.num_prompt_tokens == 24
+    assert found["time_to_first_token_seconds_count", ""] == 6
+    assert found["e2e_request_latency_seconds_count", ""] == 6
+    # every token but the first of each request
+    assert found["time_per_output_token_seconds_count", ""] == 66
+    gaps = found["inter_token_latency_seconds_sum", ""]
+    assert found["time_per_output_token_seconds_sum", ""] == pytest.approx(gaps)
+    firsts = found["time_to_first_token_seconds_sum", ""]
+    assert found["e2e_request_latency_seconds_sum", ""] == pytest.approx(firsts + gaps, abs=0.05)
+    for name in HISTOGRAMS:
+        assert found[f"{name}_bucket", "+Inf"] == found[f"{name}_count", ""]
+
+
+def test_what_runs_is_seen(server) -> None:
+    undo = slow_down(server, 0.03)
+    with server.http.stream(
+        "POST",
+        server.base + "/v1/completions",
+        json=BODY | {"stream": True, "n": 3, "max_tokens": 80},
+    ) as answer:
+        lines = answer.iter_lines()  # kept: the connection ends with it
+        next(lines)
+        wait_for(lambda: samples(server)["num_requests_running", ""] == 3, "nothing runs")
+        found, now = samples(server), server.get("/stats").json()
+        assert found["num_requests_waiting", ""] == 3
+        assert 0 < found["kv_cache_usage_perc", ""] <= 1
+        wait_for(lambda: samples(server)["plan", "chain-4"] > 0, "no plan runs")
+        assert samples(server)["plan", "off"] == 0
+        assert (now["running"], now["waiting"], now["health"]) == (3, 3, "ok")
+        assert now["all_plans"] == list(server.engine.plans)
+        wait_for(lambda: server.app.state.metrics.log_line() is not None, "no line")
+        line = server.app.state.metrics.log_line()
+        assert "Running: 3 reqs, Waiting: 3 reqs" in line
+    undo()
+    server.wait_until_idle()
+    found = samples(server)
+    assert found["plan", "chain-4"] == 0
+    # the client went away in the middle
+    assert found["request_success_total", "abort"] > 0
+    assert (
+        server.get("/stats").json()["total"]["output_tokens"]
+        == found["generation_tokens_total", ""]
+    )
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    def state(output: int, steps: int = 0, accepted: int = 0) -> ServiceState:
+        stats = SpecStats(
+            num_output_tokens=output,
+            num_spec_steps=steps,
+            num_accepted_tokens=accepted,
+            num_draft_tokens=2 * steps,
+        )
+        return ServiceState(0, 0, 0, 0, 0, 0, 0, {}, None, stats, 0.0)
+
+    window = RateWindow()
+    assert window.look(state(100), 0.0).output_tokens == 0
+    rates = window.look(state(150, 20, 30), 1.0)
+    assert (rates.output_tokens, rates.mean_acceptance_length) == (50, 2.5)
+    assert rates.acceptance_rate == 0.75
+    # bursts of 50 tokens every five seconds
+    for second in range(2, 13):
+        rates = window.look(state(150 + 50 * (second // 5), 20, 30), float(second))
+        if second >= 7:
+            # the 50 tokens of the first second are behind the window, one burst is in it
+            assert rates.output_tokens == pytest.approx(10)
+    assert rates.mean_acceptance_length == 0
+    # somebody who looks once a minute sees the minute's mean
+    assert window.look(state(850), 72.0).output_tokens == pytest.approx(10, abs=0.5)
+    assert window.look(state(850), 140.0).output_tokens == 0
+
+
+def test_latencies_and_prefix_hits_of_the_last_seconds() -> None:
+    with serve() as server:
+        nothing = server.get("/stats").json()
+        assert nothing["time_to_first_token"] == {"count": 0, "p50_s": None, "p99_s": None}
+        assert nothing["prefix_hit_rate"] is nothing["total"]["prefix_hit_rate"] is None
+        undo = slow_down(server, 0.02)
+        for _ in range(2):
+            server.complete(prompt="abcdefghijkl", temperature=0, max_tokens=30, ignore_eos=True)
+        undo()
+        wait_for(lambda: server.get("/stats").json()["time_to_first_token"]["count"] == 2, "none")
+        found, now = samples(server), server.get("/stats").json()
+        gaps = now["inter_token_latency"]
+        assert gaps["count"] == found["inter_token_latency_seconds_count", ""] > 4
+        # each update comes after a slowed step
+        assert 0.015 < gaps["p50_s"] <= gaps["p99_s"] < 5
+        assert 0.02 < now["time_to_first_token"]["p50_s"] <= now["time_to_first_token"]["p99_s"]
+        # the second prompt was in the cache, but for its last token's block
+        hits, asked = (found[f"prefix_cache_{name}_total", ""] for name in ("hits", "queries"))
+        assert 0 < hits < asked
+        assert now["total"]["prefix_hit_rate"] == hits / asked
+
+
+def test_quantiles_are_of_the_last_minute() -> None:
+    recent = RecentLatencies()
+    assert recent.quantiles(0.5, now_s=0.0) == (0, [None])
+    for i in range(200):
+        recent.add(float(i), now_s=float(i))
+    # those of the seconds 140 … 199
+    assert recent.quantiles(0.5, 0.99, 1.0, now_s=200.0) == (60, [169.0, 199.0, 199.0])
+    assert recent.quantiles(0.5, now_s=259.0) == (1, [199.0])
+    assert recent.quantiles(0.5, now_s=260.0) == (0, [None])
+    for i in range(3 * MAX_VALUES):
+        recent.add(float(i), now_s=300.0)
+    assert recent.quantiles(1e-9, now_s=300.0) == (MAX_VALUES, [2.0 * MAX_VALUES])
+
+
+def test_lines_are_logged_while_there_is_work(caplog) -> None:
+    with caplog.at_level("INFO", "specc.serve"), serve(log_every_s=0.02) as server:
+        slow_down(server, 0.01)
+        server.complete(**BODY)
+        wait_for(lambda: bool(caplog.messages), "no line")
+        assert "Avg generation throughput" in caplog.messages[0]
+
+
+def test_the_page_needs_nothing_from_elsewhere(server) -> None:
+    answer = server.get("/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    text = answer.text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    # every figure that it reads is there
+    now = server.get("/stats").json()
+    for name in (
+        *("output_tokens_per_s", "running", "waiting", "kv_cache_usage", "plans", "health"),
+        *("time_to_first_token", "inter_token_latency", "prefix_hit_rate"),
+    ):
+        assert f"now.{name}" in text
+        assert name in now
+
+
+def test_several_servers_in_one_process_count_for_themselves(server) -> None:
+    with serve() as other:
+        assert samples(other)["generation_tokens_total", ""] == 0
+        assert samples(server)["generation_tokens_total", ""] > 0
