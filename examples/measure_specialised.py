@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import specc
-from specc.compiler.build import DEFAULT_MAX_SEQ_LEN
+from specc.compiler.model_entries import DEFAULT_MAX_SEQ_LEN
 from specc.kernels import native
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace_flat import trace
