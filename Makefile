@@ -86,6 +86,9 @@ lint: $(VENV)/.dev
 	@rm -rf $(TYPES) && mkdir -p $(TYPES) && ln -s $(CURDIR)/specc/* $(TYPES) \
 		&& ln -s $(CURDIR)/passes $(CURDIR)/runtime $(CURDIR)/kernels $(TYPES)
 	@MYPYPATH=build/types $(BIN)/mypy --no-error-summary -p specc
+	@echo "specc: import-linter"
+	@said=$$(PYTHONPATH=build/types $(BIN)/lint-imports --no-cache --no-logo 2>&1) \
+		|| { echo "$$said"; exit 1; }
 
 clean:
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
@@ -96,7 +99,7 @@ distclean: clean
 
 # A stamp is younger than what it was made from, so a second run installs nothing.
 $(VENV)/.dev: $(VENV)/.compile
-	@echo "specc: installing pytest, ruff and mypy"
+	@echo "specc: installing pytest, ruff, mypy and import-linter"
 	@$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	@touch $@
 
