@@ -87,8 +87,8 @@ lint: $(VENV)/.dev
 		&& ln -s $(CURDIR)/passes $(CURDIR)/runtime $(CURDIR)/kernels $(TYPES)
 	@MYPYPATH=build/types $(BIN)/mypy --no-error-summary -p specc
 	@echo "specc: import-linter"
-	@said=$$(PYTHONPATH=build/types $(BIN)/lint-imports --no-cache --no-logo 2>&1) \
-		|| { echo "$$said"; exit 1; }
+	@said=$$(cd build/types && PYTHONPATH=. $(CURDIR)/$(BIN)/lint-imports --no-cache --no-logo \
+		--config $(CURDIR)/pyproject.toml 2>&1) || { echo "$$said"; exit 1; }
 
 clean:
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
