@@ -233,7 +233,7 @@ def test_an_interrupted_job_leaves_no_answer_for_the_next(pool):
     timer = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        pool.run(["sleep", 1.0])
+        pool.run(["sleep", 10.0])
     assert pool.run(["echo", 2]) == 2
 
 

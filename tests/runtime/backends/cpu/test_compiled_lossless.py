@@ -110,8 +110,9 @@ def test_two_threads(zoo: Zoo, name: str) -> None:
     assert engine.target.native.num_threads() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_bfloat16(zoo: Zoo, name: str) -> None:
     check_bfloat16(zoo, name, zoo.engine(name, "noisy", dtype="bfloat16", **CPU))
 
