@@ -274,8 +274,9 @@ def _fault(graphs: GraphDevice) -> Exception | None:
 def _measure(
     bound: list[Callable[[], object]], num_tiles: int, timer: Timer
 ) -> Iterator[tuple[int | None, float | None]]:
-    """Seconds of all calls by number of a tile, None is the library's product; or None of one that
-    does not run.
+    """Numbers of tiles, None for the library's product, and seconds of all calls with each.
+
+    None instead of seconds where it does not run, or gives other results.
     """
     from specc.kernels.cuda import few_rows
 
