@@ -10,7 +10,8 @@ TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
 # files are the unit: what a file compiles once serves all of its tests
 WORKERS ?= 2
-PYTEST = $(RUN) $(BIN)/pytest -n $(WORKERS) --dist loadfile
+# with byte code, wherever that is switched off: hundreds of processes import specc
+PYTEST = $(RUN) env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -27,7 +27,7 @@ from specc.artifact.manifest import PROFILE_FILE
 from specc.bench.engine import EngineContender, tokenize
 from specc.bench.rounds import Measurement
 from specc.cli.prompts import plain_prompts
-from specc.runtime.backends.program import read_json
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF

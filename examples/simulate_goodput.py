@@ -3,18 +3,20 @@
     python examples/simulate_goodput.py --part rates --json FILE --plot docs/results
     python examples/simulate_goodput.py --part adversarial --json FILE
     python examples/simulate_goodput.py --seed 11,12,13,14 --json FILE
+    python examples/simulate_goodput.py --part policies --json FILE
 
 The real scheduler and the real policies serve simulated loads (specc/simulate/simulator.py): on
 the table of a CPU, measured with the target widened to 100M parameters, and on a model of an H200
 with an 8B target and a 1B draft. Then come loads that are to make the policy worse than plain
-decoding. The
-policy gets no profile of the acceptance: it learns that while it serves. Of several seeds, only
+decoding; and some of those loads again, with chains alone, for goodput beside the policy adaptive.
+No policy gets a profile of the acceptance: they learn that while they serve. Of several seeds, only
 ratios and loads that miss a bar are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -23,10 +25,11 @@ from typing import Any
 
 from specc.cost.latency_table import LatencyTable
 from specc.cost.roofline import roofline
-from specc.draw.load import write_load_plot
+from specc.draw.load import draw_load
+from specc.runtime.policies.named import ADAPTIVE, GOODPUT
+from specc.simulate.comparison import Comparison, compare
 from specc.simulate.load import Drafting, Lengths, Load, make_load
 from specc.simulate.simulator import Limits
-from specc.simulate.sweep import SweepRow, sweep
 from specc.speculation.plans import OFF, SpecPlan
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
@@ -68,17 +71,17 @@ def cpu_load(seed: int, rate: float) -> Load:
     return make_load(rate, count, [(1, PAIR)], prompts, outputs, seed=seed)
 
 
-def rate_sweeps(measured: LatencyTable, seed: int) -> dict[str, list[SweepRow]]:
+def rate_sweeps(measured: LatencyTable, seed: int) -> dict[str, list[Comparison]]:
     """Mean latency over rate on both machines."""
     return {
-        "cpu_100m": sweep(
+        "cpu_100m": compare(
             {f"{rate:g}/s": cpu_load(seed, rate) for rate in CPU_RATES},
             measured,
             family(),
             CPU,
             progress=show,
         ),
-        "h200_8b": sweep(
+        "h200_8b": compare(
             {f"{rate:g}/s": gpu_load(seed, rate) for rate in GPU_RATES},
             roofline(),
             family(),
@@ -88,7 +91,7 @@ def rate_sweeps(measured: LatencyTable, seed: int) -> dict[str, list[SweepRow]]:
     }
 
 
-def adversarial(seed: int) -> dict[str, list[SweepRow]]:
+def adversarial(seed: int) -> dict[str, list[Comparison]]:
     """Loads and tables that mislead, on the model of the GPU."""
     half = ((1, PAIR), (1, USELESS))
     loads: dict[str, Load] = {}
@@ -105,13 +108,13 @@ def adversarial(seed: int) -> dict[str, list[SweepRow]]:
         }
     truth, plans = roofline(), family()
     fixed = ("off", "chain-2")
-    found = {"loads": sweep(loads, truth, plans, GPU, fixed=fixed, progress=show)}
+    found = {"loads": compare(loads, truth, plans, GPU, fixed=fixed, progress=show)}
     long = {
         f"prompts of 16k, {rate}/s": gpu_load(seed, rate, prompts=Lengths(16384, 0.2, 4096, 30000))
         for rate in (0.5, 1, 2)
     }
     wide = Limits(max_num_seqs=64, max_seq_len=32768, prefill_chunk=2048)
-    found["long contexts"] = sweep(long, truth, plans, wide, fixed=fixed, progress=show)
+    found["long contexts"] = compare(long, truth, plans, wide, fixed=fixed, progress=show)
     some = {
         f"{name}, {rate}/s": gpu_load(seed, rate, (1, kind))
         for name, kind in (("good draft", PAIR), ("useless draft", USELESS))
@@ -124,22 +127,41 @@ def adversarial(seed: int) -> dict[str, list[SweepRow]]:
         "believes drafts twice as fast": truth.scaled(drafts=0.5),
         "knows no seconds": LatencyTable.neutral(["draft_0"]),
     }.items():
-        found[name] = sweep(some, truth, plans, GPU, table=wrong, fixed=fixed, progress=show)
-    found["seconds vary by a tenth"] = sweep(
+        found[name] = compare(some, truth, plans, GPU, table=wrong, fixed=fixed, progress=show)
+    found["seconds vary by a tenth"] = compare(
         some, truth, plans, GPU, fixed=fixed, noise=0.1, progress=show
     )
     split = Limits(max_num_seqs=256, max_seq_len=4096, prefill_chunk=2048, shares_pass=False)
-    found["every group has its own pass"] = sweep(
+    found["every group has its own pass"] = compare(
         some, truth, plans, split, fixed=fixed, progress=show
     )
     return found
 
 
-def show(row: SweepRow) -> None:
+def beside_adaptive(measured: LatencyTable, seed: int) -> dict[str, list[Comparison]]:
+    """Goodput and adaptive on the same chains, which are all that adaptive chooses among."""
+    chains = {name: plan for name, plan in family().items() if not name.startswith("tree")}
+    options: dict[str, Any] = {"fixed": ("off",), "policies": (GOODPUT, ADAPTIVE), "progress": show}
+    cpu = {f"{rate:g}/s": cpu_load(seed, rate) for rate in CPU_RATES}
+    gpu = {f"{rate}/s": gpu_load(seed, rate) for rate in (2, 8, 24, 48)}
+    gpu |= {f"useless draft, {rate}/s": gpu_load(seed, rate, (1, USELESS)) for rate in (2, 24)}
+    split = dataclasses.replace(GPU, shares_pass=False)
+    apart = {f"{rate}/s": gpu_load(seed, rate) for rate in (2, 24)}
+    return {
+        "cpu_100m": compare(cpu, measured, chains, CPU, **options),
+        "h200_8b": compare(gpu, roofline(), chains, GPU, **options),
+        "h200_8b, passes apart": compare(apart, roofline(), chains, split, **options),
+    }
+
+
+def show(row: Comparison) -> None:
     data = row.to_json()
     shares = data["reports"]["goodput"]["plan_shares"]
+    adaptive = ""
+    if ADAPTIVE in row.reports:
+        adaptive = f"  adaptive / goodput {row.latency(ADAPTIVE) / row.latency(GOODPUT):.3f}"
     print(
-        f"{row.name:38} {row.latency('goodput'):8.3f} s"
+        f"{row.name:38} {row.latency('goodput'):8.3f} s{adaptive}"
         f"  / best {data['goodput_over_best']:.3f} ({row.best})"
         f"  / off {data['goodput_over_off']:.3f}"
         f"  worst {data['worst_over_goodput']:.2f} ({row.worst}) ",
@@ -148,7 +170,7 @@ def show(row: SweepRow) -> None:
     )
 
 
-def summary(found: dict[str, list[SweepRow]]) -> dict[str, Any]:
+def summary(found: dict[str, list[Comparison]]) -> dict[str, Any]:
     """The largest ratios, and the loads that miss a bar."""
     rows = {f"{group}: {row.name}": row.to_json() for group, rows in found.items() for row in rows}
     data: dict[str, Any] = {"num_loads": len(rows)}
@@ -157,10 +179,16 @@ def summary(found: dict[str, list[SweepRow]]) -> dict[str, Any]:
         data[f"{ratio}_above_{most}"] = {
             name: row[ratio] for name, row in rows.items() if row[ratio] > most
         }
-    return data
+    beside = {
+        f"{group}: {row.name}": round(row.latency(ADAPTIVE) / row.latency(GOODPUT), 4)
+        for group, rows_of in found.items()
+        for row in rows_of
+        if ADAPTIVE in row.reports
+    }
+    return data | ({"adaptive_over_goodput": beside} if beside else {})
 
 
-def plot(rows: list[SweepRow], lengths: tuple[str, str], path: Path) -> None:
+def plot(rows: list[Comparison], lengths: tuple[str, str], path: Path) -> None:
     """Mean latency over requests a second, as `specc bench serve --plot` draws it."""
     cells = []
     for row in rows:
@@ -175,13 +203,15 @@ def plot(rows: list[SweepRow], lengths: tuple[str, str], path: Path) -> None:
         "prompt_tokens": lengths[0],
         "output_tokens": lengths[1],
     }
-    write_load_plot({"cells": cells, "is_virtual": True, "settings": settings}, path)
+    draw_load({"cells": cells, "is_virtual": True, "settings": settings}, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--table", type=Path, default=RESULTS / "latency_100m.json")
-    parser.add_argument("--part", choices=["rates", "adversarial"], help="only this one")
+    parser.add_argument(
+        "--part", choices=["rates", "adversarial", "policies"], help="only this one"
+    )
     parser.add_argument("--seed", default="7", help="one, or several with commas between")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="folder for pictures of the rates of one seed")
@@ -193,9 +223,10 @@ def main() -> None:
         "plans": list(family()),
         "tables": {"cpu_100m": measured.to_json(), "h200_8b": roofline().to_json()},
     }
-    parts: dict[str, Callable[[int], dict[str, list[SweepRow]]]] = {
+    parts: dict[str, Callable[[int], dict[str, list[Comparison]]]] = {
         "rates": lambda seed: rate_sweeps(measured, seed),
         "adversarial": adversarial,
+        "policies": lambda seed: beside_adaptive(measured, seed),
     }
     for part, run in parts.items():
         if args.part not in (None, part):

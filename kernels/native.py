@@ -56,16 +56,16 @@ _EXACT_FLAGS = (
     "-ffp-contract=off",
 )
 _EXACT_SOURCES = (
-    *("accept.cpp", "draft_children.cpp", "filters.cpp", "node_winners.cpp", "noise.cpp"),
+    "accept.cpp", "draft_children.cpp", "filters.cpp", "node_winners.cpp", "noise.cpp",
     "penalties.cpp",
-)
+)  # fmt: skip
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
-    *("tree_attention", "linear", "embedding_of_blocks", "tree_expand", "accept_winners"),
-    *("commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children", "accept"),
-    *("merge_trees", "rerank_tree", "ancestor_words", "image_slots", "vote_chain", "lookup"),
-    *("record_tokens", "node_winners"),
-)
+    "tree_attention", "linear", "embedding_of_blocks", "tree_expand", "accept_winners",
+    "commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children", "accept",
+    "merge_trees", "rerank_tree", "ancestor_words", "image_slots", "vote_chain", "lookup",
+    "record_tokens", "node_winners",
+)  # fmt: skip
 # operator → declaration of the C function that AOTInductor's code calls in its place
 C_SHIMS = {
     "tree_attention": "AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle,"
@@ -80,10 +80,12 @@ C_SHIMS = {
 # the sources that define what Python, compiled programs and steps call; kernels after the same
 # operators may change, and an engine that carries older ones still loads
 _INTERFACE = (
-    *("programs.cpp", "programs.h", "register.cpp", "sampling_operators.cpp"),
-    *("step_operators.cpp", "tensors.h", "tree_operators.cpp"),
-)
+    "programs.cpp", "programs.h", "register.cpp", "sampling_operators.cpp",
+    "step_operators.cpp", "tensors.h", "tree_operators.cpp",
+)  # fmt: skip
 _INTERFACE_MARK = b"specc-interface:"
+# a line that is one, or the end of one; these sources have no string with two slashes
+_LINE_COMMENT = re.compile(rb"(?m)^[ \t]*//.*\n|[ \t]*//.*$")
 _loaded: tuple[str, ctypes.CDLL] | None = None
 
 
@@ -168,10 +170,11 @@ def load(library: Path, sha256: str | None = None) -> None:
 
 
 def interface_hash() -> str:
-    """Hash of the installed sources that define the library's interface."""
+    """Hash of the installed sources that define the library's interface, without comments."""
     digest = hashlib.sha256()
     for name in _INTERFACE:
-        digest.update(name.encode() + b"\0" + (SOURCE_DIR / name).read_bytes() + b"\0")
+        code = _LINE_COMMENT.sub(b"", (SOURCE_DIR / name).read_bytes())
+        digest.update(name.encode() + b"\0" + code + b"\0")
     return digest.hexdigest()[:16]
 
 

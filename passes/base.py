@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,6 +12,10 @@ from specc.passes.program import Declined, Program
 
 # a fact is a cheap scan of the program; its docstring says what holds, in words
 Fact = Callable[[Program], bool]
+
+
+class NoMatch(Exception):
+    """Why a node stays as it is."""
 
 
 @dataclass
@@ -22,6 +27,16 @@ class PassResult:
 
     def decline(self, node: str, reason: str) -> None:
         self.declined.append(Declined(node, reason))
+
+    @contextlib.contextmanager
+    def attempt(self, node: str) -> Iterator[None]:
+        """Count what happens inside as a rewrite; `NoMatch` declines the node with its reason."""
+        try:
+            yield
+        except NoMatch as reason:
+            self.decline(node, str(reason))
+        else:
+            self.rewrites += 1
 
 
 class Pass(ABC):

@@ -18,9 +18,9 @@ _FLOAT_BYTES = _INT_BYTES = 4
 _SPLIT_ROWS = 4 * 160 * 128
 # with many rows they run the operators that they were made of
 _PRODUCTS = (
-    *(ops.add_norm_linear, ops.add_norm_gate_up, ops.add_norm_rope_write),
-    *(ops.embed_norm_rope_write, ops.add_norm_head),
-)
+    ops.add_norm_linear, ops.add_norm_gate_up, ops.add_norm_rope_write,
+    ops.embed_norm_rope_write, ops.add_norm_head,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

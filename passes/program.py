@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from specc.artifact.weight_layout import blocks_shape
+from specc.errors import UnsupportedGraphError
 
 # inputs of every model program, in order, before the caches; shapes in kernels/reference/core.py
 RUNTIME_INPUTS = (
@@ -204,3 +205,13 @@ def _tensors(tree: Any) -> Iterator[Any]:
     for leaf in torch.utils._pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and hasattr(leaf, "fake_mode"):
             yield leaf
+
+
+def refusal(node: fx.Node, phase: str, reason: str) -> UnsupportedGraphError:
+    """The error that names a node, its layer and the reason."""
+    where = module_path(node)
+    return UnsupportedGraphError(
+        f"{where + ': ' if where else ''}node {node.name} after {phase}: {reason}",
+        "token-wise operators of aten and specc, and attention",
+        "choose a model of a supported architecture (see README, What is supported), or report it",
+    )

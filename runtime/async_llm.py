@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from specc.errors import RequestError
-from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
+from specc.runtime.engine_args import AsyncEngineArgs
 from specc.runtime.outputs.logprobs import TokenLogprobs
 from specc.runtime.outputs.request_output import CompletionOutput, RequestOutput
-from specc.runtime.policies.base import Policy
 from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
-from specc.runtime.requests.llm_options import Seeds, VllmOptions, engine_of
 from specc.runtime.requests.prompt_forms import Prompt
+from specc.runtime.requests.seeds import Seeds
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.stream import UpdateStream
 from specc.sampling.params import SamplingParams
@@ -35,18 +34,8 @@ class AsyncLLM:
         engine: engine directory, or an `Engine` that was loaded before and that nobody else uses.
         plan: see `LLM`.
         max_num_seqs: see `LLM`.
-        policy: see `LLM`.
         max_waiting: requests that wait for a place at most; more are refused.
-        verify: see `LLM`.
-        num_threads: see `LLM`.
-        backend: see `LLM`.
-        kv_cache_tokens: see `LLM`.
-        shares_prefixes: see `LLM`.
-        model: see `LLM`.
-        seed: see `LLM`.
-        max_model_len: see `LLM`.
-        enable_prefix_caching: see `LLM`.
-        vllm: see `LLM`.
+        options: further ones of `LLM`.
     Raises:
         SpeccError: as `LLM`.
     """
@@ -57,38 +46,18 @@ class AsyncLLM:
         plan: str | None = None,
         max_num_seqs: int | None = None,
         *,
-        policy: Policy | str | None = None,
         max_waiting: int = 1024,
-        verify: bool | None = None,
-        num_threads: int | None = None,
-        backend: str | None = None,
-        kv_cache_tokens: int | None = None,
-        shares_prefixes: bool = True,
-        model: str | Path | Engine | None = None,
-        seed: int | None = None,
-        max_model_len: int | None = None,
-        enable_prefix_caching: bool | None = None,
-        **vllm: Any,
+        **options: Any,
     ) -> None:
-        options = VllmOptions.read(vllm, max_model_len)
-        self._seeds = Seeds(seed)
-        found = engine_of(engine, model)
-        if not isinstance(found, Engine):
-            found = Engine.load(
-                found,
-                verify=verify,
-                num_threads=num_threads,
-                max_num_seqs=max_num_seqs,
-                backend=backend,
-                kv_cache_tokens=kv_cache_tokens,
-            )
-        options.check(found)
-        if enable_prefix_caching is not None:
-            shares_prefixes = enable_prefix_caching
-        core = EngineCore(
-            found, plan, policy, shares_prefixes=shares_prefixes, max_seq_len=max_model_len
+        args = AsyncEngineArgs.from_names(
+            engine=engine,
+            plan=plan,
+            max_num_seqs=max_num_seqs,
+            max_waiting=max_waiting,
+            **options,
         )
-        self._service: Service | None = Service(core=core, max_waiting=max_waiting)
+        self._seeds = Seeds(args.seed)
+        self._service: Service | None = Service(args.make_core(), args.max_waiting)
         # request → its outputs
         self._open: dict[str, list[UpdateStream]] = {}
         # open requests that were aborted, perhaps before all of their outputs were handed in

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specc.artifact.manifest import ON_GPU
 from specc.errors import RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.in_flight import InFlight
@@ -16,7 +15,6 @@ from specc.runtime.runner import Runner
 from specc.runtime.scheduling.scheduler import Scheduler
 
 _ITERATIONS_BETWEEN_CHECKS = 32
-_FLAT_BACKENDS = ("cpu", "eager")
 
 
 class EngineCore:
@@ -53,9 +51,8 @@ class EngineCore:
             )
         self.engine = engine
         self._templates: dict[Path | None, ChatTemplate] = {}
-        # captured steps are replayed as a whole, rectangular programs have rows of one length
-        shares_pass = engine.backend in _FLAT_BACKENDS and all(
-            hasattr(step, "draft") for step in engine.steps.values()
+        shares_pass = engine.facts.shares_pass and all(
+            step.staged is not None for step in engine.steps.values()
         )
         self.runner = Runner(
             engine.target,
@@ -76,7 +73,7 @@ class EngineCore:
             shares_prefixes=shares_prefixes,
             shares_pass=shares_pass,
             window=engine.window,
-            looks_ahead=engine.backend in ON_GPU,
+            looks_ahead=engine.facts.is_captured,
         )
         if own_policy != "fixed":
             chosen = make_policy(
@@ -112,33 +109,6 @@ class EngineCore:
                 "pass chat_template=FILE, or render the prompt yourself and pass it to generate",
             )
         return self._templates.setdefault(file, template)
-
-    @classmethod
-    def load(
-        cls,
-        engine: str | Path | Engine,
-        plan: str | None = None,
-        max_num_seqs: int | None = None,
-        *,
-        policy: Policy | str | None = None,
-        verify: bool | None = None,
-        num_threads: int | None = None,
-        backend: str | None = None,
-        kv_cache_tokens: int | None = None,
-        shares_prefixes: bool = True,
-        max_seq_len: int | None = None,
-    ) -> EngineCore:
-        """Load an engine directory, unless it is loaded; arguments as of `LLM`."""
-        if not isinstance(engine, Engine):
-            engine = Engine.load(
-                engine,
-                verify=verify,
-                num_threads=num_threads,
-                max_num_seqs=max_num_seqs,
-                backend=backend,
-                kv_cache_tokens=kv_cache_tokens,
-            )
-        return cls(engine, plan, policy, shares_prefixes=shares_prefixes, max_seq_len=max_seq_len)
 
     def advance(self) -> bool:
         """Bring all requests one iteration further; False where none can run."""

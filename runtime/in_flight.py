@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from specc.runtime.runner import Runner
+from specc.runtime.scheduling.batch import Batch
+from specc.runtime.scheduling.pending_batch import PendingBatch
 from specc.runtime.scheduling.scheduler import Scheduler
+
+
+class Queued(NamedTuple):
+    """A batch that the device has, and where its results will be."""
+
+    batch: Batch
+    pending: PendingBatch
 
 
 class InFlight:
@@ -23,6 +34,7 @@ class InFlight:
     gives it up, and goes on from what was committed. An interrupt meanwhile changes nothing: the
     call after it starts over.
 
+    `queued` holds the batches that the device has and whose results nobody has read, in order.
     `num_iterations` counts them, `num_ahead` those that were queued before the results of the one
     before were read.
 
@@ -34,6 +46,7 @@ class InFlight:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self.queued: deque[Queued] = deque()
         self.num_iterations = self.num_ahead = 0
         # False within a call, and where one ended early
         self._is_whole = True
@@ -41,7 +54,7 @@ class InFlight:
     def advance(self) -> bool:
         """Bring all requests one iteration further; False where none can run."""
         with self._as_a_whole():
-            if not self._scheduler.queued:
+            if not self.queued:
                 batch = self._scheduler.schedule()
                 if not batch.prefill and not batch.groups:
                     return False
@@ -50,7 +63,7 @@ class InFlight:
                 if pending is None:
                     self._scheduler.postprocess(batch, self._runner.run(batch))
                     return True
-                self._scheduler.hold(batch, pending)
+                self._hold(batch, pending)
             self._queue_ahead()
             self._finish_oldest()
             return True
@@ -58,7 +71,7 @@ class InFlight:
     def settle(self) -> None:
         """Wait for what is queued, where no next iteration would, or a failure has spoilt it."""
         with self._as_a_whole():
-            while self._scheduler.queued and not self._scheduler.running:
+            while self.queued and not self._scheduler.running:
                 self._finish_oldest()
 
     @contextlib.contextmanager
@@ -66,21 +79,28 @@ class InFlight:
         """What runs in here ends, or the next call starts from what was committed."""
         if not self._is_whole:
             self._runner.wait()
-            self._scheduler.forget_queued()
+            self.queued.clear()
+            self._scheduler.recover()
         self._is_whole = False
         yield
         self._is_whole = True
 
     def _queue_ahead(self) -> None:
         """Queue the iteration after the only one that is queued, where it needs no results."""
-        scheduler = self._scheduler
-        if len(scheduler.queued) != 1 or (batch := scheduler.schedule_ahead()) is None:
+        if len(self.queued) != 1:
             return
-        if (pending := self._runner.queue(batch)) is not None:
-            scheduler.hold(batch, pending)
+        batch = self._scheduler.schedule_ahead([queued.batch for queued in self.queued])
+        if batch is not None and (pending := self._runner.queue(batch)) is not None:
+            self._hold(batch, pending)
             self.num_iterations += 1
             self.num_ahead += 1
 
+    def _hold(self, batch: Batch, pending: PendingBatch) -> None:
+        self._scheduler.hold(batch)
+        self.queued.append(Queued(batch, pending))
+
     def _finish_oldest(self) -> None:
-        batch, pending = self._scheduler.queued[0]
-        self._scheduler.postprocess(batch, self._runner.finish(batch, pending))
+        batch, pending = self.queued[0]
+        result = self._runner.finish(batch, pending)
+        self.queued.popleft()
+        self._scheduler.postprocess(batch, result)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Sequence_
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,13 @@ from tokenizers import Tokenizer
 from specc.errors import RequestError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
+from specc.runtime.engine_args import EngineArgs
 from specc.runtime.outputs.request_output import RequestOutput, StreamOutput, joined
 from specc.runtime.policies.base import Policy
 from specc.runtime.requests.call_options import Call, read_call
 from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
-from specc.runtime.requests.llm_options import Seeds, VllmOptions, engine_of
 from specc.runtime.requests.prompt_forms import Prompt
+from specc.runtime.requests.seeds import Seeds
 from specc.runtime.shared_loop import SharedLoop
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
@@ -28,10 +28,10 @@ from specc.speculation.metrics import SpecStats
 if TYPE_CHECKING:
     from specc.runtime.in_flight import InFlight
     from specc.runtime.runner import Runner
+    from specc.runtime.scheduling.request import Request
     from specc.runtime.scheduling.scheduler import Scheduler
-    from specc.runtime.scheduling.sequence import Sequence
 
-Params = SamplingParams | Sequence_[SamplingParams]
+Params = SamplingParams | Sequence[SamplingParams]
 # called with the number of finished prompts, of all prompts, and of output tokens so far
 Progress = Callable[[int, int, int], object]
 
@@ -45,9 +45,9 @@ class LLM:
     Args:
         engine: engine directory, or an `Engine` that was loaded before.
         plan: speculation plan of every step; None is the engine's default, or, where it was
-            compiled with combine="best", the better of two for every sequence; after `specc tune`,
-            what was best for the number of sequences.
-        max_num_seqs: sequences that run together; None is what the engine was compiled for. Not
+            compiled with combine="best", the better of two for every request; after `specc tune`,
+            what was best for the number of requests.
+        max_num_seqs: requests that run together; None is what the engine was compiled for. Not
             with a loaded `Engine`, which has its caches already.
         policy: picks the plan of each step instead of `plan`; or its name: `fixed`, `adaptive`
             (learns how long a chain pays), `best`, `profile`.
@@ -55,7 +55,7 @@ class LLM:
         num_threads: threads of torch, for the whole process; None leaves them alone. Compiled
             programs keep the number that they were loaded with.
         backend: `eager` runs the graphs of any engine; None is what it was compiled for.
-        kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case.
+        kv_cache_tokens: rows of the cache, for all requests together; None is the worst case.
         shares_prefixes: rows of a prompt are looked for among those of earlier requests.
         model: `engine`, as vLLM calls it.
         seed: of requests that have none of their own: their seeds then follow from this one, in
@@ -87,26 +87,40 @@ class LLM:
         enable_prefix_caching: bool | None = None,
         **vllm: Any,
     ) -> None:
-        options = VllmOptions.read(vllm, max_model_len)
-        self._seeds = Seeds(seed)
-        found = engine_of(engine, model)
-        if not isinstance(found, Engine):
-            found = Engine.load(
-                found,
-                verify=verify,
-                num_threads=num_threads,
-                max_num_seqs=max_num_seqs,
-                backend=backend,
-                kv_cache_tokens=kv_cache_tokens,
-            )
-        options.check(found)
-        if enable_prefix_caching is not None:
-            shares_prefixes = enable_prefix_caching
-        core = EngineCore(
-            found, plan, policy, shares_prefixes=shares_prefixes, max_seq_len=max_model_len
+        args = EngineArgs.from_names(
+            engine=engine,
+            plan=plan,
+            max_num_seqs=max_num_seqs,
+            policy=policy,
+            verify=verify,
+            num_threads=num_threads,
+            backend=backend,
+            kv_cache_tokens=kv_cache_tokens,
+            shares_prefixes=shares_prefixes,
+            model=model,
+            seed=seed,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            **vllm,
         )
+        self._start(args)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLM:
+        """Open the engine that the options name, as they say.
+
+        Raises:
+            SpeccError: as `LLM`.
+        """
+        llm = cls.__new__(cls)
+        llm._start(args)
+        return llm
+
+    def _start(self, args: EngineArgs) -> None:
+        core = args.make_core()
+        self._seeds = Seeds(args.seed)
         self._core: EngineCore | None = core
-        self._loop = SharedLoop(found.turn, functools.partial(_advance, core))
+        self._loop = SharedLoop(core.engine.turn, functools.partial(_advance, core))
         self._process = os.getpid()
 
     @property
@@ -129,7 +143,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence_[Prompt] | None = None,
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: Params | None = None,
         progress: Progress | None = None,
         **options: Any,
@@ -152,7 +166,7 @@ class LLM:
         """
         core = self._open
         call = read_call(prompts, sampling_params, options)
-        groups = self._make_sequences(core, call, is_streamed=False)
+        groups = self._make_requests(core, call, is_streamed=False)
         with call.bar(len(groups)) as show:
             reports = [report for report in (progress, show) if report is not None]
             for _ in self._serve(core, groups, by_iteration=bool(reports)):
@@ -160,11 +174,11 @@ class LLM:
                 num_tokens = sum(s.stats.num_output_tokens for group in groups for s in group)
                 for report in reports:
                     report(finished, len(groups), num_tokens)
-        return [joined([sequence.to_output() for sequence in group]) for group in groups]
+        return [joined([request.to_output() for request in group]) for group in groups]
 
     def stream(
         self,
-        prompts: Prompt | Sequence_[Prompt] | None = None,
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: Params | None = None,
         **options: Any,
     ) -> Iterator[StreamOutput]:
@@ -179,11 +193,11 @@ class LLM:
         """
         core = self._open
         call = read_call(prompts, sampling_params, options)
-        return self._stream(core, self._make_sequences(core, call, is_streamed=True))
+        return self._stream(core, self._make_requests(core, call, is_streamed=True))
 
     def chat(
         self,
-        messages: Conversation | Sequence_[Conversation],
+        messages: Conversation | Sequence[Conversation],
         sampling_params: Params | None = None,
         *,
         chat_template: str | Path | None = None,
@@ -236,8 +250,8 @@ class LLM:
             return
 
         def drop() -> None:
-            for sequence in [*core.scheduler.running, *core.scheduler.waiting]:
-                core.scheduler.abort(sequence)
+            for request in [*core.scheduler.running, *core.scheduler.waiting]:
+                core.scheduler.abort(request)
             core.is_closed = True
             _timed(core, core.in_flight.settle)
 
@@ -277,17 +291,17 @@ class LLM:
     def _in_flight(self) -> InFlight:
         return self._open.in_flight
 
-    def _stream(self, core: EngineCore, groups: list[list[Sequence]]) -> Iterator[StreamOutput]:
-        sequences = [sequence for group in groups for sequence in group]
+    def _stream(self, core: EngineCore, groups: list[list[Request]]) -> Iterator[StreamOutput]:
+        requests = [request for group in groups for request in group]
         for _ in self._serve(core, groups, by_event=True):
-            for sequence in sequences:
-                while sequence.events:
-                    yield sequence.events.popleft()
+            for request in requests:
+                while request.events:
+                    yield request.events.popleft()
 
     def _serve(
         self,
         core: EngineCore,
-        groups: list[list[Sequence]],
+        groups: list[list[Request]],
         *,
         by_iteration: bool = False,
         by_event: bool = False,
@@ -306,12 +320,12 @@ class LLM:
         loop, watch = self._loop, _Watch(core, [s for group in groups for s in group])
 
         def add() -> None:
-            for sequence in watch.sequences:
-                core.scheduler.add(sequence)
+            for request in watch.requests:
+                core.scheduler.add(request)
 
         def drop() -> None:
-            for sequence in watch.sequences:
-                core.scheduler.abort(sequence)
+            for request in watch.requests:
+                core.scheduler.abort(request)
             _timed(core, core.in_flight.settle)
 
         try:
@@ -324,9 +338,9 @@ class LLM:
         finally:
             loop.do(drop)
 
-    def _make_sequences(
+    def _make_requests(
         self, core: EngineCore, call: Call, is_streamed: bool
-    ) -> list[list[Sequence]]:
+    ) -> list[list[Request]]:
         groups = []
         for index, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True)):
             groups.append(
@@ -344,8 +358,8 @@ class LLM:
 class _Watch:
     """What a caller waits for; looked at between iterations, in whatever thread."""
 
-    def __init__(self, core: EngineCore, sequences: list[Sequence]) -> None:
-        self.sequences = sequences
+    def __init__(self, core: EngineCore, requests: list[Request]) -> None:
+        self.requests = requests
         self.has_ended = False
         self.error: RequestError | None = None
         self._core = core
@@ -358,7 +372,7 @@ class _Watch:
             self._look()
             if by_iteration and self._core.num_iterations != seen:
                 return True
-            has_events = by_event and any(sequence.events for sequence in self.sequences)
+            has_events = by_event and any(request.events for request in self.requests)
             return self.has_ended or has_events
 
         return wakes
@@ -367,10 +381,10 @@ class _Watch:
         try:
             if self._core.is_closed:
                 _refuse()
-            self._core.scheduler.check(self.sequences)
+            self._core.scheduler.check(self.requests)
         except RequestError as error:
             self.error = error
-        self.has_ended = self.error is not None or all(s.is_finished for s in self.sequences)
+        self.has_ended = self.error is not None or all(s.is_finished for s in self.requests)
 
 
 def _advance(core: EngineCore) -> None:

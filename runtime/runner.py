@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.captured.captured_step import CapturedStep, PendingStep, rows_of
-from specc.runtime.backends.captured.extended_step import StepExtras
-from specc.runtime.backends.program import (
-    Drafted,
-    Model,
-    Step,
-    StepInputs,
-    StepResult,
-    draft_lens_of,
-)
+from specc.runtime.backends.captured.step_extras import StepExtras
+from specc.runtime.backends.step import Model, PendingStep, QueuedStep, StagedStep, Step
+from specc.runtime.backends.step_io import Drafted, StepInputs, StepResult, draft_lens_of
 from specc.runtime.constraints.grammar_masks import TreeMasks, has_masks, mask_roots
 from specc.runtime.constraints.mask_rules import MaskRules
 from specc.runtime.execution.batch_rows import BatchRows, last_tokens_of, sampling_rows
@@ -36,32 +28,13 @@ from specc.runtime.execution.shared_pass import (
     span_tokens,
     tree_tokens,
 )
-from specc.runtime.outputs.logprobs import (
-    TokenLogprobs,
-    emitted_logprobs,
-    step_logprobs,
-    wants_logprobs,
-)
+from specc.runtime.outputs.logprobs import TokenLogprobs
+from specc.runtime.outputs.step_logprobs import emitted_logprobs, step_logprobs, wants_logprobs
 from specc.runtime.scheduling.batch import Batch, Span, StepGroup
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.pending_batch import PendingBatch, PendingPrefill
-from specc.runtime.scheduling.sequence import Sequence
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What an iteration did; `first_tokens` is None where a prompt is not finished yet."""
-
-    first_tokens: list[int | None] = field(default_factory=list)
-    prefill_s: float = 0.0
-    steps: list[StepResult] = field(default_factory=list)
-    # of first tokens, and of the prompt tokens after those of a span, by request; of each step's
-    # tokens, for the steps in which a request asks
-    first_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    logprobs: list[list[list[TokenLogprobs] | None] | None] = field(default_factory=list)
-    # of the target's pass that everyone shared; stages and `prefill_s` have their parts of it
-    pass_s: float = 0.0
+from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.run_result import RunResult
 
 
 class _Last(NamedTuple):
@@ -112,7 +85,7 @@ class Runner:
         self._last_queued: _Last | None = None
 
     def run(self, batch: Batch) -> RunResult:
-        """Prefill, then one step for each group; sequences are read, never changed."""
+        """Prefill, then one step for each group; requests are read, never changed."""
         if self._is_shared(batch):
             return self._run_shared(batch)
         result = RunResult()
@@ -130,65 +103,66 @@ class Runner:
         """Queue a batch and return before it is done; None where only `run` can run it.
 
         That is one with a step that has a hook or masks, and every program that the host itself
-        runs. Where results of its sequences are on their way, it is None for steps that do not run
+        runs. Where results of its requests are on their way, it is None for steps that do not run
         as one graph, too: they could wait while the results are ready to be read.
         """
-        steps = [self._steps[group.plan.name] for group in batch.groups]
-        for group, step in zip(batch.groups, steps, strict=True):
-            if not isinstance(step, CapturedStep) or step.is_split:
-                return None
-            if has_masks(group.sequences):
-                return None
-            if any(group.ahead) and not self._can_follow(step, group):
-                return None
-        first = next(iter(self._steps.values()), None)
-        if not isinstance(first, CapturedStep):
+        if (any_step := self._any_queued) is None:
+            return None
+        steps = [step for group in batch.groups if (step := self._queueable(group)) is not None]
+        if len(steps) < len(batch.groups):
             return None
         read: Callable[[], RunResult] = RunResult
         if batch.prefill:
             begin_s = time.perf_counter()
             ends = self.queue_prefill(batch.prefill)
             prompts = PendingPrefill(
-                first, first.mark(), begin_s, lambda: RunResult(**ends.result()._asdict())
+                any_step, any_step.mark(), begin_s, lambda: RunResult(**ends.result()._asdict())
             )
             read = prompts.result
-        return PendingBatch(read, [self._queue_step(group) for group in batch.groups])
+        items = zip(steps, batch.groups, strict=True)
+        return PendingBatch(read, [self._queue_step(step, group) for step, group in items])
 
     def wait(self) -> None:
         """Wait until the device is done with all that was queued."""
-        first = next(iter(self._steps.values()), None)
-        if isinstance(first, CapturedStep):
-            first.mark().synchronize()
+        if (step := self._any_queued) is not None:
+            step.mark().synchronize()
 
-    def _can_follow(self, step: CapturedStep, group: StepGroup) -> bool:
-        carried = [s for s, more in zip(group.sequences, group.ahead, strict=True) if more]
-        # of captured steps over rows of a dense cache, buckets reach to the last row in use
-        places = [s.blocks[0] for s in group.sequences] if step.by_block else None
-        extras = self._extras(step, group)
-        count = rows_of(len(group.sequences), places)
-        return step.is_replayed(count, extras and extras.kind) and step.knows(carried)
+    @property
+    def _any_queued(self) -> QueuedStep | None:
+        """A step of the device, which knows what is queued there; None where all runs here."""
+        return next((step.queued for step in self._steps.values()), None)
 
-    def _queue_step(self, group: StepGroup) -> PendingStep:
+    def _queueable(self, group: StepGroup) -> QueuedStep | None:
+        """The step of a group, where it can be queued now."""
+        step = self._steps[group.plan.name].queued
+        if step is None or step.is_split or has_masks(group.requests):
+            return None
+        if any(group.ahead):
+            carried = [s for s, more in zip(group.requests, group.ahead, strict=True) if more]
+            blocks = [s.blocks[0] for s in group.requests]
+            if not step.can_follow(blocks, carried, self._extras(step, group)):
+                return None
+        return step
+
+    def _queue_step(self, step: QueuedStep, group: StepGroup) -> PendingStep:
         begin_s = time.perf_counter()
-        step = self._steps[group.plan.name]
-        assert isinstance(step, CapturedStep), "others are not queued"
         self._catch_up(group)
         inputs, extras = self._inputs(group), self._extras(step, group)
-        last, sequences = self._last_queued, group.sequences
+        last, requests = self._last_queued, group.requests
         goes_on = (
             last is not None
             and all(group.ahead or [0])
-            and (last.group.plan, last.group.sequences) == (group.plan, sequences)
+            and (last.group.plan, last.group.requests) == (group.plan, requests)
             and last.table is inputs.block_table
             and last.pending.can_go_on
         )
         if last is not None and goes_on:
-            pending = step.submit_next(len(sequences), last.pending.places)
+            pending = step.submit_next(len(requests), last.pending.places)
         else:
-            is_carried = [more > 0 for more in group.ahead] or [False] * len(sequences)
-            pending = step.submit(inputs, sequences, is_carried, extras)
+            is_carried = [more > 0 for more in group.ahead] or [False] * len(requests)
+            pending = step.submit(inputs, requests, is_carried, extras)
         self._last_queued = _Last(group, inputs.block_table, pending)
-        return pending._replace(begin_s=begin_s)
+        return pending.since(begin_s)
 
     def finish(self, batch: Batch, pending: PendingBatch) -> RunResult:
         """The result of a batch that was queued; waits for it."""
@@ -196,12 +170,12 @@ class Runner:
         scores = [self._logprobs(*item) for item in zip(batch.groups, found.steps, strict=True)]
         return replace(found, logprobs=scores)
 
-    def _extras(self, step: CapturedStep, group: StepGroup) -> StepExtras | None:
-        """What a captured step does besides; None is nothing."""
-        is_scored, rules = wants_logprobs(group.sequences), None
-        if has_masks(group.sequences) and step.takes_masks:
+    def _extras(self, step: QueuedStep, group: StepGroup) -> StepExtras | None:
+        """What a step of the device does besides; None is nothing."""
+        is_scored, rules = wants_logprobs(group.requests), None
+        if has_masks(group.requests) and step.takes_masks:
             proposals = group.extra.get("proposals")
-            rules = MaskRules(group.sequences, group.plan, proposals, self._link)
+            rules = MaskRules(group.requests, group.plan, proposals, self._link)
         return StepExtras(is_scored, rules) if is_scored or rules else None
 
     def _is_shared(self, batch: Batch) -> bool:
@@ -217,13 +191,13 @@ class Runner:
     def _run_shared(self, batch: Batch) -> RunResult:
         """All drafts, one pass of the target for everyone, then acceptance of each group."""
         self.num_shared_passes += 1
-        steps: list[Any] = [self._steps[group.plan.name] for group in batch.groups]
+        steps = [self._staged(group) for group in batch.groups]
         if batch.prefill:
             self._begin_prefill(batch.prefill)
         parts: list[FlatTokens] = []
         begun: list[tuple[StepInputs, Drafted, float]] = []
         if batch.prefill:
-            table = self._cache.block_table([s.sequence.blocks for s in batch.prefill])
+            table = self._cache.block_table([s.request.blocks for s in batch.prefill])
             parts.append(span_tokens(batch.prefill, table))
         for group, step in zip(batch.groups, steps, strict=True):
             begin_s = time.perf_counter()
@@ -254,6 +228,11 @@ class Runner:
             result.logprobs.append(self._logprobs(group, found))
         return result
 
+    def _staged(self, group: StepGroup) -> StagedStep:
+        step = self._steps[group.plan.name].staged
+        assert step is not None, "a pass is shared by steps that have stages"
+        return step
+
     @torch.inference_mode()
     def queue_prefill(self, spans: list[Span]) -> PendingEnds:
         """Queue the passes of some prompts; on a device nothing waits for it until the result."""
@@ -276,26 +255,26 @@ class Runner:
         return inputs
 
     @torch.inference_mode()
-    def _first_tokens(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    def _first_tokens(self, logits: Tensor, requests: list[Request]) -> Tensor:
         """Draw what follows each prompt, as a step without speculation does: a tree of one node.
 
         Args:
             logits: [R, V] of the last tokens of R prompts.
-            sequences: the R requests.
+            requests: the R requests.
         Returns:
             [R] int64 on the device.
         """
-        values, words = sampling_rows(sequences)
+        values, words = sampling_rows(requests)
         host = [
-            torch.tensor([[s.token_ids[s.num_prompt_tokens - 1]] for s in sequences]),
-            torch.full((len(sequences), 1), -1, dtype=torch.int32),
+            torch.tensor([[s.token_ids[s.num_prompt_tokens - 1]] for s in requests]),
+            torch.full((len(requests), 1), -1, dtype=torch.int32),
             values,
             words,
-            torch.tensor([s.num_prompt_tokens - 1 for s in sequences], dtype=torch.int32),
-            self._cache.block_table([s.blocks for s in sequences]),
+            torch.tensor([s.num_prompt_tokens - 1 for s in requests], dtype=torch.int32),
+            self._cache.block_table([s.blocks for s in requests]),
         ]
         roots, parents, *rows, table = self._link.send(host)
-        masked = mask_roots(logits, sequences, self._link)
+        masked = mask_roots(logits, requests, self._link)
         _, _, tokens = self._operators.accept(
             masked, roots, parents, 0, None, None, [], *rows, self._cache.history, table
         )
@@ -314,16 +293,17 @@ class Runner:
 
     def _advance(self, step: Step, group: StepGroup) -> StepResult:
         inputs, slabs = self._inputs(group), self._cache.environment
+        queued = step.queued
         if (
-            isinstance(step, CapturedStep)
-            and not step.is_split
-            and (step.takes_masks or not has_masks(group.sequences))
+            queued is not None
+            and not queued.is_split
+            and (queued.takes_masks or not has_masks(group.requests))
         ):
-            return step.submit(inputs, extras=self._extras(step, group)).result()
+            return queued.submit(inputs, extras=self._extras(queued, group)).result()
         return self._hooked(step, group, lambda reads: step.advance(inputs, slabs, reads))
 
     def _hooked(
-        self, step: Step, group: StepGroup, run: Callable[[Sequence_[str]], StepResult]
+        self, step: Step, group: StepGroup, run: Callable[[Sequence[str]], StepResult]
     ) -> StepResult:
         """Run a step; grammars and controls change the logits that acceptance looks at.
 
@@ -332,11 +312,11 @@ class Runner:
             group: whose step it is.
             run: the step, given the names of values that are wanted.
         """
-        reads = ("logits", "path") if wants_logprobs(group.sequences) else ()
-        if not has_masks(group.sequences):
+        reads = ("logits", "path") if wants_logprobs(group.requests) else ()
+        if not has_masks(group.requests):
             return run(reads)
         before = step.before_accept
-        masks = TreeMasks(group.sequences, group.plan, before, keeps=bool(reads))
+        masks = TreeMasks(group.requests, group.plan, before, keeps=bool(reads))
         step.before_accept = masks
         try:
             result = run(reads)
@@ -355,22 +335,22 @@ class Runner:
         counts = zip(step.output_tokens, step.num_accepted, strict=True)
         outputs = [tokens[: accepted + 1] for tokens, accepted in counts]
         if (scores := step.values.get("scores")) is not None:
-            return emitted_logprobs(scores, outputs, group.sequences)
-        return step_logprobs(step.values["logits"], step.values["path"], outputs, group.sequences)
+            return emitted_logprobs(scores, outputs, group.requests)
+        return step_logprobs(step.values["logits"], step.values["path"], outputs, group.requests)
 
     def _inputs(self, group: StepGroup) -> StepInputs:
-        return self._rows.inputs(group.sequences, group.extra, group.ahead)
+        return self._rows.inputs(group.requests, group.extra, group.ahead)
 
     def _catch_up(self, group: StepGroup) -> None:
         """Feed drafts the committed tokens that their first level does not reach back to.
 
-        A sequence with a step in flight is left alone: its drafts are in step.
+        A request with a step in flight is left alone: its drafts are in step.
         """
-        ahead = group.ahead or [0] * len(group.sequences)
+        ahead = group.ahead or [0] * len(group.requests)
         for i in draft_lens_of(group.plan):
             behind = [
                 Span(s, s.draft_lens[i], s.cache_len)
-                for s, more in zip(group.sequences, ahead, strict=True)
+                for s, more in zip(group.requests, ahead, strict=True)
                 if not more and s.draft_lens[i] < s.cache_len + 1 - group.plan.catch_up
             ]
             for spans in _split(behind, self._prefill_chunk):
@@ -378,7 +358,7 @@ class Runner:
 
     @torch.inference_mode()
     def _causal_pass(self, model: Model, spans: list[Span], rows: Tensor | None = None) -> Tensor:
-        """Feed spans of several sequences; returns [R, V] of the tokens that `rows` names."""
+        """Feed spans of several requests; returns [R, V] of the tokens that `rows` names."""
         return model(*self._send(causal_inputs(spans, self._cache, rows)).of_model)
 
     def _send(self, inputs: PassInputs) -> PassInputs:
@@ -386,14 +366,14 @@ class Runner:
 
 
 def _split(spans: list[Span], limit: int) -> Iterator[list[Span]]:
-    """Passes of at most `limit` tokens; parts of one sequence keep their order."""
+    """Passes of at most `limit` tokens; parts of one request keep their order."""
     current: list[Span] = []
     room = limit
     for span in spans:
         start = span.start
         while start < span.end:
             end = min(span.end, start + room)
-            current.append(Span(span.sequence, start, end))
+            current.append(Span(span.request, start, end))
             room -= end - start
             start = end
             if room == 0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from specc.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from specc.api import compile as compile
     from specc.config import CompileConfig as CompileConfig
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from specc.sampling.params import SamplingParams as SamplingParams
     from specc.sampling.structured import StructuredOutputsParams as StructuredOutputsParams
     from specc.speculation.tree import TokenTree as TokenTree
-
-__version__ = "0.1.0"
 
 # lazy (PEP 562): specc is both the bottom and the top of the import graph, and a deployed engine
 # must not import the compiler

@@ -19,15 +19,13 @@ _DTYPE_ALIASES = {
 }
 # the upper ends are those of traced dimensions (passes/frontend/trace_flat.py), or beyond any use
 _RANGES = (
-    *(("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16)),
+    ("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16),
     ("max_logits_mb", 1, 1 << 20),
-)
+)  # fmt: skip
 DEFAULT_MAX_LOGITS_MB = 512
-# torch-tensorrt builds for the GPU that it finds
-_OPTION_BACKENDS = {
-    "--compute-capability": ("tensorrt",),
-    "--decomposable-attention": ("tensorrt", "torch-tensorrt"),
-}
+# options that not every backend takes, and what says that nobody gave them; the compiler's backends
+# say which they take
+BACKEND_OPTIONS = {"compute_capability": None, "decomposable_attention": False}
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ class CompileConfig:
         max_logits_mb: MiB of logits that a step may hold at a time, the drafts' included; trees
             that need more are verified in tiles.
         backend: `cpu`, `eager`, `cuda` (experimental), `onnx` or `tensorrt`; None is cpu where
-            there is a C++ compiler. `aot-inductor` is `cuda` with compiled code, which no GPU has
-            shown yet; `torch-tensorrt` is `tensorrt` whose engines torch-tensorrt builds, likewise.
+            there is a C++ compiler.
         probe: generate a few dozen tokens at the end and report the acceptance.
         compute_capability: of the GPU that TensorRT engines are for, `8.9`; None is every GPU that
             the builder supports, or the one that it finds.
@@ -89,16 +86,6 @@ class CompileConfig:
                 raise ConfigError(f"{option} {value}", f"{low} or more", f"raise {option}")
             if value > high:
                 raise ConfigError(f"{option} {value}", f"{high} or less", f"lower {option}")
-        for option, is_given in (
-            ("--compute-capability", self.compute_capability is not None),
-            ("--decomposable-attention", self.decomposable_attention),
-        ):
-            if is_given and self.backend not in _OPTION_BACKENDS[option]:
-                raise ConfigError(
-                    f"{option} with backend {self.backend or 'cpu'}",
-                    "the backend tensorrt, which it is for",
-                    f"pass --backend tensorrt, or leave out {option}",
-                )
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise ConfigError(
                 f"--max-seq-len {self.max_seq_len}", "2 or more", "raise --max-seq-len"

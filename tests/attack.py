@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from tests.attack_figures import Answered, Figures, quantile  # noqa: E402
+from tests.attack_figures import Answered, Figures, percentile_of  # noqa: E402
 from tests.attackers import ATTACKS, CHATS, COMPLETIONS, TEMPLATE, ask, request  # noqa: E402
 
 # what a phase of attack still disturbs when it has ended counts as its own
@@ -61,12 +61,12 @@ class Process:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *("bash", "-c", f'ulimit -n {MAX_FILES} && exec "$@"', "bash"),
-                    *(sys.executable, "-P", "-c", MAIN, "serve", *args, "--no-measure"),
+                    "bash", "-c", f'ulimit -n {MAX_FILES} && exec "$@"', "bash",
+                    sys.executable, "-P", "-c", MAIN, "serve", *args, "--no-measure",
                 ],
                 stderr=log,
                 cwd=ROOT,
-            )
+            )  # fmt: skip
 
     async def wait_until_ready(self) -> None:
         end_s = time.monotonic() + 120
@@ -249,7 +249,7 @@ class Run:
 
     def _tell(self) -> None:
         found = self.figures
-        p99 = [quantile(found.seconds(phase), 0.99) * 1e3 for phase in ("quiet", "attack")]
+        p99 = [percentile_of(found.seconds(phase), 99) * 1e3 for phase in ("quiet", "attack")]
         print(
             f"p99: {p99[0]:.0f} ms in quiet, {p99[1]:.0f} ms under attack;"
             f" {found.levels[-1] >> 20} MiB, {found.threads[-1]} threads, {found.files[-1]} files;"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+from specc.percentile import percentile
 
 # what may be left in the end: bytes, their share, threads, open files
 MORE_BYTES, MORE_SHARE, MORE_THREADS, MORE_FILES = 128 << 20, 0.2, 8, 16
@@ -44,7 +47,7 @@ class Figures:
     @property
     def ratio(self) -> float:
         """The 99th percentile under attack over that in quiet."""
-        return quantile(self.seconds("attack"), 0.99) / quantile(self.seconds("quiet"), 0.99)
+        return percentile_of(self.seconds("attack"), 99) / percentile_of(self.seconds("quiet"), 99)
 
     @property
     def failures(self) -> Counter[str]:
@@ -77,8 +80,8 @@ class Figures:
             "requests": {
                 phase: {
                     "count": len(seconds),
-                    "p50_ms": round(quantile(seconds, 0.5) * 1e3, 1),
-                    "p99_ms": round(quantile(seconds, 0.99) * 1e3, 1),
+                    "p50_ms": round(percentile_of(seconds, 50) * 1e3, 1),
+                    "p99_ms": round(percentile_of(seconds, 99) * 1e3, 1),
                     "max_ms": round(seconds[-1] * 1e3, 1) if seconds else None,
                     "kinds_p50_p99_ms": self._kinds(phase),
                 }
@@ -103,10 +106,11 @@ class Figures:
         found: dict[str, list[float]] = {}
         for kind in sorted({a.kind for a in self.answers}):
             seconds = sorted(a.seconds for a in self.answers if (a.phase, a.kind) == (phase, kind))
-            found[kind] = [round(quantile(seconds, q) * 1e3, 1) for q in (0.5, 0.99)]
+            found[kind] = [round(percentile_of(seconds, p) * 1e3, 1) for p in (50, 99)]
         return found
 
 
-def quantile(values: list[float], share: float) -> float:
-    """Of sorted values; NaN of none."""
-    return values[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+def percentile_of(values: list[float], percent: float) -> float:
+    """NaN of no values, which no limit allows."""
+    found = percentile(values, percent)
+    return math.nan if found is None else found

@@ -92,15 +92,14 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An engine of the tiny models, with a tree, a chain and off; read only."""
-    from specc.api import compile_with
     from specc.config import CompileConfig
     from specc.speculation.plans import SpecPlan
+    from tests import engines
 
     path = tmp_path_factory.mktemp("engines") / "tiny"
     plans = (SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1)))
     config = CompileConfig(plans=plans, max_seq_len=96, max_batch_size=4)
-    compile_with(str(tiny_models.target), str(tiny_models.draft), path, config)
-    return path
+    return engines.build(tiny_models.target, tiny_models.draft, path, config, is_probed=True)
 
 
 def save_tiny_llama(path: Path, seed: int, num_layers: int = 1, **options: Any) -> None:

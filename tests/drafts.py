@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from specc.compiler import build as compiler
+import pytest
+
 from specc.config import CompileConfig
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.engine import Engine
 from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
-from tests import models
+from tests import engines, models
 from tests.lossless import BATCH_SIZES, Zoo, layout_of
 
 TWO = ("draft_0", "draft_1")
@@ -37,6 +38,12 @@ PLANS = (
     SpecPlan.from_widths((2, 1), (*TWO, SUFFIX), MERGE),
 )
 PLAN_IDS = [plan.name for plan in PLANS]
+# others of a kind that the default tier has: a chain, or a tree, of another draft or more of them
+_MORE = [PLAN_IDS[i] for i in (1, 3, 4, 6, 8, 11)]
+# for tests on eager graphs, whose operators are oracles; all plans run compiled, where it is fast
+PLAN_PARAMS = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in _MORE else []) for name in PLAN_IDS
+]
 DRAFTS = ("noisy", "random")
 
 
@@ -60,7 +67,7 @@ def engine(zoo: Zoo, name: str, backend: str) -> Engine:
     drafts = [zoo.checkpoint(name, draft=draft) for draft in DRAFTS]
     path = zoo.once(
         f"drafts-{name}-{backend}",
-        lambda path: compiler.build(zoo.checkpoint(name), drafts, path, config),
+        lambda path: engines.build(zoo.checkpoint(name), drafts, path, config),
     )
     loaded = Engine.load(path)
     for slabs in loaded.cache.slabs.values():

@@ -19,7 +19,7 @@ Inputs = dict[str, Tensor | None]
 def causal_pass(
     starts: Sequence[int], counts: Sequence[int], blocks: Sequence[int], vocab: int = 128
 ) -> Inputs:
-    """Tokens of several sequences in front of which `starts` are committed; logits for all."""
+    """Tokens of several sequences before which `starts` are committed; logits for all."""
     places = [
         torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)
     ]
@@ -29,7 +29,7 @@ def causal_pass(
 def first_level(
     lengths: Sequence[int], num: int, blocks: Sequence[int], vocab: int = 128
 ) -> Inputs:
-    """What a draft's first level feeds: the root and `num - 1` tokens in front of it.
+    """What a draft's first level feeds: the root and `num - 1` tokens before it.
 
     A sequence that has no such tokens gets slots below zero for them.
     """

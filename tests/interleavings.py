@@ -13,18 +13,18 @@ import torch
 from specc.runtime.constraints.grammar_masks import mask_roots
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
+from specc.runtime.policies.base import Policy
 from specc.runtime.scheduling.batch import Span
-from specc.runtime.scheduling.sequence import Sequence as Request
+from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.sampling.rows import Word
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF
 
 
-class Moody:
-    """A plan for every sequence and step, by dice; often the same for all."""
+class Moody(Policy):
+    """A plan for every request and step, by dice; often the same for all."""
 
-    needs_results = True
     chooses_late = True
 
     def __init__(self, names: Sequence[str], dice: random.Random) -> None:
@@ -34,14 +34,11 @@ class Moody:
     def choose(self, num_running: int, stats: SpecStats) -> str:
         return self._dice.choice(self._names)
 
-    def choose_each(self, sequences: list[Request], stats: SpecStats) -> list[str]:
+    def choose_each(self, requests: list[Request], stats: SpecStats) -> list[str]:
         names = self._names
         if self._dice.random() < 0.3:
             names = [self._dice.choice(names)]
-        return [self._dice.choice(names) for _ in sequences]
-
-    def observe(self, group: Any, step: Any) -> None:
-        """Dice learn nothing."""
+        return [self._dice.choice(names) for _ in requests]
 
 
 @dataclass
@@ -71,7 +68,7 @@ class Figures:
 Draw = Callable[[random.Random, int, int], SamplingParams]
 # what else of a request is compared with its solo run, up to a position where they differ
 Compare = Callable[[Request, Request, int], None]
-# who chooses plans: names of an engine's plans, dice
+# what chooses plans: names of an engine's plans, dice
 Choose = Callable[[Sequence[str], random.Random], Any]
 # how a mismatch is judged: request, its solo tokens, where they differ
 Judge = Callable[[Request, list[int], int], None]
@@ -98,11 +95,11 @@ class Solo:
     def run(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         key = (tuple(prompt), repr(params))
         if key not in self._known:
-            sequence = self._core.requests.make(list(prompt), params)
-            self._core.scheduler.add(sequence)
-            while not sequence.is_finished:
+            request = self._core.requests.make(list(prompt), params)
+            self._core.scheduler.add(request)
+            while not request.is_finished:
                 assert self._core.advance()
-            self._known[key] = sequence
+            self._known[key] = request
         return self._known[key]
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specc.runtime.outputs.logprobs import TokenLogprobs
-from specc.runtime.scheduling.sequence import Sequence as Request
+from specc.runtime.scheduling.request import Request
 from specc.sampling.params import MAX_LOGPROBS, SamplingParams
 from tests.interleavings import draw_params
 

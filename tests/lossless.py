@@ -18,14 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.compiler import build as compiler
 from specc.config import CompileConfig
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import SpecPlan
-from tests import models
+from tests import engines, models
 
 PLANS = tuple(
     SpecPlan.from_widths(widths) for widths in ((), (1,), (1, 1, 1, 1), (2, 2, 1), (3, 2, 1, 1))
@@ -94,7 +93,7 @@ class Zoo:
         self.compiled = functools.cache(self._compiled)
         self.engine = functools.cache(self._engine)
         self.reference_model = functools.cache(self._reference_model)
-        # the number of tokens that were asked for, of which there are fewer behind an EOS
+        # the number of tokens that were asked for, of which there are fewer after an EOS
         self._references: dict[tuple[Any, ...], tuple[int, Reference]] = {}
 
     def once(self, name: str, make: Callable[[Path], object]) -> Path:
@@ -168,7 +167,7 @@ class Zoo:
         layout = f"{block_size}-{prefill_chunk}-{max_seq_len}"
         return self.once(
             "-".join(map(str, ("engine", name, draft, layout, dtype, backend, *changes.values()))),
-            lambda path: compiler.build(target, other, path, config),
+            lambda path: engines.build(target, other, path, config),
         )
 
     def _engine(

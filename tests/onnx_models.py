@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, fx
 
-from specc.artifact.manifest import LayerEntry, ModelEntry
+from specc.artifact.manifest_entries import LayerEntry, ModelEntry
 from specc.artifact.rectangle import CacheRows, mask_input
 from specc.kernels import ops
 from specc.passes.lower.emit import constant_key, program_to_json
@@ -18,14 +19,18 @@ from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
 from specc.passes.pipeline import PassRecord
 from specc.passes.program import Program
 from specc.passes.rewrite.rectangular import rectangular_program
+from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.onnx.program import load_onnx
-from specc.runtime.backends.program import ModelProgram
 from specc.runtime.backends.rectangular.rectangle import rectangle
 from tests.flat_passes import Inputs
+from tests.kept import COMPILER, keep
 from tests.models import build_model
 from tests.passes.modules import compiled
+from tests.traces import shared_traces
 
 WEIGHTS = "weights.safetensors"
+# what the tiny models are made by
+_MODELS = ("tests/models.py", "tests/onnx_models.py")
 Caches = list[tuple[Tensor, Tensor]]
 
 
@@ -40,6 +45,7 @@ class Lowered:
         flat_records: what the passes of the flat one did.
         records: what those of the rectangular one did.
         rows: of its caches.
+        made_of: all that decides what they are, besides sources.
     """
 
     model: Any
@@ -48,6 +54,7 @@ class Lowered:
     flat_records: list[PassRecord]
     records: list[PassRecord]
     rows: CacheRows
+    made_of: tuple[Any, ...]
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -69,15 +76,24 @@ def lowered(
     """Both programs of a tiny model of tests/models.py."""
     model = build_model(name, **changes).to(dtype)
     flat, pipeline = compiled(model)
-    rectangular, records = rectangular_program(model, flat, rows.total)
-    return Lowered(model, flat, rectangular, pipeline.records, records, rows)
+    with shared_traces():
+        rectangular, records = rectangular_program(model, flat, rows.total)
+    made_of = name, rows, dtype, sorted(changes.items())
+    return Lowered(model, flat, rectangular, pipeline.records, records, rows, made_of)
 
 
 def write_onnx(pair: Lowered, directory: Path) -> OnnxFile:
-    """model.onnx and weights.safetensors."""
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(pair.weights, directory / WEIGHTS)
-    return lower_onnx(pair.rectangular, directory / "model.onnx", directory / WEIGHTS)
+    """model.onnx and weights.safetensors; the same pair is written once, see tests/kept.py."""
+
+    def make(made: Path) -> None:
+        made.mkdir()
+        save_file(pair.weights, made / WEIGHTS)
+        file = lower_onnx(pair.rectangular, made / "model.onnx", made / WEIGHTS)
+        (made / "file.json").write_text(json.dumps(asdict(file)))
+
+    keep(directory, make, *pair.made_of, sources=(*COMPILER, *_MODELS))
+    found = json.loads((directory / "file.json").read_text())
+    return OnnxFile(**found | {key: tuple(found[key]) for key in ("inputs", "outputs")})
 
 
 def model_entry(pair: Lowered) -> ModelEntry:
@@ -168,7 +184,7 @@ class BothPrograms:
             slots = inputs["slot"][starts[b] : starts[b + 1]].long()
             written[block, slots[slots >= 0]] = True
             if len(slots) and int(slots[0]) > -(1 << 20):
-                # a pass may write what it likes behind its first token
+                # a pass may write what it likes after its first token
                 kept[block, max(int(slots[0]), 0) :] = False
         return written, kept
 

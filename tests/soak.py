@@ -66,7 +66,7 @@ class _Client:
         self.ticket: Ticket | None = None
 
     def receive(self, update: Update) -> None:
-        assert not self.ended.is_set(), "an update behind the last one"
+        assert not self.ended.is_set(), "an update after the last one"
         self.updates.append(update)
         if update.is_last:
             self.ended.set()
@@ -194,14 +194,14 @@ def _settle(
             assert client.ticket is not None
             pairs = enumerate(zip(client.tokens, solo, strict=False))
             position = next(i for i, (a, b) in pairs if a != b)
-            judge(client.ticket._sequence, wanted[index], position)
+            judge(client.ticket._request, wanted[index], position)
             figures.num_ties += 1
         figures.num_compared += whole
     return [(index, client) for index, client in clients if not client.ended.is_set()]
 
 
 def _break_now_and_then(service: Service, share: float, figures: SoakFigures) -> None:
-    """Let iterations fail in the middle: before the device, behind it, or between two commits."""
+    """Let iterations fail in the middle: before the device, after it, or between two commits."""
     dice = random.Random(1)
     runner, scheduler = service.core.runner, service.core.scheduler
     run, publish = runner.run, scheduler._blocks.publish
@@ -214,15 +214,15 @@ def _break_now_and_then(service: Service, share: float, figures: SoakFigures) ->
         result = run(batch)
         if chance < 2 * share / 3:
             figures.num_faults += 1
-            raise InjectedError("behind the passes")
+            raise InjectedError("after the passes")
         return result
 
-    def broken_publish(sequence: Any) -> None:
-        # the first thing after tokens and lengths, for each sequence
+    def broken_publish(request: Any) -> None:
+        # the first thing after tokens and lengths, for each request
         if dice.random() < share / 3 / len(scheduler.running):
             figures.num_faults += 1
             raise InjectedError("after the tokens")
-        publish(sequence)
+        publish(request)
 
     runner.run = broken_run  # type: ignore[method-assign]
     scheduler._blocks.publish = broken_publish  # type: ignore[method-assign]

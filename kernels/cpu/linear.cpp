@@ -1,11 +1,12 @@
 // y = x @ w.T + bias for the 1 to about 32 rows of a decoding or verification step, where the time
 // is that of reading w once.
 //
-// w lies in blocks of 32 outputs (specc/artifact/weight_layout.py), which a thread reads as one stream from
-// its first block to its last. The lanes of a register are outputs; each value of x is multiplied
-// with all outputs of the block. Where x has many rows, a chunk of the block is multiplied with one
-// tile of rows after the other while it is in the first-level cache. The hardware prefetcher
-// follows a stream only to the end of its 4 KB page, so what comes next is asked for.
+// w lies in blocks of 32 outputs (specc/artifact/weight_layout.py), which a thread reads as one
+// stream from its first block to its last. The lanes of a register are outputs; each value of x is
+// multiplied with all outputs of the block. Where x has many rows, a chunk of the block is
+// multiplied with one tile of rows after the other while it is in the first-level cache. The
+// hardware prefetcher follows a stream only to the end of its 4 KB page, so what comes next is
+// asked for.
 //
 // Order of summation: y[m, n] is summed from left to right along each chunk, and so are the chunks.
 // Neither the number of rows nor that of threads enters: a token's projection has the same bits

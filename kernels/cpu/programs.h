@@ -47,7 +47,7 @@ class CompiledProgram : public torch::CustomClassHolder {
 };
 
 // A step: instructions over numbered values. Python encodes the graphs of a step program once
-// (runtime/compiled_program.py); then a step is one call.
+// (runtime/backends/cpu/compiled_program.py); then a step is one call.
 class StepRunner : public torch::CustomClassHolder {
  public:
   explicit StepRunner(int64_t num_values);

@@ -74,7 +74,7 @@ inline void check_index(const View& view, int64_t dim, int32_t dtype, const char
 }
 
 // Levels, nodes and tokens that a number asks room for, and no tensor: an engine has plans of 1024
-// nodes at most (specc/tree.py), out of 4 times as many candidates.
+// nodes at most (specc/speculation/tree.py), out of 4 times as many candidates.
 constexpr int64_t kMaxCount = 65536;
 
 inline void check_count(int64_t count, int64_t least, const char* name) {

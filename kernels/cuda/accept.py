@@ -74,10 +74,10 @@ def accept(
         draft_stats = row_filters(drafts, *rows, filtered=(), weighed=tried_rules)
     best = node_best(logits, *rows, stats, tree, all_rules=not is_tried)
     return accept_walk(
-        *(best, logits, tokens, parents, max_depth, image, q_rows, drafts),
-        *((stats, draft_stats), *rows, counts),
+        best, logits, tokens, parents, max_depth, image, q_rows, drafts,
+        (stats, draft_stats), *rows, counts,
         is_tried=is_tried,
-    )
+    )  # fmt: skip
 
 
 def _one_tensor(draft_logits: list[Tensor], batch: int, vocab: int) -> Tensor:

@@ -347,12 +347,12 @@ def _shipped(
     is_merged = block_t != block_n
     columns = f"-columns{block_t}" if is_merged else ""
     pointers = {
-        **{"logits": f"*{TYPE_NAMES[dtype]}", "drafts": f"*{TYPE_NAMES[dtype]}"},
+        "logits": f"*{TYPE_NAMES[dtype]}", "drafts": f"*{TYPE_NAMES[dtype]}",
         **dict.fromkeys(("best", "tokens", "words", "tried", "output_tokens"), "*i64"),
         **dict.fromkeys(("parents", "image", "q_rows", "cache_len", "counts"), "*i32"),
         **dict.fromkeys(("path", "num_accepted"), "*i32"),
         **dict.fromkeys(("target_stats", "draft_stats", "values", "rest"), "*fp32"),
-    }
+    }  # fmt: skip
     absent = [] if has_drafts else ["q_rows", "drafts", "draft_stats"]
     absent += [] if is_merged else ["image"]
     absent += [] if is_tried else ["rest", "tried"]
@@ -370,13 +370,13 @@ def _shipped(
         constexprs={
             **dict.fromkeys(absent),
             "IS_TRIED": is_tried,
-            **{"BN": block_n, "BT": block_t, "BD": block_d, "BS": PARTS},
-            **{"BV": BLOCK, "BQ": COUNTERS},
+            "BN": block_n, "BT": block_t, "BD": block_d, "BS": PARTS,
+            "BV": BLOCK, "BQ": COUNTERS,
         },
         num_warps=WARPS,
         num_stages=3,
         max_registers=MAX_REGISTERS,
         # a root is the last column of a step's tokens: not aligned
         divisible=(*(x for x in pointers if is_tried or x != "tokens"), "row_stride", "vocab"),
-    )
+    )  # fmt: skip
     return with_any_vocab(item)

@@ -74,8 +74,8 @@ def _launch(
     x, residual = in_rows(x), in_rows(residual)
     size = weight.shape[0] // 2
     launcher(_add_norm_gate_up_kernel)[(triton.cdiv(size, tile.block_n),)](
-        *(x, residual, gamma, weight, out, total),
-        *(x.shape[0], size, x.shape[1], float(eps), float(unit_offset)),
+        x, residual, gamma, weight, out, total,
+        x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
         ACTIVATION=activation,
         BM=MAX_ROWS,
         BN=tile.block_n,
@@ -85,7 +85,7 @@ def _launch(
         PRECISION=precision(x.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -137,9 +137,9 @@ def _add_norm_gate_up_kernel(
     o_r = tl.arange(0, BM)
     m_r = o_r < num_rows
     b_gate, b_up = normed_pair(
-        *(x, residual, gamma, weight, o_r, m_r, o_gate, o_gate + size),
-        *(K, eps, offset, BM, BN, BK, COPIES, PRECISION),
-    )
+        x, residual, gamma, weight, o_r, m_r, o_gate, o_gate + size,
+        K, eps, offset, BM, BN, BK, COPIES, PRECISION,
+    )  # fmt: skip
     b_out = activate(b_gate, ACTIVATION) * b_up
     o_m = tl.arange(0, BM)[:, None]
     m_out = (o_m < num_rows) & (o_i < size)[None, :]

@@ -62,8 +62,8 @@ def add_norm_head(
     if out.numel():
         x, residual = in_rows(x), in_rows(residual)
         launcher(_add_norm_head_kernel)[(triton.cdiv(size, 2 * tile.block_n),)](
-            *(x, residual, gamma, weight, bias, rows, out),
-            *(rows.shape[0], x.shape[0], size, x.shape[1], float(eps), float(unit_offset)),
+            x, residual, gamma, weight, bias, rows, out,
+            rows.shape[0], x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
             BM=MAX_ROWS,
             BN=tile.block_n,
             BK=tile.block_k,
@@ -71,7 +71,7 @@ def add_norm_head(
             PRECISION=precision(x.dtype),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-        )
+        )  # fmt: skip
     return out
 
 
@@ -127,7 +127,7 @@ def _add_norm_head_kernel(
     last = size - 1
     o_r, m_r = looked_up(rows, 1, num_rows, num_tokens, BM)
     b_a, b_b = normed_pair(
-        *(x, residual, gamma, weight, o_r, m_r, tl.minimum(o_a, last), tl.minimum(o_b, last)),
-        *(K, eps, offset, BM, BN, BK, COPIES, PRECISION),
-    )
+        x, residual, gamma, weight, o_r, m_r, tl.minimum(o_a, last), tl.minimum(o_b, last),
+        K, eps, offset, BM, BN, BK, COPIES, PRECISION,
+    )  # fmt: skip
     store_pair(b_a, b_b, bias, out, o_a, o_b, num_rows, size, BM)

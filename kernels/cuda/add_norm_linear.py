@@ -65,8 +65,8 @@ def _launch(
     x, residual = in_rows(x), in_rows(residual)
     size = weight.shape[0]
     launcher(_add_norm_linear_kernel)[(triton.cdiv(size, 2 * tile.block_n),)](
-        *(x, residual, gamma, weight, bias, out, total),
-        *(x.shape[0], size, x.shape[1], float(eps), float(unit_offset)),
+        x, residual, gamma, weight, bias, out, total,
+        x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
         BM=MAX_ROWS,
         BN=tile.block_n,
         BK=tile.block_k,
@@ -75,7 +75,7 @@ def _launch(
         PRECISION=precision(x.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -130,9 +130,9 @@ def _add_norm_linear_kernel(
     o_r = tl.arange(0, BM)
     m_r = o_r < num_rows
     b_a, b_b = normed_pair(
-        *(x, residual, gamma, weight, o_r, m_r, tl.minimum(o_a, last), tl.minimum(o_b, last)),
-        *(K, eps, offset, BM, BN, BK, COPIES, PRECISION),
-    )
+        x, residual, gamma, weight, o_r, m_r, tl.minimum(o_a, last), tl.minimum(o_b, last),
+        K, eps, offset, BM, BN, BK, COPIES, PRECISION,
+    )  # fmt: skip
     store_pair(b_a, b_b, bias, out, o_a, o_b, num_rows, size, BM)
     store_sum(x, residual, total, o_r, m_r, num_rows, K, i_n, tl.num_programs(0), BM, BT)
 

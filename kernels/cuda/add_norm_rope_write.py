@@ -155,11 +155,11 @@ def _launch(
     num_heads = out.shape[1]
     per_head = triton.cdiv(head_dim // 2, tile.block_n)
     launcher(_add_norm_rope_write_kernel)[((num_heads + 2 * kv_heads) * per_head,)](
-        *(x, residual, gamma, weight, bias, cos, sin, k_cache, v_cache),
-        *(q_start, slot, block_table, out, total),
-        *(x.shape[0], num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size),
-        *(block_table.stride(0), head_dim, x.shape[1], float(eps), float(unit_offset)),
-        *(cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3]),
+        x, residual, gamma, weight, bias, cos, sin, k_cache, v_cache,
+        q_start, slot, block_table, out, total,
+        x.shape[0], num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,
+        block_table.stride(0), head_dim, x.shape[1], float(eps), float(unit_offset),
+        cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         BM=MAX_ROWS,
         BN=tile.block_n,
         BK=tile.block_k,
@@ -169,7 +169,7 @@ def _launch(
         PRECISION=precision(x.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -247,15 +247,15 @@ def _add_norm_rope_write_kernel(
     o_r = tl.arange(0, BM)
     m_r = o_r < num_rows
     b_a, b_b = normed_pair(
-        *(x, residual, gamma, weight, o_r, m_r, o_a, o_a + D // 2),
-        *(K, eps, offset, BM, BN, BK, COPIES, PRECISION),
-    )
+        x, residual, gamma, weight, o_r, m_r, o_a, o_a + D // 2,
+        K, eps, offset, BM, BN, BK, COPIES, PRECISION,
+    )  # fmt: skip
     rotate_and_write(
-        *(b_a, b_b, bias, cos, sin, k_cache, v_cache, q_start, slot, block_table, out),
-        *(i_h, o_d, o_a, num_rows, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages),
-        *(block_size, stride_table, D, stride_cos, stride_sin),
-        *(stride_kcb, stride_kcs, stride_kch, stride_vcb, stride_vcs, stride_vch, BM, BB),
-    )
+        b_a, b_b, bias, cos, sin, k_cache, v_cache, q_start, slot, block_table, out,
+        i_h, o_d, o_a, num_rows, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages,
+        block_size, stride_table, D, stride_cos, stride_sin,
+        stride_kcb, stride_kcs, stride_kch, stride_vcb, stride_vcs, stride_vch, BM, BB,
+    )  # fmt: skip
     store_sum(x, residual, total, o_r, m_r, num_rows, K, i_n, tl.num_programs(0), BM, BT)
 
 
@@ -306,9 +306,9 @@ def rotate_and_write(
         tl.store(p_out + half, b_b, mask=m_out)
     else:
         b_block, b_row, m_live = cache_rows(
-            *(q_start, slot, block_table, o_m, m_m, num_seqs, num_blocks, num_pages),
-            *(block_size, stride_table, BB),
-        )
+            q_start, slot, block_table, o_m, m_m, num_seqs, num_blocks, num_pages,
+            block_size, stride_table, BB,
+        )  # fmt: skip
         m_kv = m_live[:, None] & m_d
         if i_h < num_heads + num_kv_heads:
             i_kv = (i_h - num_heads).to(tl.int64)

@@ -64,11 +64,11 @@ def attend(
     work = plan_work(
         num_seqs * triton.cdiv(rows, c.block_m),
         num_tokens * group // c.block_m + num_seqs,
-        *(num_kv_heads, num_seqs, c.programs_per_sm * num_sms),
+        num_kv_heads, num_seqs, c.programs_per_sm * num_sms,
         triton.cdiv(num_pages * block_size, c.block_n) // c.min_blocks,
         num_splits=num_splits,
         is_prompt=rows > LARGEST_DECODE,
-    )
+    )  # fmt: skip
     # absent, in the type they have else: one kernel for both
     partial = lse = q.new_empty(0, dtype=torch.float32)
     arrived = q.new_empty(0, dtype=torch.int32)
@@ -80,14 +80,14 @@ def attend(
     # else q_start says
     tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
     launcher(attend_kernel)[(work.num_programs * num_kv_heads,)](
-        *(q, k_cache, v_cache, out, partial, lse, arrived),
-        *(q_start, position, slot, cache_len),
+        q, k_cache, v_cache, out, partial, lse, arrived,
+        q_start, position, slot, cache_len,
         q_start if ancestors is None else ancestors,
-        *(block_table, scale, window or NO_WINDOW.value, sink),
-        *(num_tokens, num_seqs, num_heads, group),
+        block_table, scale, window or NO_WINDOW.value, sink,
+        num_tokens, num_seqs, num_heads, group,
         0 if ancestors is None else ancestors.shape[1],
-        *(num_blocks, num_pages, block_size, tokens_each),
-        *(work.num_splits, work.slots, work.waves, work.num_parts),
+        num_blocks, num_pages, block_size, tokens_each,
+        work.num_splits, work.slots, work.waves, work.num_parts,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -105,9 +105,8 @@ def attend(
         MERGED=c.merged(_padded(value_dim)),
         PAGE=_page(num_pages, block_size, c.block_n),
         IS_TREE=ancestors is not None,
-        num_warps=c.num_warps,
-        num_stages=c.num_stages,
-    )
+        **c.options,
+    )  # fmt: skip
     return out.transpose(0, 1)
 
 
@@ -198,38 +197,19 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # what engines are built with: the head sizes, and dense rows (one page) or pages of 16 rows
 _SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)
 _SHIPPED_PAGES = ((1, 4096), (256, 16))
-_POINTERS: tuple[str, ...] = (
-    "q",
-    "k_cache",
-    "v_cache",
-    "out",
-    "partial",
-    "lse",
-    "arrived",
-    "q_start",
-    "position",
-    "slot",
-)
-_POINTERS += ("cache_len", "ancestors", "block_table")
-_DIVISIBLE_STRIDES: tuple[str, ...] = (
-    "stride_qh",
-    "stride_qt",
-    "stride_kb",
-    "stride_ks",
-    "stride_kh",
-)
-_DIVISIBLE_STRIDES += ("stride_vb", "stride_vs", "stride_vh")
-_INTEGERS: tuple[str, ...] = (
-    "window",
-    "sink",
-    "num_tokens",
-    "num_seqs",
-    "num_heads",
-    "group",
-    "num_words",
-)
-_INTEGERS += ("num_blocks", "num_pages", "block_size", "tokens_each", "num_splits", "slots")
-_INTEGERS += ("waves", "num_parts", "stride_table", "stride_words", *_DIVISIBLE_STRIDES)
+_POINTERS = (
+    "q", "k_cache", "v_cache", "out", "partial", "lse", "arrived", "q_start", "position", "slot",
+    "cache_len", "ancestors", "block_table",
+)  # fmt: skip
+_DIVISIBLE_STRIDES = (
+    "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
+    "stride_vb", "stride_vs", "stride_vh",
+)  # fmt: skip
+_INTEGERS = (
+    "window", "sink", "num_tokens", "num_seqs", "num_heads", "group", "num_words",
+    "num_blocks", "num_pages", "block_size", "tokens_each", "num_splits", "slots",
+    "waves", "num_parts", "stride_table", "stride_words", *_DIVISIBLE_STRIDES,
+)  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -256,13 +236,13 @@ def _shipped_attend(
         attend_kernel,
         signature | {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")},
         {
-            **{"D": head_dim, "DV": head_dim},
-            **{"BD": _padded(head_dim), "BDV": _padded(head_dim)},
-            **{"BM": c.block_m, "BN": c.block_n, "BC": _columns(dtype, head_dim), "BB": _SEARCH},
-            **{"MIN_BLOCKS": c.min_blocks, "MERGED": c.merged(_padded(head_dim))},
-            **{"PAGE": page, "IS_TREE": is_tree},
+            "D": head_dim, "DV": head_dim, "BD": _padded(head_dim), "BDV": _padded(head_dim),
+            "BM": c.block_m, "BN": c.block_n, "BC": _columns(dtype, head_dim), "BB": _SEARCH,
+            "MIN_BLOCKS": c.min_blocks, "MERGED": c.merged(_padded(head_dim)),
+            "PAGE": page, "IS_TREE": is_tree,
         },
         c.num_warps,
         c.num_stages,
         (*_POINTERS, *_DIVISIBLE_STRIDES),
-    )
+        c.max_registers,
+    )  # fmt: skip

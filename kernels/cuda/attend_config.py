@@ -28,6 +28,8 @@ class Config:
         num_warps: warps of a program.
         num_stages: key blocks in flight.
         programs_per_sm: resident programs that the number of splits aims at.
+        max_registers: registers that a thread may have. None leaves it to ptxas, which makes one
+            more program fit a multiprocessor even if it then has to spill.
     """
 
     block_m: int
@@ -35,6 +37,13 @@ class Config:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 2
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of a launch, as Triton calls them."""
+        given = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return given if self.max_registers is None else given | {"maxnreg": self.max_registers}
 
     @property
     def min_blocks(self) -> int:
@@ -96,6 +105,8 @@ _EXCEPTIONS = {
     (90, 4, 128, 16): Config(16, 16, 8, 4, 1),
     # with 32 keys, too, and with fewer stages it lacks a few registers
     (100, 2, 128, 64): Config(64, 64, 4, 5),
+    # left to itself, ptxas gives 128 registers to a thread, so that two programs fit
+    **{(c, 4, 128, 16): Config(16, 16, 8, 5, 1, 255) for c in (100, 120)},
     # 100 KiB of a multiprocessor hold two programs with two key blocks each, not with four; of
     # head size 64 ptxas makes three fit, as above
     **{(120, 2, size, 16): Config(16, 64, 4, 3) for size in (64, 128)},

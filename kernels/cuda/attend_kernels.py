@@ -131,9 +131,9 @@ def _attend_block(
             b_low, b_high = _node_bits(p_words, m_live, i_block * BN - length, num_words)
         # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
         m_seen = m_live[None, :] & _is_visible(
-            *(o_key[:, None], o_n[:, None], b_position[None, :], b_low[None, :]),
-            *(b_high[None, :], window, sink, length, IS_TREE),
-        )  # [BN, BM]
+            o_key[:, None], o_n[:, None], b_position[None, :], b_low[None, :],
+            b_high[None, :], window, sink, length, IS_TREE,
+        )  # fmt: skip  # [BN, BM]
         m_v = m_key & (tl.max(m_seen.to(tl.int32), 1) > 0)
         b_v = tl.load(p_v, mask=m_v[:, None] & (o_dv < DV)[None, :], other=0.0)
     else:
@@ -154,9 +154,9 @@ def _attend_block(
     b_s *= qk_scale
     if IS_MASKED:
         m_s = m_key[None, :] & _is_visible(
-            *(o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None]),
-            *(b_high[:, None], window, sink, length, IS_TREE),
-        )
+            o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
+            b_high[:, None], window, sink, length, IS_TREE,
+        )  # fmt: skip
         b_s = tl.where(m_s, b_s, float("-inf"))
     b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
     b_base = b_m_new
@@ -172,11 +172,11 @@ def _attend_block(
 
 @triton.jit(
     do_not_specialize=[
-        *("window", "sink", "num_tokens", "num_seqs", "num_heads", "group", "num_words"),
-        *("num_blocks", "num_pages", "block_size", "tokens_each", "num_splits", "slots", "waves"),
-        *("num_parts", "stride_table", "stride_words"),
+        "window", "sink", "num_tokens", "num_seqs", "num_heads", "group", "num_words",
+        "num_blocks", "num_pages", "block_size", "tokens_each", "num_splits", "slots", "waves",
+        "num_parts", "stride_table", "stride_words",
     ]
-)
+)  # fmt: skip
 def attend_kernel(
     q,
     k_cache,
@@ -241,9 +241,9 @@ def attend_kernel(
         i_program = tl.where(is_chunk, num_programs - 1 - i_program, i_program)
     capacity = num_pages * block_size
     i_b, i_tile, i_split, splits, i_part = find_work(
-        *(i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group),
-        *(window + sink, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB),
-    )
+        i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group,
+        window + sink, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
+    )  # fmt: skip
     if i_b < 0:
         return
 
@@ -306,11 +306,11 @@ def attend_kernel(
 
     for i in range(i_full, i_rest):
         b_acc, b_l, b_m = _attend_block(
-            *(b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i + skip, capacity, length),
-            *(m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size),
-            *(stride_kb, stride_ks, stride_vb, stride_vs),
-            *(D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False),
-        )
+            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i + skip, capacity, length,
+            m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
+            stride_kb, stride_ks, stride_vb, stride_vs,
+            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False,
+        )  # fmt: skip
 
     if IS_TREE:
         last_slot = -1
@@ -331,11 +331,11 @@ def attend_kernel(
         i_visit = tl.where(i < i_full, i, i + i_rest - i_full)
         i_block = tl.where(i_visit < num_sinks, i_visit, i_visit + skip)
         b_acc, b_l, b_m = _attend_block(
-            *(b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i_block, end, length),
-            *(m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size),
-            *(stride_kb, stride_ks, stride_vb, stride_vs),
-            *(D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True),
-        )
+            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i_block, end, length,
+            m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
+            stride_kb, stride_ks, stride_vb, stride_vs,
+            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True,
+        )  # fmt: skip
 
     m_any = m_live & (b_l != 0)
     b_total = tl.where(m_any, b_l, 1.0)
@@ -357,8 +357,8 @@ def attend_kernel(
     if not is_last(arrived + i_part + i_leader, size):
         return
     b_out, b_lse = merge_parts(
-        *(partial, lse, i_part + i_leader, 1, size, m_row, DV, BM, BDV, MERGED)
-    )
+        partial, lse, i_part + i_leader, 1, size, m_row, DV, BM, BDV, MERGED
+    )  # fmt: skip
     if splits <= GROUP:
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
     else:
@@ -367,6 +367,6 @@ def attend_kernel(
         # no group begins with the second split: its counter is free
         if is_last(arrived + i_part + 1, num_groups):
             b_out, b_lse = merge_parts(
-                *(partial, lse, i_part, GROUP, num_groups, m_row, DV, BM, BDV, MERGED)
-            )
+                partial, lse, i_part, GROUP, num_groups, m_row, DV, BM, BDV, MERGED
+            )  # fmt: skip
             tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)

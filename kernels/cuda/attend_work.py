@@ -75,9 +75,9 @@ def _choose_share(
     most = 1
     for i in range(0, num_seqs, BB):
         b_tiles, b_blocks = _work(
-            *(i, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity),
-            *(BM, BN, BB),
-        )
+            i, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity,
+            BM, BN, BB,
+        )  # fmt: skip
         total += tl.sum(b_tiles * b_blocks, 0)
         num_tiles += tl.sum(b_tiles, 0)
         num_live += tl.sum(tl.where(b_blocks > 0, b_tiles, 0), 0)
@@ -96,9 +96,9 @@ def _choose_share(
     b_longest = tl.zeros([BW], tl.int32)
     for i in range(0, num_seqs, BB):
         b_tiles, b_blocks = _work(
-            *(i, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity),
-            *(BM, BN, BB),
-        )
+            i, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity,
+            BM, BN, BB,
+        )  # fmt: skip
         b_splits = (b_blocks[None, :] + b_share[:, None] - 1) // b_share[:, None]  # [BW, BB]
         b_count += tl.sum(b_tiles[None, :] * b_splits, 1)
         b_splits = tl.maximum(b_splits, 1)
@@ -149,9 +149,9 @@ def find_work(
     share = 1
     if num_splits == 0:
         share = _choose_share(
-            *(num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach),
-            *(capacity, slots, waves, MIN_BLOCKS, BM, BN, BB),
-        )
+            num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach,
+            capacity, slots, waves, MIN_BLOCKS, BM, BN, BB,
+        )  # fmt: skip
     i_b = -1
     i_own = 0
     splits = 1
@@ -159,9 +159,9 @@ def find_work(
     total = 0
     for i in range(0, num_seqs, BB):
         b_tiles, b_blocks = _work(
-            *(i, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity),
-            *(BM, BN, BB),
-        )
+            i, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity,
+            BM, BN, BB,
+        )  # fmt: skip
         b_splits = (b_blocks + share - 1) // share
         b_splits = tl.where(
             num_splits == 0, b_splits, tl.minimum(b_blocks // MIN_BLOCKS, num_splits)

@@ -115,13 +115,13 @@ def _launch(
     num_heads = out.shape[1]
     per_head = triton.cdiv(head_dim // 2, tile.block_n)
     launcher(_embed_norm_rope_write_kernel)[((num_heads + 2 * kv_heads) * per_head,)](
-        *(tokens, embedding, gamma, weight, bias, cos, sin, k_cache, v_cache),
-        *(q_start, slot, block_table, out, total),
-        *(tokens.numel(), num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size),
-        *(block_table.stride(0), embedding.shape[0], tokens.stride(0)),
-        *(head_dim, embedding.shape[1]),
-        *(float(eps), float(unit_offset), cos.stride(0), sin.stride(0)),
-        *(*k_cache.stride()[:3], *v_cache.stride()[:3]),
+        tokens, embedding, gamma, weight, bias, cos, sin, k_cache, v_cache,
+        q_start, slot, block_table, out, total,
+        tokens.numel(), num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,
+        block_table.stride(0), embedding.shape[0], tokens.stride(0),
+        head_dim, embedding.shape[1],
+        float(eps), float(unit_offset), cos.stride(0), sin.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3],
         BM=MAX_ROWS,
         BN=tile.block_n,
         BK=tile.block_k,
@@ -131,7 +131,7 @@ def _launch(
         PRECISION=precision(embedding.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -211,14 +211,14 @@ def _embed_norm_rope_write_kernel(
     i_h, o_d, o_a = head_columns(i_n, D, BN)
     o_r, m_r = looked_up(tokens, token_stride, num_rows, num_embeddings, BM)
     b_a, b_b = normed_pair(
-        *(embedding, None, gamma, weight, o_r, m_r, o_a, o_a + D // 2),
-        *(K, eps, offset, BM, BN, BK, COPIES, PRECISION),
-    )
+        embedding, None, gamma, weight, o_r, m_r, o_a, o_a + D // 2,
+        K, eps, offset, BM, BN, BK, COPIES, PRECISION,
+    )  # fmt: skip
     rotate_and_write(
-        *(b_a, b_b, bias, cos, sin, k_cache, v_cache, q_start, slot, block_table, out),
-        *(i_h, o_d, o_a, num_rows, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages),
-        *(block_size, stride_table, D, stride_cos, stride_sin),
-        *(stride_kcb, stride_kcs, stride_kch, stride_vcb, stride_vcs, stride_vch, BM, BB),
-    )
+        b_a, b_b, bias, cos, sin, k_cache, v_cache, q_start, slot, block_table, out,
+        i_h, o_d, o_a, num_rows, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages,
+        block_size, stride_table, D, stride_cos, stride_sin,
+        stride_kcb, stride_kcs, stride_kch, stride_vcb, stride_vcs, stride_vch, BM, BB,
+    )  # fmt: skip
     num_programs = tl.num_programs(0)
     store_sum(embedding, None, total, o_r, m_r, num_rows, K, i_n, num_programs, BM, BT)

@@ -66,13 +66,13 @@ def leave_step(
         )
     if batch:
         leave_step_kernel[(batch,)](
-            *(results, last_tokens, cache_len, num_accepted, output_tokens, next_cache_len),
-            *(next_last_tokens, draft_lens, width, last_tokens.shape[1], num_drafts, batch),
-            *(results.stride(0), last_tokens.stride(0), output_tokens.stride(0)),
+            results, last_tokens, cache_len, num_accepted, output_tokens, next_cache_len,
+            next_last_tokens, draft_lens, width, last_tokens.shape[1], num_drafts, batch,
+            results.stride(0), last_tokens.stride(0), output_tokens.stride(0),
             next_last_tokens.stride(0),
             BLOCK=BLOCK,
             num_warps=1,
-        )
+        )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:

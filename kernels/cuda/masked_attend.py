@@ -61,8 +61,8 @@ def masked_attend(
         return out
     rows = num_nodes * (num_heads // num_kv_heads)
     masked_attend_kernel[(triton.cdiv(rows, tile_rows), batch * num_kv_heads)](
-        *(q, k_cache, v_cache, mask.view(torch.uint8)),
-        *(num_nodes, length, num_heads, num_kv_heads),
+        q, k_cache, v_cache, mask.view(torch.uint8),
+        num_nodes, length, num_heads, num_kv_heads,
         out,
         SCALE=scale,
         D=head_dim,
@@ -71,7 +71,7 @@ def masked_attend(
         BN=num_keys(head_dim),
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
-    )
+    )  # fmt: skip
     return out
 
 

@@ -228,7 +228,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 kernel=node_best_kernel,
                 signature={
                     "logits": f"*{TYPE_NAMES[dtype]}",
-                    **{"values": "*fp32", "stats": "*fp32"},
+                    "values": "*fp32", "stats": "*fp32",
                     **dict.fromkeys(("words", "tokens", "best"), "*i64"),
                     **dict.fromkeys(("cache_len", "depths", "counts", "parents"), "*i32"),
                     **dict.fromkeys(("row_stride", "value_stride", "word_stride"), "i32"),
@@ -245,8 +245,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 num_stages=3,
                 max_registers=MAX_REGISTERS,
                 divisible=(
-                    *("logits", "values", "stats", "words", "best", "cache_len", *tokens),
-                    *("depths", "counts", "parents", "row_stride", "vocab"),
+                    "logits", "values", "stats", "words", "best", "cache_len", *tokens,
+                    "depths", "counts", "parents", "row_stride", "vocab",
                 ),
-            )
+            )  # fmt: skip
             yield from with_any_vocab(item, max_registers=MAX_ODD_REGISTERS)

@@ -79,10 +79,10 @@ def row_winners(best: Tensor, depths: Tensor, vocab: int) -> Tensor:
     num_rows, num_parts = best.shape
     winners = torch.empty(num_rows, dtype=torch.int64, device=best.device)
     winners_kernel[(num_rows,)](
-        *(best, depths, winners, vocab, num_parts),
+        best, depths, winners, vocab, num_parts,
         BS=max(PARTS, triton.next_power_of_2(num_parts)),
         num_warps=1,
-    )
+    )  # fmt: skip
     return winners
 
 
@@ -92,11 +92,11 @@ def shipped(capability: int) -> Iterator[Shipped]:
         name="winners",
         kernel=winners_kernel,
         signature={
-            **{"best": "*i64", "depths": "*i32", "winners": "*i64"},
+            "best": "*i64", "depths": "*i32", "winners": "*i64",
             **dict.fromkeys(("vocab", "num_parts"), "i32"),
         },
         constexprs={"BS": PARTS},
         num_warps=1,
         num_stages=3,
         divisible=("best", "depths", "winners"),
-    )
+    )  # fmt: skip

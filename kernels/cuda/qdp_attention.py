@@ -80,13 +80,13 @@ def plugin_configuration(
         masked_attend_kernel,
         tensors | dict.fromkeys(NUMBERS, "i32"),
         {
-            **{"SCALE": scale, "D": head_dim, "BD": padded(head_dim)},
-            **{"BM": tile_rows, "BN": num_keys(head_dim)},
+            "SCALE": scale, "D": head_dim, "BD": padded(head_dim),
+            "BM": tile_rows, "BN": num_keys(head_dim),
         },
         NUM_WARPS,
         NUM_STAGES,
         tuple(tensors),
-    )
+    )  # fmt: skip
 
 
 def compile_plugin(
@@ -230,9 +230,9 @@ def _register(trt: ModuleType, trtp: ModuleType, capability: int) -> None:
                 "name every size of the queries but batch and nodes",
             )
         kernel = compile_plugin(
-            *(types[q.dtype], int(head_dim.constant_value()), float(scale)),
-            *(TILE_ROWS[tactic - 1], capability),
-        )
+            types[q.dtype], int(head_dim.constant_value()), float(scale),
+            TILE_ROWS[tactic - 1], capability,
+        )  # fmt: skip
         launch = trtp.KernelLaunchParams()
         rows = num_nodes * (num_heads // num_kv_heads)
         launch.grid_x = trtp.cdiv(rows, kernel.tile_rows)

@@ -74,14 +74,14 @@ def tree_attention(
 KERNELS: dict[str, Callable] = {
     kernel.__name__: kernel
     for kernel in (
-        *(accept_winners, act_and_mul, add_rms_norm, attend, commit_kv, commit_rows, next_tokens),
-        *(rms_norm, rope_write, tree_attention, tree_expand, tree_rows, write_kv),
-        *(ancestor_words, image_slots, lookup, merge_trees, record_tokens, rerank_tree, vote_chain),
-        *(accept, draft_children, leave_step, node_winners),
-        *(add_norm_gate_up, add_norm_linear, add_norm_rope_write),
-        *(add_norm_head, embed_norm_rope_write, experts),
+        accept_winners, act_and_mul, add_rms_norm, attend, commit_kv, commit_rows, next_tokens,
+        rms_norm, rope_write, tree_attention, tree_expand, tree_rows, write_kv,
+        ancestor_words, image_slots, lookup, merge_trees, record_tokens, rerank_tree, vote_chain,
+        accept, draft_children, leave_step, node_winners,
+        add_norm_gate_up, add_norm_linear, add_norm_rope_write,
+        add_norm_head, embed_norm_rope_write, experts,
     )
-}
+}  # fmt: skip
 _registered: dict[str, torch.library.Library] = {}
 
 

@@ -115,9 +115,9 @@ def _rope_write_kernel(
         i_group -= num_query_groups
         o_h = (i_group * BH + tl.arange(0, BH))[None, :, None].to(tl.int64)
         b_block, b_row, m_live = cache_rows(
-            *(q_start, slot, block_table, o_t, m_t, num_seqs, num_blocks, num_pages),
-            *(block_size, stride_table, BB),
-        )
+            q_start, slot, block_table, o_t, m_t, num_seqs, num_blocks, num_pages,
+            block_size, stride_table, BB,
+        )  # fmt: skip
         b_block = b_block[:, None, None]
         b_row = b_row[:, None, None]
         m_live = m_live[:, None, None]
@@ -166,16 +166,16 @@ def rope_write(
     block_t, block_h, num_warps = config(num_tokens)
     num_groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     launcher(_rope_write_kernel)[(triton.cdiv(num_tokens, block_t), num_groups)](
-        *(q, k, v, cos, sin, k_cache, v_cache, q_start, slot, block_table, out),
-        *(num_tokens, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages, block_size),
-        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0)),
-        *(*k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0)),
+        q, k, v, cos, sin, k_cache, v_cache, q_start, slot, block_table, out,
+        num_tokens, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages, block_size,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
         **_sizes(head_dim, value_dim, size),
         BT=block_t,
         BH=block_h,
         BB=SEARCH,
         num_warps=num_warps,
-    )
+    )  # fmt: skip
     return out.transpose(0, 1)
 
 

@@ -144,11 +144,11 @@ def row_cut_kernel(
     i_r = (tl.program_id(0) // num_parts).to(tl.int64)
     i_p = tl.program_id(0) % num_parts
     is_wanted, row, p_values, p_words = row_of(
-        *(i_r, num_rows, first_node, vocab, filtered, weighed),
+        i_r, num_rows, first_node, vocab, filtered, weighed,
         (logits, values, words, cache_len),
         (row_stride, value_stride, word_stride, len_stride, token_stride, parent_stride),
-        *((depths, counts, tokens, parents), IS_TREE),
-    )
+        (depths, counts, tokens, parents), IS_TREE,
+    )  # fmt: skip
     if is_wanted:
         p_numbers = numbers + i_r * 2 * num_parts * PIVOTS
         p_masses = masses + i_r * 2 * num_parts * PIVOTS
@@ -159,9 +159,9 @@ def row_cut_kernel(
         if has_filter(p_values, p_words, vocab):
             top_p = tl.load(p_values + TOP_P)
             top_k, mass = after_first(
-                *(p_numbers, p_masses, num_parts, top_k_of(p_words, vocab)),
-                *(top_p, tl.load(p_values + MIN_P), mass, BP),
-            )
+                p_numbers, p_masses, num_parts, top_k_of(p_words, vocab),
+                top_p, tl.load(p_values + MIN_P), mass, BP,
+            )  # fmt: skip
             if (top_k > 0) | (top_p < 1.0):
                 from_ = low
                 to = high
@@ -209,9 +209,9 @@ def row_cut_kernel(
                         mass = above + tl.sum(b_kept, 0)
                     else:
                         cut, mass = _search_row(
-                            *(row, best, cut, low, high, top_k, top_p, mass),
-                            *(num_parts * num_blocks, BR, W),
-                        )
+                            row, best, cut, low, high, top_k, top_p, mass,
+                            num_parts * num_blocks, BR, W,
+                        )  # fmt: skip
         if is_mine:
             p_stats = stats + i_r * 3
             tl.store(p_stats, best)

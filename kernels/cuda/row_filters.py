@@ -115,30 +115,30 @@ def row_filters(
     depths, counts, tokens, parents = tree or (None, None, None, None)
     rows = (logits, values, words, cache_len, depths, counts, tokens, parents)
     numbers_of_rows = (
-        *(logits.stride(0), values.stride(0), words.stride(0), cache_len.stride(0)),
+        logits.stride(0), values.stride(0), words.stride(0), cache_len.stride(0),
         0 if tokens is None else tokens.stride(0),
         0 if parents is None else parents.stride(0),
-        *(vocab, num_rows // len(cache_len), first_node, num_parts, sizes["num_blocks"]),
-        *(_bits(filtered), _bits(weighed)),
-    )
+        vocab, num_rows // len(cache_len), first_node, num_parts, sizes["num_blocks"],
+        _bits(filtered), _bits(weighed),
+    )  # fmt: skip
     constants: dict[str, Any] = {name: sizes[name] for name in ("BR", "W")}
     constants |= {"IS_TREE": tree is not None, "num_warps": WARPS, "maxnreg": MAX_REGISTERS}
     constants["enable_fp_fusion"] = False
     grid = (num_rows * num_parts,)
     row_parts_kernel[grid](
-        *(*rows, facts, maxima, arrived, *numbers_of_rows), BM=sizes["BM"], **constants
-    )
+        *rows, facts, maxima, arrived, *numbers_of_rows, BM=sizes["BM"], **constants
+    )  # fmt: skip
     for i_round in range(ROUNDS):
         row_pivots_kernel[grid](
-            *(*rows, facts, maxima, bounds, numbers, masses, *numbers_of_rows, i_round),
+            *rows, facts, maxima, bounds, numbers, masses, *numbers_of_rows, i_round,
             **{name: sizes[name] for name in ("BM", "BP", "BC")},
             **constants,
-        )
+        )  # fmt: skip
     row_cut_kernel[grid](
-        *(*rows, bounds, numbers, masses, listed, arrived, stats, *numbers_of_rows),
+        *rows, bounds, numbers, masses, listed, arrived, stats, *numbers_of_rows,
         **{name: sizes[name] for name in ("BP", "BC")},
         **constants,
-    )
+    )  # fmt: skip
     return stats
 
 
@@ -169,12 +169,12 @@ def shipped(capability: int) -> Iterator[Shipped]:
             for is_tree in (True, False):
                 tree = {"depths": "*i32", "counts": "*i32", "tokens": "*i64", "parents": "*i32"}
                 pointers = {
-                    **{"logits": f"*{TYPE_NAMES[dtype]}", "values": "*fp32"},
-                    **{"words": "*i64", "cache_len": "*i32"},
+                    "logits": f"*{TYPE_NAMES[dtype]}", "values": "*fp32",
+                    "words": "*i64", "cache_len": "*i32",
                     **dict.fromkeys(scratch, "*fp32"),
                     **dict.fromkeys({"arrived", "numbers"} & set(scratch), "*i32"),
                     **(tree if is_tree else {}),
-                }
+                }  # fmt: skip
                 strides = ("row", "value", "word", "len", "token", "parent")
                 integers = [f"{stride}_stride" for stride in strides]
                 integers += ["vocab", "num_rows", "first_node", "num_parts", "num_blocks"]

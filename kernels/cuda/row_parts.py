@@ -70,11 +70,11 @@ def row_parts_kernel(
     i_r = (tl.program_id(0) // num_parts).to(tl.int64)
     i_p = tl.program_id(0) % num_parts
     is_wanted, row, _, p_words = row_of(
-        *(i_r, num_rows, first_node, vocab, filtered, weighed),
+        i_r, num_rows, first_node, vocab, filtered, weighed,
         (logits, values, words, cache_len),
         (row_stride, value_stride, word_stride, len_stride, token_stride, parent_stride),
-        *((depths, counts, tokens, parents), IS_TREE),
-    )
+        (depths, counts, tokens, parents), IS_TREE,
+    )  # fmt: skip
     if is_wanted:
         b_best = tl.full([BR], -float("inf"), tl.float32)
         b_least = tl.full([BR], float("inf"), tl.float32)
@@ -223,11 +223,11 @@ def row_pivots_kernel(
     i_r = (tl.program_id(0) // num_parts).to(tl.int64)
     i_p = tl.program_id(0) % num_parts
     is_wanted, row, p_values, p_words = row_of(
-        *(i_r, num_rows, first_node, vocab, filtered, weighed),
+        i_r, num_rows, first_node, vocab, filtered, weighed,
         (logits, values, words, cache_len),
         (row_stride, value_stride, word_stride, len_stride, token_stride, parent_stride),
-        *((depths, counts, tokens, parents), IS_TREE),
-    )
+        (depths, counts, tokens, parents), IS_TREE,
+    )  # fmt: skip
     if is_wanted:
         p_bounds = bounds + i_r * 4
         # rounds of a row lie one after the other
@@ -236,9 +236,9 @@ def row_pivots_kernel(
         is_open = has_filter(p_values, p_words, vocab)
         if i_round == 0:
             best, total, low, base = _bounds_of(
-                *(facts + i_r * num_parts * 3, maxima + i_r * num_parts * BM),
-                *(num_parts, vocab, p_values, p_words, BP, BM),
-            )
+                facts + i_r * num_parts * 3, maxima + i_r * num_parts * BM,
+                num_parts, vocab, p_values, p_words, BP, BM,
+            )  # fmt: skip
             high = order_of(best).to(tl.int64) + 1
             if i_p == 0:
                 tl.store(p_bounds, best)
@@ -250,9 +250,9 @@ def row_pivots_kernel(
             if is_open:
                 top_p = tl.load(p_values + TOP_P)
                 top_k, total = after_first(
-                    *(p_numbers, p_masses, num_parts, top_k_of(p_words, vocab)),
-                    *(top_p, tl.load(p_values + MIN_P), total, BP),
-                )
+                    p_numbers, p_masses, num_parts, top_k_of(p_words, vocab),
+                    top_p, tl.load(p_values + MIN_P), total, BP,
+                )  # fmt: skip
                 low, high, inside = narrow(
                     p_numbers, p_masses, num_parts, low, high, top_k, top_p, total, BP
                 )

@@ -222,9 +222,9 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 num_warps=4,
                 num_stages=3,
                 divisible=(
-                    *("logits", "temperature", "seed", "offset", "best", "row_stride", "vocab"),
+                    "logits", "temperature", "seed", "offset", "best", "row_stride", "vocab",
                 ),
-            )
+            )  # fmt: skip
             yield from with_any_vocab(parts)
     for block_s in (1, 2, 4, 8, 16, 32, 64, 128):
         yield Shipped(

@@ -42,6 +42,7 @@ class Shipped:
         divisible: arguments that are multiples of 16 (pointers: aligned to 16 bytes). Integers that
             never are, or not always, are among `do_not_specialize` of the kernel: Triton would
             compile it anew for a 1, and for a multiple of 16, and no table would have that.
+        max_registers: registers that a thread may have; None leaves it to ptxas.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Shipped:
     num_warps: int
     num_stages: int
     divisible: Iterable[str] = field(default=())
+    max_registers: int | None = None
 
     @property
     def attrs(self) -> dict[tuple[int, ...], list[list[Any]]]:
@@ -61,7 +63,8 @@ class Shipped:
     @property
     def options(self) -> dict[str, int]:
         """Options of `triton.compile`."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        given = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return given if self.max_registers is None else given | {"maxnreg": self.max_registers}
 
     def source(self) -> Any:
         """What `triton.compile` takes; needs a process without `TRITON_INTERPRET`."""

@@ -241,7 +241,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
             signature={
                 **dict.fromkeys(("parents", "cache_len", "history", "block_table"), "*i32"),
                 **dict.fromkeys(("depths", "counts"), "*i32"),
-                **{"values": "*fp32", "words": "*i64"},
+                "values": "*fp32", "words": "*i64",
                 **dict.fromkeys(("parent_stride", "len_stride", "value_stride"), "i32"),
                 **dict.fromkeys(("word_stride", "history_stride", "table_stride"), "i32"),
                 **dict.fromkeys(("num_nodes", "max_depth", "vocab", "slice_size"), "i32"),
@@ -252,8 +252,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
             num_warps=4,
             num_stages=3,
             divisible=(
-                *("parents", "cache_len", "history", "block_table", "depths", "counts"),
-                *("values", "words", "vocab", "slice_size"),
+                "parents", "cache_len", "history", "block_table", "depths", "counts",
+                "values", "words", "vocab", "slice_size",
             ),
-        )
+        )  # fmt: skip
         yield from with_any_vocab(context)

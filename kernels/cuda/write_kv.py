@@ -85,9 +85,9 @@ def _write_kv_kernel(
     o_t = tl.program_id(0) * BT + tl.arange(0, BT)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     b_block, b_row, m_t = cache_rows(
-        *(q_start, slot, block_table, o_t, o_t < num_tokens, num_seqs, num_blocks, num_pages),
-        *(block_size, stride_table, BB),
-    )
+        q_start, slot, block_table, o_t, o_t < num_tokens, num_seqs, num_blocks, num_pages,
+        block_size, stride_table, BB,
+    )  # fmt: skip
     m_row = m_t[:, None, None] & (o_h < num_kv_heads)[None, :, None]  # [BT, BH, 1]
     o_t = o_t.to(tl.int64)[:, None, None]
     o_h = o_h.to(tl.int64)[None, :, None]
@@ -136,9 +136,9 @@ def write_kv(
     block_t, block_h, num_warps = config(num_tokens, num_kv_heads)
     grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(num_kv_heads, block_h))
     launcher(_write_kv_kernel)[grid](
-        *(k, v, k_cache, v_cache, q_start, slot, block_table),
-        *(num_tokens, num_seqs, num_kv_heads, num_blocks, num_pages, block_size),
-        *(*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3]),
+        k, v, k_cache, v_cache, q_start, slot, block_table,
+        num_tokens, num_seqs, num_kv_heads, num_blocks, num_pages, block_size,
+        *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         block_table.stride(0),
         D=head_dim,
         DV=value_dim,
@@ -148,7 +148,7 @@ def write_kv(
         BH=block_h,
         BB=SEARCH,
         num_warps=num_warps,
-    )
+    )  # fmt: skip
 
 
 def check_cache(

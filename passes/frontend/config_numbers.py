@@ -35,10 +35,10 @@ _COUNTS = {
     "num_experts_per_tok": _EXPERTS,
 }
 _POSITIVE = (
-    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
-    *("rope_theta", "rotary_emb_base", "rope_local_base_freq", "global_rope_theta"),
-    *("local_rope_theta", "partial_rotary_factor", "rotary_pct"),
-)
+    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon",
+    "rope_theta", "rotary_emb_base", "rope_local_base_freq", "global_rope_theta",
+    "local_rope_theta", "partial_rotary_factor", "rotary_pct",
+)  # fmt: skip
 # of a rotary scaling, where these names mean that
 _ROTARY = ("rope_scaling", "rope_parameters")
 _POSITIVE_OF_ROTARY = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")

@@ -36,6 +36,7 @@ class ModelSource:
         position_rows: positions that the traced graph's tables hold, once it is known.
         unread_tensors: of the checkpoint, which no weight of the program comes from, once
             `weight_specs` has been called.
+        is_given: the module is the user's own object.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModelSource:
     warnings: list[str] = field(default_factory=list)
     position_rows: int | None = None
     unread_tensors: tuple[str, ...] = ()
+    is_given: bool = False
 
     @classmethod
     def load(cls, name: str, model: str | Path | nn.Module, dtype: torch.dtype) -> ModelSource:
@@ -65,7 +67,7 @@ class ModelSource:
                 hf_model.check_rotary(config, label)
             _require_dtype(model, label, dtype)
             reader: TensorReader = MemoryReader.from_module(model)
-            return cls(name, label, dtype, model.eval(), None, config, reader)
+            return cls(name, label, dtype, model.eval(), None, config, reader, is_given=True)
         directory = hf_model.resolve_directory(model)
         config = hf_model.load_config(directory)
         # before minutes of tracing: headers say whether the checkpoint can be read
@@ -74,6 +76,16 @@ class ModelSource:
         module = hf_model.build_on_meta(config, dtype)
         _check_embedding(module, reader, str(model))
         return cls(name, str(model), dtype, module, directory, config, reader)
+
+    @classmethod
+    def of_shape(cls, name: str, label: str, config: Any, dtype: torch.dtype) -> ModelSource:
+        """A model that has a configuration and no weights.
+
+        Raises:
+            NotCausalLMError: the configuration makes no model.
+        """
+        module = hf_model.build_on_meta(config, dtype)
+        return cls(name, label, dtype, module, None, config, MemoryReader({}, label))
 
     @property
     def architecture(self) -> str:

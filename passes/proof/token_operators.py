@@ -12,15 +12,15 @@ SAME = CONVERSIONS | VIEWS | MOVES
 # along dims named by the arguments `dim`, `dims` or `dimension`; without one, along all
 ALONG = frozenset(
     (
-        *("softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp", "sum", "mean", "prod"),
-        *("max", "min", "amax", "amin", "argmax", "argmin", "median", "kthvalue", "topk"),
-        *("all", "any", "count_nonzero", "norm", "linalg_vector_norm"),
-        *("var", "std", "var_mean", "std_mean"),
-        *("sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff"),
-        *("flip", "roll", "glu", "cat", "chunk", "split", "split_with_sizes", "unbind", "narrow"),
-        *("select", "slice", "index_select", "gather", "scatter", "repeat_interleave", "unfold"),
+        "softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp", "sum", "mean", "prod",
+        "max", "min", "amax", "amin", "argmax", "argmin", "median", "kthvalue", "topk",
+        "all", "any", "count_nonzero", "norm", "linalg_vector_norm",
+        "var", "std", "var_mean", "std_mean",
+        "sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff",
+        "flip", "roll", "glu", "cat", "chunk", "split", "split_with_sizes", "unbind", "narrow",
+        "select", "slice", "index_select", "gather", "scatter", "repeat_interleave", "unfold",
     )
-)
+)  # fmt: skip
 REDUCTIONS = frozenset(("max", "min", "amax", "amin", "sum", "mean", "prod"))
 # along the last dimension where no shape says otherwise
 NORMS = frozenset(("layer_norm", "native_layer_norm", "rms_norm", "add_rms_norm", "act_and_mul"))
@@ -46,9 +46,9 @@ PRODUCTS = frozenset(("linear", "mm", "bmm", "matmul", "addmm", "baddbmm"))
 # element by element, and yet without the tag; `repeat` of tokens would change their number
 POINTWISE = frozenset(
     (
-        *("floor_divide", "hardswish", "log_sigmoid", "__and__", "__or__", "repeat", "stack"),
-        *("zeros_like", "ones_like", "full_like"),
+        "floor_divide", "hardswish", "log_sigmoid", "__and__", "__or__", "repeat", "stack",
+        "zeros_like", "ones_like", "full_like",
     )
-)
+)  # fmt: skip
 # may take the number of tokens as an argument, which can only name a size of the result
 SIZED = VIEWS | {"expand"}

@@ -7,7 +7,7 @@ pass, so their only use is as indices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -210,3 +210,25 @@ _STEPS = {
     "cumsum": _cumsum,
     "grouped_mm": _grouped_mm,
 }
+
+
+def outputs_of(node: fx.Node) -> Iterator[Any]:
+    """The values of a node, one or several."""
+    value = node.meta["val"]
+    yield from value if isinstance(value, list | tuple) else (value,)
+
+
+def is_in_order(state: State) -> TypeGuard[Tokens]:
+    """Whether there is one entry for each token of the pass, which says nothing of its place."""
+    if not isinstance(state, Tokens) or state.is_place:
+        return False
+    return (state.scale, state.order) == (1, None)
+
+
+def is_whole(node: fx.Node, name: str) -> bool:
+    """Whether a slice takes everything."""
+    if name != "slice":
+        return False
+    bound = bind_args(node)
+    sizes = [item.meta["val"].shape[bound["dim"]] for item in (node, bound["self"])]
+    return bound["start"] in (None, 0) and bound["step"] == 1 and str(sizes[0]) == str(sizes[1])

@@ -7,8 +7,8 @@ from torch import fx
 
 from specc.artifact.graph_io import target_name
 from specc.errors import UnsupportedGraphError
-from specc.passes.program import Program
-from specc.passes.proof.verify_tokenwise import refusal, verify_tokenwise
+from specc.passes.program import Program, refusal
+from specc.passes.proof.verify_tokenwise import verify_tokenwise
 
 # what reads a value on the host, or makes a shape depend on data: impossible in a captured step
 _HOST_READS = (

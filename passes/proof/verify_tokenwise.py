@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from specc.artifact.graph_io import target_name
 from specc.errors import UnsupportedGraphError, UnsupportedRotaryError
-from specc.passes.program import Program, bind_args, module_path
+from specc.passes.program import Program, bind_args, module_path, refusal
 from specc.passes.proof import token_operators as operators
 from specc.passes.proof import token_routing as routing
-from specc.passes.proof.token_routing import Counts, State, Tokens
+from specc.passes.proof.token_routing import (
+    Counts,
+    State,
+    Tokens,
+    is_in_order,
+    is_whole,
+    outputs_of,
+)
 
 # what a node can be besides plain (None), Tokens or Counts
 _SIZE = "the number of tokens"
@@ -37,16 +44,6 @@ def verify_tokenwise(program: Program, phase: str) -> None:
         UnsupportedRotaryError: frequencies that depend on the longest position of a pass.
     """
     _Proof(program, phase).run()
-
-
-def refusal(node: fx.Node, phase: str, reason: str) -> UnsupportedGraphError:
-    """The error that names a node, its layer and the reason."""
-    where = module_path(node)
-    return UnsupportedGraphError(
-        f"{where + ': ' if where else ''}node {node.name} after {phase}: {reason}",
-        "token-wise operators of aten and specc, and attention",
-        "choose a model of a supported architecture (see README, What is supported), or report it",
-    )
 
 
 @dataclass(frozen=True)
@@ -100,14 +97,16 @@ class _Proof:
         states = [self._states[item] for item in node.all_input_nodes]
         if node.target is operator.getitem:
             return states[0][node.args[1]]
-        if node.meta["val"] is not None and not any(isinstance(v, Tensor) for v in _outputs(node)):
+        if node.meta["val"] is not None and not any(
+            isinstance(v, Tensor) for v in outputs_of(node)
+        ):
             return _SIZE
         if not isinstance(node.target, torch._ops.OpOverload):
             raise self._refuse(node, f"{target_name(node.target)} computes a tensor")
         name = routing.name_of(node)
         routed = routing.route(node, name, self._states)
         if routed is not routing.UNKNOWN:
-            sizes = [self._size(node, value) for value in _outputs(node)]
+            sizes = [self._size(node, value) for value in outputs_of(node)]
             if isinstance(routed, Tokens) and sizes[0] is not None:
                 return replace(routed, scale=sizes[0].scale)
             return routed
@@ -143,7 +142,7 @@ class _Proof:
         """Refuse numbers that say something about the pass as a whole."""
         target = target_name(node.target)
         for item, state in zip(node.all_input_nodes, states, strict=True):
-            if state == _SIZE and name not in operators.SIZED and not _is_whole(node, name):
+            if state == _SIZE and name not in operators.SIZED and not is_whole(node, name):
                 raise self._refuse(node, f"{target} computes with the number of tokens in the pass")
             if state == _OPAQUE or (state == _ROWS and name != "index_select"):
                 raise self._refuse(node, f"{target} reads {item.name}, which only attention may")
@@ -206,7 +205,7 @@ class _Proof:
             return self._result(node, None)
         dims = next((bound[key] for key in ("dim", "dims", "dimension") if key in bound), None)
         dims = (dims,) if isinstance(dims, int) else tuple(dims or range(state.ndim))
-        if state.dim in {dim % state.ndim for dim in dims} and not _is_whole(node, name):
+        if state.dim in {dim % state.ndim for dim in dims} and not is_whole(node, name):
             if state.is_position and name in operators.REDUCTIONS:
                 raise UnsupportedRotaryError(
                     f"layer {module_path(node) or node.name}: {target_name(node.target)} over the"
@@ -302,7 +301,7 @@ class _Proof:
     def _result(self, node: fx.Node, like: State) -> Any:
         """States of a node's outputs: tokens as in `like`, where the shapes have them."""
         states: list[State] = []
-        for value in _outputs(node):
+        for value in outputs_of(node):
             size = self._size(node, value)
             if not isinstance(value, Tensor):
                 states.append(None)
@@ -356,7 +355,7 @@ class _Proof:
             place, what = ((1, 3), "[heads, tokens, head_dim]")
             if i >= num_operands:
                 place, what = ((0, 2), "[tokens, columns]")
-            if not _is_in_order(state) or (state.dim, state.ndim) != place:
+            if not is_in_order(state) or (state.dim, state.ndim) != place:
                 raise self._refuse(node, f"{item.name} is not {what}")
         if node.meta["val"] is None:
             return None
@@ -372,7 +371,7 @@ class _Proof:
         first = states[rows[0]]
         for name in rows:
             state = states[name]
-            if not _is_in_order(state):
+            if not is_in_order(state):
                 raise self._refuse(node, f"{bound[name].name} is not a row for each token")
             # of a table only whole rows are read, which tokens name
             is_within = state.right == -1 and name != "tokens"
@@ -380,7 +379,7 @@ class _Proof:
                 raise self._mixes(node)
         for name in tables:
             state = states[name]
-            if not _is_in_order(state) or (state.dim, state.ndim) != (0, 2):
+            if not is_in_order(state) or (state.dim, state.ndim) != (0, 2):
                 raise self._refuse(node, f"{bound[name].name} is not [tokens, columns]")
         for name in operators.PARAMETERS:
             if states.get(name) is not None:
@@ -397,24 +396,3 @@ class _Proof:
 
     def _refuse(self, node: fx.Node, reason: str) -> UnsupportedGraphError:
         return refusal(node, self._phase, reason)
-
-
-def _outputs(node: fx.Node) -> Iterator[Any]:
-    value = node.meta["val"]
-    yield from value if isinstance(value, list | tuple) else (value,)
-
-
-def _is_in_order(state: State) -> TypeGuard[Tokens]:
-    """Whether there is one entry for each token of the pass, which says nothing of its place."""
-    if not isinstance(state, Tokens) or state.is_place:
-        return False
-    return (state.scale, state.order) == (1, None)
-
-
-def _is_whole(node: fx.Node, name: str) -> bool:
-    """Whether a slice takes everything."""
-    if name != "slice":
-        return False
-    bound = bind_args(node)
-    sizes = [item.meta["val"].shape[bound["dim"]] for item in (node, bound["self"])]
-    return bound["start"] in (None, 0) and bound["step"] == 1 and str(sizes[0]) == str(sizes[1])

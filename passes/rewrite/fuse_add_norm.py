@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from specc.kernels import ops
-from specc.passes.base import Pass, PassResult
+from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.program import Program, bind_args, emit_call, replace
 from specc.passes.rewrite.columns import only_user
 from specc.passes.rewrite.fuse_rope_write import attention_reads_caches
@@ -17,17 +17,13 @@ aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # between a projection and the heads of q, k and v
 _VIEWS = (
-    *(aten.slice.Tensor, aten.narrow.default, aten.view.default, aten.reshape.default),
-    *(aten.transpose.int, aten.permute.default, aten.squeeze.dim, aten.unsqueeze.default),
-    *(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes),
+    aten.slice.Tensor, aten.narrow.default, aten.view.default, aten.reshape.default,
+    aten.transpose.int, aten.permute.default, aten.squeeze.dim, aten.unsqueeze.default,
+    aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes,
     operator.getitem,
-)
+)  # fmt: skip
 # tokens that views are tried with; no size of a model's own
 _TOKENS = 3
-
-
-class NoMatch(Exception):
-    """Why a norm stays as it is."""
 
 
 class FuseAddNorm(Pass):
@@ -44,12 +40,8 @@ class FuseAddNorm(Pass):
     def run(self, program: Program) -> PassResult:
         result = PassResult()
         for node in program.calls(ops.add_rms_norm):
-            try:
+            with result.attempt(node.name):
                 _fuse(program, node)
-            except NoMatch as reason:
-                result.decline(node.name, str(reason))
-                continue
-            result.rewrites += 1
         program.graph.eliminate_dead_code()
         return result
 
@@ -64,7 +56,7 @@ def _fuse(program: Program, norm: fx.Node) -> None:
     dtype = norm.args[0].meta["val"].dtype
     require_parameters(program, dtype, norm.args[2], weight, bias)
     operands = (*norm.args, *(() if len(norm.args) > 4 else (False,)), weight)
-    last, target, more = _behind(linear, bias)
+    last, target, more = _after(linear, bias)
     if total is not None and any(user < last for user in total.users):
         raise NoMatch("the sum is read before the product is done")
     graph = program.graph
@@ -78,12 +70,12 @@ def _fuse(program: Program, norm: fx.Node) -> None:
         replace(total, stream)
 
 
-def _behind(linear: fx.Node, bias: fx.Node | None) -> tuple[fx.Node, torch._ops.OpOverload, tuple]:
+def _after(linear: fx.Node, bias: fx.Node | None) -> tuple[fx.Node, torch._ops.OpOverload, tuple]:
     """The node that the fused operator takes the place of, the operator, and its last arguments."""
     user = only_user(linear)
     if user is not None and user.target is ops.act_and_mul and bias is None:
         return user, ops.add_norm_gate_up, (user.args[1],)
-    rope = rope_behind(linear)
+    rope = rope_after(linear)
     if rope is not None:
         bound = bind_args(rope)
         names = ("cos", "sin", "k_cache", "v_cache", "q_start", "slot", "block_table")
@@ -91,7 +83,7 @@ def _behind(linear: fx.Node, bias: fx.Node | None) -> tuple[fx.Node, torch._ops.
     return linear, ops.add_norm_linear, (bias,)
 
 
-def rope_behind(linear: fx.Node) -> fx.Node | None:
+def rope_after(linear: fx.Node) -> fx.Node | None:
     """The `rope_write` whose q, k and v are the heads of a linear layer, and nothing else reads."""
     seen, stack, found = {linear}, [linear], set()
     while stack:

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from specc.kernels import ops
-from specc.passes.base import Pass, PassResult
+from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.program import Program, bind_args, emit_call, is_view, replace
 from specc.passes.rewrite.columns import only_user
-from specc.passes.rewrite.fuse_add_norm import NoMatch, require_parameters, rope_behind
+from specc.passes.rewrite.fuse_add_norm import require_parameters, rope_after
 from specc.passes.rewrite.fuse_rope_write import attention_reads_caches
 
 aten = torch.ops.aten
@@ -34,12 +34,8 @@ class FuseEmbedNorm(Pass):
             embedding = node.args[0]
             if embedding.target is not aten.embedding.default:  # type: ignore[union-attr]
                 continue
-            try:
+            with result.attempt(node.name):
                 _fuse(program, embedding, node)  # type: ignore[arg-type]
-            except NoMatch as reason:
-                result.decline(node.name, str(reason))
-                continue
-            result.rewrites += 1
         program.graph.eliminate_dead_code()
         return result
 
@@ -49,7 +45,7 @@ def _fuse(program: Program, embedding: fx.Node, norm: fx.Node) -> None:
     linear = only_user(norm)
     if linear is None or linear.target is not aten.linear.default or linear.args[0] is not norm:
         raise NoMatch("the norm is not read by one linear layer alone")
-    rope = rope_behind(linear)
+    rope = rope_after(linear)
     if rope is None:
         raise NoMatch("the product is not rotated and written to the caches as it is")
     table, tokens = embedding.args[:2]

@@ -6,11 +6,11 @@ import torch
 from torch import fx
 
 from specc.kernels import ops
-from specc.passes.base import Pass, PassResult
+from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.facts import logits_are_selected
 from specc.passes.program import Program, emit_call, replace
 from specc.passes.rewrite.columns import only_user
-from specc.passes.rewrite.fuse_add_norm import NoMatch, require_parameters
+from specc.passes.rewrite.fuse_add_norm import require_parameters
 
 aten = torch.ops.aten
 
@@ -27,12 +27,8 @@ class FuseNormHead(Pass):
     def run(self, program: Program) -> PassResult:
         result = PassResult()
         for node in program.calls(ops.add_rms_norm):
-            try:
+            with result.attempt(node.name):
                 _fuse(program, node)
-            except NoMatch as reason:
-                result.decline(node.name, str(reason))
-                continue
-            result.rewrites += 1
         program.graph.eliminate_dead_code()
         return result
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from specc.kernels import ops
-from specc.passes.base import Pass, PassResult
+from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.facts import attention_is_a_tree, attention_is_cached
 from specc.passes.program import Program, bind_args, emit_call, is_view, replace
 from specc.passes.rewrite.columns import is_conversion, only_user, same_shape, through_widening
@@ -33,21 +33,11 @@ class FuseRMSNorm(Pass):
         for node in program.calls(aten.rsqrt.default, aten.pow.Tensor_Scalar):
             if not _is_scale(node):
                 continue
-            try:
-                norm = _match(node)
-            except _NoMatch as reason:
-                result.decline(node.name, str(reason))
-                continue
-            _fuse(norm)
-            result.rewrites += 1
+            with result.attempt(node.name):
+                _fuse(_match(node))
         for node in program.calls(aten.rms_norm.default):
-            try:
-                norm = _match_operator(node)
-            except _NoMatch as reason:
-                result.decline(node.name, str(reason))
-                continue
-            _fuse(norm)
-            result.rewrites += 1
+            with result.attempt(node.name):
+                _fuse(_match_operator(node))
         program.graph.eliminate_dead_code()
         return result
 
@@ -96,10 +86,6 @@ class _Norm:
     unit_offset: bool
 
 
-class _NoMatch(Exception):
-    """Why a norm stays as it is."""
-
-
 def _is_scale(node: fx.Node) -> bool:
     """Whether a node is `(mean(…) + something) ^ -1/2`: what makes a norm of these operators."""
     if node.target is aten.pow.Tensor_Scalar and node.args[1] != -0.5:
@@ -114,19 +100,19 @@ def _match(scale: fx.Node) -> _Norm:
     shifted = scale.args[0]
     mean, eps = shifted.args[:2] if isinstance(shifted.args[0], fx.Node) else shifted.args[1::-1]
     if not isinstance(eps, (int, float)) or shifted.kwargs.get("alpha", 1) != 1:
-        raise _NoMatch("eps is not a constant")
+        raise NoMatch("eps is not a constant")
     square = mean.args[0]
     wide = _squared(square)
     bound, value = bind_args(mean), wide.meta["val"]
     if [dim % value.dim() for dim in bound["dim"] or ()] != [value.dim() - 1]:
-        raise _NoMatch(f"the mean is over dimensions {bound['dim']}, not over the last alone")
+        raise NoMatch(f"the mean is over dimensions {bound['dim']}, not over the last alone")
     if not bound["keepdim"]:
-        raise _NoMatch("the mean drops its dimension")
+        raise NoMatch("the mean drops its dimension")
     root = through_widening(wide)
     inside = [square, mean, shifted, scale]
     unit = _next_product(scale, inside)
     if root not in (through_widening(factor) for factor in _factors(unit)):
-        raise _NoMatch("what is scaled is not what was squared")
+        raise NoMatch("what is scaled is not what was squared")
     inside.append(unit)
     end = _next_product(unit, inside)
     last = inside[-1]
@@ -144,22 +130,22 @@ def _squared(square: fx.Node) -> fx.Node:
         return square.args[0]
     if square.target is aten.mul.Tensor and square.args[0] is square.args[1]:
         return square.args[0]
-    raise _NoMatch("the mean is not one of squares")
+    raise NoMatch("the mean is not one of squares")
 
 
 def _next_product(node: fx.Node, inside: list[fx.Node]) -> fx.Node:
     """The multiplication that reads a node, perhaps converted; adds what is passed to `inside`."""
     for item in inside:
         if len(item.users) != 1:
-            raise _NoMatch(f"{item.name}, a step of the norm, is used elsewhere too")
+            raise NoMatch(f"{item.name}, a step of the norm, is used elsewhere too")
     user = only_user(node)
     while user is not None and is_conversion(user) and user.args[0] is node:
         inside.append(user)
         node, user = user, only_user(user)
     if user is None:
-        raise _NoMatch(f"{node.name}, a step of the norm, is used elsewhere too")
+        raise NoMatch(f"{node.name}, a step of the norm, is used elsewhere too")
     if user.target is not aten.mul.Tensor or len(_factors(user)) != 2:
-        raise _NoMatch("the norm has no weight")
+        raise NoMatch("the norm has no weight")
     return user
 
 
@@ -176,7 +162,7 @@ def _weight(factor: fx.Node, size: int) -> tuple[fx.Node, bool]:
             weight, unit_offset = through_widening(terms[0]), True
     if tuple(weight.meta["val"].shape) != (size,):
         found = list(factor.meta["val"].shape)
-        raise _NoMatch(f"the norm has no weight of [{size}]: its factor is {found}")
+        raise NoMatch(f"the norm has no weight of [{size}]: its factor is {found}")
     return weight, unit_offset
 
 
@@ -191,20 +177,20 @@ def _ends(end: fx.Node, root: fx.Node, wide: fx.Node) -> tuple[fx.Node, fx.Node]
     for x in (root, wide):
         if x.meta["val"].dtype == found:
             return end, x
-    raise _NoMatch(f"the result is {found} and what is normalized is {dtype}")
+    raise NoMatch(f"the result is {found} and what is normalized is {dtype}")
 
 
 def _match_operator(node: fx.Node) -> _Norm:
     bound = bind_args(node)
     x, weight, eps = bound["input"], bound["weight"], bound["eps"]
     if not isinstance(eps, (int, float)):
-        raise _NoMatch("eps is not a constant")
+        raise NoMatch("eps is not a constant")
     if len(bound["normalized_shape"]) != 1:
-        raise _NoMatch(f"the norm is over {bound['normalized_shape']}, not over the last dimension")
+        raise NoMatch(f"the norm is over {bound['normalized_shape']}, not over the last dimension")
     if weight is None:
-        raise _NoMatch("the norm has no weight")
+        raise NoMatch("the norm has no weight")
     if node.meta["val"].dtype != x.meta["val"].dtype:
-        raise _NoMatch(
+        raise NoMatch(
             f"the result is {node.meta['val'].dtype} and what is normalized is"
             f" {x.meta['val'].dtype}"
         )
@@ -216,7 +202,7 @@ def _require_floats(nodes: list[fx.Node]) -> None:
     for node in nodes:
         value: Tensor = node.meta["val"]
         if value.dtype not in _DTYPES:
-            raise _NoMatch(f"{node.name} is {value.dtype}, which float32 does not hold")
+            raise NoMatch(f"{node.name} is {value.dtype}, which float32 does not hold")
 
 
 def _fuse(norm: _Norm) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from specc.kernels import ops
-from specc.passes.base import Pass, PassResult
+from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.facts import attention_is_a_tree
 from specc.passes.program import Program, bind_args, emit_call, replace
 from specc.passes.rewrite.columns import (
@@ -78,26 +78,22 @@ class FuseRopeWrite(Pass):
         tables: dict[fx.Node, fx.Node] = {}
         for node in program.calls(ops.tree_attention):
             bound = bind_args(node)
-            try:
+            with result.attempt(node.name):
                 q, k = (_match(bound[name], name) for name in ("q", "k"))
                 if (q.cos, q.sin) != (k.cos, k.sin):
-                    raise _NoMatch("q and k are rotated by different tables")
-            except _NoMatch as reason:
-                result.decline(node.name, str(reason))
-                continue
-            cos, sin = (_flat_table(table, tables) for table in (q.cos, q.sin))
-            with program.graph.inserting_before(node):
-                rotated = emit_call(
-                    program.graph,
-                    ops.rope_write,
-                    *(_side_by_side(_rebuild(item)) for item in (q, k)),
-                    _side_by_side(bound["v"]),
-                    cos,
-                    sin,
-                    *(bound[name] for name in _WRITE_INPUTS),
-                )
-            _attend(node, rotated, bound)
-            result.rewrites += 1
+                    raise NoMatch("q and k are rotated by different tables")
+                cos, sin = (_flat_table(table, tables) for table in (q.cos, q.sin))
+                with program.graph.inserting_before(node):
+                    rotated = emit_call(
+                        program.graph,
+                        ops.rope_write,
+                        *(_side_by_side(_rebuild(item)) for item in (q, k)),
+                        _side_by_side(bound["v"]),
+                        cos,
+                        sin,
+                        *(bound[name] for name in _WRITE_INPUTS),
+                    )
+                _attend(node, rotated, bound)
         program.graph.eliminate_dead_code()
         return result
 
@@ -122,9 +118,9 @@ class SplitTreeAttention(Pass):
 
 _WRITE_INPUTS = ("k_cache", "v_cache", "q_start", "slot", "block_table")
 _ATTEND_INPUTS = (
-    *("k_cache", "v_cache", "q_start", "position", "slot", "cache_len"),
-    *("ancestors", "block_table"),
-)
+    "k_cache", "v_cache", "q_start", "position", "slot", "cache_len",
+    "ancestors", "block_table",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,10 +131,6 @@ class _Rotation:
     cos: fx.Node
     sin: fx.Node
     moves: tuple[fx.Node, ...]
-
-
-class _NoMatch(Exception):
-    """Why attention gets no fused rotary embedding."""
 
 
 def _attend(node: fx.Node, q: fx.Node, bound: dict) -> None:
@@ -164,22 +156,22 @@ def _match(operand: fx.Node, name: str) -> _Rotation:
         node, passed = node.args[0]
         node = _through_conversions(node)
     if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
-        raise _NoMatch(_why_not_rotary(operand))
+        raise NoMatch(_why_not_rotary(operand))
     if node.kwargs.get("alpha", 1) != 1:
-        raise _NoMatch(f"{name} is rotated by a scaled sum")
+        raise NoMatch(f"{name} is rotated by a scaled sum")
     x, cos, sin = _rotated(node, operand)
     source = through_widening(x) if passed is None else _common_source(x, passed)
     _require_columns(source, x, passed, name)
     if narrow.meta["val"].dtype != source.meta["val"].dtype:
-        raise _NoMatch(
+        raise NoMatch(
             f"{name} is {source.meta['val'].dtype} before rotary embedding and"
             f" {narrow.meta['val'].dtype} after it"
         )
     for item in (operand, *moves, narrow, node):
         if only_user(item) is None:
-            raise _NoMatch(f"{item.name}, the rotated {name}, is used elsewhere too")
+            raise NoMatch(f"{item.name}, the rotated {name}, is used elsewhere too")
         if item.meta["val"].dtype not in _DTYPES:
-            raise _NoMatch(f"{item.name} is {item.meta['val'].dtype}")
+            raise NoMatch(f"{item.name} is {item.meta['val'].dtype}")
     _require_heads_in_rows(moves, name)
     cos, sin = (_table(table, x, name) for table in (cos, sin))
     return _Rotation(source, cos, sin, tuple(reversed(moves)))
@@ -201,7 +193,7 @@ def _rotated(total: fx.Node, operand: fx.Node) -> tuple[fx.Node, fx.Node, fx.Nod
             for x, cos in _orders(direct):
                 if _is_rotate_half(half, x):
                     return x, cos, sin
-    raise _NoMatch(_why_not_rotary(operand))
+    raise NoMatch(_why_not_rotary(operand))
 
 
 def _orders(product: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
@@ -244,7 +236,7 @@ def _require_columns(source: fx.Node, x: fx.Node, passed: fx.Node | None, name: 
     rotated = columns_of(through_widening(x), source)
     rest = (size, size) if passed is None else columns_of(through_widening(passed), source)
     if rotated is None or rest is None or (rotated[0], rotated[1], rest[1]) != (0, rest[0], size):
-        raise _NoMatch(f"{name} is not rotated in its first columns")
+        raise NoMatch(f"{name} is not rotated in its first columns")
 
 
 def _require_heads_in_rows(moves: list[fx.Node], name: str) -> None:
@@ -259,7 +251,7 @@ def _require_heads_in_rows(moves: list[fx.Node], name: str) -> None:
         else:
             moved = {dim % ndim for dim in node.args[1:]}
         if ndim - 1 in moved or ndim in moved:
-            raise _NoMatch(f"{node.name} moves the columns of {name}")
+            raise NoMatch(f"{node.name} moves the columns of {name}")
 
 
 def _table(node: fx.Node, x: fx.Node, name: str) -> fx.Node:
@@ -267,16 +259,16 @@ def _table(node: fx.Node, x: fx.Node, name: str) -> fx.Node:
     shape, value = [str(size) for size in node.meta["val"].shape], x.meta["val"]
     dynamic = [dim for dim, size in enumerate(value.shape) if not isinstance(size, int)]
     if len(dynamic) != 1 or dynamic[0] == value.dim() - 1:
-        raise _NoMatch(f"{name} has no dimension of tokens")
+        raise NoMatch(f"{name} has no dimension of tokens")
     needed = ["1"] * value.dim()
     needed[dynamic[0]], needed[-1] = str(value.shape[dynamic[0]]), str(value.shape[-1])
     if ["1"] * (value.dim() - len(shape)) + shape != needed:
-        raise _NoMatch(f"{name} is multiplied with a table of [{', '.join(shape)}]")
+        raise NoMatch(f"{name} is multiplied with a table of [{', '.join(shape)}]")
     # the operator computes in float32: what widens a table, for each operand anew, changes nothing
     while (wide := through_widening(node)) is not node or node.target in _TABLE_MOVES:
         node = wide if wide is not node else node.args[0]
     if node.meta["val"].dtype not in _DTYPES:
-        raise _NoMatch(f"{node.name} is {node.meta['val'].dtype}")
+        raise NoMatch(f"{node.name} is {node.meta['val'].dtype}")
     return node
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from specc.kernels import ops
-from specc.passes.base import Pass, PassResult
+from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.program import Program, add_placeholder, emit_call, upstream
 
 aten = torch.ops.aten
@@ -40,18 +40,14 @@ class TabulateRotary(Pass):
             readers.setdefault((cos, sin), []).append(node)  # type: ignore[arg-type]
         first = [min(calls) for calls in readers.values()]
         for (cos, sin), calls in readers.items():
-            try:
+            with result.attempt(cos.name):
                 table = self._table(program, cos, sin)
-            except _NoTable as reason:
-                result.decline(cos.name, str(reason))
-                continue
-            name = f"rotary_{result.rewrites}"
-            # all lookups come before the first layer, none between two of them
-            halves = _look_up(program, table, name, cos.meta["val"].fake_mode, min(first))
-            for call in calls:
-                for old, new in zip((cos, sin), halves, strict=True):
-                    call.replace_input_with(old, new)
-            result.rewrites += 1
+                name = f"rotary_{result.rewrites}"
+                # all lookups come before the first layer, none between two of them
+                halves = _look_up(program, table, name, cos.meta["val"].fake_mode, min(first))
+                for call in calls:
+                    for old, new in zip((cos, sin), halves, strict=True):
+                        call.replace_input_with(old, new)
         program.graph.eliminate_dead_code()
         _drop_unused_constants(program)
         return result
@@ -62,9 +58,9 @@ class TabulateRotary(Pass):
         for node in nodes:
             is_known = node.target == "positions" or node.target in program.constants
             if node.op == "placeholder" and not is_known:
-                raise _NoTable(f"cosines and sines follow from {node.target}, too")
+                raise NoMatch(f"cosines and sines follow from {node.target}, too")
         if cos.meta["val"].dtype != sin.meta["val"].dtype:
-            raise _NoTable("cosines and sines differ in dtype")
+            raise NoMatch("cosines and sines differ in dtype")
         count = self._num_positions
         table = _evaluate(program, nodes, torch.arange(count), cos, sin)
         # as many numbers as a pass may have, repeated ones too, in any order
@@ -72,12 +68,8 @@ class TabulateRotary(Pass):
         for size in (1, 2, 7, 64):
             picked = torch.randint(0, count, (size,), generator=generator)
             if not torch.equal(_evaluate(program, nodes, picked, cos, sin), table[picked]):
-                raise _NoTable("a row depends on more than its own position")
+                raise NoMatch("a row depends on more than its own position")
         return table
-
-
-class _NoTable(Exception):
-    """Why cosines and sines stay computed."""
 
 
 def _evaluate(

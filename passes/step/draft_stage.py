@@ -115,9 +115,9 @@ def _propose(g: StepGraph, plan: SpecPlan, draft: str, column: int) -> Proposals
         tokens, parents = g.parts(
             specc.lookup.default,
             2,
-            *(g[HISTORY], g["block_table"], g["cache_len"], g["last_tokens"]),
-            *(ngram, num_nodes - 1),
-        )
+            g[HISTORY], g["block_table"], g["cache_len"], g["last_tokens"],
+            ngram, num_nodes - 1,
+        )  # fmt: skip
         return Proposals(tokens, parents, [-1] * num_nodes)
     if draft == SUFFIX:
         tokens, parents = _chain(g, g[PROPOSALS], num_nodes)

@@ -8,17 +8,13 @@ the stage `draw` added here is four small operators and leaves the step in one p
 The draws are made beforehand, one for each row of a sequence and place in the batch, and a step
 looks up those of the row that each sequence has reached: nothing counts steps, nothing depends on
 what was generated, and a run that is repeated draws the same. More rounds therefore average
-nothing, so the draws themselves are even: what a sequence accepts, step after step, are evenly
-spaced quantiles of where a step ends in the tree, and the mean of a few dozen steps is close to the
-expected one.
+nothing, so the draws themselves are even (specc/cost/dice.py).
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
-import math
 import operator
 import random
 from collections.abc import Iterator, Sequence
@@ -29,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from specc.cost.dice import StepEnds, even_quantile
 from specc.passes.step.fuse_step import StepProgram
 from specc.speculation.tree import TokenTree
 
@@ -36,64 +33,16 @@ aten = torch.ops.aten
 
 STAGE = "draw"
 VALUES, PARENTS = "draw_values", "draw_parents"
-# the multiples of this, modulo 1, fill the unit interval as evenly as those of any number: every
-# stretch of them does, so it matters little how many steps are averaged
-_GOLDEN = (math.sqrt(5) - 1) / 2
 # sequences whose start is tried: many starts of a single one, one of a large batch
 _TRIED = 64
-
-
-class StepEnds:
-    """Where in a tree a step ends, as a random variable.
-
-    Args:
-        tree: of the plan.
-        probabilities: of the first, second, … sibling; a sibling that a node lacks is rejected.
-    """
-
-    def __init__(self, tree: TokenTree, probabilities: Sequence[float]) -> None:
-        self.tree = tree
-        reached, ended = [1.0], [1.0]
-        ranks = [0] * tree.num_nodes
-        for parent in tree.parents[1:]:
-            rank = ranks[parent]
-            ranks[parent] += 1
-            share = probabilities[rank] if rank < len(probabilities) else 0.0
-            reached.append(reached[parent] * share)
-            ended.append(reached[-1])
-            ended[parent] -= reached[-1]
-        # the deepest first: steps that accept d tokens or more are one interval from 0
-        possible = (node for node in range(tree.num_nodes) if ended[node] > 1e-12)
-        self._nodes = sorted(possible, key=lambda node: -tree.depths[node])
-        self._bounds = list(itertools.accumulate(ended[node] for node in self._nodes))
-        self.mean_length = sum(reached)
-
-    def at(self, quantile: float) -> int:
-        """The node where a step ends, of a number in [0, 1)."""
-        index = bisect.bisect_right(self._bounds, quantile)
-        return self._nodes[min(index, len(self._nodes) - 1)]
-
-    def length(self, quantile: float) -> int:
-        """Tokens that the step emits, bonus token included."""
-        return 1 + self.tree.depths[self.at(quantile)]
-
-    def path(self, quantile: float) -> list[bool]:
-        """Whether a node is accepted: [N - 1], without the root."""
-        accepted = [False] * (self.tree.num_nodes - 1)
-        node = self.at(quantile)
-        while node > 0:
-            accepted[node - 1] = True
-            node = self.tree.parents[node]
-        return accepted
 
 
 @dataclass(frozen=True)
 class Draws:
     """Where each sequence's walk goes, ahead of time.
 
-    Step k of sequence b takes the quantile shift + b / max_batch + k * golden ratio, modulo 1. So
-    the steps of one sequence are spread evenly, and so are those that the sequences of a batch take
-    together. Rows that no walk from `start` reaches have draws too, independent ones.
+    Step k of sequence b takes an even quantile from `shift` on. Rows that no walk from `start`
+    reaches have draws too, independent ones.
 
     Args:
         tree: of the plan.
@@ -114,7 +63,7 @@ class Draws:
 
     @cached_property
     def ends(self) -> StepEnds:
-        return StepEnds(self.tree, self.probabilities)
+        return StepEnds(self.tree, [self.probabilities])
 
     @cached_property
     def shift(self) -> float:
@@ -125,8 +74,8 @@ class Draws:
 
     def quantiles(self, place: int, shift: float) -> Iterator[float]:
         """Of step 0, 1, … of the sequence at a place of the batch; without end."""
-        begin = shift + place / self.max_batch
-        return ((begin + step * _GOLDEN) % 1 for step in itertools.count())
+        size = self.max_batch
+        return (even_quantile(shift, step, place, size) for step in itertools.count())
 
     def deviation(self, shift: float) -> float:
         """How far the mean length is off where a benchmark takes it, in tokens; the worse of two.
@@ -167,8 +116,15 @@ class Draws:
                 row += self.ends.length(quantile)
             begin = self.start % self.period
             turned = values[self.period - begin :] + values[: self.period - begin]
-            rows += [self.ends.path(value) for value in turned]
+            rows += [self._wins(value) for value in turned]
         return rows
+
+    def _wins(self, quantile: float) -> list[bool]:
+        """Whether a node is accepted: [N - 1], without the root."""
+        wins = [False] * self.tree.num_nodes
+        for node in self.ends.path(quantile):
+            wins[node] = True
+        return wins[1:]
 
 
 def draw_acceptance(

@@ -105,10 +105,10 @@ def _verify_stage(plan: SpecPlan, constants: dict[str, torch.Tensor]) -> fx.Grap
         found = g.call(
             specc.node_winners.default,
             _verify_nodes(g, plan, first, last),
-            *(g["tokens"], _parents(g, plan), first),
-            *(g["sampling_values"], g["sampling_words"], g["cache_len"]),
-            *(g[HISTORY], g["block_table"]),
-        )
+            g["tokens"], _parents(g, plan), first,
+            g["sampling_values"], g["sampling_words"], g["cache_len"],
+            g[HISTORY], g["block_table"],
+        )  # fmt: skip
         winners.append(g.reshape(found, g.batch, last - first))
     return g.finish(winners=g.cat(*winners))
 
@@ -215,9 +215,9 @@ def _walk(g: StepGraph, plan: SpecPlan) -> list[fx.Node]:
     return g.parts(
         specc.accept.default,
         3,
-        *(g["logits"], g["tokens"], parents, plan.max_depth),
+        g["logits"], g["tokens"], parents, plan.max_depth,
         g["image"] if plan.combine == MERGE else None,
         g["q_rows"] if levels else None,
         levels,
-        *(g["sampling_values"], g["sampling_words"], g["cache_len"], g[HISTORY], g["block_table"]),
-    )
+        g["sampling_values"], g["sampling_words"], g["cache_len"], g[HISTORY], g["block_table"],
+    )  # fmt: skip

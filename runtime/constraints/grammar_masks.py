@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Sequence_
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.program import BeforeAccept, StepValues
+from specc.runtime.backends.step_io import BeforeAccept, StepValues
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.tree_controls import control_trees, reads_trees
 from specc.runtime.execution.device_link import DeviceLink, HostLink, to_device
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SpecPlan
 
 
@@ -23,7 +22,7 @@ class TreeMasks:
     parent, so that no rule accepts it, and nothing below it is ever reached.
 
     Args:
-        sequences: of the step, at least one with a grammar or with controls.
+        requests: of the step, at least one with a grammar or with controls.
         plan: of the step, whose logits exist.
         before: another hook, which goes first.
         keeps: keep `logits` as they were, for log probabilities.
@@ -31,14 +30,14 @@ class TreeMasks:
 
     def __init__(
         self,
-        sequences: Sequence_[Sequence],
+        requests: Sequence[Request],
         plan: SpecPlan,
         before: BeforeAccept | None = None,
         keeps: bool = False,
     ) -> None:
         assert plan.tile is None, "trees in tiles leave no logits"
         self.logits: Tensor | None = None
-        self._sequences = sequences
+        self._requests = requests
         self._plan = plan
         self._before = before
         self._keeps = keeps
@@ -50,16 +49,14 @@ class TreeMasks:
         if self._keeps:
             self.logits = logits.clone()
         tokens, parents = self._trees(values)
-        grammars = [sequence.grammar for sequence in self._sequences]
+        grammars = [request.grammar for request in self._requests]
         masked = mask_trees(logits, grammars, tokens, parents)
-        values["logits"] = control_trees(masked, self._sequences, tokens, parents)
+        values["logits"] = control_trees(masked, self._requests, tokens, parents)
 
-    def _trees(
-        self, values: StepValues
-    ) -> tuple[Sequence_[Sequence_[int]], Sequence_[Sequence_[int]]]:
+    def _trees(self, values: StepValues) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]:
         """[B][N] tokens and parents; any where nobody looks at them, so that no host waits."""
-        batch, size = len(self._sequences), self._plan.num_nodes
-        is_read = reads_trees(self._sequences) or any(s.grammar for s in self._sequences)
+        batch, size = len(self._requests), self._plan.num_nodes
+        is_read = reads_trees(self._requests) or any(s.grammar for s in self._requests)
         if size == 1 or not is_read:
             return [[0] * size] * batch, [[-1] * size] * batch
         is_static = self._plan.is_static
@@ -68,16 +65,16 @@ class TreeMasks:
         return values["tokens"].tolist(), parents
 
 
-def has_masks(sequences: Sequence_[Sequence]) -> bool:
+def has_masks(requests: Sequence[Request]) -> bool:
     """Whether the logits of what follows any of them are changed."""
-    return any(s.grammar is not None or s.has_active_controls for s in sequences)
+    return any(s.grammar is not None or s.has_active_controls for s in requests)
 
 
 def mask_trees(
     logits: Tensor,
-    grammars: Sequence_[GrammarState | None],
-    tokens: Sequence_[Sequence_[int]],
-    parents: Sequence_[Sequence_[int]],
+    grammars: Sequence[GrammarState | None],
+    tokens: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]],
 ) -> Tensor:
     """The logits of B trees, -inf at what the grammars do not allow.
 
@@ -98,20 +95,20 @@ def mask_trees(
 
 
 def mask_roots(
-    logits: Tensor, sequences: Sequence_[Sequence], link: HostLink | DeviceLink | None = None
+    logits: Tensor, requests: Sequence[Request], link: HostLink | DeviceLink | None = None
 ) -> Tensor:
-    """The logits [B, V] of what follows each sequence, as its grammar and controls change them.
+    """The logits [B, V] of what follows each request, as its grammar and controls change them.
 
     With a link nothing waits for the device.
     """
-    masks = {i: s.grammar.mask() for i, s in enumerate(sequences) if s.grammar is not None}
+    masks = {i: s.grammar.mask() for i, s in enumerate(requests) if s.grammar is not None}
     masked = mask_rows(logits, {i: mask for i, mask in masks.items() if mask is not None}, link)
-    roots, parents = [[0]] * len(sequences), [[-1]] * len(sequences)
-    return control_trees(masked, sequences, roots, parents, link)
+    roots, parents = [[0]] * len(requests), [[-1]] * len(requests)
+    return control_trees(masked, requests, roots, parents, link)
 
 
 def tree_masks(
-    grammar: GrammarState, tokens: Sequence_[int], parents: Sequence_[int]
+    grammar: GrammarState, tokens: Sequence[int], parents: Sequence[int]
 ) -> dict[int, bytes]:
     """Node → mask of the grammar after the path from the root to it.
 

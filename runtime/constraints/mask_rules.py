@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,37 +11,37 @@ from specc.runtime.backends.captured.step_masks import MaskRow, NodeMasks
 from specc.runtime.constraints.grammar_masks import tree_masks
 from specc.runtime.constraints.tree_controls import ends_of, reads_trees
 from specc.runtime.execution.device_link import DeviceLink, HostLink
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SUFFIX, SpecPlan
 
-Trees = tuple[Sequence_[Sequence_[int]], Sequence_[Sequence_[int]]]
+Trees = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
 
 
 class MaskRules:
     """What the requests of one step allow; the trees may be known now, or once they are drafted.
 
     Args:
-        sequences: of the step, at least one with a grammar or with active controls.
+        requests: of the step, at least one with a grammar or with active controls.
         plan: of the step, whose logits exist.
-        proposals: [B, L] int64, -1 after the last of each sequence, where the host proposes.
+        proposals: [B, L] int64, -1 after the last of each request, where the host proposes.
         link: to the device.
     """
 
     def __init__(
         self,
-        sequences: Sequence_[Sequence],
+        requests: Sequence[Request],
         plan: SpecPlan,
         proposals: Tensor | None,
         link: HostLink | DeviceLink,
     ) -> None:
         assert plan.tile is None, "trees in tiles leave no logits"
-        self._sequences = sequences
+        self._requests = requests
         self._plan = plan
         self._link = link
         self._proposals = proposals if plan.drafts == (SUFFIX,) else None
-        self._controls = [s.controls if s.has_active_controls else None for s in sequences]
+        self._controls = [s.controls if s.has_active_controls else None for s in requests]
         self.has_biases = any(self._controls)
-        is_read = reads_trees(sequences) or any(s.grammar is not None for s in sequences)
+        is_read = reads_trees(requests) or any(s.grammar is not None for s in requests)
         self._looks = is_read and plan.num_nodes > 1
         # the host cannot know what the device will draft
         self.reads_draft = self._looks and self._proposals is None
@@ -51,7 +51,7 @@ class MaskRules:
 
         Roots' tokens are never looked at, nor are any where the masks do not depend on them.
         """
-        batch, size = len(self._sequences), self._plan.num_nodes
+        batch, size = len(self._requests), self._plan.num_nodes
         if not self._looks:
             return [[0] * size] * batch, [[-1] * size] * batch
         assert self._proposals is not None, "the device drafts"
@@ -70,16 +70,16 @@ class MaskRules:
         """
         rows: dict[int, MaskRow] = {}
         size = self._plan.num_nodes
-        pairs = zip(self._sequences, self._controls, *trees, strict=True)
-        for b, (sequence, controls, tokens, parents) in enumerate(pairs):
+        pairs = zip(self._requests, self._controls, *trees, strict=True)
+        for b, (request, controls, tokens, parents) in enumerate(pairs):
             own: dict[int, MaskRow] = {}
-            if sequence.grammar is not None:
-                masks = tree_masks(sequence.grammar, tokens, parents)
+            if request.grammar is not None:
+                masks = tree_masks(request.grammar, tokens, parents)
                 own = {node: MaskRow(mask) for node, mask in masks.items()}
-            count = sequence.num_output_tokens
+            count = request.num_output_tokens
             if controls and (controls.num_tokens_read or controls.depends_on_depth(count)):
                 width = controls.num_tokens_read
-                ends = ends_of(sequence.output_tail(width), width, tokens, parents)
+                ends = ends_of(request.output_tail(width), width, tokens, parents)
                 for node, (end, depth) in ends.items():
                     if found := controls.forbidden(end, count + depth):
                         mask = own[node].mask if node in own else None

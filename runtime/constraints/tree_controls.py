@@ -2,64 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from specc.runtime.execution.device_link import DeviceLink, HostLink, to_device
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
 
 
-def reads_trees(sequences: Sequence_[Sequence]) -> bool:
+def reads_trees(requests: Sequence[Request]) -> bool:
     """Whether what may follow a node depends on more than on whose it is."""
     return any(
         s.controls is not None
         and bool(s.controls.num_tokens_read or s.controls.depends_on_depth(s.num_output_tokens))
-        for s in sequences
+        for s in requests
     )
 
 
 def control_trees(
     logits: Tensor,
-    sequences: Sequence_[Sequence],
-    tokens: Sequence_[Sequence_[int]],
-    parents: Sequence_[Sequence_[int]],
+    requests: Sequence[Request],
+    tokens: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]],
     link: HostLink | DeviceLink | None = None,
 ) -> Tensor:
     """The logits of B trees, as the controls of their requests change them.
 
     Where they leave a node no token, all that they and grammars forbid are equally likely: a walk
-    goes on over finite numbers, and `Sequence.append` refuses what it brings.
+    goes on over finite numbers, and `Request.append` refuses what it brings.
 
     Args:
         logits: [B * N, V]; -inf at what grammars forbid.
-        sequences: B requests; the last token of each is its tree's root, or follows now (N = 1).
+        requests: B requests; the last token of each is its tree's root, or follows now (N = 1).
         tokens: [B][N] token of each node; node 0 is the root.
         parents: [B][N], -1 at the root and at dead nodes; both are looked at where `reads_trees`.
         link: with one, nothing waits for the device.
     Returns:
         [B * N, V], new; or the same where no request has active controls.
     """
-    own = [b for b, sequence in enumerate(sequences) if sequence.has_active_controls]
+    own = [b for b, request in enumerate(requests) if request.has_active_controls]
     if not own:
         return logits
-    size, vocab_size = logits.shape[0] // len(sequences), logits.shape[1]
+    size, vocab_size = logits.shape[0] // len(requests), logits.shape[1]
     device = logits.device
     rows: list[Tensor] = []
     with_row: list[int] = []
     places: list[int] = []
     banned: list[int] = []
     for i, b in enumerate(own):
-        sequence, controls = sequences[b], sequences[b].controls
+        request, controls = requests[b], requests[b].controls
         assert controls is not None, "its controls are active"
         if (row := controls.row(device, link)) is not None:
             rows.append(row)
             with_row.append(i)
-        count = sequence.num_output_tokens
+        count = request.num_output_tokens
         if controls.num_tokens_read or controls.depends_on_depth(count):
             width = controls.num_tokens_read
-            ends = ends_of(sequence.output_tail(width), width, tokens[b], parents[b])
+            ends = ends_of(request.output_tail(width), width, tokens[b], parents[b])
             for node, (end, depth) in ends.items():
                 found = controls.forbidden(end, count + depth)
                 places += [i * size + node] * len(found)
@@ -80,7 +80,7 @@ def control_trees(
 
 
 def ends_of(
-    tail: Sequence_[int], width: int, tokens: Sequence_[int], parents: Sequence_[int]
+    tail: Sequence[int], width: int, tokens: Sequence[int], parents: Sequence[int]
 ) -> dict[int, tuple[tuple[int, ...], int]]:
     """Node → the end of the output down to it, and its depth; without nodes off the tree.
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.program import StepResult
+from specc.runtime.backends.step_io import StepResult
 from specc.runtime.drafts.suffix_index import OutputIndex, SuffixIndex
 from specc.runtime.drafts.vote_weights import VoteWeights, leader
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SUFFIX, VOTE, SpecPlan, lookup_ngram
 
 
@@ -33,46 +33,46 @@ class HostDrafts:
         self._has_suffix = any(SUFFIX in plan.drafts for plan in plans.values())
         self._outputs = OutputIndex()
 
-    def inputs(self, plan: SpecPlan, sequences: list[Sequence]) -> dict[str, Tensor]:
+    def inputs(self, plan: SpecPlan, requests: list[Request]) -> dict[str, Tensor]:
         """What a step of this plan reads besides rows; see `StepInputs.extra`."""
         extra = {}
         if plan.name in self._weights:
             row = torch.tensor(self._weights[plan.name].next_row(), dtype=torch.float32)
-            extra["vote_weights"] = row.expand(len(sequences), -1).contiguous()
+            extra["vote_weights"] = row.expand(len(requests), -1).contiguous()
         if plan.speculates and SUFFIX in plan.drafts:
             count = plan.max_depth
-            rows = [self.propose(sequence, count, SUFFIX)[0] for sequence in sequences]
+            rows = [self.propose(request, count, SUFFIX)[0] for request in requests]
             extra["proposals"] = torch.tensor(
                 [[*row, *[-1] * (count - len(row))] for row in rows], dtype=torch.int64
             )
         return extra
 
     def brings(self, plan: SpecPlan) -> bool:
-        """Whether steps of a plan read anything of the host, which has to know their sequences."""
+        """Whether steps of a plan read anything of the host, which has to know their requests."""
         return plan.name in self._weights or (plan.speculates and SUFFIX in plan.drafts)
 
-    def propose(self, sequence: Sequence, num_tokens: int, draft: str) -> tuple[list[int], int]:
-        """What followed the longest suffix of a sequence, here or in earlier outputs.
+    def propose(self, request: Request, num_tokens: int, draft: str) -> tuple[list[int], int]:
+        """What followed the longest suffix of a request, here or in earlier outputs.
 
         Args:
-            sequence: whose last tokens are looked up.
+            request: whose last tokens are looked up.
             num_tokens: proposals at most.
             draft: `lookup-N`, which compares N tokens at most and stays in the request, or
                 `suffix`.
         Returns:
             tokens, and how long the suffix was.
         """
-        index = self._index_of(sequence)
+        index = self._index_of(request)
         own, length = index.propose(num_tokens, lookup_ngram(draft))
         if draft != SUFFIX:
             return own, length
-        other, other_length = self._outputs.propose(sequence.token_ids, num_tokens)
+        other, other_length = self._outputs.propose(request.token_ids, num_tokens)
         return (other, other_length) if other_length > length else (own, length)
 
     def observe(
         self,
         plan: SpecPlan,
-        sequences: list[Sequence],
+        requests: list[Request],
         extra: Mapping[str, Tensor],
         step: StepResult,
     ) -> None:
@@ -80,11 +80,11 @@ class HostDrafts:
 
         Args:
             plan: of the step.
-            sequences: that took part, as they were before it.
+            requests: that took part, as they were before it.
             extra: what `inputs` gave it.
             step: its results.
         """
-        if plan.name not in self._weights or not sequences:
+        if plan.name not in self._weights or not requests:
             return
         weights = self._weights[plan.name]
         # a leader's chain is the one that was verified
@@ -92,9 +92,9 @@ class HostDrafts:
         for place, draft in enumerate(plan.drafts):
             if draft not in plan.models:
                 counts = [
-                    self._agreed(sequence, draft, plan.max_depth, tokens[: count + 1])
-                    for sequence, tokens, count in zip(
-                        sequences, step.output_tokens, step.num_accepted, strict=True
+                    self._agreed(request, draft, plan.max_depth, tokens[: count + 1])
+                    for request, tokens, count in zip(
+                        requests, step.output_tokens, step.num_accepted, strict=True
                     )
                 ]
                 weights.observe(place, counts, plan.max_depth)
@@ -102,21 +102,21 @@ class HostDrafts:
                 weights.observe(place, step.num_accepted, plan.max_depth)
 
     def _agreed(
-        self, sequence: Sequence, draft: str, num_tokens: int, output_tokens: list[int]
+        self, request: Request, draft: str, num_tokens: int, output_tokens: list[int]
     ) -> int:
         """Tokens that a lookup proposed and the target took."""
-        proposed, _ = self.propose(sequence, num_tokens, draft)
+        proposed, _ = self.propose(request, num_tokens, draft)
         pairs = zip(proposed, output_tokens, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, request: Request) -> None:
         """A request has ended: later ones may look its output up."""
         if self._has_suffix:
-            self._outputs.add(sequence.token_ids)
+            self._outputs.add(request.token_ids)
 
-    def _index_of(self, sequence: Sequence) -> SuffixIndex:
-        if sequence.suffix_index is None:
-            sequence.suffix_index = SuffixIndex()
-        index = sequence.suffix_index
-        index.extend(sequence.token_ids[len(index) :])
+    def _index_of(self, request: Request) -> SuffixIndex:
+        if request.suffix_index is None:
+            request.suffix_index = SuffixIndex()
+        index = request.suffix_index
+        index.extend(request.token_ids[len(index) :])
         return index

@@ -39,9 +39,9 @@ class PassInputs(NamedTuple):
     def of_model(self) -> tuple[Tensor | None, ...]:
         """In the order of `ModelProgram.forward`."""
         return (
-            *(self.tokens, self.positions, self.q_start, self.slots, self.cache_len),
-            *(None, self.block_table, self.logit_rows),
-        )
+            self.tokens, self.positions, self.q_start, self.slots, self.cache_len,
+            None, self.block_table, self.logit_rows,
+        )  # fmt: skip
 
     def without_logits(self) -> PassInputs:
         """For a model that has nothing to say about these tokens."""
@@ -51,21 +51,21 @@ class PassInputs(NamedTuple):
 def causal_inputs(
     spans: Sequence[Span], cache: KVCache, logit_rows: Tensor | None = None, records: bool = False
 ) -> PassInputs:
-    """Inputs of a pass over spans of several sequences, on the host.
+    """Inputs of a pass over spans of several requests, on the host.
 
     Args:
         spans: in their order.
-        cache: whose blocks the sequences have.
+        cache: whose blocks the requests have.
         logit_rows: [R] int64 tokens of the pass that get logits; None is none.
         records: the tokens are new to the history.
     """
-    tokens = torch.tensor([token for s in spans for token in s.sequence.token_ids[s.start : s.end]])
+    tokens = torch.tensor([token for s in spans for token in s.request.token_ids[s.start : s.end]])
     positions = torch.cat([torch.arange(s.start, s.end) for s in spans])
     starts = [0]
     for span in spans:
         starts.append(starts[-1] + span.end - span.start)
     none = torch.zeros(0, dtype=torch.int64)
-    rows = [cache.history_rows(s.sequence.blocks, s.start, s.end) for s in spans if records]
+    rows = [cache.history_rows(s.request.blocks, s.start, s.end) for s in spans if records]
     return PassInputs(
         tokens,
         positions,
@@ -74,5 +74,5 @@ def causal_inputs(
         torch.tensor(starts, dtype=torch.int32),
         positions.int(),
         torch.tensor([s.start for s in spans], dtype=torch.int32),
-        cache.block_table([s.sequence.blocks for s in spans]),
+        cache.block_table([s.request.blocks for s in spans]),
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Sequence_
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from specc.runtime.execution.device_link import DeviceLink, Fetched, HostLink
 from specc.runtime.outputs.logprobs import TokenLogprobs, logprobs_of, score_prompt, score_tokens
 from specc.runtime.scheduling.batch import Span
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
 
 
 class PromptEnds(NamedTuple):
@@ -37,7 +36,7 @@ class PendingEnds:
         fetched: first tokens [R], then what was scored, prompts before first tokens.
     """
 
-    def __init__(self, spans: Sequence_[Span], fetched: Fetched) -> None:
+    def __init__(self, spans: Sequence[Span], fetched: Fetched) -> None:
         self._spans = spans
         self._fetched = fetched
 
@@ -49,15 +48,15 @@ class PendingEnds:
         prompts = {}
         for span in self._spans:
             if count := span.num_scored:
-                sequence = span.sequence
-                asked = sequence.params.prompt_logprobs or 0
-                after = sequence.token_ids[span.start + 1 : span.start + 1 + count]
-                prompts[sequence.request_id] = logprobs_of(next(found), after, asked)
-        ended = [span.sequence for span in self._spans if span.is_last]
+                request = span.request
+                asked = request.params.prompt_logprobs or 0
+                after = request.token_ids[span.start + 1 : span.start + 1 + count]
+                prompts[request.request_id] = logprobs_of(next(found), after, asked)
+        ended = [span.request for span in self._spans if span.is_last]
         firsts = {
-            sequence.request_id: logprobs_of(next(found), [token], most)
-            for sequence, token in zip(ended, tokens, strict=True)
-            if (most := sequence.params.logprobs) is not None
+            request.request_id: logprobs_of(next(found), [token], most)
+            for request, token in zip(ended, tokens, strict=True)
+            if (most := request.params.logprobs) is not None
         }
         rest = iter(tokens)
         first_tokens = [next(rest) if span.is_last else None for span in self._spans]
@@ -66,9 +65,9 @@ class PendingEnds:
 
 @torch.inference_mode()
 def queue_ends(
-    spans: Sequence_[Span],
+    spans: Sequence[Span],
     logits: Tensor,
-    draw: Callable[[Tensor, list[Sequence]], Tensor],
+    draw: Callable[[Tensor, list[Request]], Tensor],
     link: HostLink | DeviceLink,
 ) -> PendingEnds:
     """Queue what follows the target's pass over some spans.
@@ -83,13 +82,13 @@ def queue_ends(
         scores: list[Tensor] = []
         if any(span.num_scored for span in spans):
             logits = _score_prompts(spans, logits, link, scores)
-        ended = [span.sequence for span in spans if span.is_last]
+        ended = [span.request for span in spans if span.is_last]
         if ended:
             first = draw(logits, ended)
         else:
             first = torch.empty(0, dtype=torch.int64, device=logits.device)
-        for i, sequence in enumerate(ended):
-            if (most := sequence.params.logprobs) is not None:
+        for i, request in enumerate(ended):
+            if (most := request.params.logprobs) is not None:
                 scores.append(score_tokens(logits[i : i + 1], first[i : i + 1], most))
         # nobody waits for a pass that nothing comes from
         fetched = link.fetch([first, *scores]) if ended or scores else HostLink().fetch([_NONE])
@@ -100,7 +99,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 def _score_prompts(
-    spans: Sequence_[Span], logits: Tensor, link: HostLink | DeviceLink, scores: list[Tensor]
+    spans: Sequence[Span], logits: Tensor, link: HostLink | DeviceLink, scores: list[Tensor]
 ) -> Tensor:
     """Append the scores of each span that asks; returns the rows of the last tokens of prompts."""
     after: list[int] = []
@@ -108,7 +107,7 @@ def _score_prompts(
     row = 0
     for span in spans:
         count = span.num_scored
-        after += span.sequence.token_ids[span.start + 1 : span.start + 1 + count]
+        after += span.request.token_ids[span.start + 1 : span.start + 1 + count]
         row += count
         if span.is_last:
             last_rows.append(row)
@@ -117,7 +116,7 @@ def _score_prompts(
     row = place = 0
     for span in spans:
         if count := span.num_scored:
-            asked = span.sequence.params.prompt_logprobs or 0
+            asked = span.request.params.prompt_logprobs or 0
             own = tokens[place : place + count]
             scores.append(score_prompt(logits[row : row + count], own, asked))
         place += count

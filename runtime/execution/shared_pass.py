@@ -15,21 +15,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.program import Drafted, Model, StepInputs
+from specc.runtime.backends.step import Model
+from specc.runtime.backends.step_io import Drafted, StepInputs
 from specc.runtime.scheduling.batch import Span
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import WORD_BITS, pack_bits
 
 
 class FlatTokens(NamedTuple):
-    """Tokens of some sequences, in the order of a flat pass.
+    """Tokens of some requests, in the order of a flat pass.
 
     Args:
         tokens: [Nt] int64.
         positions: [Nt] int64.
         slots: [Nt] int32 cache rows.
         ancestors: [Nt, W] int64.
-        counts: tokens of each of B sequences.
+        counts: tokens of each of B requests.
         cache_len: [B] int32 committed rows.
         block_table: [B, n] int32.
         logit_rows: [R] int64 tokens of these that get logits.
@@ -79,7 +80,7 @@ def tree_tokens(plan: SpecPlan, inputs: StepInputs, drafted: Drafted) -> FlatTok
 
 def span_tokens(spans: Sequence[Span], block_table: Tensor) -> FlatTokens:
     """Chunks of prompts; tokens get logits as `Span.logit_places` says."""
-    tokens = [token for s in spans for token in s.sequence.token_ids[s.start : s.end]]
+    tokens = [token for s in spans for token in s.request.token_ids[s.start : s.end]]
     positions = torch.tensor([p for s in spans for p in range(s.start, s.end)])
     counts = [s.end - s.start for s in spans]
     width = -(-max(counts) // WORD_BITS)
@@ -114,7 +115,7 @@ def run_together(
 
     Args:
         model: a program that takes flat tokens.
-        parts: of different sequences.
+        parts: of different requests.
         device: that the model's caches lie on.
     Returns:
         [R, V] logits of each part.

@@ -1,14 +1,12 @@
-"""Log probabilities of emitted tokens, for the requests that ask for them."""
+"""Log probabilities of tokens: computed on the device, and by token id."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from specc.runtime.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,6 @@ TokenLogprobs = dict[int, Logprob]
 PromptLogprobs = list[TokenLogprobs | None]
 # rows whose log probabilities are computed at once: V floats each, a few times
 ROWS_AT_ONCE = 64
-
-
-def wants_logprobs(sequences: Sequence_[Sequence]) -> bool:
-    return any(sequence.params.logprobs is not None for sequence in sequences)
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
@@ -79,7 +73,7 @@ def _best(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, by_value)
 
 
-def logprobs_of(scores: Tensor, tokens: Sequence_[int], count: int) -> list[TokenLogprobs]:
+def logprobs_of(scores: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
     """What `score_tokens` found, by token id.
 
     Args:
@@ -103,47 +97,3 @@ def score_prompt(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
     """`score_tokens` of a prompt's tokens, a few at a time: prompts are long."""
     parts = zip(logits.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([score_tokens(rows, after, count) for rows, after in parts])
-
-
-def step_logprobs(
-    logits: Tensor, path: Tensor, outputs: Sequence_[Sequence_[int]], sequences: list[Sequence]
-) -> list[list[TokenLogprobs] | None]:
-    """Of what a step put out for each sequence; None for those that do not ask.
-
-    Args:
-        logits: [B * N, V] of the tree's nodes.
-        path: [B, P] accepted nodes from the root on, then -1.
-        outputs: emitted tokens of each sequence, as many as its path has nodes.
-        sequences: B requests.
-    """
-    num_nodes = logits.shape[0] // len(sequences)
-    found: list[list[TokenLogprobs] | None] = []
-    for b, (sequence, tokens) in enumerate(zip(sequences, outputs, strict=True)):
-        count = sequence.params.logprobs
-        if count is None:
-            found.append(None)
-            continue
-        rows = path[b, : len(tokens)].long() + b * num_nodes
-        given = torch.tensor(tokens, device=logits.device)
-        found.append(logprobs_of(score_tokens(logits[rows], given, count).cpu(), tokens, count))
-    return found
-
-
-def emitted_logprobs(
-    scores: Tensor, outputs: Sequence_[Sequence_[int]], sequences: list[Sequence]
-) -> list[list[TokenLogprobs] | None]:
-    """`step_logprobs` of a step that has computed them itself.
-
-    Args:
-        scores: [B, P, 2 + 2 K] on the host, see `score_tokens`; of tokens that were not emitted
-            it may say anything.
-        outputs: emitted tokens of each sequence, at most P.
-        sequences: B requests.
-    """
-    rows = zip(scores, outputs, sequences, strict=True)
-    return [
-        None
-        if (count := sequence.params.logprobs) is None
-        else logprobs_of(own[: len(tokens)], tokens, count)
-        for own, tokens, sequence in rows
-    ]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specc.errors import ConfigError
-from specc.runtime.policies.adaptive_length import AdaptiveLength
+from specc.runtime.policies.adaptive_length import TUNED, AdaptiveConstants, AdaptiveLength
+from specc.runtime.policies.base import Policy
 
 if TYPE_CHECKING:
-    from specc.runtime.runner import RunResult
     from specc.runtime.scheduling.batch import Batch
+    from specc.runtime.scheduling.run_result import RunResult
     from specc.speculation.metrics import SpecStats
 
 
-class AdaptivePolicy:
+class AdaptivePolicy(Policy):
     """Chooses among chains of different length, off included, by what they have yielded.
 
     One state a batch size, rounded up to a power of two: what a step costs depends on it. A new
@@ -25,15 +26,14 @@ class AdaptivePolicy:
 
     Args:
         plans: name → tokens that the plan drafts a step (0 of off), rising: chains of one draft.
-        options: of `AdaptiveLength`.
+        constants: of `AdaptiveLength`.
     Raises:
-        ConfigError: no plan, lengths out of order, or an option outside its range.
+        ConfigError: no plan, or lengths out of order.
     """
 
-    needs_results = True
     chooses_late = True
 
-    def __init__(self, plans: Mapping[str, int], **options: Any) -> None:
+    def __init__(self, plans: Mapping[str, int], constants: AdaptiveConstants = TUNED) -> None:
         lengths = list(plans.values())
         if not lengths or any(a >= b for a, b in itertools.pairwise(lengths)):
             raise ConfigError(
@@ -43,7 +43,7 @@ class AdaptivePolicy:
             )
         self._plans = dict(plans)
         self._names = {length: name for name, length in plans.items()}
-        self._options = options
+        self._constants = constants
         self._lengths: dict[int, AdaptiveLength] = {}
         self._last = self._length_of(1)
 
@@ -58,7 +58,7 @@ class AdaptivePolicy:
         if len(batch.groups) != 1:
             return
         (group,), (step,) = batch.groups, result.steps
-        state = self._lengths.get(_bucket(len(group.sequences)))
+        state = self._lengths.get(_bucket(len(group.requests)))
         seconds = sum(step.stage_s.values())
         is_current = state is not None and self._plans.get(group.plan.name) == state.current
         if state is not None and is_current and seconds > 0:
@@ -68,7 +68,9 @@ class AdaptivePolicy:
         bucket = _bucket(num_running)
         if bucket not in self._lengths:
             start = self._last.home if self._lengths else None
-            self._lengths[bucket] = AdaptiveLength(list(self._names), start=start, **self._options)
+            self._lengths[bucket] = AdaptiveLength(
+                list(self._names), start=start, constants=self._constants
+            )
         return self._lengths[bucket]
 
 

@@ -11,18 +11,57 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specc.errors import ConfigError
 from specc.runtime.policies.depth_acceptance import DepthAcceptance
 
-# rounds of a try before it can be given up
-_FEW_ROUNDS = 4
-# standard errors within which a length may be better than it looks, and beyond which windows
-# say that the load has changed; and how large a change of tokens, or of seconds, matters
-_DOUBT = 2.0
-_SURPRISE = 4.0
-_LEAST_CHANGE = 0.1
-_LEAST_CHANGE_OF_SECONDS = 0.25
+
+@dataclass(frozen=True)
+class AdaptiveConstants:
+    """Constants of the policy adaptive.
+
+    Args:
+        window: rounds of a measurement.
+        settle: rounds that are ignored after a change of the length.
+        trial_share: of the time, that tries may lose.
+        longest_wait: rounds at home after which the next try begins in any case.
+        memory: rounds after which a measurement counts for half.
+        few_rounds: of a try, before it can be given up.
+        doubt: standard errors within which a length may be better than it looks.
+        surprise: standard errors beyond which windows say that the load has changed.
+        least_change: of tokens, as a share, that matters.
+        least_change_of_seconds: likewise.
+    Raises:
+        ConfigError: a number outside its range.
+    """
+
+    window: int = 16
+    settle: int = 2
+    trial_share: float = 0.02
+    longest_wait: int = 512
+    memory: int = 512
+    few_rounds: int = 4
+    doubt: float = 2.0
+    surprise: float = 4.0
+    least_change: float = 0.1
+    least_change_of_seconds: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.window <= min(self.longest_wait, self.memory) or self.settle < 0:
+            raise ConfigError(
+                f"window {self.window}, settle {self.settle}, longest_wait {self.longest_wait},"
+                f" memory {self.memory}",
+                "a window of 1 round or more, no longer than the wait and the memory; settle >= 0",
+                "keep the defaults",
+            )
+        if not 0 < self.trial_share < 1:
+            raise ConfigError(
+                f"trial_share {self.trial_share}", "between 0 and 1", "for example 0.02"
+            )
+
+
+TUNED = AdaptiveConstants()
 
 
 class _Seconds:
@@ -67,13 +106,9 @@ class AdaptiveLength:
     Args:
         lengths: to choose from, each above the one before; 0 may stand for off.
         start: the first one; None is the middle.
-        window: rounds of a measurement.
-        settle: rounds that are ignored after a change of the length.
-        trial_share: of the time, that tries may lose.
-        longest_wait: rounds at home after which the next try begins in any case.
-        memory: rounds after which a measurement counts for half.
+        constants: that it is tuned with.
     Raises:
-        ConfigError: no length, lengths out of order, or a number outside its range.
+        ConfigError: no length, lengths out of order, or a start that is none of them.
     """
 
     def __init__(
@@ -81,11 +116,7 @@ class AdaptiveLength:
         lengths: Sequence[int],
         *,
         start: int | None = None,
-        window: int = 16,
-        settle: int = 2,
-        trial_share: float = 0.02,
-        longest_wait: int = 512,
-        memory: int = 512,
+        constants: AdaptiveConstants = TUNED,
     ) -> None:
         lengths = tuple(lengths)
         is_rising = all(a < b for a, b in itertools.pairwise(lengths))
@@ -93,20 +124,8 @@ class AdaptiveLength:
             raise ConfigError(f"lengths {lengths}", "one or more, rising, from 0", "sort them")
         if start is not None and start not in lengths:
             raise ConfigError(f"start {start}", f"one of {lengths}", "choose one of the lengths")
-        if not 1 <= window <= min(longest_wait, memory) or settle < 0:
-            raise ConfigError(
-                f"window {window}, settle {settle}, longest_wait {longest_wait}, memory {memory}",
-                "a window of 1 round or more, no longer than the wait and the memory; settle >= 0",
-                "keep the defaults",
-            )
-        if not 0 < trial_share < 1:
-            raise ConfigError(f"trial_share {trial_share}", "between 0 and 1", "for example 0.02")
         self._lengths = lengths
-        self._window = window
-        self._settle = settle
-        self._trial_share = trial_share
-        self._longest_wait = longest_wait
-        self._memory = memory
+        self._tuned = constants
         self._home = self._now = len(lengths) // 2 if start is None else lengths.index(start)
         self._seconds = [_Seconds() for _ in lengths]
         self._acceptance = DepthAcceptance(lengths[-1])
@@ -117,7 +136,7 @@ class AdaptiveLength:
         # seconds that tries have lost and home has not earned; rounds at home since the last try
         self._debt = 0.0
         self._waited = 0
-        self._start_visit(settle)
+        self._start_visit(constants.settle)
 
     @property
     def current(self) -> int:
@@ -142,8 +161,8 @@ class AdaptiveLength:
         assert all(1 <= n <= self.current + 1 for n in tokens), tokens
         self._round += 1
         if self._now == self._home:
-            least = -self._trial_share * self._longest_wait * seconds
-            self._debt = max(self._debt - self._trial_share * seconds, least)
+            least = -self._tuned.trial_share * self._tuned.longest_wait * seconds
+            self._debt = max(self._debt - self._tuned.trial_share * seconds, least)
             self._waited += 1
         self._visit.append((seconds, sum(tokens) / len(tokens)))
         if len(self._visit) <= self._skip:
@@ -152,7 +171,7 @@ class AdaptiveLength:
         self._new_acceptance.add(self.current, tokens)
         self._num_seen += len(tokens)
         self._tokens_seen += sum(tokens)
-        if self._new_seconds.count >= self._window or self._is_hopeless():
+        if self._new_seconds.count >= self._tuned.window or self._is_hopeless():
             self._end_window()
 
     def _start_visit(self, skip: int) -> None:
@@ -165,13 +184,13 @@ class AdaptiveLength:
     def _is_hopeless(self) -> bool:
         """A try that is worse than home beyond doubt."""
         seen = self._new_seconds
-        if self._now == self._home or seen.count < _FEW_ROUNDS:
+        if self._now == self._home or seen.count < self._tuned.few_rounds:
             return False
         known = self._acceptance
         tokens = max(known.mean_tokens(self.current), self._tokens_seen / self._num_seen)
         spread = math.sqrt(known.variance(self.current) / self._num_seen)
-        return seen.mean * math.exp(-_DOUBT * seen.error) > self._cost(self._home) * (
-            tokens + _DOUBT * spread
+        return seen.mean * math.exp(-self._tuned.doubt * seen.error) > self._cost(self._home) * (
+            tokens + self._tuned.doubt * spread
         )
 
     def _end_window(self) -> None:
@@ -196,15 +215,15 @@ class AdaptiveLength:
         error = math.hypot(
             known.error(self.current), math.sqrt(known.variance(self.current) / self._num_seen)
         )
-        is_large = abs(mean - expected) > _LEAST_CHANGE * expected
+        is_large = abs(mean - expected) > self._tuned.least_change * expected
         surprise = (mean - expected) / error if is_large else 0.0
         # cumulative sums (Page, 1954): one window is a surprise, or several are a smaller one
         self._better = max(0.0, self._better + surprise - 1)
         self._worse = max(0.0, self._worse - surprise - 1)
-        if max(self._better, self._worse) > _SURPRISE:
+        if max(self._better, self._worse) > self._tuned.surprise:
             self._acceptance = DepthAcceptance(self._lengths[-1])
             self._better = self._worse = self._debt = 0.0
-        fade = 0.5 ** ((self._round - self._faded_round) / self._memory)
+        fade = 0.5 ** ((self._round - self._faded_round) / self._tuned.memory)
         self._faded_round = self._round
         self._acceptance.merge(self._new_acceptance, fade)
 
@@ -213,7 +232,7 @@ class AdaptiveLength:
         if known.count:
             change = abs(math.log(new.mean / known.mean))
             error = math.hypot(known.error, new.error)
-            if change > max(_LEAST_CHANGE_OF_SECONDS, _SURPRISE * error):
+            if change > max(self._tuned.least_change_of_seconds, self._tuned.surprise * error):
                 home = self._seconds[self._home]
                 self._seconds = [_Seconds() for _ in self._lengths]
                 if self._now != self._home:
@@ -221,7 +240,7 @@ class AdaptiveLength:
                     self._seconds[self._home] = home
                 known = self._seconds[self._now]
                 self._debt = 0.0
-        known.merge(new, 0.5 ** ((self._round - known.last_round) / self._memory))
+        known.merge(new, 0.5 ** ((self._round - known.last_round) / self._tuned.memory))
         known.last_round = self._round
 
     def _cost(self, index: int) -> float:
@@ -233,7 +252,7 @@ class AdaptiveLength:
         length, seconds = self._lengths[index], self._seconds[index]
         tokens = self._acceptance.mean_tokens(length)
         error = math.hypot(seconds.error, self._acceptance.error(length) / tokens)
-        return seconds.mean / tokens * math.exp(-_DOUBT * error)
+        return seconds.mean / tokens * math.exp(-self._tuned.doubt * error)
 
     def _next_try(self) -> int | None:
         """What to try now; None is nothing: stay at home."""
@@ -245,10 +264,10 @@ class AdaptiveLength:
         if not others:
             return None
         best = min(others, key=self._hope)
-        is_due = self._debt <= 0 and self._waited >= self._window
+        is_due = self._debt <= 0 and self._waited >= self._tuned.window
         is_due = is_due and self._hope(best) < self._cost(self._home)
-        return best if is_due or self._waited >= self._longest_wait else None
+        return best if is_due or self._waited >= self._tuned.longest_wait else None
 
     def _go(self, index: int) -> None:
-        self._start_visit(0 if index == self._now else self._settle)
+        self._start_visit(0 if index == self._now else self._tuned.settle)
         self._now = index

@@ -1,70 +1,110 @@
-"""Which plan the next step runs."""
+"""Which plan the next step runs: what a policy is asked, and what it is told."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+from specc.errors import ConfigError
 from specc.speculation.metrics import SpecStats
 
 if TYPE_CHECKING:
-    from specc.runtime.backends.program import StepResult
-    from specc.runtime.runner import RunResult
+    from specc.runtime.backends.step_io import StepResult
     from specc.runtime.scheduling.batch import Batch, StepGroup
-    from specc.runtime.scheduling.sequence import Sequence
+    from specc.runtime.scheduling.request import Request
+    from specc.runtime.scheduling.run_result import RunResult
 
 
-class Policy(Protocol):
-    """Chooses a plan before every step.
+class Decision(NamedTuple):
+    """What a policy chose last, and why.
 
     Args:
-        needs_results: the choice depends on what the last step did. False promises that it follows
-            from `num_running` (and, of an `EachPolicy`, from the sequences that take part) alone:
-            the next step may then be queued before the results of the last one are known. A
-            policy without it counts as one that needs results. It is read before every iteration,
-            so a policy can keep to its choice for a while.
+        plans: plan → requests that run it.
+        goodput: predicted tokens a second, prompts not counted.
+        seconds: predicted, of the iteration without prompts.
+        tokens: expected of it.
+        acceptance: probability that the first draft token of the main plan is accepted, over all
+            requests; where all are off, of the plan with the fewest nodes.
+        is_probe: made to learn, for one iteration.
+    """
 
-    A policy that needs results, and has an attribute `chooses_late` that is True, may be asked all
-    the same while the results of one iteration are on their way: it chooses by those before, and
-    takes the outcome of an iteration after it was asked for the next one. Where a choice cannot be
-    made without those results after all, it is asked for the same iteration again.
+    plans: Mapping[str, int]
+    goodput: float
+    seconds: float
+    tokens: float
+    acceptance: float
+    is_probe: bool = False
+
+
+class Policy(ABC):
+    """Chooses a plan before every step; all but `choose` has a default.
+
+    Before an iteration it is asked `choose`, then `choose_each`; after its commit it is told of
+    each group's step (`observe`), then of the iteration as a whole (`observe_batch`).
     """
 
     @property
-    def needs_results(self) -> bool: ...
+    def needs_results(self) -> bool:
+        """Whether the choice depends on what the last step did; by default it does.
 
+        False promises that it follows from the number of requests, and from the requests that take
+        part, alone: the next step may then be queued before the results of the last one are known.
+        It is read before every iteration, so a policy can keep to its choice for a while.
+        """
+        return True
+
+    @property
+    def chooses_late(self) -> bool:
+        """Whether a policy that needs results may be asked while they are on their way.
+
+        It then chooses by those before, and takes the outcome of an iteration after it was asked
+        for the next one. Where a choice cannot be made without those results after all, it is asked
+        for the same iteration again. By default it may not.
+        """
+        return False
+
+    @property
+    def decision(self) -> Decision | None:
+        """What was decided last, for metrics and traces; None of a policy that predicts nothing."""
+        return None
+
+    @abstractmethod
     def choose(self, num_running: int, stats: SpecStats) -> str:
         """Name of a plan.
 
         Args:
-            num_running: sequences that will take part.
+            num_running: requests that will take part.
             stats: what the engine has counted so far.
         """
-        ...
+
+    def choose_each(self, requests: list[Request], stats: SpecStats) -> Sequence[str] | None:
+        """Names of plans, one for each request that will take part.
+
+        None, the default, is what `choose` has named, for all of them. Where names are given, what
+        `choose` has named is only what requests that wait for their first step are prepared for.
+        """
+        return None
+
+    # neither has to be there
+    def observe(self, group: StepGroup, step: StepResult) -> None:  # noqa: B027
+        """Take the outcome of a group's step, after its commit."""
+
+    def observe_batch(self, batch: Batch, result: RunResult) -> None:  # noqa: B027
+        """Take the outcome of a whole iteration, prompts and steps of all plans together."""
 
 
-@runtime_checkable
-class EachPolicy(Policy, Protocol):
-    """Chooses a plan for every sequence, from what steps have done."""
-
-    def choose_each(self, sequences: list[Sequence], stats: SpecStats) -> list[str]:
-        """Names of plans, one for each sequence that will take part."""
-        ...
-
-    def observe(self, group: StepGroup, step: StepResult) -> None:
-        """Take the outcome of a step, after its commit."""
-        ...
+def check_policy(policy: object) -> None:
+    """Raises ConfigError: no `Policy`."""
+    if not isinstance(policy, Policy):
+        raise ConfigError(
+            f"a policy of type {type(policy).__name__}",
+            "a subclass of specc.runtime.policies.base.Policy, or a policy's name",
+            "derive the class from Policy, whose defaults stand for what it leaves out",
+        )
 
 
-@runtime_checkable
-class WholePolicy(Policy, Protocol):
-    """Learns from whole iterations, prompts and steps of all plans together."""
-
-    def observe_batch(self, batch: Batch, result: RunResult) -> None:
-        """Take the outcome of an iteration, after its commit and after `EachPolicy.observe`."""
-        ...
-
-
-class FixedPolicy:
+class FixedPolicy(Policy):
     """Always the same plan."""
 
     needs_results = False

@@ -1,26 +1,41 @@
-"""Ask a draft model or look up, whichever promises more tokens a second, for every sequence."""
+"""Ask a draft model or look up, whichever promises more tokens a second, for every request."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specc.runtime.policies.base import Policy
 from specc.speculation.plans import SpecPlan, is_lookup
 
 if TYPE_CHECKING:
-    from specc.runtime.backends.program import StepResult
+    from specc.runtime.backends.step_io import StepResult
     from specc.runtime.drafts.host_drafts import HostDrafts
     from specc.runtime.scheduling.batch import StepGroup
-    from specc.runtime.scheduling.sequence import Sequence
+    from specc.runtime.scheduling.request import Request
     from specc.speculation.metrics import SpecStats
 
-# an outcome counts less with every step that follows it; weight of a step's newest seconds
-_KEEP, _NEWS_S = 0.99, 0.1
-# how much what is not known is hoped for, as a share of what could be accepted
-_HOPE = 0.06
-# lookups whose suffix is this long or longer are alike
-_LONGEST = 8
+
+@dataclass(frozen=True)
+class BestConstants:
+    """Constants of the policy best.
+
+    Args:
+        keep: what an outcome keeps of its weight with every step that follows it.
+        seconds_news: weight of a step's newest seconds.
+        hope: how much what is not known is hoped for, as a share of what could be accepted.
+        longest: lookups whose suffix is this long or longer are alike.
+    """
+
+    keep: float = 0.99
+    seconds_news: float = 0.1
+    hope: float = 0.06
+    longest: int = 8
+
+
+TUNED = BestConstants()
 
 
 class _Outcomes:
@@ -45,18 +60,18 @@ class _Outcomes:
     def hoped(self, step: int) -> float:
         """The mean, and more where outcomes are few or old."""
         self._age(step)
-        total = min(step, 1 / (1 - _KEEP)) + 2
-        return self.mean() + self._most * _HOPE * math.sqrt(math.log(total) / self._count)
+        total = min(step, 1 / (1 - TUNED.keep)) + 2
+        return self.mean() + self._most * TUNED.hope * math.sqrt(math.log(total) / self._count)
 
     def _age(self, step: int) -> None:
-        kept = _KEEP ** (step - self._step)
+        kept = TUNED.keep ** (step - self._step)
         self._sum, self._count, self._step = self._sum * kept, self._count * kept, step
 
 
-class BestPolicy:
+class BestPolicy(Policy):
     """Splits every batch between the plan of a draft model and that of a lookup.
 
-    What a sequence can expect of the lookup depends on how long its suffix was found; of the model,
+    What a request can expect of the lookup depends on how long its suffix was found; of the model,
     on what it accepted lately. Seconds are those of steps measured here, by plan and batch size.
     A batch is split where the two passes together still yield more.
 
@@ -64,8 +79,6 @@ class BestPolicy:
         plans: two, of a model and of a lookup, in this order.
         host: whose index is asked.
     """
-
-    needs_results = True
 
     def __init__(self, plans: Mapping[str, SpecPlan], host: HostDrafts) -> None:
         self._model, self._lookup = pick_plans(plans)
@@ -76,7 +89,8 @@ class BestPolicy:
         self._of_model: dict[str, _Outcomes] = {}
         depth = self._lookup.max_depth
         self._of_length = [
-            _Outcomes(1 + depth * length / (length + 2), depth) for length in range(_LONGEST + 1)
+            _Outcomes(1 + depth * length / (length + 2), depth)
+            for length in range(TUNED.longest + 1)
         ]
         self._seconds: dict[tuple[str, int], float] = {}
         self._lengths: dict[str, int] = {}
@@ -85,20 +99,20 @@ class BestPolicy:
         """What requests that wait for their first step are prepared for."""
         return self._model.name
 
-    def choose_each(self, sequences: list[Sequence], stats: SpecStats) -> list[str]:
-        """Plan of each sequence."""
+    def choose_each(self, requests: list[Request], stats: SpecStats) -> list[str]:
+        """Plan of each request."""
         self._step += 1
         gains = []
-        for sequence in sequences:
-            lookup, request = self._lookup, sequence.request_id
-            length = self._host.propose(sequence, lookup.max_depth, lookup.drafts[0])[1]
-            length = self._lengths[request] = min(length, _LONGEST)
+        for request in requests:
+            lookup, request_id = self._lookup, request.request_id
+            length = self._host.propose(request, lookup.max_depth, lookup.drafts[0])[1]
+            length = self._lengths[request_id] = min(length, TUNED.longest)
             of_lookup = self._of_length[length].hoped(self._step) if length else 1.0
-            if request not in self._of_model:
-                self._of_model[request] = self._new_model_outcomes(self._of_models.mean())
-            gains.append((of_lookup, self._of_model[request].hoped(self._step)))
-        count = len(sequences)
-        # the sequence that gains most from the lookup takes it first
+            if request_id not in self._of_model:
+                self._of_model[request_id] = self._new_model_outcomes(self._of_models.mean())
+            gains.append((of_lookup, self._of_model[request_id].hoped(self._step)))
+        count = len(requests)
+        # the request that gains most from the lookup takes it first
         order = sorted(range(count), key=lambda i: gains[i][1] - gains[i][0])
         names = [self._model.name] * count
         for i in order[: self._best_split([gains[i] for i in order])]:
@@ -107,29 +121,29 @@ class BestPolicy:
 
     def observe(self, group: StepGroup, step: StepResult) -> None:
         """Take the outcome of a step."""
-        name, count = group.plan.name, len(group.sequences)
+        name, count = group.plan.name, len(group.requests)
         if name not in (self._model.name, self._lookup.name):
             return
         seconds = sum(step.stage_s.values())
         known = self._seconds.get((name, count), seconds)
-        self._seconds[name, count] = known + _NEWS_S * (seconds - known)
-        for sequence, accepted in zip(group.sequences, step.num_accepted, strict=True):
-            request = sequence.request_id
+        self._seconds[name, count] = known + TUNED.seconds_news * (seconds - known)
+        for request, accepted in zip(group.requests, step.num_accepted, strict=True):
+            request_id = request.request_id
             if name == self._lookup.name:
-                self._of_length[self._lengths.get(request, 0)].add(accepted + 1, self._step)
+                self._of_length[self._lengths.get(request_id, 0)].add(accepted + 1, self._step)
             else:
                 self._of_models.add(accepted + 1, self._step)
-                if request in self._of_model:
-                    self._of_model[request].add(accepted + 1, self._step)
-            if sequence.is_finished:
-                self._of_model.pop(request, None)
-                self._lengths.pop(request, None)
+                if request_id in self._of_model:
+                    self._of_model[request_id].add(accepted + 1, self._step)
+            if request.is_finished:
+                self._of_model.pop(request_id, None)
+                self._lengths.pop(request_id, None)
 
     def _new_model_outcomes(self, expected: float) -> _Outcomes:
         return _Outcomes(expected, self._model.max_depth)
 
     def _best_split(self, gains: list[tuple[float, float]]) -> int:
-        """How many of the sequences look up: the number that yields most tokens a second."""
+        """How many of the requests look up: the number that yields most tokens a second."""
         count = len(gains)
         best, best_rate = 0, -1.0
         for split in range(count + 1):
@@ -141,7 +155,7 @@ class BestPolicy:
         return best
 
     def _step_s(self, name: str, count: int) -> float:
-        """Seconds of a step, from the nearest batch size measured; 0 sequences take none.
+        """Seconds of a step, from the nearest batch size measured; 0 requests take none.
 
         A size that was not measured is hoped to cost no more than its share, so that it is tried.
         """

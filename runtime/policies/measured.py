@@ -6,11 +6,13 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from specc.runtime.policies.base import Policy
+
 if TYPE_CHECKING:
     from specc.speculation.metrics import SpecStats
 
 
-class ProfilePolicy:
+class ProfilePolicy(Policy):
     """Follows a family of plans, one for each measured batch size.
 
     Args:

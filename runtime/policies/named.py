@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from specc.cost.latency_table import LatencyTable
@@ -15,7 +16,8 @@ from specc.runtime.policies.goodput.policy import GoodputPolicy
 from specc.runtime.policies.measured import ProfilePolicy
 from specc.speculation.plans import OFF, SpecPlan, is_lookup
 
-NAMES = ("fixed", "adaptive", "best", "profile", "goodput")
+FIXED, ADAPTIVE, BEST, PROFILE, GOODPUT = "fixed", "adaptive", "best", "profile", "goodput"
+NAMES = (FIXED, ADAPTIVE, BEST, PROFILE, GOODPUT)
 
 
 def make_policy(
@@ -26,6 +28,7 @@ def make_policy(
     *,
     shares_pass: bool = True,
     max_num_seqs: int = 256,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Policy:
     """The policy of this name; `fixed` needs no more than its plan and is not made here.
 
@@ -37,10 +40,11 @@ def make_policy(
         profile: of the engine; empty where there is none.
         shares_pass: sequences of all plans are verified in one pass of the target.
         max_num_seqs: sequences that run together.
+        clock: seconds of the host, by which goodput knows how long deciding takes.
     Raises:
         RequestError: no such policy, or an engine without the plans that it needs.
     """
-    if name == "adaptive":
+    if name == ADAPTIVE:
         chains = {OFF.name: 0} | {
             plan.name: plan.max_depth
             for plan in sorted(_chains(plans), key=lambda plan: plan.max_depth)
@@ -48,16 +52,16 @@ def make_policy(
         if len(chains) > 1:
             return AdaptivePolicy(chains)
         needed, do = "a chain of one draft model or more", "compile it with several --tree 1,1,…"
-    elif name == "best":
+    elif name == BEST:
         alone = [plan for plan in plans.values() if plan.speculates and not plan.combine]
         if len({is_lookup(plan.drafts[0]) for plan in alone}) == 2:
             return BestPolicy(plans, host)
         needed, do = "a plan of a model and one of a lookup", "compile it with --combine best"
-    elif name == "profile":
+    elif name == PROFILE:
         if profile:
             return ProfilePolicy({int(size): plan for size, plan in profile["plans"].items()})
         needed, do = "a profile.json in the engine", "run specc tune"
-    elif name == "goodput":
+    elif name == GOODPUT:
         latency = profile.get("latency")
         return GoodputPolicy(
             plans,
@@ -65,6 +69,7 @@ def make_policy(
             profile.get("acceptance"),
             shares_pass=shares_pass,
             max_num_seqs=max_num_seqs,
+            clock=clock,
         )
     else:
         needed, do = f"one of {', '.join(NAMES)}", "choose one of them"

@@ -71,9 +71,9 @@ class EngineTokenizer:
         ids = [ids] if isinstance(ids, int) else [int(token) for token in ids]
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False) -> list[str]:
+    def batch_decode(self, requests: Any, skip_special_tokens: bool = False) -> list[str]:
         """The texts of several lists of token ids."""
-        return [self.decode(token_ids, skip_special_tokens) for token_ids in sequences]
+        return [self.decode(token_ids, skip_special_tokens) for token_ids in requests]
 
     def convert_ids_to_tokens(self, token_ids: int | Sequence[int]) -> Any:
         """The token of an id, or of each; None for an id without one."""

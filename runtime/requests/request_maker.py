@@ -1,4 +1,4 @@
-"""From a prompt and its parameters to a checked `Sequence`; safe to call from any thread."""
+"""From a prompt and its parameters to a checked `Request`; safe to call from any thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.outputs.detokenizer import Detokenizer
 from specc.runtime.requests.prompt_bound import PromptBound
 from specc.runtime.requests.prompt_forms import Prompt, content_of, token_ids_of
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
 from specc.sampling.logit_controls import check_vocabulary
 from specc.sampling.params import SamplingParams
 
@@ -35,7 +35,7 @@ _UNBOUNDED_PER_POSITION, _MIN_UNBOUNDED = 64, 1 << 20
 
 
 class RequestMaker:
-    """Makes the sequences of one engine's requests; what it refuses has touched nothing.
+    """Makes the requests of one engine's requests; what it refuses has touched nothing.
 
     Args:
         engine: whose tokenizer and limits hold.
@@ -86,9 +86,9 @@ class RequestMaker:
         priority: int = 0,
         timeout_s: float | None = None,
         output: int = 0,
-        leader: Sequence | None = None,
+        leader: Request | None = None,
         grammar: GrammarState | None = None,
-    ) -> Sequence:
+    ) -> Request:
         """Tokenize and check one request.
 
         Args:
@@ -126,7 +126,7 @@ class RequestMaker:
             if timeout_s is not None:
                 timeout_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
         number = str(next(self._numbers))
-        return Sequence(
+        return Request(
             number if request_id is None else request_id,
             token_ids,
             params,
@@ -146,9 +146,7 @@ class RequestMaker:
             leader=leader,
         )
 
-    def make_outputs(
-        self, prompt: Prompt, params: SamplingParams, **options: Any
-    ) -> list[Sequence]:
+    def make_outputs(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:
         """The n requests of a prompt, tokenized once; `options` are those of `make`.
 
         Raises:
@@ -262,10 +260,11 @@ class RequestMaker:
             )
         check_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
         self._check_rule(index, params)
-        if params.prompt_logprobs is not None and self._engine.backend == "tensorrt":
+        if params.prompt_logprobs is not None and not self._engine.facts.scores_prompts:
+            backend = self._engine.backend
             raise RequestError(
-                f"prompt_logprobs={params.prompt_logprobs} and an engine of the backend tensorrt",
-                "passes with logits of every token: those of TensorRT have a row for each sequence",
+                f"prompt_logprobs={params.prompt_logprobs} and an engine of the backend {backend}",
+                "passes with logits of every token: its own have a row for each request",
                 "leave it out, or load the engine with another backend",
             )
         if params.stop_strings and self._engine.tokenizer is None:

@@ -1,29 +1,27 @@
-"""What an iteration runs: spans of tokens to be fed, and steps of groups of sequences."""
+"""What an iteration runs: spans of tokens to be fed, and steps of groups of requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specc.runtime.scheduling.pending_batch import PendingBatch
-
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens start … end - 1 of a sequence, to be fed causally.
+    """Tokens start … end - 1 of a request, to be fed causally.
 
     Args:
         drafts: drafts that take the same tokens in the same iteration.
     """
 
-    sequence: Sequence
+    request: Request
     start: int
     end: int
     drafts: tuple[int, ...] = ()
@@ -31,14 +29,14 @@ class Span:
     @property
     def is_last(self) -> bool:
         """Ends the prompt, so that its last row yields the first output token."""
-        return self.end == self.sequence.num_prompt_tokens and not self.sequence.has_output
+        return self.end == self.request.num_prompt_tokens and not self.request.has_output
 
     @property
     def num_scored(self) -> int:
         """Tokens from the first one on whose logits say how likely the next prompt token was."""
-        if not self.sequence.is_scored:
+        if not self.request.is_scored:
             return 0
-        return min(self.end, self.sequence.num_prompt_tokens - 1) - self.start
+        return min(self.end, self.request.num_prompt_tokens - 1) - self.start
 
     @property
     def logit_places(self) -> list[int]:
@@ -49,17 +47,17 @@ class Span:
 
 @dataclass(frozen=True)
 class StepGroup:
-    """Sequences that run one plan's step together.
+    """Requests that run one plan's step together.
 
     Args:
         extra: what the host brings to this step besides rows, see `StepInputs`.
-        ahead: tokens that a step in flight may yet bring each sequence, at most; 0 where none is
+        ahead: tokens that a step in flight may yet bring each request, at most; 0 where none is
             in flight, () where that holds for all.
         catches_up: a draft has to read tokens that its first level does not reach back to.
     """
 
     plan: SpecPlan
-    sequences: list[Sequence]
+    requests: list[Request]
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     ahead: tuple[int, ...] = ()
     catches_up: bool = False
@@ -77,9 +75,8 @@ class Batch:
     groups: list[StepGroup] = field(default_factory=list)
     num_unfinished: int = 0
 
-
-class Queued(NamedTuple):
-    """A batch that the device has, and where its results will be."""
-
-    batch: Batch
-    pending: PendingBatch
+    @property
+    def requests(self) -> list[Request]:
+        """All that have a part in it."""
+        stepped = [request for group in self.groups for request in group.requests]
+        return [*(span.request for span in self.prefill), *stepped]

@@ -1,22 +1,19 @@
-"""What an iteration has done, taken over by its sequences: lengths, tokens, counters."""
+"""What an iteration has done, taken over by its requests: lengths, tokens, counters."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from specc.runtime.drafts.host_drafts import HostDrafts
-from specc.runtime.policies.base import EachPolicy
+from specc.runtime.policies.base import Policy
 from specc.runtime.scheduling.batch import Batch
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.run_result import RunResult
 from specc.speculation.metrics import SpecStats
-
-if TYPE_CHECKING:
-    from specc.runtime.runner import RunResult
 
 
 def commit_prefill(
-    batch: Batch, result: RunResult, stats: SpecStats, left: Collection[Sequence]
+    batch: Batch, result: RunResult, stats: SpecStats, left: Collection[Request]
 ) -> None:
     """Take over what passes over prompts have done.
 
@@ -27,33 +24,33 @@ def commit_prefill(
         left: whose rows are dropped: they left while the batch was in flight.
     """
     rows = zip(batch.prefill, result.first_tokens, strict=True)
-    rows_left = [(span, token) for span, token in rows if span.sequence not in left]
+    rows_left = [(span, token) for span, token in rows if span.request not in left]
     if rows_left:
         stats.record_prefill_pass(result.prefill_s)
     for span, token in rows_left:
-        sequence = span.sequence
-        sequence.stats.record_prefill_pass(result.prefill_s)
-        if (scored := result.prompt_logprobs.get(sequence.request_id)) is not None:
-            # a sequence that was preempted in its prompt has these already
-            sequence.prompt_logprobs[span.start :] = scored
+        request = span.request
+        request.stats.record_prefill_pass(result.prefill_s)
+        if (scored := result.prompt_logprobs.get(request.request_id)) is not None:
+            # a request that was preempted in its prompt has these already
+            request.prompt_logprobs[span.start :] = scored
         # before the first token: without that token, `Scheduler` then tells that it is torn
-        sequence.cache_len = span.end
+        request.cache_len = span.end
         for draft in span.drafts:
-            sequence.draft_lens[draft] = span.end
+            request.draft_lens[draft] = span.end
         if token is not None:
-            sequence.append_first(token, result.first_logprobs.get(sequence.request_id))
-            if sequence.has_output:
-                stats.record_first_token(sequence.stats.first_token_s)
-            stats.num_prompt_tokens += sequence.num_prompt_tokens
+            request.append_first(token, result.first_logprobs.get(request.request_id))
+            if request.has_output:
+                stats.record_first_token(request.stats.first_token_s)
+            stats.num_prompt_tokens += request.num_prompt_tokens
 
 
 def commit_steps(
     batch: Batch,
     result: RunResult,
     stats: SpecStats,
-    left: Collection[Sequence],
+    left: Collection[Request],
     host_drafts: HostDrafts,
-    policy: EachPolicy | None,
+    policy: Policy,
 ) -> None:
     """Take over what the steps of all groups have done.
 
@@ -68,22 +65,22 @@ def commit_steps(
     no_logprobs: list[None] = [None] * len(result.steps)
     logprobs = result.logprobs or no_logprobs
     for group, step, scores in zip(batch.groups, result.steps, logprobs, strict=True):
-        rows = [(i, s) for i, s in enumerate(group.sequences) if s not in left]
+        rows = [(i, s) for i, s in enumerate(group.requests) if s not in left]
         if not rows:
             continue
         stats.record_step_pass(step.stage_s)
-        if len(rows) == len(group.sequences):
-            host_drafts.observe(group.plan, group.sequences, group.extra, step)
-        for i, sequence in rows:
+        if len(rows) == len(group.requests):
+            host_drafts.observe(group.plan, group.requests, group.extra, step)
+        for i, request in rows:
             num_accepted = step.num_accepted[i]
             tokens = step.output_tokens[i][: num_accepted + 1]
-            num_emitted = sequence.append(tokens, scores[i] if scores else None)
-            sequence.cache_len = step.next_cache_len[i]
+            num_emitted = request.append(tokens, scores[i] if scores else None)
+            request.cache_len = step.next_cache_len[i]
             # a draft whose length is not moved any more would catch up
             for draft, lengths in step.draft_lens.items():
-                sequence.draft_lens[draft] = lengths[i]
-            sequence.stats.record_step_pass(step.stage_s)
-            for counters in (sequence.stats, stats):
+                request.draft_lens[draft] = lengths[i]
+            request.stats.record_step_pass(step.stage_s)
+            for counters in (request.stats, stats):
                 counters.record_step(group.plan.level_sizes, num_accepted, num_emitted)
-        if len(rows) == len(group.sequences) and policy is not None:
+        if len(rows) == len(group.requests):
             policy.observe(group, step)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from specc.runtime.backends.captured.captured_step import CapturedStep, PendingStep
 from specc.runtime.backends.captured.graph_device import Event
-
-if TYPE_CHECKING:
-    from specc.runtime.runner import RunResult
+from specc.runtime.backends.step import PendingStep, QueuedStep
+from specc.runtime.scheduling.run_result import RunResult
 
 
 class PendingPrefill(NamedTuple):
     """Passes over prompts that were queued.
 
     Args:
-        step: of the engine, which knows when the host last saw the device's work end.
+        step: any of the engine, which knows when the host last saw the device's work end.
         end: after the passes.
         begin_s: when they were queued.
         read: what they yield, once they are done.
     """
 
-    step: CapturedStep
+    step: QueuedStep
     end: Event
     begin_s: float
     read: Callable[[], RunResult]

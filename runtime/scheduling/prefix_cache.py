@@ -14,7 +14,7 @@ from array import array
 from typing import NamedTuple
 
 from specc.runtime.scheduling.block_pool import BlockPool
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
 
 
 class Hit(NamedTuple):
@@ -43,15 +43,15 @@ class PrefixCache:
         self._pool = pool
         self._size = rows_per_block
 
-    def find(self, sequence: Sequence) -> Hit:
+    def find(self, request: Request) -> Hit:
         """The longest prefix that is there; at least one token is left to be fed."""
-        num_drafts = len(sequence.draft_lens)
+        num_drafts = len(request.draft_lens)
         # a prompt's last row yields the first token, so it has to be computed
-        most = sequence.prefill_end - (0 if sequence.has_output else 1)
+        most = request.prefill_end - (0 if request.has_output else 1)
         blocks: list[int] = []
         draft_lens = [0] * num_drafts
         for i in range(most // self._size):
-            block = self._pool.find(self._key(sequence, i))
+            block = self._pool.find(self._key(request, i))
             if block is None:
                 break
             blocks.append(block)
@@ -61,24 +61,24 @@ class PrefixCache:
                     draft_lens[draft] += self._size
         return Hit(blocks, len(blocks) * self._size, draft_lens)
 
-    def publish(self, sequence: Sequence) -> None:
-        """Let others find what a sequence has committed since the last call."""
-        size, blocks = self._size, sequence.blocks
-        for i in range(sequence.num_published, sequence.cache_len // size):
-            self._pool.publish(blocks[i], self._key(sequence, i))
-        sequence.num_published = max(sequence.num_published, sequence.cache_len // size)
-        for draft, length in enumerate(sequence.draft_lens):
-            done = min(length // size, sequence.num_published)
-            for i in range(sequence.num_published_of[draft], done):
-                if self._pool.find(self._key(sequence, i)) == blocks[i]:
+    def publish(self, request: Request) -> None:
+        """Let others find what a request has committed since the last call."""
+        size, blocks = self._size, request.blocks
+        for i in range(request.num_published, request.cache_len // size):
+            self._pool.publish(blocks[i], self._key(request, i))
+        request.num_published = max(request.num_published, request.cache_len // size)
+        for draft, length in enumerate(request.draft_lens):
+            done = min(length // size, request.num_published)
+            for i in range(request.num_published_of[draft], done):
+                if self._pool.find(self._key(request, i)) == blocks[i]:
                     self._pool.add_draft(blocks[i], draft)
-            sequence.num_published_of[draft] = max(sequence.num_published_of[draft], done)
+            request.num_published_of[draft] = max(request.num_published_of[draft], done)
 
-    def _key(self, sequence: Sequence, index: int) -> bytes:
-        keys = sequence.block_keys
+    def _key(self, request: Request, index: int) -> bytes:
+        keys = request.block_keys
         while len(keys) <= index:
             start = len(keys) * self._size
-            tokens = array("q", sequence.token_ids[start : start + self._size]).tobytes()
+            tokens = array("q", request.token_ids[start : start + self._size]).tobytes()
             before = keys[-1] if keys else b""
             keys.append(hashlib.blake2b(before + tokens, digest_size=16).digest())
         return keys[index]

@@ -1,33 +1,27 @@
-"""Continuous batching: which sequences prefill, which step, and what a pass has changed."""
+"""Continuous batching: which requests prefill, which step, and what a pass has changed."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 from specc.errors import RequestError
-from specc.runtime.backends.program import draft_lens_of
+from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.drafts.host_drafts import HostDrafts
-from specc.runtime.policies.base import EachPolicy, Policy, WholePolicy
-from specc.runtime.scheduling.batch import Batch, Queued, Span, StepGroup
+from specc.runtime.policies.base import Policy, check_policy
+from specc.runtime.scheduling.batch import Batch, Span, StepGroup
 from specc.runtime.scheduling.commit_batch import commit_prefill, commit_steps
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.look_ahead import LookAhead
+from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.request_blocks import RequestBlocks
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
-from specc.runtime.scheduling.sequence import Sequence
-from specc.runtime.scheduling.sequence_blocks import SequenceBlocks
+from specc.runtime.scheduling.run_result import RunResult
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from specc.runtime.runner import RunResult
-    from specc.runtime.scheduling.pending_batch import PendingBatch
-
-# tokens that a sequence may grow by before its step has to come from the host again
+# tokens that a request may grow by before its step has to come from the host again
 _AHEAD = 64
 # share of a prefill pass that prompts get however many tokens are decoded beside them
 _LEAST_PREFILL = 8
@@ -36,15 +30,15 @@ _LEAST_PREFILL = 8
 class Scheduler:
     """Admits requests by their turn, whenever a slot and the blocks of the next one are free.
 
-    Sequences take blocks as they grow. Where none is left for a plain step, the one whose turn is
+    Requests take blocks as they grow. Where none is left for a plain step, the one whose turn is
     last gives up its own and computes its rows again later; so the one whose turn is first always
     ends. A request that finds no room is not overtaken by smaller ones.
 
-    `queued` holds the batches that were queued and not post-processed, in order: blocks of their
-    sequences are not free, and `postprocess` takes the oldest one out.
+    What is queued on a device is known to `InFlight`: here, the blocks of a batch that is held stay
+    with its requests until `postprocess`.
 
     Args:
-        cache: whose blocks sequences own.
+        cache: whose blocks requests own.
         plans: the engine's plans by name, `off` included.
         policy: picks the plan of each step.
         prefill_chunk: tokens of a prefill pass at most.
@@ -55,8 +49,8 @@ class Scheduler:
             `prefill_chunk`.
         window: of the target's layers, the smallest; 0 is no limit. A prompt's part of a shared
             pass is no longer.
-        looks_ahead: steps can be queued after each other, so sequences take blocks for several.
-        clock: seconds, those of the sequences.
+        looks_ahead: steps can be queued after each other, so requests take blocks for several.
+        clock: seconds, those of the requests.
     """
 
     def __init__(
@@ -75,13 +69,12 @@ class Scheduler:
     ) -> None:
         self.stats = SpecStats()
         self.waiting = RequestQueue()
-        self.running: list[Sequence] = []
-        self.queued: deque[Queued] = deque()
+        self.running: list[Request] = []
         self.host_drafts = HostDrafts(plans)
-        # sequences of the last iteration by plan; prompt tokens that were looked for in the cache
+        # requests of the last iteration by plan; prompt tokens that were looked for in the cache
         self.last_plans: Counter[str] = Counter()
         self.num_looked_up = 0
-        self._blocks = SequenceBlocks(cache, shares_prefixes)
+        self._blocks = RequestBlocks(cache, shares_prefixes)
         self._max_num_seqs = cache.shape.max_num_seqs
         self._max_nodes = cache.shape.max_nodes
         self._plans = plans
@@ -93,52 +86,50 @@ class Scheduler:
         self._clock = clock
         self._has_deadlines = False
         self.use(policy)
-        # left while a queued step held their blocks; and dropped, until `abort`
-        self._left: list[Sequence] = []
-        self._torn: list[Sequence] = []
+        # dropped, until `abort`
+        self._torn: list[Request] = []
 
     def use(self, policy: Policy) -> None:
-        """Let this policy choose from the next iteration on."""
+        """Let this policy choose from the next iteration on; raises ConfigError: it is none."""
+        check_policy(policy)
         self.policy = policy
-        self._each = policy if isinstance(policy, EachPolicy) else None
-        self._whole = policy if isinstance(policy, WholePolicy) else None
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def check_fits(self, sequence: Sequence) -> None:
+    def check_fits(self, request: Request) -> None:
         """Raises RequestError: it needs more blocks than the cache has; from any thread."""
-        self._blocks.check_fits(sequence)
+        self._blocks.check_fits(request)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
             RequestError: it needs more blocks than the cache has.
         """
-        self.check_fits(sequence)
-        self.waiting.add(sequence)
-        self._has_deadlines |= sequence.deadline_s is not None
+        self.check_fits(request)
+        self.waiting.add(request)
+        self._has_deadlines |= request.deadline_s is not None
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, request: Request) -> None:
         """Drop a request, wherever it is; one that ended is left alone."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        elif sequence in self.running:
-            self._release(sequence)
-        self._torn = [other for other in self._torn if other is not sequence]
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self._release(request)
+        self._torn = [other for other in self._torn if other is not request]
 
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Look for requests that `forget_queued` had to drop.
+    def check(self, requests: Iterable[Request]) -> None:
+        """Look for requests that `recover` had to drop.
 
         Raises:
             RequestError: one of these is among them.
         """
-        for sequence in sequences if self._torn else ():
-            if sequence in self._torn:
+        for request in requests if self._torn else ():
+            if request in self._torn:
                 raise RequestError(
-                    f"request {sequence.request_id} was interrupted between two of its tokens",
+                    f"request {request.request_id} was interrupted between two of its tokens",
                     "a step whose results are taken as a whole",
                     "send the request again",
                 )
@@ -151,14 +142,16 @@ class Scheduler:
         assert batch is not None, "all results are known"
         return batch
 
-    def schedule_ahead(self) -> Batch | None:
+    def schedule_ahead(self, queued: Iterable[Batch]) -> Batch | None:
         """Pick the work of the iteration after those that are queued, without their results.
 
         Rows, blocks and positions are judged by the longest that steps in flight may make their
-        sequences. One that is certain to end has no part; one that happens to end has a row that
+        requests. One that is certain to end has no part; one that happens to end has a row that
         `postprocess` drops. A prompt whose last token is in flight takes its first step later.
         Nobody gives up blocks meanwhile.
 
+        Args:
+            queued: batches whose results nobody has seen.
         Returns:
             None where the results come first: the policy needs them, a deadline has passed, blocks
             or positions may run out, a draft has to read tokens that nobody knows yet, the host
@@ -167,7 +160,7 @@ class Scheduler:
         if not self._may_look_ahead or self._late():
             return None
         self._admit()
-        return self._pick(LookAhead(self.queued))
+        return self._pick(LookAhead(queued))
 
     def _pick(self, ahead: LookAhead) -> Batch | None:
         ready = [s for s in self.running if s.is_prefilled and s.num_tokens_left > ahead.least(s)]
@@ -176,33 +169,33 @@ class Scheduler:
         plan = self._plans[self.policy.choose(len(ready), self.stats)]
         if (groups := self._divide(ready, plan, ahead)) is None:
             return None
-        num_step_tokens = sum(g.plan.num_nodes * len(g.sequences) for g in groups)
+        num_step_tokens = sum(g.plan.num_nodes * len(g.requests) for g in groups)
         spans = self._prefill_spans(plan, num_step_tokens, ahead)
-        self.last_plans = Counter({g.plan.name: len(g.sequences) for g in groups})
+        self.last_plans = Counter({g.plan.name: len(g.requests) for g in groups})
         return Batch(spans, groups, len(self.running) + len(self.waiting))
 
-    def _is_worth_it(self, ready: list[Sequence], ahead: LookAhead) -> bool:
+    def _is_worth_it(self, ready: list[Request], ahead: LookAhead) -> bool:
         """A prompt goes on, or a row that no length limit ends."""
         return any(s.num_tokens_left > ahead.most(s) for s in ready) or any(
             not s.is_prefilled and ahead.prefilled(s) < s.prefill_end for s in self.running
         )
 
     def _divide(
-        self, ready: list[Sequence], plan: SpecPlan, ahead: LookAhead
+        self, ready: list[Request], plan: SpecPlan, ahead: LookAhead
     ) -> list[StepGroup] | None:
-        """Which sequence runs which plan; those that cannot speculate are the last group, plain.
+        """Which request runs which plan; those that cannot speculate are the last group, plain.
 
         None where that depends on results in flight.
         """
         plans = [plan] * len(ready)
-        if ready and self._each is not None:
-            plans = [self._plans[name] for name in self._each.choose_each(ready, self.stats)]
+        if ready and (names := self.policy.choose_each(ready, self.stats)) is not None:
+            plans = [self._plans[name] for name in names]
         wishes = {}
-        for sequence, chosen in zip(ready, plans, strict=True):
-            wish = self._wish(sequence, chosen, ahead)
+        for request, chosen in zip(ready, plans, strict=True):
+            wish = self._wish(request, chosen, ahead)
             if wish is None:
                 return None
-            wishes[id(sequence)] = wish
+            wishes[id(request)] = wish
         granted: Mapping[int, SpecPlan] = wishes
         if not ahead:
             granted = self._grant(ready, wishes)
@@ -210,55 +203,55 @@ class Scheduler:
             return None
         if self._looks_ahead and self._may_look_ahead:
             self._take_ahead(ready, granted)
-        members: dict[str, list[Sequence]] = {}
-        for sequence in ready:
-            if (own := granted.get(id(sequence))) is not None:
-                members.setdefault(own.name, []).append(sequence)
+        members: dict[str, list[Request]] = {}
+        for request in ready:
+            if (own := granted.get(id(request))) is not None:
+                members.setdefault(own.name, []).append(request)
         plain = members.pop(OFF.name, [])
         groups = [self._group(self._plans[name], own, ahead) for name, own in members.items()]
         return [*groups, self._group(OFF, plain, ahead)] if plain else groups
 
-    def _group(self, plan: SpecPlan, sequences: list[Sequence], ahead: LookAhead) -> StepGroup:
-        extra = self.host_drafts.inputs(plan, sequences) if plan.speculates else {}
-        tokens = tuple(map(ahead.most, sequences)) if ahead else ()
-        lags = any(ahead.lags(sequence, plan) for sequence in sequences)
-        return StepGroup(plan, sequences, extra, tokens, lags)
+    def _group(self, plan: SpecPlan, requests: list[Request], ahead: LookAhead) -> StepGroup:
+        extra = self.host_drafts.inputs(plan, requests) if plan.speculates else {}
+        tokens = tuple(map(ahead.most, requests)) if ahead else ()
+        lags = any(ahead.lags(request, plan) for request in requests)
+        return StepGroup(plan, requests, extra, tokens, lags)
 
-    def _wish(self, sequence: Sequence, plan: SpecPlan, ahead: LookAhead) -> SpecPlan | None:
-        """What a sequence runs of what the policy chose; None where results in flight decide."""
-        least, most = ahead.least(sequence), ahead.most(sequence)
-        does = self._speculates(sequence, plan, sequence.cache_len + most)
+    def _wish(self, request: Request, plan: SpecPlan, ahead: LookAhead) -> SpecPlan | None:
+        """What a request runs of what the policy chose; None where results in flight decide."""
+        least, most = ahead.least(request), ahead.most(request)
+        does = self._speculates(request, plan, request.cache_len + most)
         if not most:
             return plan if does else OFF
-        if self._speculates(sequence, plan, sequence.cache_len + least) != does:
+        if self._speculates(request, plan, request.cache_len + least) != does:
             return None
-        if does and (ahead.lags(sequence, plan) or self.host_drafts.brings(plan)):
+        if does and (ahead.lags(request, plan) or self.host_drafts.brings(plan)):
             return None
         return plan if does else OFF
 
     def _has_blocks_for(
-        self, ready: list[Sequence], wishes: Mapping[int, SpecPlan], ahead: LookAhead
+        self, ready: list[Request], wishes: Mapping[int, SpecPlan], ahead: LookAhead
     ) -> bool:
         """Blocks for everyone's step, wherever those in flight end; False where they run out."""
-        for sequence in ready:
-            plan, most = wishes[id(sequence)], ahead.most(sequence)
-            if not self._blocks.grow(sequence, plan, most):
+        for request in ready:
+            plan, most = wishes[id(request)], ahead.most(request)
+            if not self._blocks.grow(request, plan, most):
                 return False
-            if not self._blocks.holds(sequence, plan, sequence.cache_len + most):
+            if not self._blocks.holds(request, plan, request.cache_len + most):
                 return False
         return True
 
-    def _take_ahead(self, ready: list[Sequence], granted: Mapping[int, SpecPlan]) -> None:
+    def _take_ahead(self, ready: list[Request], granted: Mapping[int, SpecPlan]) -> None:
         """Blocks for several steps, so that tables rarely change."""
         blocks = self._blocks
-        for sequence in ready:
-            own = granted.get(id(sequence))
-            more = min(_AHEAD, sequence.num_tokens_left)
+        for request in ready:
+            own = granted.get(id(request))
+            more = min(_AHEAD, request.num_tokens_left)
             # not at the cost of somebody's next step
-            if own and blocks.missing(sequence, own, more) + len(ready) <= blocks.num_free:
-                blocks.grow(sequence, own, more)
+            if own and blocks.missing(request, own, more) + len(ready) <= blocks.num_free:
+                blocks.grow(request, own, more)
 
-    def _grant(self, ready: list[Sequence], wishes: Mapping[int, SpecPlan]) -> dict[int, SpecPlan]:
+    def _grant(self, ready: list[Request], wishes: Mapping[int, SpecPlan]) -> dict[int, SpecPlan]:
         """Blocks for everyone's step, by their turns; plainly, or not at all, where they run out.
 
         Returns:
@@ -266,97 +259,91 @@ class Scheduler:
         """
         blocks = self._blocks
         if not self._looks_ahead and all(
-            blocks.holds(sequence, wishes[id(sequence)], sequence.cache_len) for sequence in ready
+            blocks.holds(request, wishes[id(request)], request.cache_len) for request in ready
         ):
             return dict(wishes)
         granted: dict[int, SpecPlan] = {}
-        for sequence in sorted(ready, key=turn_of):
-            if not sequence.blocks:
+        for request in sorted(ready, key=turn_of):
+            if not request.blocks:
                 continue  # given up for somebody before it
-            plan = wishes[id(sequence)]
-            if not blocks.grow(sequence, plan):
+            plan = wishes[id(request)]
+            if not blocks.grow(request, plan):
                 for other in self.running:
                     blocks.trim(other, granted.get(id(other), OFF))
-                plan = plan if blocks.grow(sequence, plan) else OFF
-            while not blocks.grow(sequence, plan):
+                plan = plan if blocks.grow(request, plan) else OFF
+            while not blocks.grow(request, plan):
                 last = max(reversed(self.running), key=turn_of)
                 self._preempt(last)
                 granted.pop(id(last), None)
-                if last is sequence:
+                if last is request:
                     break
             else:
-                granted[id(sequence)] = plan
+                granted[id(request)] = plan
         return granted
 
     @property
     def _may_look_ahead(self) -> bool:
         """The policy chooses without the results of the last iteration, or can do so late."""
-        policy = self.policy
-        return not getattr(policy, "needs_results", True) or getattr(policy, "chooses_late", False)
+        return not self.policy.needs_results or self.policy.chooses_late
 
-    def hold(self, batch: Batch, pending: PendingBatch) -> None:
-        """The batch is queued: until `postprocess`, the blocks of its sequences stay theirs."""
-        self.queued.append(Queued(batch, pending))
+    def hold(self, batch: Batch) -> None:
+        """The batch is queued: until `postprocess`, the blocks of its requests stay theirs."""
+        self._blocks.hold(batch.requests)
 
-    def forget_queued(self) -> None:
-        """Give up what is queued: the next iteration starts from what was committed.
+    def recover(self) -> None:
+        """Give up what is held: the next iteration starts from what was committed.
 
-        To be called after a failure, once the device is done with all of it. Repeating steps is
-        safe: they write no row before `cache_len` or `draft_lens` but that of the last
-        committed token, as it is, and every row after is written before it is read. A
-        sequence between its tokens and its lengths cannot go on and is dropped: see `check`.
+        To be called after a failure, once the device is done with all that was queued. Repeating
+        steps is safe: they write no row before `cache_len` or `draft_lens` but that of the last
+        committed token, as it is, and every row after is written before it is read. A request
+        between its tokens and its lengths cannot go on and is dropped: see `check`.
         """
-        self.queued.clear()
-        for sequence in [s for s in self.running if _is_torn(s)]:
-            self._torn.append(sequence)
-            self._release(sequence)
+        for request in [s for s in self.running if _is_torn(s)]:
+            self._torn.append(request)
+            self._release(request)
         self._release_finished()
-        self._free_blocks()
+        self._blocks.let_all_go()
 
     def postprocess(self, batch: Batch, result: RunResult) -> None:
         """Commit what the passes did: lengths, tokens, counters; release requests that ended."""
-        if self.queued:
-            assert self.queued[0].batch is batch, "batches end in the order of their start"
-            self.queued.popleft()
-        commit_prefill(batch, result, self.stats, self._left)
-        commit_steps(batch, result, self.stats, self._left, self.host_drafts, self._each)
-        for sequence in self.running:
-            self._blocks.publish(sequence)
+        left = self._blocks.left
+        commit_prefill(batch, result, self.stats, left)
+        commit_steps(batch, result, self.stats, left, self.host_drafts, self.policy)
+        for request in self.running:
+            self._blocks.publish(request)
         self._release_finished()
-        if self._left:
-            self._free_blocks()
-        if self._whole is not None:
-            self._whole.observe_batch(batch, result)
+        self._blocks.let_go(batch.requests)
+        self.policy.observe_batch(batch, result)
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting.first
-            if self._waits_for_leader(sequence):
+            request = self.waiting.first
+            if self._waits_for_leader(request):
                 return
-            is_first_time = not sequence.stats.num_preemptions
-            if not self._blocks.admit(sequence, self.running):
+            is_first_time = not request.stats.num_preemptions
+            if not self._blocks.admit(request, self.running):
                 return
             self.waiting.pop()
-            self.running.append(sequence)
+            self.running.append(request)
             if is_first_time:
-                self.num_looked_up += sequence.num_prompt_tokens
-                self.stats.num_cached_tokens += sequence.cache_len
+                self.num_looked_up += request.num_prompt_tokens
+                self.stats.num_cached_tokens += request.cache_len
 
-    def _waits_for_leader(self, sequence: Sequence) -> bool:
+    def _waits_for_leader(self, request: Request) -> bool:
         """The rows of its prompt are on their way in another request, to be shared."""
-        leader = sequence.leader
-        if leader is None or leader.is_prefilled or not self._blocks.can_share(sequence):
+        leader = request.leader
+        if leader is None or leader.is_prefilled or not self._blocks.can_share(request):
             return False
         return any(other is leader for other in self.running)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take the blocks of a sequence away; it waits for others, to compute its rows again."""
-        self.running.remove(sequence)
-        self._blocks.release(sequence.preempt())
+    def _preempt(self, request: Request) -> None:
+        """Take the blocks of a request away; it waits for others, to compute its rows again."""
+        self.running.remove(request)
+        self._blocks.release(request.preempt())
         self.stats.num_preemptions += 1
-        self.waiting.add_again(sequence)
+        self.waiting.add_again(request)
 
-    def _late(self) -> list[Sequence]:
+    def _late(self) -> list[Request]:
         """Requests whose deadline has passed."""
         if not self._has_deadlines:
             return []
@@ -365,11 +352,11 @@ class Scheduler:
         return [s for s in everyone if s.deadline_s is not None and s.deadline_s <= now_s]
 
     def _end_late(self) -> None:
-        for sequence in self._late():
-            if sequence in self.waiting:
-                self.waiting.remove(sequence)
+        for request in self._late():
+            if request in self.waiting:
+                self.waiting.remove(request)
                 self.stats.num_requests += 1
-            sequence.end("timeout")
+            request.end("timeout")
         self._release_finished()
 
     def _prefill_spans(self, plan: SpecPlan, num_step_tokens: int, ahead: LookAhead) -> list[Span]:
@@ -380,14 +367,14 @@ class Scheduler:
         if self._shares_pass and num_step_tokens:
             budget = max(budget - num_step_tokens, budget // _LEAST_PREFILL, 1)
             longest = min(budget, self._window or budget)
-        for sequence in self.running:
-            if sequence.is_prefilled or budget == 0:
+        for request in self.running:
+            if request.is_prefilled or budget == 0:
                 continue
-            start = ahead.prefilled(sequence)
-            if start == sequence.prefill_end:
+            start = ahead.prefilled(request)
+            if start == request.prefill_end:
                 continue
-            end = min(sequence.prefill_end, start + min(budget, longest))
-            if sequence.is_scored:
+            end = min(request.prefill_end, start + min(budget, longest))
+            if request.is_scored:
                 # their logits take no more memory than those of the largest step
                 if not rows_left:
                     continue
@@ -395,18 +382,18 @@ class Scheduler:
                 rows_left -= end - start
             budget -= end - start
             drafts: tuple[int, ...] = ()
-            if self._speculates(sequence, plan, sequence.prefill_end):
+            if self._speculates(request, plan, request.prefill_end):
                 # a draft that lags behind catches up later, before its first step
-                known = ahead.drafts_at(sequence, start)
+                known = ahead.drafts_at(request, start)
                 drafts = tuple(i for i in draft_lens_of(plan) if i in known)
-            spans.append(Span(sequence, start, end, drafts))
+            spans.append(Span(request, start, end, drafts))
         return spans
 
-    def _speculates(self, sequence: Sequence, plan: SpecPlan, cache_len: int | None = None) -> bool:
+    def _speculates(self, request: Request, plan: SpecPlan, cache_len: int | None = None) -> bool:
         """The plan drafts, the request can take part, and the deepest node has a position."""
-        cache_len = sequence.cache_len if cache_len is None else cache_len
+        cache_len = request.cache_len if cache_len is None else cache_len
         fits = cache_len + plan.max_depth < self._position_limit
-        params = sequence.params
+        params = request.params
         suits = params.is_greedy or params.rule_id in plan.rules
         # trees in tiles leave no logits behind
         is_scored = (
@@ -417,30 +404,20 @@ class Scheduler:
         is_lost = plan.tile is not None and is_scored
         return plan.speculates and params.speculative and fits and suits and not is_lost
 
-    def _release(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._left.append(sequence)
-        self._free_blocks()
+    def _release(self, request: Request) -> None:
+        self.running.remove(request)
+        self._blocks.leave(request)
 
     def _release_finished(self) -> None:
-        for sequence in [s for s in self.running if s.is_finished]:
-            self._release(sequence)
-            self.host_drafts.finish(sequence)
+        for request in [s for s in self.running if s.is_finished]:
+            self._release(request)
+            self.host_drafts.finish(request)
             self.stats.num_requests += 1
 
-    def _free_blocks(self) -> None:
-        """Free the blocks of those that left, but for those that a queued step still uses."""
-        used = {id(s) for batch, _ in self.queued for g in batch.groups for s in g.sequences}
-        used |= {id(span.sequence) for batch, _ in self.queued for span in batch.prefill}
-        for sequence in [s for s in self._left if id(s) not in used]:
-            self._left.remove(sequence)
-            self._blocks.release(sequence.blocks)
-            sequence.blocks = []
 
-
-def _is_torn(sequence: Sequence) -> bool:
-    """A failure came between the tokens of a sequence and its committed rows, or its end."""
-    if sequence.is_finished:
+def _is_torn(request: Request) -> bool:
+    """A failure came between the tokens of a request and its committed rows, or its end."""
+    if request.is_finished:
         # counted as the last thing, after its text and its events
-        return sequence.stats.num_requests == 0
-    return sequence.is_prefilled and len(sequence.token_ids) != sequence.cache_len + 1
+        return request.stats.num_requests == 0
+    return request.is_prefilled and len(request.token_ids) != request.cache_len + 1

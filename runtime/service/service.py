@@ -13,22 +13,19 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specc.errors import FaultError, OverloadError, RequestError, SpeccError
-from specc.runtime.core import EngineCore
 from specc.runtime.requests.request_maker import Prompt
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
 from specc.runtime.service.state import Health, ServiceState, state_of
 from specc.runtime.service.update import Update, update_of
 from specc.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from specc.runtime.constraints.grammar import GrammarState
-    from specc.runtime.engine import Engine
+    from specc.runtime.core import EngineCore
     from specc.runtime.outputs.logprobs import PromptLogprobs
-    from specc.runtime.policies.base import Policy
 
 # iterations that fail in a row, from which on the engine counts as lost
 MAX_FAILURES = 3
@@ -44,83 +41,44 @@ _log = logging.getLogger("specc.service")
 class Ticket:
     """A request that was handed in; `Service.cancel` takes it."""
 
-    def __init__(self, sequence: Sequence, on_update: Callable[[Update], object]) -> None:
-        self._sequence = sequence
+    def __init__(self, request: Request, on_update: Callable[[Update], object]) -> None:
+        self._request = request
         self._on_update = on_update
         # the last update is out
         self.is_done = False
 
     @property
     def request_id(self) -> str:
-        return self._sequence.request_id
+        return self._request.request_id
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self._sequence.num_prompt_tokens
+        return self._request.num_prompt_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        return self._sequence.token_ids[: self._sequence.num_prompt_tokens]
+        return self._request.token_ids[: self._request.num_prompt_tokens]
 
     @property
     def prompt(self) -> str | None:
         """The caller's text."""
-        return self._sequence.prompt
+        return self._request.prompt
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
         """Of each token of the prompt, None for the first; there with the first update."""
-        return self._sequence.all_prompt_logprobs
+        return self._request.all_prompt_logprobs
 
 
 class Service:
     """Serves requests of any number of callers, batched continuously.
 
     Args:
-        engine: engine directory, or one that was loaded before.
-        plan: see `LLM`.
-        max_num_seqs: sequences that run together.
-        policy: picks plans, or its name.
+        core: of the engine, which nobody else uses; `AsyncEngineArgs.make_core` loads one.
         max_waiting: requests that wait for a place at most; more are refused.
-        verify: see `LLM`.
-        num_threads: see `LLM`.
-        backend: see `LLM`.
-        kv_cache_tokens: see `LLM`.
-        shares_prefixes: see `LLM`.
-        core: loaded and put together already; then all but `max_waiting` is left out.
-    Raises:
-        EngineError: the engine cannot be loaded.
-        RequestError: the engine has no such plan.
     """
 
-    def __init__(
-        self,
-        engine: str | Path | Engine | None = None,
-        plan: str | None = None,
-        max_num_seqs: int | None = None,
-        *,
-        policy: Policy | str | None = None,
-        max_waiting: int = 1024,
-        verify: bool | None = None,
-        num_threads: int | None = None,
-        backend: str | None = None,
-        kv_cache_tokens: int | None = None,
-        shares_prefixes: bool = True,
-        core: EngineCore | None = None,
-    ) -> None:
-        if core is None:
-            assert engine is not None, "an engine, or a core"
-            core = EngineCore.load(
-                engine,
-                plan,
-                max_num_seqs,
-                policy=policy,
-                verify=verify,
-                num_threads=num_threads,
-                backend=backend,
-                kv_cache_tokens=kv_cache_tokens,
-                shares_prefixes=shares_prefixes,
-            )
+    def __init__(self, core: EngineCore, max_waiting: int = 1024) -> None:
         self.core = core
         self.engine = core.engine
         core.requests.prepare()
@@ -181,18 +139,18 @@ class Service:
                 "one output a request",
                 "hand in one request for each of SamplingParams.each()",
             )
-        sequence = self.core.requests.make(
+        request = self.core.requests.make(
             prompt,
             params,
             request_id=request_id or f"request-{uuid.uuid4().hex[:16]}",
             is_streamed=True,
             priority=priority,
             timeout_s=timeout_s,
-            leader=None if leader is None else leader._sequence,
+            leader=None if leader is None else leader._request,
             grammar=grammar,
         )
-        self.core.scheduler.check_fits(sequence)
-        ticket = Ticket(sequence, on_update)
+        self.core.scheduler.check_fits(request)
+        ticket = Ticket(request, on_update)
         with self._changed:
             self._refuse_if_full()
             if ticket.request_id in self._names:
@@ -310,11 +268,11 @@ class Service:
             arrived, self._inbox = self._inbox, deque()
             cancelled, self._cancelled = self._cancelled, deque()
         for ticket in arrived:
-            self._tickets[id(ticket._sequence)] = ticket
-            scheduler.add(ticket._sequence)
+            self._tickets[id(ticket._request)] = ticket
+            scheduler.add(ticket._request)
         for ticket in cancelled:
-            if id(ticket._sequence) in self._tickets:
-                scheduler.abort(ticket._sequence)
+            if id(ticket._request) in self._tickets:
+                scheduler.abort(ticket._request)
                 self._send(ticket, self._abort_update(ticket))
         return True
 
@@ -354,20 +312,20 @@ class Service:
         """Requests whose step failed get an error each; those that wait go on."""
         scheduler = self.core.scheduler
         for ticket in list(self._tickets.values()):
-            sequence = ticket._sequence
-            if self._is_dead or sequence.is_finished or sequence not in scheduler.waiting:
-                scheduler.abort(sequence)
+            request = ticket._request
+            if self._is_dead or request.is_finished or request not in scheduler.waiting:
+                scheduler.abort(request)
                 self._send(ticket, Update([], "", error=_fault()))
 
     def _send_news(self) -> None:
         for ticket in list(self._tickets.values()):
-            sequence = ticket._sequence
-            if sequence.events:
-                self._send(ticket, update_of(sequence))
+            request = ticket._request
+            if request.events:
+                self._send(ticket, update_of(request))
 
     def _abort_update(self, ticket: Ticket) -> Update:
         return replace(
-            update_of(ticket._sequence), finish_reason="abort", metrics=ticket._sequence.stats
+            update_of(ticket._request), finish_reason="abort", metrics=ticket._request.stats
         )
 
     def _end_all(self, error: SpeccError | None) -> None:
@@ -375,10 +333,10 @@ class Service:
         with self._changed:
             arrived, self._inbox = self._inbox, deque()
         for ticket in arrived:
-            self._tickets[id(ticket._sequence)] = ticket
+            self._tickets[id(ticket._request)] = ticket
         for ticket in list(self._tickets.values()):
             if error is None:
-                self.core.scheduler.abort(ticket._sequence)
+                self.core.scheduler.abort(ticket._request)
             update = Update([], "", error=error) if error else self._abort_update(ticket)
             self._send(ticket, update)
         if error is None:
@@ -387,7 +345,7 @@ class Service:
     def _send(self, ticket: Ticket, update: Update) -> None:
         if update.is_last:
             ticket.is_done = True
-            del self._tickets[id(ticket._sequence)]
+            del self._tickets[id(ticket._request)]
         try:
             ticket._on_update(update)
         except Exception:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specc.speculation.metrics import SpecStats
 
 if TYPE_CHECKING:
     from specc.runtime.core import EngineCore
+    from specc.runtime.policies.base import Decision
 
 
 class Health(enum.Enum):
@@ -54,7 +55,7 @@ class ServiceState:
     prefix_hits: int
     prefix_queries: int
     plans: dict[str, int]
-    decision: Any
+    decision: Decision | None
     stats: SpecStats
     up_s: float
     num_failures: int = 0
@@ -78,7 +79,7 @@ def state_of(core: EngineCore, up_s: float, num_failures: int = 0) -> ServiceSta
         prefix_hits=scheduler.stats.num_cached_tokens,
         prefix_queries=scheduler.num_looked_up,
         plans=dict(scheduler.last_plans),
-        decision=getattr(scheduler.policy, "decision", None),
+        decision=scheduler.policy.decision,
         stats=scheduler.stats.copy(),
         up_s=up_s,
         num_failures=num_failures,

@@ -10,7 +10,7 @@ from specc.speculation.metrics import SpecStats
 
 if TYPE_CHECKING:
     from specc.runtime.outputs.logprobs import TokenLogprobs
-    from specc.runtime.scheduling.sequence import Sequence
+    from specc.runtime.scheduling.request import Request
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class Update:
         return replace(other, token_ids=token_ids, text=self.text + other.text, logprobs=logprobs)
 
 
-def update_of(sequence: Sequence) -> Update:
+def update_of(request: Request) -> Update:
     """What is new about a request since the last one; its events are taken."""
-    events = list(sequence.events)
-    sequence.events.clear()
+    events = list(request.events)
+    request.events.clear()
     tokens = [event.token_id for event in events if event.token_id is not None]
     logprobs = None
-    if sequence.params.logprobs is not None:
+    if request.params.logprobs is not None:
         logprobs = [event.logprobs for event in events if event.logprobs is not None]
     return Update(
         tokens,
         "".join(event.text for event in events),
         logprobs,
-        sequence.finish_reason,
-        sequence.stop_reason,
-        sequence.stats if sequence.is_finished else None,
+        request.finish_reason,
+        request.stop_reason,
+        request.stats if request.is_finished else None,
     )

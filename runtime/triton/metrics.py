@@ -117,7 +117,7 @@ def _gauges(state: ServiceState, is_healthy: bool) -> Iterator[tuple[_Key, float
         "kv_cache_usage_perc": state.cache_usage,
         "kv_cache_blocks_used": state.num_blocks_used,
         "kv_cache_blocks": state.num_blocks,
-        "goodput_tokens_per_second": getattr(state.decision, "goodput", 0.0),
+        "goodput_tokens_per_second": state.decision.goodput if state.decision else 0.0,
         "healthy": is_healthy,
     }
     for name, value in values.items():

@@ -20,9 +20,9 @@ from specc.triton.tensors import INPUTS, OUTPUTS
 
 if TYPE_CHECKING:
     from specc.runtime.constraints.grammar import GrammarState
+    from specc.runtime.engine_args import AsyncEngineArgs
     from specc.runtime.service.service import Service
     from specc.runtime.triton.metrics import TritonMetrics
-    from specc.runtime.triton.options import TritonOptions
     from specc.runtime.triton.responses import Answer, Answers
 
 _log = logging.getLogger("specc.triton")
@@ -66,7 +66,7 @@ class TritonModel:
                     "write it again with specc triton",
                 )
             self._options.place(os.environ)
-            self._service = _load(self._options)
+            self._service = _load(self._options.args)
             self._serve()
         except SpeccError as error:
             raise self.pb_utils.TritonModelException(f"\n{error}") from None
@@ -165,19 +165,10 @@ class TritonModel:
             os.kill(os.getppid(), signal.SIGTERM)
 
 
-def _load(options: TritonOptions) -> Service:
+def _load(args: AsyncEngineArgs) -> Service:
     from specc.runtime.service.service import Service
 
-    return Service(
-        options.engine,
-        options.plan,
-        options.max_num_seqs,
-        policy=options.policy,
-        max_waiting=options.max_waiting,
-        verify=options.verify,
-        num_threads=options.num_threads,
-        backend=options.backend,
-    )
+    return Service(args.make_core(), args.max_waiting)
 
 
 class _TritonHandler(logging.Handler):

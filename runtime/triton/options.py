@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specc.errors import ConfigError
+from specc.runtime.engine_args import AsyncEngineArgs
 
 _DO = "correct the model's config.pbtxt, or write it again with specc triton"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_PARAMETERS = (
-    *("engine", "plan", "policy", "backend", "max_num_seqs", "max_waiting", "num_threads"),
-    *("verify", "gpu_device_ids", "drain_s", "on_fault"),
-)
+_ON_FAULT = {"refuse": False, "stop": True}
 # parameters that belong to Triton's Python backend
 _OF_TRITON = ("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS")
 
@@ -30,28 +29,14 @@ class TritonOptions:
     """Parameters of a model, one instance's view of them.
 
     Args:
-        engine: directory.
-        plan: see `Service`.
-        policy: name; see `Service`.
-        backend: see `Service`.
-        max_num_seqs: see `Service`.
-        max_waiting: see `Service`.
-        num_threads: see `Service`.
-        verify: see `Service`.
+        args: how the engine is opened and run.
         drain_s: seconds that unloading waits for open requests.
         stops_server: a broken engine stops the whole server, for whoever starts it again.
         devices: what CUDA_VISIBLE_DEVICES has to be; None leaves it alone.
         labels: of this instance's metrics.
     """
 
-    engine: Path
-    plan: str | None = None
-    policy: str | None = None
-    backend: str | None = None
-    max_num_seqs: int | None = None
-    max_waiting: int = 1024
-    num_threads: int | None = None
-    verify: bool | None = None
+    args: AsyncEngineArgs
     drain_s: float = 10.0
     stops_server: bool = False
     devices: str | None = None
@@ -89,16 +74,9 @@ class TritonOptions:
             )
         version = Path(args["model_repository"]) / args["model_version"]
         return cls(
-            engine=version / given.get("engine", "engine"),
-            plan=given.get("plan"),
-            policy=given.get("policy"),
-            backend=given.get("backend"),
-            max_num_seqs=_integer(given, "max_num_seqs"),
-            max_waiting=_integer(given, "max_waiting") or cls.max_waiting,
-            num_threads=_integer(given, "num_threads"),
-            verify=_choice(given, "verify", {"true": True, "false": False}, None),
+            args=_engine_args(version / given.get("engine", "engine"), given),
             drain_s=_seconds(given, "drain_s", cls.drain_s),
-            stops_server=_choice(given, "on_fault", {"refuse": False, "stop": True}, False),
+            stops_server=_choice("on_fault", given.get("on_fault", "refuse"), _ON_FAULT),
             devices=_devices(
                 given.get("gpu_device_ids"), args, os.environ if environ is None else environ
             ),
@@ -155,10 +133,7 @@ def _instance_number(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _integer(given: Mapping[str, str], name: str) -> int | None:
-    text = given.get(name)
-    if text is None:
-        return None
+def _integer(name: str, text: str) -> int:
     if not re.fullmatch(r"[1-9]\d{0,8}", text):
         raise ConfigError(f"parameter {name} {text!r}", "an integer, 1 or more", _DO)
     return int(text)
@@ -173,10 +148,29 @@ def _seconds(given: Mapping[str, str], name: str, default: float) -> float:
     return float(text)
 
 
-def _choice(given: Mapping[str, str], name: str, values: Mapping[str, Any], default: Any) -> Any:
-    text = given.get(name)
-    if text is None:
-        return default
+def _choice(name: str, text: str, values: Mapping[str, bool]) -> bool:
     if text not in values:
         raise ConfigError(f"parameter {name} {text!r}", " or ".join(values), _DO)
     return values[text]
+
+
+def _text(name: str, text: str) -> str:
+    return text
+
+
+# fields of `AsyncEngineArgs` that a model may have, and how each is read
+_READERS: Mapping[str, Callable[[str, str], Any]] = {
+    "plan": _text,
+    "policy": _text,
+    "backend": _text,
+    "max_num_seqs": _integer,
+    "max_waiting": _integer,
+    "num_threads": _integer,
+    "verify": partial(_choice, values={"true": True, "false": False}),
+}
+_PARAMETERS = ("engine", *_READERS, "gpu_device_ids", "drain_s", "on_fault")
+
+
+def _engine_args(engine: Path, given: Mapping[str, str]) -> AsyncEngineArgs:
+    read = {name: _READERS[name](name, text) for name, text in given.items() if name in _READERS}
+    return AsyncEngineArgs(engine=engine, **read)

@@ -30,11 +30,11 @@ _ALL_OUTPUTS = frozenset(tensor.name for tensor in OUTPUTS)
 # input → the field of SamplingParams, where its name is another one
 _FIELDS = {"stop_words": "stop"}
 _SAMPLING = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "seed", "rule", "logprobs", "ignore_eos"),
-    *("include_stop_str_in_output", "skip_special_tokens", "speculative", "stop_token_ids"),
-    *("min_tokens", "allowed_token_ids", "bad_words", "stop_words"),
-)
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "seed", "rule", "logprobs", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "speculative", "stop_token_ids",
+    "min_tokens", "allowed_token_ids", "bad_words", "stop_words",
+)  # fmt: skip
 # type of a guide → how StructuredOutputsParams calls it
 _GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 # input that asks for outputs which are not there otherwise

@@ -1,5 +1,6 @@
 """Safetensors files written from streams of chunks, so that memory stays flat whatever their size.
 
+The library's `serialize_file` takes tensors that are in memory, all of them at once.
 Format: 8 bytes little-endian header length, a JSON header, then the data without holes.
 Source: https://github.com/huggingface/safetensors#format
 """

@@ -109,7 +109,7 @@ class TransformersContender:
             decode_s=elapsed_s - sum(clock.first_s for clock in clocks),
             num_decode_tokens=num_tokens - sum(clock.counts[0] for clock in clocks),
             num_steps=num_passes - len(clocks),
-            num_sequence_steps=sum(
+            num_request_steps=sum(
                 size * (len(clock.counts) - 1) for clock, size in zip(clocks, sizes, strict=True)
             ),
             # its pass over the prompt verifies a draft too

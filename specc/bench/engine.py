@@ -30,7 +30,7 @@ class EngineContender:
         batches: token ids of prompts, by batch; the batches run one after another.
         max_tokens: output tokens of each prompt; end-of-sequence tokens do not end it.
         synthetic: acceptance probabilities by sibling rank, instead of real acceptance.
-        params: of the requests of a batch, by place; None is greedy.
+        params: of the requests of a batch, by index; None is greedy.
         policy: name of what chooses among the engine's plans, `plan` first; None never does.
     """
 
@@ -85,7 +85,7 @@ class EngineContender:
             decode_s=decode_s,
             num_decode_tokens=stats.num_output_tokens - stats.num_first_tokens,
             num_steps=stats.num_step_passes,
-            num_sequence_steps=stats.num_steps,
+            num_request_steps=stats.num_steps,
             mean_acceptance_length=stats.mean_acceptance_length if stats.num_spec_steps else None,
             accepted_per_depth=stats.accepted_per_depth,
             stage_ms=stage_ms,

@@ -14,7 +14,6 @@ import torch
 
 from specc.artifact.manifest import Manifest
 from specc.bench.baseline import PLAIN
-from specc.bench.dice import expected_length
 from specc.bench.engine import add_margins
 from specc.bench.rounds import (
     OFF,
@@ -22,17 +21,20 @@ from specc.bench.rounds import (
     Contender,
     Difference,
     Measurement,
+    Rounds,
+    Spread,
     find_differences,
     identity,
+    run_name,
     summarize,
+    uneven_rounds,
 )
 from specc.bench.step_bytes import mean_context, step_bytes
+from specc.cost.acceptance import expected_tokens
 from specc.runtime.engine import Engine
 from specc.system.machine import describe_machine
 
 SCHEMA_VERSION = 1
-# greatest over least tokens/s of a run's rounds, beyond which a note warns
-_UNEVEN = 1.25
 
 
 @dataclass
@@ -65,8 +67,7 @@ class Bench:
     Args:
         directory: of the engine.
         prompts: token ids.
-        contenders: what ran, `off` among them.
-        measured: of each contender, one measurement a round.
+        rounds: of what ran, `off` among them.
         bandwidth: as `measure_read_bandwidth` returns it.
         notes: what a reader has to know about a run that is absent or special.
     """
@@ -75,18 +76,9 @@ class Bench:
     engine: Engine
     settings: Settings
     prompts: list[list[int]]
-    contenders: Sequence[Contender]
-    measured: list[list[Measurement]]
+    rounds: Rounds
     bandwidth: dict[str, Any]
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def off(self) -> list[Measurement]:
-        return self.measurements_of(OFF)
-
-    def measurements_of(self, name: str) -> list[Measurement]:
-        """Of the first contender of this name."""
-        return self.measured[[contender.name for contender in self.contenders].index(name)]
 
     @property
     def manifest(self) -> Manifest:
@@ -97,12 +89,7 @@ class Bench:
 def make_report(bench: Bench, command: str) -> dict[str, Any]:
     """All figures of a benchmark, ready for JSON; the schema is in docs/bench.md."""
     manifest = bench.manifest
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
-        "versions": versions(),
+    return report_head(command) | {
         "engine": {
             "path": str(bench.directory),
             "backend": manifest.backend,
@@ -118,28 +105,32 @@ def make_report(bench: Bench, command: str) -> dict[str, Any]:
         "settings": asdict(bench.settings),
         "read_bandwidth_gb_s": bench.bandwidth["gb_s"],
         "read_bandwidth": bench.bandwidth,
-        "runs": [
-            _run(bench, contender, measured)
-            for contender, measured in zip(bench.contenders, bench.measured, strict=True)
-        ],
-        "notes": [
-            *bench.notes,
-            *_short_runs(bench),
-            *uneven_runs(bench.contenders, bench.measured),
-        ],
+        "runs": [_run(bench, contender, measured) for contender, measured in bench.rounds],
+        "notes": [*bench.notes, *_short_runs(bench), *uneven_runs(bench.rounds)],
+    }
+
+
+def report_head(command: str) -> dict[str, Any]:
+    """What every report begins with."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "versions": versions(),
     }
 
 
 def _run(bench: Bench, contender: Contender, measured: list[Measurement]) -> dict[str, Any]:
     plan = bench.engine.plans[contender.plan] if contender.plan else None
-    plain = bench.off if plan else bench.measurements_of(PLAIN)
-    figures = summarize(measured, bench.off, plain)
+    off = bench.rounds.of(OFF)
+    figures = summarize(measured, off, off if plan else bench.rounds.of(PLAIN))
     probabilities = bench.settings.synthetic_acceptance
     synthetic = None
     if contender.name == SPECULATIVE and probabilities is not None and plan is not None:
         synthetic = {
             "probabilities": probabilities,
-            "expected_acceptance_length": expected_length(probabilities, plan.tree),
+            "expected_acceptance_length": expected_tokens(plan.tree, [probabilities]),
         }
     own: dict[str, Any] = {
         "name": contender.name,
@@ -147,17 +138,30 @@ def _run(bench: Bench, contender: Contender, measured: list[Measurement]) -> dic
         "widths": list(plan.widths) if plan else None,
         "synthetic_acceptance": synthetic,
     }
-    return own | figures | _identity(bench, measured, synthetic) | _bytes(bench, plan, figures)
+    reference = None if synthetic else off[0].outputs
+    same = compare_outputs(bench.engine, bench.prompts, reference, measured)
+    return own | figures | same | _bytes(bench, plan, figures)
 
 
-def _identity(bench: Bench, measured: list[Measurement], synthetic: Any) -> dict[str, Any]:
-    if synthetic is not None:
-        empty = identity([], len(bench.prompts))
-        return dict.fromkeys(empty) | {"differences": []}
-    reference = bench.off[0].outputs
+def compare_outputs(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    reference: Sequence[list[int]] | None,
+    measured: Sequence[Measurement],
+) -> dict[str, Any]:
+    """Whether the outputs are plain decoding's own, for JSON.
+
+    Args:
+        engine: that ran, to tell near ties.
+        prompts: token ids.
+        reference: outputs of plain decoding; None where dice accepted, so nothing is to be equal.
+        measured: of a contender.
+    """
+    if reference is None:
+        return dict.fromkeys(identity([], 1)) | {"differences": []}
     differences: Sequence[Difference] = find_differences(reference, measured)
-    differences = add_margins(bench.engine, bench.prompts, reference, differences)
-    return identity(differences, len(bench.prompts))
+    differences = add_margins(engine, prompts, reference, differences)
+    return identity(differences, len(prompts))
 
 
 def _bytes(bench: Bench, plan: Any, figures: dict[str, Any]) -> dict[str, Any]:
@@ -177,33 +181,25 @@ def _short_runs(bench: Bench) -> list[str]:
     """Runs that did not emit what was asked for: their times do not compare."""
     wanted = len(bench.prompts) * bench.settings.tokens
     return [
-        f"{_label(contender)} emitted {measured[0].num_output_tokens} tokens instead of {wanted}"
-        for contender, measured in zip(bench.contenders, bench.measured, strict=True)
+        f"{run_name(contender.name, contender.plan)} emitted"
+        f" {measured[0].num_output_tokens} tokens instead of {wanted}"
+        for contender, measured in bench.rounds
         if measured[0].num_output_tokens != wanted
     ]
 
 
-def uneven_runs(
-    contenders: Sequence[Contender], measured_runs: Sequence[Sequence[Measurement]]
-) -> list[str]:
-    """Runs whose rounds differ so much that something else must have used the machine."""
-    uneven = []
-    for contender, measured in zip(contenders, measured_runs, strict=True):
-        rates = [m.tokens_per_s for m in measured]
-        if (ratio := max(rates) / min(rates)) > _UNEVEN:
-            uneven.append(f"{_label(contender)} by {ratio - 1:.0%}")
-    if not uneven:
-        return []
-    return [f"rounds differ: {', '.join(uneven)}; repeat this on a machine without other work"]
-
-
-def _label(contender: Contender) -> str:
-    return f"{contender.name} {contender.plan}" if contender.name == SPECULATIVE else contender.name
+def uneven_runs(rounds: Rounds) -> list[str]:
+    """A note on runs whose rounds differ much."""
+    spreads = {
+        run_name(contender.name, contender.plan): Spread.of([m.tokens_per_s for m in measured])
+        for contender, measured in rounds
+    }
+    return uneven_rounds(spreads, "repeat this on a machine without other work")
 
 
 def versions() -> dict[str, str | None]:
     """What a figure depends on, for JSON."""
-    from specc import __version__
+    from specc.version import __version__
 
     versions: dict[str, str | None] = {
         "python": platform.python_version(),

@@ -8,12 +8,14 @@ rounds; its spread is the least and the greatest round. Nothing overlaps.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 OFF = "off"
 SPECULATIVE = "speculative"
+# greatest over least of a figure's rounds, beyond which a note warns
+_UNEVEN = 1.25
 
 
 @dataclass
@@ -27,8 +29,8 @@ class Measurement:
         decode_s: wall time without prefill.
         num_decode_tokens: tokens that were emitted in it.
         num_steps: target passes of decode steps; a batch shares a pass.
-        num_sequence_steps: the same, counted once for each sequence that took part.
-        mean_acceptance_length: tokens a sequence emits in a step; None where nothing drafts.
+        num_request_steps: the same, counted once for each request that took part.
+        mean_acceptance_length: tokens a request emits in a step; None where nothing drafts.
         accepted_per_depth: share of steps in which depth 1, 2, … was accepted.
         stage_ms: milliseconds a step of each stage, where the contender tells them.
         excluded_s: what was taken off `elapsed_s`: the time of a hook that only benchmarks have.
@@ -40,7 +42,7 @@ class Measurement:
     decode_s: float
     num_decode_tokens: int
     num_steps: int
-    num_sequence_steps: int
+    num_request_steps: int
     mean_acceptance_length: float | None = None
     accepted_per_depth: list[float] = field(default_factory=list)
     stage_ms: dict[str, float] = field(default_factory=dict)
@@ -64,8 +66,8 @@ class Measurement:
         return 1000 * _ratio(self.decode_s, self.num_steps)
 
     @property
-    def sequences_per_step(self) -> float:
-        return _ratio(self.num_sequence_steps, self.num_steps)
+    def requests_per_step(self) -> float:
+        return _ratio(self.num_request_steps, self.num_steps)
 
 
 class Contender(Protocol):
@@ -75,6 +77,26 @@ class Contender(Protocol):
     plan: str | None
 
     def run(self) -> Measurement: ...
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What interleaved rounds have measured.
+
+    Args:
+        contenders: in the order of the first counted round.
+        measured: of each contender, one measurement a round.
+    """
+
+    contenders: Sequence[Contender] = ()
+    measured: Sequence[list[Measurement]] = ()
+
+    def __iter__(self) -> Iterator[tuple[Contender, list[Measurement]]]:
+        return zip(self.contenders, self.measured, strict=True)
+
+    def of(self, name: str) -> list[Measurement]:
+        """Measurements of the first contender of this name."""
+        return next(measured for contender, measured in self if contender.name == name)
 
 
 @dataclass(frozen=True)
@@ -115,27 +137,46 @@ def run_rounds(
     contenders: Sequence[Contender],
     rounds: int,
     warmup: int,
-    on_run: Callable[[int, int, Contender], object] = lambda number, place, contender: None,
-) -> list[list[Measurement]]:
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Rounds:
     """Measure all contenders round by round.
 
     Args:
         contenders: in the order of the first counted round.
         rounds: counted rounds.
         warmup: rounds before them, thrown away.
-        on_run: called before every run with the round (negative in warm-up), the place in its
-            order, and the contender.
-    Returns:
-        the measurements of each contender, in the order of `contenders`.
+        progress: called before every run with the runs that are done, and of all.
     """
     measured: list[list[Measurement]] = [[] for _ in contenders]
+    done, total = 0, (rounds + warmup) * len(contenders)
     for number in range(-warmup, rounds):
-        for place, index in enumerate(order_of_round(number, len(contenders))):
-            on_run(number, place, contenders[index])
+        for index in order_of_round(number, len(contenders)):
+            progress(done, total)
             measurement = contenders[index].run()
+            done += 1
             if number >= 0:
                 measured[index].append(measurement)
-    return measured
+    return Rounds(contenders, measured)
+
+
+def run_name(name: str, plan: str | None) -> str:
+    """A contender as tables, notes and pictures call it."""
+    return f"{name} {plan}" if name == SPECULATIVE else name
+
+
+def uneven_rounds(spreads: Mapping[str, Spread], do: str) -> list[str]:
+    """A note where rounds differ so much that something else must have used the machine.
+
+    Args:
+        spreads: name of what was measured → a figure of its rounds.
+        do: what narrows it.
+    """
+    uneven = [
+        f"{name} by {spread.max / spread.min - 1:.0%}"
+        for name, spread in spreads.items()
+        if spread.max > _UNEVEN * spread.min
+    ]
+    return [f"rounds differ: {', '.join(uneven)}; {do}"] if uneven else []
 
 
 def order_of_round(number: int, count: int) -> list[int]:
@@ -219,7 +260,7 @@ def summarize(
             name: statistics.median(m.stage_ms[name] for m in measurements)
             for name in first.stage_ms
         },
-        "sequences_per_step": first.sequences_per_step,
+        "sequences_per_step": first.requests_per_step,
         # plain decoding emits one token a step
         "mean_acceptance_length": first.mean_acceptance_length or 1.0,
         "accepted_per_depth": first.accepted_per_depth,

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.manifest import Manifest
 from specc.kernels import native, ops
-from specc.runtime.backends.program import read_json
+from specc.runtime.backends.program_files import read_json
 from specc.speculation.plans import SpecPlan
 
 BUFFER_BYTES = 400_000_000

@@ -16,11 +16,12 @@ import torch
 
 from specc.bench.device import Replay, TimedGraphs
 from specc.bench.rounds import Spread
-from specc.runtime.backends.captured.captured_step import CapturedStep, CaptureWarning
-from specc.runtime.backends.program import StepInputs, StepResult
+from specc.runtime.backends.captured.captured_step import CaptureWarning
+from specc.runtime.backends.step import QueuedStep
+from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of, sampling_rows
-from specc.runtime.scheduling.sequence import Sequence as Request
+from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 
 _COUNTED_STEPS = 3
@@ -62,7 +63,7 @@ class StepBench:
     """Measures the steps of an engine in memory.
 
     Args:
-        engine: its steps are `CapturedStep`s on `graphs`.
+        engine: its steps are `QueuedStep`s on `graphs`.
         graphs: that they are captured with.
         context: committed rows of a sequence when steps begin.
         tokens: that a sequence may grow by.
@@ -141,7 +142,7 @@ class StepBench:
         )
 
     def _rounds(
-        self, step: CapturedStep, count: int, rounds: int, inputs: StepInputs
+        self, step: QueuedStep, count: int, rounds: int, inputs: StepInputs
     ) -> tuple[list[float], list[float], float]:
         """Milliseconds of steps, gaps between them, and the mean acceptance length."""
         self._queue(step, count, inputs)
@@ -157,24 +158,24 @@ class StepBench:
             lengths += [1.0 + n for result in results for n in result.num_accepted]
         return step_ms, gaps, statistics.mean(lengths)
 
-    def _step(self, plan: str) -> CapturedStep:
-        step = self._engine.steps[plan]
-        assert isinstance(step, CapturedStep), "an engine of a device that captures"
+    def _step(self, plan: str) -> QueuedStep:
+        step = self._engine.steps[plan].queued
+        assert step is not None, "an engine of a device that captures"
         return step
 
-    def _capture(self, step: CapturedStep) -> str | None:
+    def _capture(self, step: QueuedStep) -> str | None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", CaptureWarning)
             step.capture(self._batch)
         reasons = [str(item.message) for item in caught if item.category is CaptureWarning]
         return reasons[0] if reasons else None
 
-    def _steps_of_queue(self, step: CapturedStep) -> int:
+    def _steps_of_queue(self, step: QueuedStep) -> int:
         """As many as fit where every step emits all that it can."""
         return max(1, self._tokens // (step.plan.max_depth + 1))
 
     def _queue(
-        self, step: CapturedStep, count: int, inputs: StepInputs | None = None
+        self, step: QueuedStep, count: int, inputs: StepInputs | None = None
     ) -> list[StepResult]:
         """Queue steps; the host reads a result when the next step is queued already.
 
@@ -192,7 +193,7 @@ class StepBench:
         return [*results, pending.result()]
 
     def _time(
-        self, step: CapturedStep, count: int, inputs: StepInputs | None = None
+        self, step: QueuedStep, count: int, inputs: StepInputs | None = None
     ) -> tuple[list[StepResult], list[Replay], Replay]:
         """Results of a queue, its replays, and marks around all of it."""
         results: list[StepResult] = []
@@ -217,7 +218,7 @@ class StepBench:
         return self._graphs.clock.ms(*replay)
 
     def _stages(
-        self, step: CapturedStep, names: Sequence[str], count: int, rounds: int
+        self, step: QueuedStep, names: Sequence[str], count: int, rounds: int
     ) -> dict[str, float]:
         """Median milliseconds of each stage while each is a graph of its own."""
         step.before_accept = _look_away
@@ -235,7 +236,7 @@ class StepBench:
         finally:
             step.before_accept = None
 
-    def _kernels(self, step: CapturedStep, count: int) -> float:
+    def _kernels(self, step: QueuedStep, count: int) -> float:
         return self._graphs.count_kernels(lambda: self._queue(step, count)) / count
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.main
 from typer.core import TyperGroup
 
-from specc.cli.synonyms import as_option, synonym
+from specc.cli.options.with_options import with_options
+from specc.cli.synonyms import in_words_of, synonym
 from specc.errors import SpeccError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -21,14 +24,18 @@ _PIPE_CLOSED = 141  # 128 + SIGPIPE
 class _Commands(TyperGroup):
     """Ends every command the same way: three lines for a user's error, one for Ctrl-C.
 
-    A command's name may be two words, where the first one is a command, too.
+    A command's name may be two words, where the first one is a command, too. Of each command there
+    is the name and the help; its options are made when it is called.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = " ".join(args[:2])
-        if name in self.commands:
-            args = [name, *args[2:]]
-        return super().resolve_command(ctx, args)
+        two_words = " ".join(args[:2])
+        if two_words in self.commands:
+            args = [two_words, *args[2:]]
+        name, _, rest = super().resolve_command(ctx, args)
+        assert name is not None, "an unknown command is a usage error"
+        self.commands[name] = command = _with_all_options(name)
+        return name, command, rest
 
     def _explain_option(self, error: Any) -> None:
         """Exit with three lines where an option is another program's name for one of ours."""
@@ -41,15 +48,11 @@ class _Commands(TyperGroup):
         raise typer.Exit(2) from None
 
     def _for_command_line(self, error: SpeccError, ctx: Any) -> SpeccError:
-        """An error of `SamplingParams` names its field; here it is an option of the command."""
+        """An error of a dataclass names its field; here it is an option of the command."""
         command = self.commands.get(ctx.invoked_subcommand)
-        known = _options_of(command) if command else set()
-        if (found := as_option(error.found, known)) is None:
-            return error
-        option = found.partition(" ")[0]
-        return type(error)(
-            found, error.needed, error.do.replace(option[2:].replace("-", "_"), option)
-        )
+        parameters = command.params if command else []
+        options = {one.name: one.opts[0] for one in parameters if one.opts[0].startswith("--")}
+        return in_words_of(options, error)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -87,6 +90,34 @@ class _Commands(TyperGroup):
             raise
 
 
+# name → what runs, whose parameters are the options
+_functions: dict[str, Callable[..., None]] = {}
+
+
+def add_command(name: str, function: Callable[..., None]) -> None:
+    """Give the command line a command.
+
+    Args:
+        name: one word, or two.
+        function: its parameters are arguments and options as typer takes them, or dataclasses of
+            options; its docstring is the help.
+    """
+
+    def stub() -> None:
+        raise AssertionError(f"{name} was called without its options")
+
+    stub.__doc__ = function.__doc__
+    app.command(name)(stub)
+    _functions[name] = function
+
+
+def _with_all_options(name: str) -> Any:
+    """A command as typer builds it, which takes long enough to do it for one alone."""
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command(name)(with_options(_functions[name]))
+    return typer.main.get_command(alone)
+
+
 def _options_of(command: Any) -> set[str]:
     return {name for parameter in command.params for name in parameter.opts}
 
@@ -110,7 +141,7 @@ def _set_debug(ctx: typer.Context, value: bool) -> bool:
 
 def print_version(value: bool) -> None:
     if value:
-        from specc import __version__
+        from specc.version import __version__
 
         typer.echo(f"specc {__version__}")
         raise typer.Exit

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.cli.prompts import decode
-from specc.cli.run import Loading
 from specc.errors import ConfigError, EngineError, RequestError
 from specc.sampling.params import SamplingParams
-from specc.system.machine import check_threads
 
 if TYPE_CHECKING:
+    from specc.runtime.engine_args import EngineArgs
     from specc.runtime.llm import LLM
     from specc.runtime.requests.chat_template import ChatTemplate
 
@@ -114,8 +113,7 @@ class Conversation:
 
 
 def run_chat(
-    engine: Path,
-    loading: Loading,
+    args: EngineArgs,
     sampling: Mapping[str, Any],
     *,
     system: str | None,
@@ -128,27 +126,18 @@ def run_chat(
     Raises:
         SpeccError: of the engine, of an option; the engine has no template or no tokenizer.
     """
-    check_threads(loading.threads)
     SamplingParams(max_tokens=1 if max_tokens is None else max_tokens, **sampling)
     from specc.runtime.llm import LLM
     from specc.runtime.requests.chat_template import load_template
 
-    found = load_template(engine, template)
+    found = load_template(args.directory, template)
     if found is None:
         raise ConfigError(
-            f"{engine}, which has no chat template",
+            f"{args.engine}, which has no chat template",
             "an engine of a model that was trained on conversations, or a template",
             "pass --chat-template FILE.jinja, or use specc run for plain text",
         )
-    llm = LLM(
-        engine,
-        plan=loading.plan,
-        policy=loading.policy,
-        verify=loading.verify,
-        num_threads=loading.threads,
-        backend=loading.backend,
-        max_num_seqs=1,
-    )
+    llm = LLM.from_engine_args(args)
     if llm.tokenizer is None:
         raise EngineError(
             "an engine without a tokenizer", "one whose tokenizer reads text", "compile it with one"

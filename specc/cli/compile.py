@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specc.artifact.backends import facts_of
 from specc.cli import render
 from specc.cli.progress import make_listener
 from specc.config import CompileConfig
@@ -132,7 +133,8 @@ def next_step(manifest: Manifest, output: Path, has_gpu: bool) -> str:
     run = f'specc run {engine} "def fibonacci(n):" --stats'
     if manifest.device == "cuda" and not has_gpu:
         return f"copy {engine} to a machine with an NVIDIA GPU, and there: {run}"
-    if manifest.backend == "onnx" and any(m.dtype == "bfloat16" for m in manifest.models):
+    unrun = facts_of(manifest.backend).unrun_dtypes
+    if any(model.dtype in unrun for model in manifest.models):
         return f"{run} --backend eager"
     return run
 

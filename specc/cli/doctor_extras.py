@@ -12,6 +12,8 @@ NEEDED_FOR = {
     "onnx": "the backends onnx and tensorrt",
     "tensorrt": "compiling for --backend tensorrt without a GPU",
     "serve": "specc serve, and chat templates",
+    "bench": "specc bench serve --base-url",
+    "plot": "pictures: --plot, and specc.draw",
     "structured": "outputs that follow a JSON schema, a regex or a grammar",
     "cuda": "running engines of the backend cuda",
     "dev": "specc's own tests",

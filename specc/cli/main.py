@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from specc.cli.app import Debug, EngineArgument, Json, app, print_version
+from specc.cli.app import Debug, EngineArgument, Json, add_command, app, print_version
 from specc.cli.commands.bench import bench, bench_serve
 from specc.cli.commands.chat import chat
 from specc.cli.commands.compile import compile_
@@ -16,15 +16,6 @@ from specc.cli.commands.run import run
 from specc.cli.commands.serve import serve
 from specc.cli.commands.triton import triton
 from specc.cli.commands.tune import tune
-
-app.command("compile")(compile_)
-app.command("run")(run)
-app.command("chat")(chat)
-app.command("serve")(serve)
-app.command("bench")(bench)
-app.command("bench serve")(bench_serve)
-app.command("tune")(tune)
-app.command("triton")(triton)
 
 
 @app.callback()
@@ -39,7 +30,6 @@ def _specc(
     pass
 
 
-@app.command("inspect")
 def inspect(
     engine: EngineArgument,
     only: Annotated[
@@ -104,7 +94,6 @@ def inspect(
         run_inspect(engine, only=only, why=why, verify=verify, as_json=as_json)
 
 
-@app.command("doctor")
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
     """Show what this machine can do and what it lacks.
 
@@ -116,6 +105,19 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
     from specc.cli.doctor import run_doctor
 
     run_doctor(as_json=as_json)
+
+
+# in the order of the help
+add_command("compile", compile_)
+add_command("run", run)
+add_command("chat", chat)
+add_command("serve", serve)
+add_command("bench", bench)
+add_command("bench serve", bench_serve)
+add_command("tune", tune)
+add_command("triton", triton)
+add_command("inspect", inspect)
+add_command("doctor", doctor)
 
 
 def main() -> NoReturn:

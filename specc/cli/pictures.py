@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from specc.artifact.directory import open_engine
-from specc.artifact.manifest import PROFILE_FILE, Manifest, PlanEntry
+from specc.artifact.manifest import PROFILE_FILE, Manifest
+from specc.artifact.manifest_entries import PlanEntry
 from specc.cli import render
+from specc.cost.acceptance import node_acceptance
 from specc.errors import ConfigError, EngineError, RequestError
 from specc.speculation.plans import MERGE, SpecPlan
 from specc.speculation.tree import TokenTree
@@ -82,12 +84,7 @@ def _acceptance_of(
         table = _table_of_probe(manifest.probe, tree)
     if not table or plan.combine:
         return None
-    acceptance = [1.0] * tree.num_nodes
-    for node in range(tree.num_nodes):
-        row = table[min(tree.depths[node], len(table) - 1)]
-        for rank, child in enumerate(tree.children(node)):
-            acceptance[child] = row[rank] if rank < len(row) else 0.0
-    return acceptance
+    return node_acceptance(tree, table)
 
 
 def _table_of_probe(probe: dict[str, Any], tree: TokenTree) -> list[list[float]] | None:

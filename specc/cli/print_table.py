@@ -1,8 +1,8 @@
-"""A table that loses nothing where a terminal is narrow: columns go on below each other."""
+"""Reports in a terminal: lines, cells, and tables that lose nothing where it is narrow."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -12,6 +12,17 @@ from specc.cli import render
 
 # of columns that may be folded: narrower than this they cannot be read
 _LEAST_FOLDED = 16
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print lines that the terminal folds, not rich: they can be copied and searched."""
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def cell(value: float | None, form: str = ".2f") -> str:
+    """A figure in a table; nothing where nobody measured it."""
+    return "" if value is None else f"{value:{form}}"
 
 
 def print_table(console: Console, table: Table, num_keys: int = 1) -> None:

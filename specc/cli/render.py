@@ -18,7 +18,8 @@ from specc.speculation.tree import TokenTree
 from specc.system.files import format_bytes
 
 if TYPE_CHECKING:
-    from specc.artifact.manifest import Manifest, ModelEntry
+    from specc.artifact.manifest import Manifest
+    from specc.artifact.manifest_entries import ModelEntry
 
 _FILE_WIDTH = 100  # columns where the output is no terminal
 _MOST_BRANCHES = 3  # children drawn under one node

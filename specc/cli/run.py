@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specc.cli.prompts import (
@@ -20,108 +19,59 @@ from specc.cli.prompts import (
 )
 from specc.errors import RequestError
 from specc.sampling.params import SamplingParams
-from specc.system.machine import check_threads
 
 if TYPE_CHECKING:
+    from specc.cli.options.prompts import PromptSource
+    from specc.cli.options.sampling import SamplingOptions
+    from specc.runtime.engine_args import EngineArgs
     from specc.runtime.llm import LLM
     from specc.runtime.outputs.logprobs import TokenLogprobs
     from specc.runtime.outputs.request_output import CompletionOutput, RequestOutput, StreamOutput
     from specc.speculation.metrics import SpecStats
 
-# options that only a request with a temperature reads; their defaults are None on the command line
-_OF_SAMPLING = {
-    "seed": "--seed",
-    "rule": "--rule",
-    "top_p": "--top-p",
-    "top_k": "--top-k",
-    "min_p": "--min-p",
-}
 
+def read_source(source: PromptSource) -> list[PromptLine]:
+    """The prompts, none of them empty.
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for; the prompt comes from one place.
-
-    Args:
-        prompt: text.
-        file: UTF-8 text, one prompt.
-        prompts: JSON lines with `prompt` or `prompt_token_ids`, and options of their own.
-        sampling: further options of `SamplingParams`.
+    Raises:
+        RequestError: no prompt, an empty one, or several sources.
+        InputFileError: a file that cannot be read as UTF-8 text.
     """
-
-    prompt: str | None = None
-    file: Path | None = None
-    prompts: Path | None = None
-    max_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-
-    def options(self) -> dict[str, Any]:
-        """Of `SamplingParams`, for all prompts."""
-        return {
-            "max_tokens": self.max_tokens,
-            "stop": self.stop,
-            "ignore_eos": self.ignore_eos,
-            **self.sampling,
-        }
-
-    def read(self) -> list[PromptLine]:
-        """The prompts, none of them empty.
-
-        Raises:
-            RequestError: no prompt, an empty one, or several sources.
-            InputFileError: a file that cannot be read as UTF-8 text.
-        """
-        given = [
-            name
-            for name, value in (
-                ("PROMPT", self.prompt),
-                ("--file", self.file),
-                ("--prompts", self.prompts),
-            )
-            if value is not None
-        ]
-        if len(given) > 1:
-            raise RequestError(f"{' and '.join(given)}", "one source of prompts", "pass one")
-        if self.prompts is not None:
-            lines = read_prompt_lines(self.prompts)
-            note_keys(self.prompts, [key for line in lines for key in line.others])
-            return lines
-        if self.file is not None:
-            return [_line(read_bytes(self.file), str(self.file))]
-        if self.prompt is not None:
-            # bytes that are no UTF-8 reach Python as lone surrogates
-            return [_line(self.prompt.encode("utf-8", "surrogateescape"), "the prompt")]
-        if sys.stdin.isatty():
-            raise RequestError(
-                "no prompt", "text to continue", 'pass "PROMPT", --file F, or pipe it in'
-            )
-        return [_line(sys.stdin.buffer.read(), "standard input")]
-
-
-@dataclass(frozen=True)
-class Loading:
-    """How the engine is loaded; the fields are those of `LLM`."""
-
-    plan: str | None = None
-    policy: str | None = None
-    verify: bool | None = None
-    threads: int | None = None
-    backend: str | None = None
+    places = {"PROMPT": source.prompt, "--file": source.file, "--prompts": source.prompts}
+    given = [name for name, value in places.items() if value is not None]
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)}", "one source of prompts", "pass one")
+    if source.prompts is not None:
+        lines = read_prompt_lines(source.prompts)
+        note_keys(source.prompts, [key for line in lines for key in line.others])
+        return lines
+    if source.file is not None:
+        return [_line(read_bytes(source.file), str(source.file))]
+    if source.prompt is not None:
+        # bytes that are no UTF-8 reach Python as lone surrogates
+        return [_line(source.prompt.encode("utf-8", "surrogateescape"), "the prompt")]
+    if sys.stdin.isatty():
+        raise RequestError(
+            "no prompt", "text to continue", 'pass "PROMPT", --file F, or pipe it in'
+        )
+    return [_line(sys.stdin.buffer.read(), "standard input")]
 
 
 def run_request(
-    engine: Path, request: Request, loading: Loading, *, stats: bool, as_json: bool
+    args: EngineArgs,
+    source: PromptSource,
+    sampling: SamplingOptions,
+    *,
+    stats: bool,
+    as_json: bool,
 ) -> None:
     """Load the engine and print what it generates.
 
     Raises:
         SpeccError: of the engine, of a prompt, of a parameter.
     """
-    check_threads(loading.threads)
-    lines = request.read()  # before the engine loads: a bad file fails at once
-    common = request.options()
+    lines = read_source(source)  # before the engine loads: a bad file fails at once
+    common = sampling.given()
     params = [line.params(common) for line in lines]
     if not as_json and any(own.logprobs is not None for own in params):
         raise RequestError(
@@ -131,18 +81,12 @@ def run_request(
         raise RequestError(
             "prompt_logprobs without --json", "--json, which has a place for them", "add --json"
         )
-    _note_unused(request.sampling, params)
+    _note_unused(sampling, params)
     from specc.runtime.llm import LLM
 
-    llm = LLM(
-        engine,
-        plan=loading.plan,
-        policy=loading.policy,
-        verify=loading.verify,
-        num_threads=loading.threads,
-        backend=loading.backend,
-        max_num_seqs=1 if sum(own.n for own in params) == 1 else None,
-    )
+    if sum(own.n for own in params) == 1:
+        args = replace(args, max_num_seqs=1)
+    llm = LLM.from_engine_args(args)
     prompts = [line.prompt for line in lines]
     needs_ids(prompts, llm.tokenizer is not None)
     if as_json or sum(own.n for own in params) > 1:
@@ -165,9 +109,9 @@ def _line(data: bytes, name: str) -> PromptLine:
     return PromptLine(name, not_empty(decode(data, name), name), {})
 
 
-def _note_unused(sampling: Mapping[str, Any], params: Sequence[SamplingParams]) -> None:
+def _note_unused(sampling: SamplingOptions, params: Sequence[SamplingParams]) -> None:
     """Options of sampling change nothing where every request is greedy."""
-    given = [option for name, option in _OF_SAMPLING.items() if sampling.get(name) is not None]
+    given = sampling.unused_when_greedy()
     if given and all(own.is_greedy for own in params):
         verb = "has" if len(given) == 1 else "have"
         _note(f"{', '.join(given)} {verb} no effect at temperature 0: nothing is drawn")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.errors import ConfigError
@@ -14,39 +12,33 @@ MEASURE_S = 8.0
 
 if TYPE_CHECKING:
     from specc.runtime.engine import Engine
-    from specc.server.config import ServeConfig
+    from specc.runtime.engine_args import AsyncEngineArgs
+    from specc.server.config import Place, ServeConfig
 
 
 def run_serve(
-    engine: Path,
-    config: ServeConfig,
-    *,
-    loading: Mapping[str, Any],
-    place: Mapping[str, Any],
-    measures: bool = True,
+    args: AsyncEngineArgs, place: Place, config: ServeConfig, *, measures: bool = True
 ) -> int:
     """Serve until a signal; returns the exit code.
 
     Args:
-        engine: directory.
+        args: the engine's directory, and how it is opened and run.
+        place: where to listen.
         config: names, keys and limits.
-        loading: fields of `specc.server.run.Loading`.
-        place: fields of `specc.server.run.Place`.
         measures: time the passes of an engine that has no latency table, where goodput wants one.
     Raises:
         ConfigError: the server's packages are not installed.
         SpeccError: of the engine, the port or an option.
     """
     try:
-        from specc.server.run import Loading, Place, serve
+        from specc.server.run import serve
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("specc"):
             raise
         raise ConfigError(
             f"no package {error.name}", "the packages of the server", install_command("serve")
         ) from error
-    timing = measure if measures else None
-    return serve(engine, Loading(**loading, measure=timing), Place(**place), config)
+    return serve(args, place, config, measure if measures else None)
 
 
 def measure(engine: Engine) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+
+from specc.errors import SpeccError
 
 # option of vLLM, transformers or TensorRT-LLM → option of specc
 _SYNONYMS = {
@@ -21,8 +23,9 @@ _SYNONYMS = {
     "--output-dir": "--output",
     "--output-directory": "--output",
 }
-# a field of `SamplingParams` at the start of an error, and its value
-_FIELD = re.compile(r"(\w+)=('?)(.*?)\2$", re.DOTALL)
+# a field of a dataclass of options at the start of an error, and its value; without the equals
+# sign the value is one word, as others are prose
+_FIELD = re.compile(r"(\w+)(?:=('?)(.*?)\2| (\S+))$", re.DOTALL)
 
 
 def synonym(option: str, known: Collection[str]) -> str | None:
@@ -36,8 +39,16 @@ def synonym(option: str, known: Collection[str]) -> str | None:
     return found if found in known else None
 
 
-def as_option(found: str, known: Collection[str]) -> str | None:
-    """`top_p=2.0` as the command line has it, `--top-p 2.0`; None where it is no such option."""
-    match = _FIELD.match(found)
-    option = "--" + match[1].replace("_", "-") if match else ""
-    return f"{option} {match[3]}" if match and option in known else None
+def in_words_of(options: Mapping[str, str], error: SpeccError) -> SpeccError:
+    """An error that names a field, as the command line has it: `top_p=2.0` is `--top-p 2.0`.
+
+    Args:
+        options: field → option of the command.
+        error: any; it comes back as it is where it names no such field.
+    """
+    match = _FIELD.match(error.found)
+    if match is None or (option := options.get(match[1])) is None:
+        return error
+    value = match[4] if match[3] is None else match[3]
+    do = re.sub(rf"\b{match[1]}\b", option, error.do)
+    return type(error)(f"{option} {value}", error.needed, do)

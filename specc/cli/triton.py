@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specc.errors import ConfigError
-from specc.triton.repository import TritonConfig, start_command, write_backend, write_model
+from specc.triton.config import TritonConfig
+from specc.triton.repository import start_command, write_backend, write_model
+
+if TYPE_CHECKING:
+    from specc.cli.options.triton import RepositoryOptions
+    from specc.runtime.engine_args import AsyncEngineArgs
 
 
 def run_triton(
-    engine: Path,
-    repository: Path,
-    config: TritonConfig,
-    *,
-    backends: Path | None,
-    force: bool,
-    as_json: bool,
+    engine: Path, repository: RepositoryOptions, config: TritonConfig, *, as_json: bool
 ) -> None:
     """Write the model, and its backend where it needs one; say how to start a server.
 
     Raises:
         SpeccError: of the engine, of the output, of an option.
     """
+    backends = repository.backends
     if config.layout == "model" and backends is not None:
         raise ConfigError(
             f"--backends {backends} with --layout model",
             "--layout backend",
             "pass it, or leave --backends out",
         )
-    model = write_model(engine, repository, config, force)
+    model = write_model(engine, repository.output, config, repository.force)
     backend = None
     if config.layout == "backend":
-        backends = backends or repository.parent / "backends"
-        backend = write_backend(backends, force)
-    command = shlex.join(start_command(repository, backends))
+        backends = backends or repository.output.parent / "backends"
+        backend = write_backend(backends, repository.force)
+    command = shlex.join(start_command(repository.output, backends))
     if as_json:
         written = {"model": str(model), "backend": backend and str(backend), "start": command}
         print(json.dumps(written, indent=1))
@@ -51,24 +52,11 @@ def run_triton(
     )
 
 
-def engine_files(copy: bool, link: bool, reference: bool) -> str:
-    """Which of the three options was passed; `copy` without any.
-
-    Raises:
-        ConfigError: several.
-    """
-    given = [
-        name
-        for name, is_given in (("copy", copy), ("link", link), ("reference", reference))
-        if is_given
-    ]
-    if len(given) > 1:
-        raise ConfigError(
-            " and ".join(f"--{name}" for name in given), "one of the three", "pass one"
-        )
-    return given[0] if given else "copy"
-
-
-def parameters_of(options: Mapping[str, object]) -> dict[str, str]:
-    """Those that were given, as config.pbtxt has them."""
-    return {name: str(value) for name, value in options.items() if value is not None}
+def parameters_of(args: AsyncEngineArgs, on_fault: str | None) -> dict[str, str]:
+    """What config.pbtxt has to say: all that is not as it is without it."""
+    given = {
+        field.name: str(value)
+        for field in dataclasses.fields(args)
+        if (value := getattr(args, field.name)) != field.default
+    }
+    return given if on_fault is None else given | {"on_fault": on_fault}

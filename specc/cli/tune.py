@@ -3,77 +3,59 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.table import Table
 
 from specc.cli import render
-from specc.cli.print_table import print_table
+from specc.cli.print_table import cell, print_lines, print_table
 from specc.cli.progress import make_listener
 from specc.cli.prompts import plain_prompts
-from specc.errors import ConfigError
 from specc.progress import Phases
 from specc.speculation.plans import OFF
-from specc.system.machine import check_threads
-from specc.tune.run import BatchTuning, TuneOptions, tune
+from specc.tune.run import BatchTuning, tune
+
+if TYPE_CHECKING:
+    from specc.cli.options.prompts import PromptFile
+    from specc.runtime.engine_args import EngineArgs
+    from specc.tune.options import TuneOptions
 
 
-def run_tune(
-    engine: Path,
-    prompts: Path,
-    options: TuneOptions,
-    *,
-    num_prompts: int | None,
-    threads: int | None,
-    as_json: bool,
-) -> None:
+def run_tune(args: EngineArgs, file: PromptFile, options: TuneOptions, *, as_json: bool) -> None:
     """Tune, with progress on standard error, and say what was chosen and why.
 
     Raises:
         SpeccError: of the engine, of the prompts, of an option.
     """
-    check_options(options, num_prompts)
-    check_threads(threads)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    texts = plain_prompts(prompts)[:num_prompts]
+    assert file.prompts is not None, "a required option"
+    if args.num_threads is not None:
+        torch.set_num_threads(args.num_threads)
+    texts = plain_prompts(file.prompts)[: file.num_prompts]
     with make_listener() as listen:
-        tuning = tune(engine, texts, options, Phases(listen))
+        tuning = tune(args.directory, texts, options, Phases(listen))
     if as_json:
         print(json.dumps(tuning.to_json(options), indent=1))
         return
     console = render.make_console()
-    for draft, table in tuning.acceptance.items():
-        rows = ", ".join(" ".join(f"{value:.2f}" for value in row[:4]) for row in table[:4])
-        console.print(f"acceptance of {draft} by depth and rank: {rows}", soft_wrap=True)
+    print_lines(console, _acceptance_lines(tuning.acceptance))
     for batch in tuning.batches:
         console.print(render.heading(f"\nbatch size {batch.batch_size}"))
         print_table(console, _table(batch))
-        console.print(_reason(batch), soft_wrap=True)
+        print_lines(console, [_reason(batch)])
     if tuning.others:
         names = ", ".join(plan.name for plan in tuning.others)
         text = "removed from" if options.prunes else "chosen for no batch size, and still in"
         do = "" if options.prunes else " (--prune removes them)"
-        console.print(f"\n{text} the engine: {names}{do}", soft_wrap=True)
+        print_lines(console, ["", f"{text} the engine: {names}{do}"])
 
 
-def check_options(options: TuneOptions, num_prompts: int | None) -> None:
-    """Raises ConfigError: a number below its least."""
-    least = {
-        "--max-nodes": (options.max_nodes, 2),
-        "--max-depth": (options.max_depth, 1),
-        "--tokens": (options.max_tokens, 2),
-        "--rounds": (options.rounds, 1),
-        "--num-prompts": (1 if num_prompts is None else num_prompts, 1),
+def _acceptance_lines(acceptance: dict[str, list[list[float]]]) -> list[str]:
+    tables = {
+        draft: ", ".join(" ".join(f"{value:.2f}" for value in row[:4]) for row in table[:4])
+        for draft, table in acceptance.items()
     }
-    for name, (value, low) in least.items():
-        if value < low:
-            raise ConfigError(f"{name} {value}", f"{low} or more", f"raise {name}")
-    if options.max_nodes > 1024:
-        raise ConfigError(f"--max-nodes {options.max_nodes}", "1024 or less", "lower --max-nodes")
-    if not 0 <= options.temperature < float("inf"):
-        raise ConfigError(f"--temperature {options.temperature}", "0 or more", "correct it")
+    return [f"acceptance of {draft} by depth and rank: {rows}" for draft, rows in tables.items()]
 
 
 def _table(batch: BatchTuning) -> Table:
@@ -83,12 +65,10 @@ def _table(batch: BatchTuning) -> Table:
     ranked = sorted(batch.candidates, key=lambda item: -item.measured)
     for item in ranked:
         mark = " *" if item.plan == batch.chosen else ""
-        predicted = "" if item.predicted is None else f"{item.predicted:.2f} x"
-        length = item.mean_acceptance_length
         table.add_row(
             item.plan.name + mark,
-            "" if length is None else f"{length:.2f}",
-            predicted,
+            cell(item.mean_acceptance_length),
+            "" if item.predicted is None else f"{item.predicted:.2f} x",
             f"{item.measured:.2f} x",
             f"{item.spread[0]:.2f} to {item.spread[1]:.2f}",
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specc.artifact.manifest import RECTANGULAR
+from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
 from specc.artifact.weights import MemoryReader
 from specc.config import AUTO, DTYPES, CompileConfig
@@ -30,8 +30,6 @@ from specc.speculation.plans import OFF
 
 # Hugging Face directory or id, or a module
 ModelLike = str | Path | nn.Module
-# backends that compute in float16
-_WITH_FLOAT16 = ("cuda", *RECTANGULAR)
 
 _CHANGE = "change what {name} computes there; README, What is supported, says what can be compiled"
 # beginning of an error's advice → advice for somebody who wrote the module
@@ -91,6 +89,13 @@ class Candidate:
         return hf_model.max_position(self.config) if self.config is not None else None
 
 
+def as_drafts(drafts: ModelLike | Sequence[ModelLike] | None) -> list[ModelLike]:
+    """None, one draft or several as a list."""
+    if drafts is None:
+        return []
+    return [drafts] if isinstance(drafts, (str, Path, nn.Module)) else list(drafts)
+
+
 def open_models(target: ModelLike, drafts: Sequence[ModelLike]) -> list[Candidate]:
     """The target and its drafts; see `Candidate.open`."""
     names = ["target", *(f"draft_{number}" for number in range(len(drafts)))]
@@ -126,7 +131,7 @@ def advice_for(model: ModelLike) -> Iterator[None]:
 
 
 def choose_dtypes(
-    config: CompileConfig, models: Sequence[Candidate], backend: str
+    config: CompileConfig, models: Sequence[Candidate], backend: BackendFacts
 ) -> tuple[list[str], list[str]]:
     """Type of each model, and warnings.
 
@@ -146,12 +151,9 @@ def choose_dtypes(
             chosen.append(chosen[0])
         else:
             chosen.append(_automatic(model, backend, warnings))
-    if "float16" in chosen and backend not in _WITH_FLOAT16:
-        raise ConfigError(
-            "dtype float16 for a CPU",
-            "float32 or bfloat16, or the backend cuda, onnx or tensorrt",
-            "pass --dtype bfloat16, or --backend cuda to compile for a GPU",
-        )
+    for dtype in chosen:
+        if dtype not in backend.dtypes:
+            raise _not_computed(dtype, backend)
     return chosen, warnings
 
 
@@ -216,12 +218,21 @@ def check_dump(directory: Path | None) -> None:
         ) from error
 
 
-def _automatic(model: Candidate, backend: str, warnings: list[str]) -> str:
+def _not_computed(dtype: str, backend: BackendFacts) -> ConfigError:
+    others = [name for name in backend_names() if dtype in facts_of(name).dtypes]
+    return ConfigError(
+        f"dtype {dtype} for the backend {backend.name}",
+        f"{' or '.join(backend.dtypes)}, or one of the backends {', '.join(others)}",
+        f"pass --dtype {backend.dtypes[-1]}, or --backend {others[0]}",
+    )
+
+
+def _automatic(model: Candidate, backend: BackendFacts, warnings: list[str]) -> str:
     dtype = model.checkpoint_dtype
-    if dtype == "float16" and backend not in _WITH_FLOAT16:
+    if dtype in DTYPES and dtype not in backend.dtypes:
         warnings.append(
-            f"{model.name}: its checkpoint is in float16, which the backend {backend} does not"
-            " compute in; --dtype auto is float32 here"
+            f"{model.name}: its checkpoint is in {dtype}, which the backend {backend.name} does"
+            " not compute in; --dtype auto is float32 here"
         )
         return "float32"
     if dtype not in DTYPES:

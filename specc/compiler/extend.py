@@ -8,17 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specc.artifact.directory import EngineWriter
-from specc.artifact.manifest import (
-    MANIFEST_FILE,
-    PROFILE_FILE,
-    Manifest,
-    MemoryEntry,
-    PlanEntry,
-    RectangleEntry,
-)
-from specc.errors import ConfigError
-from specc.passes.step.fuse_step import fuse_step
+from specc.artifact.engine_writer import EngineWriter
+from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
+from specc.artifact.manifest_entries import MemoryEntry, PlanEntry
+from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.engine_files import step_file, write_steps
 from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
 from specc.speculation.plans import SpecPlan
 
@@ -51,7 +45,9 @@ class EngineExtension:
     def __init__(self, writer: EngineWriter, manifest: Manifest) -> None:
         self._writer = writer
         self._manifest = manifest
+        self._backend = compiler_backend(manifest.backend)
         self._plans: list[SpecPlan] = []
+        self._entries: tuple[PlanEntry, ...] = ()
         before = [entry.plan for entry in manifest.plans]
         # bytes of a row of logits, as the memory plan has counted them
         self._row_bytes = {
@@ -98,25 +94,19 @@ class EngineExtension:
         plans = list(named.values())
         for plan in self._plans:
             if plan not in plans:
-                self._writer.path(_file_of(plan)).unlink()
+                self._writer.path(step_file(plan)).unlink()
         self._plans = list(plans)
         slabs = {model.name: len(model.slabs) for model in self._manifest.models}
-        for plan in plans:
-            step = fuse_step(plan, slabs, self._manifest.rectangle is not None)
-            self._writer.write_json(_file_of(plan), step.to_json())
+        self._entries = write_steps(self._writer, plans, slabs, self._backend.facts.is_rectangular)
         return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:
         limits = self._manifest.limits
         nodes = max(max_nodes, *(plan.num_rows for plan in plans))
-        if (rectangle := self._manifest.rectangle) is not None:
-            _check_rim(rectangle, limits.max_nodes, nodes, plans)
-            nodes = limits.max_nodes  # the rows are what they are
-        if self._manifest.tensorrt is not None:
-            _check_profiles([entry.plan for entry in self._manifest.plans], plans)
+        nodes = self._backend.extended_nodes(self._manifest, plans, nodes)
         return dataclasses.replace(
             self._manifest,
-            plans=tuple(PlanEntry.of(plan, _file_of(plan)) for plan in plans),
+            plans=self._entries,
             default_plan=plans[0].name,
             policy=policy,
             limits=dataclasses.replace(limits, max_nodes=nodes),
@@ -150,31 +140,3 @@ class EngineExtension:
 
 def _most(count: Callable[[SpecPlan, str], int], plans: Sequence[SpecPlan], model: str) -> int:
     return max(1, *(count(plan, model) for plan in plans))
-
-
-def _file_of(plan: SpecPlan) -> str:
-    return f"steps/{plan.name}.json"
-
-
-def _check_rim(
-    rectangle: RectangleEntry, max_nodes: int, nodes: int, plans: Sequence[SpecPlan]
-) -> None:
-    """Rectangular programs have caches of a fixed number of rows."""
-    catch_up = max(plan.catch_up if plan.models else 1 for plan in plans)
-    if nodes > max_nodes or catch_up - 1 > rectangle.front:
-        raise ConfigError(
-            f"a tree of {nodes} nodes, whose drafts read back {catch_up} tokens",
-            f"at most {max_nodes} nodes and {rectangle.front + 1} tokens: the caches of this"
-            " engine's ONNX files have a fixed number of rows",
-            "compile the engine again with the largest --tree that it is to run",
-        )
-
-
-def _check_profiles(built: Sequence[SpecPlan], plans: Sequence[SpecPlan]) -> None:
-    """TensorRT engines run with the shapes alone that they were built for."""
-    if unknown := [plan.name for plan in plans if plan not in built]:
-        raise ConfigError(
-            f"plan {unknown[0]}, for which the TensorRT engines have no profile",
-            f"one of {', '.join(plan.name for plan in built)}",
-            "compile the engine again with this --tree",
-        )

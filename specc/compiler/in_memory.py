@@ -1,31 +1,27 @@
 """Compile shapes without weights, in memory: what `specc bench --synthetic` runs.
 
-The passes are those of `specc compile`; nothing is written, and no weight exists while they run.
+Models go the way of `specc compile`; nothing is written, and no weight exists meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from specc.artifact.in_memory import BenchModel, BenchPrograms
-from specc.artifact.manifest import LimitsEntry, MemoryEntry, ModelEntry
-from specc.compiler.model_entries import cache_layout, default_prefill_chunk, plan_model_memory
+from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
+from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.compiled_model import CompiledModel, compile_models
+from specc.compiler.model_entries import plan_model_memory
 from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.position_limit import position_limit
-from specc.passes.frontend.trace_flat import trace
-from specc.passes.lower.cuda.phases import cuda_phases
+from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.emit import constant_key, program_to_json
-from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.program import Program
-from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.step.draw_acceptance import draw_acceptance
 from specc.passes.step.fuse_step import StepProgram, fuse_step
 from specc.progress import Phases
@@ -44,7 +40,7 @@ class ShapeOptions:
         batch_size: sequences of a step.
         context: tokens of a prompt.
         tokens: output tokens of a prompt.
-        is_lowered: run the phases before capture on a GPU.
+        backend: whose phases the programs go through.
         acceptance: probabilities by sibling rank, drawn inside of steps; None is real acceptance.
         block_size: rows of a KV cache block.
         prefill_chunk: prompt tokens of a pass; None is the default of the backend.
@@ -55,7 +51,7 @@ class ShapeOptions:
     batch_size: int
     context: int
     tokens: int
-    is_lowered: bool = False
+    backend: str = "eager"
     acceptance: tuple[float, ...] | None = None
     block_size: int = 16
     prefill_chunk: int | None = None
@@ -98,32 +94,27 @@ def compile_shapes(
     """
     check_positions(labels, configs, options)
     plans = tuple(dict.fromkeys([*options.plans, OFF]))
+    backend = compiler_backend(options.backend)
     limits = LimitsEntry(
         max_batch_size=options.batch_size,
         max_seq_len=_max_seq_len(configs, options, plans),
         block_size=options.block_size,
-        prefill_chunk=options.prefill_chunk
-        or default_prefill_chunk("cuda" if options.is_lowered else "eager"),
+        prefill_chunk=options.prefill_chunk or backend.prefill_chunk,
         max_nodes=max(plan.num_rows for plan in plans),
         max_logits_mb=DEFAULT_MAX_LOGITS_MB,
     )
     dtype = getattr(torch, options.dtype)
-    models: list[BenchModel] = []
-    for name, label, config in zip(_NAMES, labels, configs, strict=False):
-        module = hf_model.build_on_meta(config, dtype)
-        with phases.phase(f"trace {name}"):
-            program = trace(module, name)
-        _check_rows(label, position_limit(program), limits.max_seq_len)
-        layout = list(PHASES)
-        if models:
-            num_ids = models[0].entry.vocab_size
-            layout.append(("vocabulary", (partial(FitVocabulary, num_ids),)))
-        layout += cuda_phases(limits.max_seq_len) if options.is_lowered else ()
-        with phases.phase(f"rewrite {name}"):
-            Pipeline(tuple(layout)).run(program)
-        models.append(_model(label, config, module, program, limits, dtype, plans))
+    sources = [
+        ModelSource.of_shape(name, label, config, dtype)
+        for name, label, config in zip(_NAMES, labels, configs, strict=False)
+    ]
+    lowering = backend.phases(limits.max_seq_len)
+    compiled, _ = compile_models(sources, plans, limits.max_seq_len, lowering, phases)
+    for source in sources:
+        _check_rows(source, limits.max_seq_len)
+    models = tuple(_bench_model(model, limits, plans) for model in compiled)
     steps = {plan.name: _step(plan, models, options).to_json() for plan in plans}
-    return BenchPrograms(tuple(models), steps, plans, limits, options.dtype)
+    return BenchPrograms(models, steps, plans, limits, options.dtype)
 
 
 def _max_seq_len(configs: Sequence[Any], options: ShapeOptions, plans: Sequence[SpecPlan]) -> int:
@@ -150,40 +141,28 @@ def _step(plan: SpecPlan, models: Sequence[BenchModel], options: ShapeOptions) -
     )
 
 
-def _model(
-    label: str,
-    config: Any,
-    module: Any,
-    program: Program,
-    limits: LimitsEntry,
-    dtype: torch.dtype,
-    plans: Sequence[SpecPlan],
+def _bench_model(
+    model: CompiledModel, limits: LimitsEntry, plans: Sequence[SpecPlan]
 ) -> BenchModel:
+    program, source = model.program, model.source
     (result,) = program.graph.find_nodes(op="output")
-    logits = result.args[0].meta["val"]
-    layers, slabs = cache_layout(program)
-    entry = ModelEntry(
-        name=program.name,
-        dir=program.name,
-        architecture=type(module).__name__,
-        model_type=config.model_type,
-        vocab_size=int(logits.shape[-1]),
-        num_parameters=program.num_parameters,
-        max_position=hf_model.max_position(config) or limits.max_seq_len,
-        layers=layers,
-        slabs=slabs,
-        source=label,
-        dtype=str(dtype).removeprefix("torch."),
-    )
     constants = {constant_key(name): value for name, value in program.constants.items()}
-    memory = MemoryEntry(**plan_model_memory(program, limits, dtype, plans).to_json())
-    return BenchModel(entry, module, program_to_json(program), constants, memory, logits.dtype)
+    memory = MemoryEntry(**plan_model_memory(program, limits, source.dtype, plans).to_json())
+    return BenchModel(
+        model.entry,
+        source.module,
+        program_to_json(program),
+        constants,
+        memory,
+        result.args[0].meta["val"].dtype,
+    )
 
 
-def _check_rows(label: str, rows: int | None, needed: int) -> None:
+def _check_rows(source: ModelSource, needed: int) -> None:
+    rows = source.position_rows
     if rows is not None and needed > rows:
         raise ConfigError(
-            f"--context and --tokens of {needed} together; {label} has {rows} positions",
+            f"--context and --tokens of {needed} together; {source.label} has {rows} positions",
             f"at most {rows} together",
             "lower --context or --tokens",
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from specc.artifact.manifest import LayerEntry, LimitsEntry, ModelEntry, SlabEntry
+from specc.artifact.manifest_entries import LayerEntry, LimitsEntry, ModelEntry, SlabEntry
 from specc.compiler.checks import check_seq_len
 from specc.config import CompileConfig
 from specc.errors import TreeError
@@ -62,7 +62,7 @@ def describe_unread(names: Sequence[str]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) != 1)} ({shown}{more})"
 
 
-def check_windows(entry: ModelEntry, plans: list[SpecPlan]) -> None:
+def check_windows(entry: ModelEntry, plans: Sequence[SpecPlan]) -> None:
     """Raises TreeError: a tree that is deeper than a sliding window."""
     for layer in entry.layers:
         for plan in plans:
@@ -75,20 +75,19 @@ def check_windows(entry: ModelEntry, plans: list[SpecPlan]) -> None:
                 )
 
 
-def default_prefill_chunk(backend: str) -> int:
-    """Tokens of a prefill pass where nobody says how many.
-
-    On a GPU what a pass costs besides its tokens (launches, weights) is to be a small part of it:
-    2048 tokens of an 8B model are some 30 TFLOP, against 16 GB of weights.
-    """
-    return 2048 if backend == "cuda" else LEAST_PREFILL_CHUNK
-
-
 def engine_limits(
-    sources: Sequence[ModelSource], plans: list[SpecPlan], config: CompileConfig, backend: str
+    sources: Sequence[ModelSource],
+    plans: Sequence[SpecPlan],
+    config: CompileConfig,
+    default_chunk: int,
 ) -> LimitsEntry:
     """Sizes that an engine is compiled for; see `fit_prefill_chunk`, too.
 
+    Args:
+        sources: of the models.
+        plans: of the engine.
+        config: options.
+        default_chunk: tokens of a prefill pass where nobody says how many.
     Raises:
         ConfigError: more tokens than a model has positions.
     """
@@ -97,7 +96,7 @@ def engine_limits(
     max_seq_len = config.max_seq_len or min(most, DEFAULT_MAX_SEQ_LEN)
     check_seq_len(max_seq_len, longest)
     most_tokens = max(max_seq_len * config.max_batch_size, LEAST_PREFILL_CHUNK)
-    chunk = config.prefill_chunk or min(default_prefill_chunk(backend), most_tokens)
+    chunk = config.prefill_chunk or min(default_chunk, most_tokens)
     return LimitsEntry(
         max_batch_size=config.max_batch_size,
         max_seq_len=max_seq_len,

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from specc.artifact.manifest import TokenizerEntry
+from specc.artifact.manifest_entries import TokenizerEntry
 from specc.compiler.checks import Candidate
 from specc.compiler.token_maps import TokenMap
 from specc.passes.frontend import hf_model

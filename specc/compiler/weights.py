@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from specc.artifact.directory import EngineWriter
+from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.nonfinite import NonFinite, refuse
 from specc.artifact.weights import write_weights
+from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.model_entries import describe_unread
 from specc.config import CompileConfig
-
-if TYPE_CHECKING:
-    from specc.compiler.build import CompiledModel
 
 # tensors with NaN that are named one by one
 _MOST_NAMES = 3

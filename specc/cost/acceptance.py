@@ -20,6 +20,47 @@ Rows = tuple[tuple[float, ...], ...]
 _EXAMPLE = "for example [[0.7, 0.1, 0.05], [0.6, 0.1]]: depth 0, then all greater depths"
 
 
+def parse_acceptance(text: str, option: str) -> list[list[float]]:
+    """Read `0.73,0.1/0.75,0.1`: ranks with commas between them, depths with slashes.
+
+    Args:
+        text: as users write it.
+        option: of the command line, for errors.
+    Raises:
+        ConfigError: no numbers, or no table of probabilities.
+    """
+    do = f"for example {option} 0.73,0.1/0.75,0.1/0.8: depth 1, 2 and 3, by sibling rank"
+    needed = "numbers: probabilities by sibling rank, and after a slash those of the next depth"
+    try:
+        rows = [[float(value) for value in row.split(",")] for row in text.split("/")]
+    except ValueError:
+        raise ConfigError(f"{option} {text}", needed, do) from None
+    try:
+        check_acceptance(rows)
+    except ConfigError as error:
+        raise ConfigError(f"{option} {text}: {error.found}", error.needed, do) from None
+    return rows
+
+
+def parse_ranks(text: str, option: str) -> list[float]:
+    """Read `0.7,0.1`: acceptance by sibling rank, the same at every depth.
+
+    Args:
+        text: as users write it.
+        option: of the command line, for errors.
+    Raises:
+        ConfigError: no numbers, no probabilities, or several depths.
+    """
+    first, *deeper = parse_acceptance(text, option)
+    if deeper:
+        raise ConfigError(
+            f"{option} {text}: {1 + len(deeper)} depths",
+            "one row, which holds at every depth",
+            f"for example {option} 0.7,0.1,0.05",
+        )
+    return first
+
+
 def check_acceptance(acceptance: Sequence[Sequence[float]]) -> Rows:
     """Validate a table, and leave out the ranks that end a row and are never accepted.
 
@@ -60,8 +101,8 @@ def is_falling(rows: Rows) -> bool:
     return all(a >= b for row in rows for a, b in itertools.pairwise(row))
 
 
-def path_probabilities(tree: TokenTree, acceptance: Sequence[Sequence[float]]) -> list[float]:
-    """Probability of each node that it is accepted; the root's is 1.
+def node_acceptance(tree: TokenTree, acceptance: Sequence[Sequence[float]]) -> list[float]:
+    """Probability of each node that it is accepted where its parent is; the root's is 1.
 
     Args:
         tree: the i-th child of a node, in node order, has rank i.
@@ -71,11 +112,27 @@ def path_probabilities(tree: TokenTree, acceptance: Sequence[Sequence[float]]) -
     """
     rows = check_acceptance(acceptance)
     num_children = [0] * tree.num_nodes
-    paths = [1.0]
+    shares = [1.0]
     for node, parent in enumerate(tree.parents[1:], start=1):
         row, rank = row_at(rows, tree.depths[node] - 1), num_children[parent]
         num_children[parent] += 1
-        paths.append(paths[parent] * (row[rank] if rank < len(row) else 0.0))
+        shares.append(row[rank] if rank < len(row) else 0.0)
+    return shares
+
+
+def path_probabilities(tree: TokenTree, acceptance: Sequence[Sequence[float]]) -> list[float]:
+    """Probability of each node that it is accepted; the root's is 1.
+
+    Args:
+        tree: see `node_acceptance`.
+        acceptance: likewise.
+    Raises:
+        ConfigError: see `check_acceptance`.
+    """
+    paths = [1.0]
+    shares = node_acceptance(tree, acceptance)
+    for parent, share in zip(tree.parents[1:], shares[1:], strict=True):
+        paths.append(paths[parent] * share)
     return paths
 
 

@@ -22,7 +22,7 @@ class GrownNode(NamedTuple):
     """One node in the order of growth.
 
     Args:
-        parent: place of the parent in this order; -1 of the root.
+        parent: index of the parent in this order; -1 of the root.
         depth: of the node.
         rank: among its siblings.
         probability: that the node is accepted.

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from specc.cost.step_seconds import MeasuredSeconds, fed_rows
+from specc.cost.measured_seconds import MeasuredSeconds
 from specc.errors import EngineError
 from specc.speculation.plans import SpecPlan
+from specc.speculation.tree import TokenTree
 
 SCHEMA_VERSION = 1
 _DO = "measure the table again"
@@ -275,6 +276,13 @@ def draft_levels(plan: SpecPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
     else:
         levels = fed_rows(plan.shape)
     return tuple((draft, (plan.catch_up, *levels[1:])) for draft in plan.models)
+
+
+def fed_rows(tree: TokenTree) -> list[int]:
+    """Nodes of each level that the draft reads: those with children."""
+    parents = set(tree.parents[1:])
+    counts = [sum(node in parents for node in level) for level in tree.levels]
+    return counts[: tree.max_depth]
 
 
 def _context_of(point: PassPoint) -> int:

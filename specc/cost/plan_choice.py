@@ -79,7 +79,7 @@ def best_plan(
 
     Args:
         acceptance: by depth and sibling rank; see specc/cost/acceptance.py.
-        step_seconds: as measured.
+        step_seconds: of the batch.
         max_nodes: root included.
         max_depth: levels that are drafted at most.
     Raises:
@@ -125,9 +125,9 @@ def _rates(grown: list[GrownNode], step_seconds: StepSeconds) -> Iterator[tuple[
             if level == len(fed):
                 fed.append(0)
             else:
-                draft_seconds -= step_seconds.draft(fed[level])
+                draft_seconds -= step_seconds.level(level, fed[level])
             fed[level] += 1
-            draft_seconds += step_seconds.draft(fed[level])
+            draft_seconds += step_seconds.level(level, fed[level])
         yield count, tokens / (step_seconds.verify(count) + step_seconds.overhead + draft_seconds)
 
 
@@ -143,7 +143,7 @@ def _search_tables(
             # else a smaller or a shallower tree does the same
             if expected[count] > max(expected[count - 1], shallower[count]):
                 least = step_seconds.verify(count) + step_seconds.overhead
-                least += depth * step_seconds.draft(1)
+                least += step_seconds.level(0, 1) + (depth - 1) * step_seconds.level(1, 1)
                 bounds.append((float(expected[count]) / least, depth, count))
     best_rate, best = 0.0, None
     for bound, depth, count in sorted(bounds, key=lambda entry: (-entry[0], *entry[1:])):

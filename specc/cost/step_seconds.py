@@ -1,127 +1,75 @@
-"""What a step costs, from measured points: verification by nodes, drafting by frontier rows."""
+"""What a step costs at one batch size and context: a view of a latency table."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from specc.cost.latency_table import LatencyTable, PassPart, fed_rows
 from specc.errors import ConfigError
 from specc.speculation.tree import TokenTree
 
-
-class MeasuredSeconds:
-    """Seconds by a size, between measured points on a straight line.
-
-    More work never takes less time: points that fall against the order of their sizes are noise,
-    and a run of them counts with its mean (the least-squares rising fit, by pooling adjacent
-    violators). Below the first point its seconds count. Above the last one, seconds grow in
-    proportion to the size, which is what they do at most where fixed costs count less and less.
-
-    Args:
-        points: size → seconds.
-        what: they are of, for errors.
-    Raises:
-        ConfigError: no point, a size below 1, or seconds that are negative or no number.
-    """
-
-    def __init__(self, points: Mapping[int, float], what: str) -> None:
-        if not points or any(size < 1 for size in points):
-            raise ConfigError(
-                f"seconds of {what} at sizes {', '.join(map(str, sorted(points))) or '(none)'}",
-                "one measured size or more, each 1 or more",
-                "measure size 1 and the largest one at least",
-            )
-        for size, seconds in points.items():
-            if not 0 <= seconds < float("inf"):
-                raise ConfigError(
-                    f"{seconds} seconds of {what} at size {size}", "0 or more", "measure it again"
-                )
-        self._sizes = sorted(points)
-        self._seconds = _rising([points[size] for size in self._sizes])
-
-    def __call__(self, size: float) -> float:
-        """Seconds of a size of 1 or more."""
-        sizes, seconds = self._sizes, self._seconds
-        i = bisect_left(sizes, size)
-        if i == len(sizes):
-            return seconds[-1] * size / sizes[-1]
-        if i == 0 or sizes[i] == size:
-            return seconds[i]
-        share = (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
-        return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
+# tokens that a draft's first level reads: the root, and the token before it
+_FIRST_LEVEL = 2
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Cost of a step's parts, all at one batch size and context.
+    """Seconds of iterations in which every request runs one plan of one draft.
 
     Args:
-        verify: seconds of the target's pass by nodes a sequence; 1 is what off costs.
-        draft: seconds of one draft level by frontier rows a sequence: the nodes that the level
-            reads. The first level's 1 stands for what it really reads, the root and the token
-            before it.
-        overhead: seconds of a speculative step outside of these passes, such as acceptance and
-            commit, that exceed those of an off step.
+        table: of the engine's passes.
+        draft: model that proposes, such as `draft_0`; None is a lookup, which takes no pass.
+        requests: of the batch.
+        context: committed rows of each.
+    Raises:
+        ConfigError: a table whose plain steps take no time, or with a negative overhead.
     """
 
-    verify: MeasuredSeconds
-    draft: MeasuredSeconds
-    overhead: float = 0.0
+    table: LatencyTable
+    draft: str | None = "draft_0"
+    requests: int = 1
+    context: float = 0.0
 
-    @classmethod
-    def from_points(
-        cls, verify: Mapping[int, float], draft: Mapping[int, float], overhead: float = 0.0
-    ) -> StepSeconds:
-        """Build from measured points, size → seconds.
-
-        Raises:
-            ConfigError: as `MeasuredSeconds`; no verification of 1 node, or one that
-                takes no time; a negative overhead.
-        """
-        if 1 not in verify:
+    def __post_init__(self) -> None:
+        if not self.off > 0 or not 0 <= self.overhead < float("inf"):
             raise ConfigError(
-                f"seconds of verification at {', '.join(map(str, sorted(verify))) or '(none)'}",
-                "1 node among them: what a step without speculation costs",
-                "measure 1 node, too",
+                f"{self.off} seconds of a plain step, {self.overhead} of drafting besides passes",
+                "more than 0, and 0 or more",
+                "measure the table again",
             )
-        if not min(verify.values()) > 0:
-            raise ConfigError(
-                f"{min(verify.values())} seconds of verification", "above 0", "measure it again"
-            )
-        if not 0 <= overhead < float("inf"):
-            raise ConfigError(f"an overhead of {overhead} seconds", "0 or more", "measure it again")
-        return cls(
-            MeasuredSeconds(verify, "verification"), MeasuredSeconds(draft, "a level"), overhead
-        )
 
     @property
     def off(self) -> float:
         """Seconds of a step without speculation."""
         return self.verify(1)
 
+    @property
+    def overhead(self) -> float:
+        """Seconds of a step that drafts outside of its passes, beyond those of off."""
+        return self.table.step_s
+
+    def verify(self, num_nodes: int) -> float:
+        """Seconds of the target's pass, and those that every iteration takes."""
+        return self.table.iteration_s + self.table.target((self._part(num_nodes),))
+
+    def level(self, depth: int, num_rows: int) -> float:
+        """Seconds of a draft level.
+
+        Args:
+            depth: of the nodes that it reads; 0 is the root, which it reads with what it missed.
+            num_rows: of these nodes, for each request.
+        """
+        if self.draft is None:
+            return 0.0
+        return self.table.drafts[self.draft]((self._part(num_rows if depth else _FIRST_LEVEL),))
+
     def of(self, tree: TokenTree) -> float:
         """Seconds of a step with this tree; of the root alone, those of off."""
         if tree.num_nodes == 1:
             return self.off
-        return self.verify(tree.num_nodes) + self.overhead + sum(map(self.draft, fed_rows(tree)))
+        levels = sum(self.level(depth, rows) for depth, rows in enumerate(fed_rows(tree)))
+        return self.verify(tree.num_nodes) + self.overhead + levels
 
-
-def fed_rows(tree: TokenTree) -> list[int]:
-    """Nodes of each level that the draft reads: those with children."""
-    parents = set(tree.parents[1:])
-    counts = [sum(node in parents for node in level) for level in tree.levels]
-    return counts[: tree.max_depth]
-
-
-def _rising(values: list[float]) -> list[float]:
-    """The rising sequence with the least squared distance."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pool = (value, 1)
-        while pools and pools[-1][0] > pool[0]:
-            mean, count = pools.pop()
-            total = count + pool[1]
-            pool = ((mean * count + pool[0] * pool[1]) / total, total)
-        pools.append(pool)
-    return [mean for mean, count in pools for _ in range(count)]
+    def _part(self, num_tokens: int) -> PassPart:
+        count = self.requests
+        return PassPart(count, count * num_tokens, count * self.context)

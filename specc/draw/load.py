@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specc.system.files import output_error
+from specc.draw.svg import svg_plot
 
 _COLORS = {"off": "#8a8f98", "goodput": "#1f6feb"}
 # the longest latency over the shortest, from which on the axis is logarithmic
@@ -14,24 +14,17 @@ _WIDE = 30
 _OTHERS = ("#c9a227", "#b5651d", "#4c9f70", "#8e5ea2", "#c44e52", "#64b5cd")
 
 
-def write_load_plot(report: dict[str, Any], path: Path) -> None:
+def draw_load(report: dict[str, Any], path: Path) -> None:
     """Draw medians of the rounds, and between which values they lie.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import LogLocator
 
     lines = lines_of(report["cells"])
     others = [name for name in lines if name not in _COLORS]
-    # text stays text, and the same report gives the same file
-    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "specc", "font.size": 10}
-    with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    with svg_plot(path, 7, 4.2, _title(report)) as axes:
         for name, points in lines.items():
             color = _COLORS.get(name)
             if color is None:
@@ -64,15 +57,7 @@ def write_load_plot(report: dict[str, Any], path: Path) -> None:
             # from zero: else a small difference looks like a large one
             axes.set_ylim(bottom=0)
         axes.set_ylabel(label)
-        axes.set_title(_title(report), fontsize=9, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-        try:
-            figure.savefig(path, format="svg", metadata={"Date": None})
-        except OSError as error:
-            raise output_error(path, error) from error
-        finally:
-            pyplot.close(figure)
 
 
 def lines_of(cells: list[dict[str, Any]]) -> dict[str, list[tuple[float, dict[str, float]]]]:

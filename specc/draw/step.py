@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.draw.step_items import ROW, Item, stage_items
-from specc.draw.svg import check_picture, svg_axes
+from specc.draw.svg import check_picture, svg_diagram
 from specc.errors import EngineError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def step_svg(program: Mapping[str, Any], title: str, path: Path) -> None:
         ConfigError: another format, or a library is missing.
         OutputError: the file cannot be written.
     """
-    check_picture(path)
+    check_picture(path, libraries=("matplotlib", "networkx"))
     written: set[str] = set()
     bands: Bands = []
     for stage in _stages(program):
@@ -67,7 +67,7 @@ def step_svg(program: Mapping[str, Any], title: str, path: Path) -> None:
             item.y += y - _BAND_TITLE
         frames.append((y, height))
         y -= height
-    with svg_axes(path, width, _MARGIN - y) as axes:
+    with svg_diagram(path, width, _MARGIN - y) as axes:
         axes.set_xlim(0, width)
         axes.set_ylim(y - _MARGIN, 0)
         axes.text(width / 2, -0.2, title, ha="center", va="center", fontsize=11, gid="title")

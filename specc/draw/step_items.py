@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 # operators that only view, repeat, convert or count
 _FOLDED = {
-    *("reshape", "slice", "unsqueeze", "expand", "repeat", "_to_copy", "clamp", "select"),
-    *("full_like", "arange", "sym_size", "permute", "view", "clone", "contiguous"),
-}
+    "reshape", "slice", "unsqueeze", "expand", "repeat", "_to_copy", "clamp", "select",
+    "full_like", "arange", "sym_size", "permute", "view", "clone", "contiguous",
+}  # fmt: skip
 # inches
 _CHARACTER, _PADDING, _GAP = 0.056, 0.1, 0.36
 ROW, _VIA_ROW = 0.3, 0.1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.draw.svg import check_picture, svg_axes
+from specc.draw.svg import check_picture, svg_diagram
 from specc.errors import ConfigError
 from specc.speculation.tree import TokenTree
 
@@ -40,7 +40,7 @@ def tree_svg(tree: TokenTree, acceptance: Sequence[float] | None, title: str, pa
             0 … 1, another format, or a library is missing.
         OutputError: the file cannot be written.
     """
-    check_picture(path)
+    check_picture(path, libraries=("matplotlib", "networkx"))
     import networkx
 
     paths = None if acceptance is None else _paths(tree, acceptance)
@@ -51,7 +51,7 @@ def tree_svg(tree: TokenTree, acceptance: Sequence[float] | None, title: str, pa
     graph = networkx.DiGraph()
     graph.add_nodes_from(range(tree.num_nodes))
     graph.add_edges_from((parent, node) for node, parent in enumerate(tree.parents[1:], start=1))
-    with svg_axes(path, width, height) as axes:
+    with svg_diagram(path, width, height) as axes:
         axes.set_xlim(0, width)
         axes.set_ylim(-height + _TITLE + _MARGIN, _TITLE + _MARGIN)
         _draw_edges(axes, graph, places, paths)

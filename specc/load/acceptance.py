@@ -8,22 +8,6 @@ from specc.errors import ConfigError
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import SpecPlan
 
-_EXAMPLE = "for example 0.73,0.1/0.75,0.1/0.8: depth 1, 2 and 3, by sibling rank"
-
-
-def parse_acceptance(text: str) -> list[list[float]]:
-    """Read `0.73,0.1/0.75,0.1`: a row for each depth, in it the ranks.
-
-    Raises:
-        ConfigError: no numbers.
-    """
-    try:
-        return [[float(value) for value in row.split(",")] for row in text.split("/")]
-    except ValueError:
-        raise ConfigError(
-            f"--acceptance {text}", "probabilities by depth and by sibling rank", _EXAMPLE
-        ) from None
-
 
 def measured_acceptance(
     counted: Mapping[str, SpecStats], plans: Mapping[str, SpecPlan]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from specc.runtime.policies.base import EachPolicy, WholePolicy
+from specc.runtime.policies.base import Decision, Policy
 from specc.speculation.metrics import SpecStats
 from specc.system.files import output_error
 
 if TYPE_CHECKING:
-    from specc.runtime.backends.program import StepResult
-    from specc.runtime.runner import RunResult
+    from specc.runtime.backends.step_io import StepResult
     from specc.runtime.scheduling.batch import Batch, StepGroup
+    from specc.runtime.scheduling.request import Request
+    from specc.runtime.scheduling.run_result import RunResult
     from specc.runtime.scheduling.scheduler import Scheduler
-    from specc.runtime.scheduling.sequence import Sequence
 
 
 class TraceFile:
@@ -64,13 +64,13 @@ class DecisionTrace:
     ) -> None:
         self._write = write
         self._run = dict(run or {})
-        self._decision: Any = None
+        self._decision: Decision | None = None
         self._line: dict[str, Any] = {}
         self._seconds: tuple[list[float], list[float]] = ([], [])
 
     def take(
         self,
-        decision: Any,
+        decision: Decision,
         *,
         time_s: float,
         running: int,
@@ -79,7 +79,7 @@ class DecisionTrace:
         num_tokens: int,
         num_prompt_tokens: int,
     ) -> None:
-        """Take an iteration in which sequences decoded.
+        """Take an iteration in which requests decoded.
 
         Args:
             decision: of the policy, in force while it ran.
@@ -121,19 +121,17 @@ class DecisionTrace:
         self._decision, self._seconds = None, ([], [])
 
 
-class TracedPolicy:
+class TracedPolicy(Policy):
     """A policy that decides as another one does, and takes down what came of it.
 
     Args:
-        policy: that decides for whole batches, and has a `decision`.
+        policy: that has a `decision`.
         scheduler: that asks it.
         trace: of its decisions.
     """
 
-    def __init__(self, policy: Any, scheduler: Scheduler, trace: DecisionTrace) -> None:
-        assert isinstance(policy, EachPolicy)
-        assert isinstance(policy, WholePolicy)
-        self._policy: Any = policy
+    def __init__(self, policy: Policy, scheduler: Scheduler, trace: DecisionTrace) -> None:
+        self._policy = policy
         self._scheduler = scheduler
         self._trace = trace
         self._begin_s = self._last_s = time.perf_counter()
@@ -143,29 +141,30 @@ class TracedPolicy:
 
     @property
     def needs_results(self) -> bool:
-        return bool(self._policy.needs_results)
+        return self._policy.needs_results
 
     @property
-    def decision(self) -> Any:
+    def decision(self) -> Decision | None:
         return self._policy.decision
 
     def choose(self, num_running: int, stats: SpecStats) -> str:
         self._last_s = time.perf_counter()
-        return str(self._policy.choose(num_running, stats))
+        return self._policy.choose(num_running, stats)
 
-    def choose_each(self, sequences: list[Sequence], stats: SpecStats) -> list[str]:
+    def choose_each(self, requests: list[Request], stats: SpecStats) -> Sequence[str] | None:
         self._last_s = time.perf_counter()
         self._running, self._waiting = len(self._scheduler.running), len(self._scheduler.waiting)
-        return list(self._policy.choose_each(sequences, stats))
+        return self._policy.choose_each(requests, stats)
 
     def observe(self, group: StepGroup, step: StepResult) -> None:
         self._policy.observe(group, step)
 
     def observe_batch(self, batch: Batch, result: RunResult) -> None:
         now_s, num_tokens = time.perf_counter(), self._scheduler.stats.num_output_tokens
-        if batch.groups:
+        decision = self._policy.decision
+        if batch.groups and decision is not None:
             self._trace.take(
-                self._policy.decision,
+                decision,
                 time_s=self._last_s - self._begin_s,
                 running=self._running,
                 waiting=self._waiting,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from specc.load.goodput import is_good
 from specc.load.result import LoadRun
+from specc.percentile import percentile
 from specc.speculation.metrics import SpecStats
 
 PERCENTILES = (90, 99)
@@ -21,19 +21,6 @@ TIMES = {
     "e2el": "End-to-end Latency",
     "queue": "Queue",
 }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which this share lies, on a line between its two neighbours.
-
-    Args:
-        values: sorted, one or more.
-        percent: 0 … 100.
-    """
-    place = (len(values) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (place - low) * (values[high] - values[low])
 
 
 def figures_of(run: LoadRun, objectives: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -70,7 +57,7 @@ def figures_of(run: LoadRun, objectives: Mapping[str, float] | None = None) -> d
         "queue": [result.queue_s for result in done if result.queue_s is not None],
     }
     for name, seconds in samples.items():
-        figures |= _times(name, sorted(1000 * value for value in seconds))
+        figures |= _times(name, [1000 * value for value in seconds])
     figures |= acceptance_of(run.stats)
     figures["plan_shares"] = dict(run.plan_shares)
     return figures
@@ -101,7 +88,7 @@ def _times(name: str, values: list[float]) -> dict[str, float | None]:
         f"std_{name}_ms": statistics.pstdev(values) if values else None,
     }
     for percent in PERCENTILES:
-        found[f"p{percent}_{name}_ms"] = percentile(values, percent) if values else None
+        found[f"p{percent}_{name}_ms"] = percentile(values, percent)
     return found
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specc.bench.report import versions
+from specc.bench.report import report_head
+from specc.bench.rounds import Spread, uneven_rounds
 from specc.cost.latency_table import LatencyTable
 from specc.load.sweep import SweepResult
 from specc.runtime.engine import Engine
 from specc.system.machine import describe_machine
 
-SCHEMA_VERSION = 1
-# greatest over least mean latency of a cell's rounds, beyond which a note warns
-_UNEVEN = 1.25
 # share of the machine's cores that others may have used before the runs
 _BUSY = 0.5
 # seconds of passes after the runs over those before, beyond which no simulation can agree
@@ -59,14 +56,9 @@ def make_load_report(bench: LoadBench, command: str) -> dict[str, Any]:
     """All figures of a benchmark, ready for JSON; the schema is in docs/bench.md."""
     cells = bench.result.to_json(bench.objectives, bench.predicted)
     runs = list(bench.result.runs.values())
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
+    return report_head(command) | {
         # of the last 1, 5 and 15 minutes; its own work is in what comes after
         "load_average": {"before": bench.load_before, "after": load_average()},
-        "versions": versions(),
         "subject": bench.subject,
         "engine": _engine(bench.engine, bench.subject),
         "is_virtual": all(run.is_virtual for run in runs),
@@ -138,14 +130,9 @@ def _failures(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def _uneven(cells: list[dict[str, Any]]) -> list[str]:
-    uneven = []
-    for cell in cells:
-        spread = cell["mean_e2el_ms"]
-        if spread and spread["max"] > _UNEVEN * spread["min"]:
-            uneven.append(f"{name_of(cell)} by {spread['max'] / spread['min'] - 1:.0%}")
-    if not uneven:
-        return []
-    return [f"rounds differ: {', '.join(uneven)}; more requests or a quiet machine narrow this"]
+    measured = {name_of(cell): cell["mean_e2el_ms"] for cell in cells}
+    spreads = {name: Spread(**spread) for name, spread in measured.items() if spread}
+    return uneven_rounds(spreads, "more requests or a quiet machine narrow this")
 
 
 def _busy(bench: LoadBench) -> list[str]:

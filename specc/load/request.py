@@ -20,7 +20,7 @@ class LoadRequest:
     """One request.
 
     Args:
-        index: place in the load.
+        index: in the load.
         arrival_s: when it comes, seconds from the start.
         prompt: text, or token ids where a tokenizer is at hand; empty where only its length counts.
         num_prompt_tokens: None where nobody has tokenized the text.

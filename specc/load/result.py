@@ -37,7 +37,7 @@ class RequestResult:
         num_prompt_tokens: 0 where nobody has told.
         num_output_tokens: that came.
         finish_reason: None where it failed.
-        queue_s: that it waited for a place in the engine; None where nobody tells.
+        queue_s: that it waited for a slot in the engine; None where nobody tells.
         late_s: between `start_s` and when it was handed in; None in simulated time.
         error: why it failed.
     """

@@ -19,14 +19,14 @@ _REGULAR = ("stop", "length")
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """What a client knows about a request that has ended.
 
     Args:
         finish_reason: as the server says.
         num_prompt_tokens: 0 where the server does not say.
         num_output_tokens: None is as many as came in chunks.
-        queue_s: that it waited for a place; None where the server does not say.
+        queue_s: that it waited for a slot; None where the server does not say.
         stats: counters of this request; None where the server does not say.
     """
 
@@ -40,7 +40,7 @@ class Answer:
 class LoadClient(Protocol):
     """Brings requests to what serves them."""
 
-    async def send(self, request: LoadRequest, on_tokens: Callable[[int], object]) -> Answer:
+    async def send(self, request: LoadRequest, on_tokens: Callable[[int], object]) -> Reply:
         """Serve one request; a cancelled one is ended there, too.
 
         Args:
@@ -52,7 +52,7 @@ class LoadClient(Protocol):
         ...
 
     async def counters(self) -> SpecStats | None:
-        """Of speculation so far, of all requests; None where they come with each answer."""
+        """Of speculation so far, of all requests; None where they come with each reply."""
         ...
 
 
@@ -152,11 +152,11 @@ class _Run:
             if count:
                 chunks.append(Chunk(self._now_s, count))
 
-        answer, error = None, None
+        reply, error = None, None
         late_s = self._now_s - start_s
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await self._client.send(request, on_tokens)
+                reply = await self._client.send(request, on_tokens)
         except TimeoutError:
             error = "timeout" if self._timeout_s else "the connection timed out"
         except SpeccError as failure:
@@ -164,14 +164,14 @@ class _Run:
         except OSError as failure:
             error = failure.strerror or str(failure) or type(failure).__name__
         end_s = self._now_s
-        if answer is not None and answer.finish_reason not in _REGULAR:
-            error = f"ended by {answer.finish_reason}"
-        if answer is not None and answer.stats is not None:
+        if reply is not None and reply.finish_reason not in _REGULAR:
+            error = f"ended by {reply.finish_reason}"
+        if reply is not None and reply.stats is not None:
             self.stats = self.stats or SpecStats()
-            self.stats.merge(answer.stats)
+            self.stats.merge(reply.stats)
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        if answer is not None and answer.num_output_tokens is not None:
-            num_tokens = answer.num_output_tokens
+        if reply is not None and reply.num_output_tokens is not None:
+            num_tokens = reply.num_output_tokens
         if error is None and not chunks:
             error = "no output"
         return RequestResult(
@@ -182,12 +182,10 @@ class _Run:
             end_s=end_s if error is not None else chunks[-1].time_s,
             chunks=chunks,
             first_s=chunks[0].time_s if chunks else None,
-            num_prompt_tokens=(answer and answer.num_prompt_tokens)
-            or request.num_prompt_tokens
-            or 0,
+            num_prompt_tokens=(reply and reply.num_prompt_tokens) or request.num_prompt_tokens or 0,
             num_output_tokens=num_tokens,
-            finish_reason=answer.finish_reason if answer else None,
-            queue_s=answer.queue_s if answer else None,
+            finish_reason=reply.finish_reason if reply else None,
+            queue_s=reply.queue_s if reply else None,
             late_s=late_s,
             error=error,
         )

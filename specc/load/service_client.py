@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from specc.load.request import LoadRequest
-from specc.load.run import Answer
+from specc.load.run import Reply
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.stream import UpdateStream
 from specc.sampling.params import SamplingParams
@@ -28,7 +28,7 @@ class ServiceClient:
         self._temperature = temperature
         self._seed = seed
 
-    async def send(self, request: LoadRequest, on_tokens: Callable[[int], object]) -> Answer:
+    async def send(self, request: LoadRequest, on_tokens: Callable[[int], object]) -> Reply:
         params = SamplingParams(
             temperature=self._temperature,
             max_tokens=request.num_output_tokens,
@@ -50,7 +50,7 @@ class ServiceClient:
             raise last.error
         stats = last.metrics or SpecStats()
         waited_s = time.perf_counter() - begin_s - stats.elapsed_s
-        return Answer(
+        return Reply(
             finish_reason=last.finish_reason or "",
             num_prompt_tokens=stream.ticket.num_prompt_tokens,
             queue_s=max(0.0, waited_s),

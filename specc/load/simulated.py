@@ -10,12 +10,11 @@ from specc.errors import RequestError
 from specc.load.decisions import DecisionTrace
 from specc.load.request import LoadRequest
 from specc.load.result import LoadRun, RequestResult
-from specc.load.subject import GOODPUT, Progress
+from specc.load.subject import Progress
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
-from specc.runtime.policies.base import FixedPolicy, Policy
-from specc.runtime.policies.goodput.policy import GoodputPolicy
 from specc.simulate.load import Drafting, Load, SimulatedRequest
+from specc.simulate.policies import SIMULATED, make_simulated_policy
 from specc.simulate.simulator import Iteration, Limits, simulate
 from specc.speculation.plans import OFF, SpecPlan
 
@@ -43,10 +42,10 @@ class SimulatedSubject:
 
     def check(self, policies: Sequence[str]) -> None:
         for policy in policies:
-            if policy not in self.plans and policy != GOODPUT:
+            if policy not in self.plans and policy not in SIMULATED:
                 raise RequestError(
                     f"policy {policy!r} in a simulation",
-                    f"{GOODPUT} or a plan: {', '.join(self.plans)}",
+                    f"{', '.join(SIMULATED)} or a plan: {', '.join(self.plans)}",
                     "choose one of them",
                 )
 
@@ -61,16 +60,7 @@ class SimulatedSubject:
         drafting = Drafting(dict.fromkeys(drafts, self.acceptance))
         simulated = [_simulated(request, len(requests), drafting) for request in requests]
         load = Load(simulated, self.seed)
-        chosen: Policy = FixedPolicy(policy)
-        if policy == GOODPUT:
-            chosen = GoodputPolicy(
-                self.plans,
-                self.table,
-                self.profile,
-                shares_pass=self.limits.shares_pass,
-                max_num_seqs=self.limits.max_num_seqs,
-                clock=lambda: 0.0,  # deciding takes no simulated time
-            )
+        chosen = make_simulated_policy(policy, self.plans, self.table, self.limits, self.profile)
 
         def observe(iteration: Iteration) -> None:
             if trace is not None and iteration.decision is not None and iteration.plans:
@@ -116,14 +106,14 @@ def plans_of(names: Sequence[str]) -> dict[str, SpecPlan]:
     for name in names:
         kind, *widths = name.split("-")
         numbers = [int(width) for width in widths if width.isdecimal() and int(width)]
-        if name in (OFF.name, GOODPUT):
+        if name in (OFF.name, *SIMULATED):
             continue
         if kind == "chain" and len(numbers) == len(widths) == 1:
             numbers = [1] * numbers[0]
         elif kind != "tree" or not numbers or len(numbers) != len(widths):
             raise RequestError(
                 f"plan {name!r} without an engine",
-                "off, goodput, or a name that tells a shape: chain-4, tree-3-2-1",
+                f"off, {', '.join(SIMULATED)}, or a name that tells a shape: chain-4, tree-3-2-1",
                 "choose one of them, or name the engine that has this plan",
             )
         plans[name] = SpecPlan.from_widths(tuple(numbers))
@@ -148,5 +138,5 @@ def _simulated(request: LoadRequest, total: int, drafting: Drafting) -> Simulate
         request.num_prompt_tokens or 1,
         request.num_output_tokens,
         drafting,
-        place=request.index / max(1, total - 1),
+        load_share=request.index / max(1, total - 1),
     )

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from specc.errors import ConfigError, RequestError
 from specc.load.decisions import DecisionTrace, TracedPolicy
-from specc.load.http_client import HttpClient
 from specc.load.request import LoadRequest
 from specc.load.result import LoadRun
 from specc.load.run import LoadClient, LoadLimits, run_load
@@ -20,7 +19,9 @@ from specc.runtime.engine import Engine
 from specc.runtime.policies.named import NAMES
 from specc.runtime.service.service import Service
 
-GOODPUT = "goodput"
+if TYPE_CHECKING:
+    from specc.load.http_client import HttpClient
+
 SERVER = "server"
 # seconds that cancelled requests have to leave the engine
 _SETTLE_S = 60.0
@@ -90,11 +91,11 @@ class EngineSubject:
             None if is_plan else policy,
             shares_prefixes=self.shares_prefixes,
         )
-        with closing(Service(core=core, max_waiting=1 << 30)) as service:
+        with closing(Service(core, max_waiting=1 << 30)) as service:
             client = ServiceClient(service, self.temperature, self.seed)
-            warm_up(client, requests, self.warmup)
+            asyncio.run(warm_up(client, requests, self.warmup))
             scheduler = core.scheduler
-            if trace is not None and hasattr(scheduler.policy, "decision"):
+            if trace is not None and scheduler.policy.decision is not None:
                 scheduler.use(TracedPolicy(scheduler.policy, scheduler, trace))
             run = asyncio.run(run_load(requests, client, self.limits, progress))
             service.drain(_SETTLE_S)
@@ -122,7 +123,7 @@ class ServerSubject:
                 "a server, which has a policy of its own",
                 "leave --policies out; start the server with --policy or --plan",
             )
-        asyncio.run(self.client.connect())
+        asyncio.run(self._connect())
 
     def run(
         self,
@@ -131,11 +132,19 @@ class ServerSubject:
         progress: Progress,
         trace: DecisionTrace | None,
     ) -> LoadRun:
-        warm_up(self.client, requests, self.warmup)
-        return asyncio.run(run_load(requests, self.client, self.limits, progress))
+        return asyncio.run(self._run(requests, progress))
+
+    async def _connect(self) -> None:
+        async with self.client:
+            await self.client.connect()
+
+    async def _run(self, requests: Sequence[LoadRequest], progress: Progress) -> LoadRun:
+        async with self.client:
+            await warm_up(self.client, requests, self.warmup)
+            return await run_load(requests, self.client, self.limits, progress)
 
 
-def warm_up(client: LoadClient, requests: Sequence[LoadRequest], count: int) -> None:
+async def warm_up(client: LoadClient, requests: Sequence[LoadRequest], count: int) -> None:
     """Serve the first requests, all at once and with short outputs.
 
     Raises:
@@ -153,7 +162,7 @@ def warm_up(client: LoadClient, requests: Sequence[LoadRequest], count: int) -> 
         )
         for request in requests[:count]
     ]
-    run = asyncio.run(run_load(first, client))
+    run = await run_load(first, client)
     for result in run.results:
         if result.error is not None:
             raise RequestError(

@@ -23,7 +23,7 @@ from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF
 
 # rate, policy, round
-Place = tuple[float, str, int]
+RunKey = tuple[float, str, int]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sweep:
         if self.rounds < 1:
             raise ConfigError(f"--rounds {self.rounds}", "1 or more", "raise it")
 
-    def places(self) -> list[Place]:
+    def run_keys(self) -> list[RunKey]:
         """Runs in the order in which they happen."""
         count = len(self.policies)
         return [
@@ -70,11 +70,11 @@ class SweepResult:
 
     Args:
         sweep: that was run.
-        runs: of every place.
+        runs: of every key.
     """
 
     sweep: Sweep
-    runs: dict[Place, LoadRun] = field(default_factory=dict)
+    runs: dict[RunKey, LoadRun] = field(default_factory=dict)
 
     def of(self, rate: float, policy: str) -> list[LoadRun]:
         """Runs of a cell, round by round."""
@@ -154,11 +154,11 @@ def run_sweep(
         for one in sweep.arrivals
         for number in range(sweep.rounds)
     }
-    places = sweep.places()
-    total = sum(len(loads[rate, number]) for rate, _, number in places)
+    run_keys = sweep.run_keys()
+    total = sum(len(loads[rate, number]) for rate, _, number in run_keys)
     done, result = 0, SweepResult(sweep)
     progress(0, total)
-    for rate, policy, number in places:
+    for rate, policy, number in run_keys:
         requests = loads[rate, number]
 
         def on_request(ended: int, _: int, before: int = done) -> None:

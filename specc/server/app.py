@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specc import __version__
 from specc.errors import SpeccError
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.runtime.service.service import Service
@@ -41,6 +40,7 @@ from specc.server.metrics import ServeMetrics
 from specc.server.openapi import describe, of_health, of_model, of_text, request_body
 from specc.server.page import page
 from specc.server.protocol import ChatRequest, CompletionRequest
+from specc.version import __version__
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _log = logging.getLogger("specc.serve")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from specc.errors import ConfigError
+from specc.option import check_ranges, option
 
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 # strings that may end an output, and their characters together: each is looked for at every token
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -31,7 +34,12 @@ class ConnectionLimits:
         ConfigError: a value is outside its range.
     """
 
-    max_connections: int = 4096
+    max_connections: int = option(
+        4096,
+        "Open at a time. Beyond, the one that has sent no request for the longest time is closed;"
+        " where all of them work, new ones get 503.",
+        least=1,
+    )
     head_timeout_s: float = 10.0
     keep_alive_s: float = 75.0
     rest_timeout_s: float = 10.0
@@ -39,9 +47,43 @@ class ConnectionLimits:
     look_every_s: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.max_connections < 1:
+        check_ranges(self)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to listen, to whom, and how to stop.
+
+    Args:
+        allowed_hosts: names beside those of the machine; see `choose_hosts`.
+        limits: of connections.
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 is all of them.")
+    port: int = option(8000, "0 chooses one that is free.")
+    drain_timeout_s: float = option(
+        30.0, "Seconds that open requests have after SIGTERM.", "--drain-timeout", least=0
+    )
+    log_level: str = option("info", "critical, error, warning, info or debug.")
+    chat_template: Path | None = option(
+        None, "Jinja file to use instead of the engine's own.", metavar="FILE"
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "A name that clients may call this server, beside its addresses; repeatable, * is any."
+        " Without it: the machine's own names where the server listens at a local address and"
+        " needs no key, else any.",
+        "--allowed-host",
+    )
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.log_level not in LOG_LEVELS:
             raise ConfigError(
-                f"max_connections={self.max_connections}", "1 or more", "correct the option"
+                f"log_level={self.log_level!r}", f"one of {', '.join(LOG_LEVELS)}", "choose one"
             )
 
 
@@ -50,7 +92,8 @@ class ServeConfig:
     """How an engine is served.
 
     Args:
-        model_names: what clients call the model; the first one is in the responses.
+        model_names: what clients call the model; the first one is in the responses. None is for
+            `serve`, which takes the engine's directory.
         api_keys: one of them is needed under /v1; none for an open server.
         max_body_bytes: of a request.
         max_unbounded_bytes: of a prompt, of those that the tokenizer may leave out or put together
@@ -67,20 +110,49 @@ class ServeConfig:
         ConfigError: a value is outside its range.
     """
 
-    model_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 8 << 20
-    max_unbounded_bytes: int | None = None
-    max_grammar_chars: int = 256 << 10
+    model_names: tuple[str, ...] = option(
+        (),
+        "What clients call it; repeatable. Else the directory.",
+        "--served-model-name",
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        "Needed under /v1; repeatable. Better in the environment: others see arguments.",
+        "--api-key",
+        env="SPECC_API_KEY",
+    )
+    max_body_bytes: int = option(8 << 20, "Of one request; larger ones get 413.", least=1)
+    max_unbounded_bytes: int | None = option(
+        None,
+        "Most bytes of a prompt whose number says nothing about its tokens, as the tokenizer may"
+        " leave them out. By default 64 for each position, and at least 1 MiB.",
+        shows_default=False,
+        least=0,
+    )
+    max_grammar_chars: int = option(
+        256 << 10,
+        "Of a grammar, schema or regex, or all choices of a request together.",
+        least=1,
+    )
     body_timeout_s: float = 30.0
-    request_timeout_s: float | None = None
-    log_every_s: float = 10.0
+    request_timeout_s: float | None = option(
+        None,
+        "Seconds after which a request ends with what it has; else never.",
+        "--request-timeout",
+        shows_default=False,
+        above=0,
+    )
+    log_every_s: float = option(
+        10.0, "Seconds between two lines of figures; 0: none.", "--log-every", least=0
+    )
     allowed_hosts: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        do = "correct the option"
-        if not self.model_names or not all(self.model_names):
-            raise ConfigError(f"model names {self.model_names!r}", "at least one, none empty", do)
+        check_ranges(self)
+        if not all(self.model_names):
+            raise ConfigError(
+                f"model names {self.model_names!r}", "none that is empty", "correct the option"
+            )
         # the value itself is a secret
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ConfigError(
@@ -88,13 +160,3 @@ class ServeConfig:
                 "keys that a header can hold",
                 "choose another one",
             )
-        if self.max_body_bytes < 1:
-            raise ConfigError(f"max_body_bytes={self.max_body_bytes}", "1 or more", do)
-        if self.max_unbounded_bytes is not None and self.max_unbounded_bytes < 0:
-            raise ConfigError(f"max_unbounded_bytes={self.max_unbounded_bytes}", "0 or more", do)
-        if self.max_grammar_chars < 1:
-            raise ConfigError(f"max_grammar_chars={self.max_grammar_chars}", "1 or more", do)
-        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
-            raise ConfigError(f"request_timeout={self.request_timeout_s}", "above 0", do)
-        if not self.log_every_s >= 0:
-            raise ConfigError(f"log_every={self.log_every_s}", "0 or more", do)

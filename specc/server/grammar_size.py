@@ -9,9 +9,9 @@ from specc.server.errors import bad_request
 
 # fields that hold nothing but a grammar, and may be of any size
 _FIELDS = (
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("guided_whitespace_pattern", "structured_outputs", "response_format"),
-)
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_whitespace_pattern", "structured_outputs", "response_format",
+)  # fmt: skip
 # of each value in JSON, beside its characters: quotes, a comma and a space
 _PER_VALUE = 4
 

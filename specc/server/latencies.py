@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
+
+from specc.percentile import percentile
 
 # seconds that count, and how many values at most: the latest ones
 WINDOW_S, MAX_VALUES = 60.0, 4096
@@ -19,20 +20,18 @@ class RecentLatencies:
     def add(self, seconds: float, now_s: float | None = None) -> None:
         self._values.append((time.monotonic() if now_s is None else now_s, seconds))
 
-    def quantiles(
-        self, *shares: float, now_s: float | None = None
+    def percentiles(
+        self, *percents: float, now_s: float | None = None
     ) -> tuple[int, list[float | None]]:
-        """How many values there are, and for each share the least one that so many do not exceed.
+        """How many values there are, and their percentiles.
 
         Args:
-            shares: in (0, 1].
+            percents: 0 … 100.
             now_s: the end of the minute; None for now.
         """
         begin_s = (time.monotonic() if now_s is None else now_s) - WINDOW_S
         values = self._values
         while values and values[0][0] < begin_s:
             values.popleft()
-        if not values:
-            return 0, [None] * len(shares)
-        ordered = sorted(seconds for _, seconds in values)
-        return len(ordered), [ordered[math.ceil(share * len(ordered)) - 1] for share in shares]
+        found = [seconds for _, seconds in values]
+        return len(found), [percentile(found, percent) for percent in percents]

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 
-LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 # kinds of messages that are remembered
 _MAX_KINDS = 1000
 

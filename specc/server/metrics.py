@@ -164,7 +164,7 @@ class ServeMetrics(Collector):
             "prefix_hit_rate": rates.prefix_hit_rate,
             "plans": _plans_now(state),
             "all_plans": self._plans,
-            "predicted_tokens_per_s": getattr(decision, "goodput", None),
+            "predicted_tokens_per_s": decision.goodput if decision else None,
             "total": {
                 "requests": stats.num_requests,
                 "prompt_tokens": stats.num_prompt_tokens,
@@ -209,7 +209,7 @@ class ServeMetrics(Collector):
         yield self._gauge(
             "goodput_tokens_per_second", "Output tokens of the last seconds.", rates.output_tokens
         )
-        predicted = getattr(state.decision, "goodput", None)
+        predicted = state.decision.goodput if state.decision else None
         if predicted is not None:
             yield self._gauge(
                 "predicted_goodput_tokens_per_second", "What the policy expects.", predicted
@@ -267,7 +267,7 @@ class ServeMetrics(Collector):
 
 
 def _latency(recent: RecentLatencies) -> dict[str, Any]:
-    count, (median, p99) = recent.quantiles(0.5, 0.99)
+    count, (median, p99) = recent.percentiles(50, 99)
     return {"count": count, "p50_s": median, "p99_s": p99}
 
 

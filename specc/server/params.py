@@ -13,11 +13,11 @@ from specc.server.protocol import ChatRequest, CompletionRequest, GenerationRequ
 
 # fields that mean the same in both
 _SAME = (
-    *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "rule", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
-    *("skip_special_tokens", "speculative", "prompt_logprobs"),
-    *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
-)
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "rule", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens", "speculative", "prompt_logprobs",
+    "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
+)  # fmt: skip
 # as OpenAI's, not as `SamplingParams`', whose default is greedy
 _TEMPERATURE = 1.0
 _COMPLETION_TOKENS = 16

@@ -64,11 +64,11 @@ _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # fields of OpenAI's API and of vLLM's that change no output here
 IGNORED = frozenset(
     (
-        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "parallel_tool_calls", "reasoning_effort", "verbosity"),
-        *("request_id", "guided_decoding_backend", "spaces_between_special_tokens"),
+        "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "parallel_tool_calls", "reasoning_effort", "verbosity",
+        "request_id", "guided_decoding_backend", "spaces_between_special_tokens",
     )
-)
+)  # fmt: skip
 # fields that would change the output and that this server has not got → values that ask for nothing
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),

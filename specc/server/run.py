@@ -10,26 +10,25 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from specc.errors import ConfigError, RequestError
+from specc.errors import RequestError
 from specc.runtime.engine import Engine
+from specc.runtime.engine_args import AsyncEngineArgs
 from specc.runtime.requests.chat_template import load_template
 from specc.runtime.service.service import Service
 from specc.runtime.service.state import Health
 from specc.server.app import create_app
-from specc.server.config import ConnectionLimits, ServeConfig
+from specc.server.config import ConnectionLimits, Place, ServeConfig
 from specc.server.connections import Connections
 from specc.server.hosts import choose_hosts
 from specc.server.listener import address_error, bind, fit, raise_file_limit
-from specc.server.log import LOG_LEVELS, start_logging
+from specc.server.log import start_logging
 from specc.server.memory import forget_garbage, share_heaps
-from specc.system.machine import check_threads
 
 # exit codes: the engine has failed for good; 128 + the signal for a second one
 DEAD = 1
@@ -41,64 +40,25 @@ _END_NOW_S = 2.0
 _END_S = 5.0
 _LOOK_EVERY_S = 0.05
 _log = logging.getLogger("specc.serve")
+# an engine's latency table, as JSON
+Measure = Callable[[Engine], Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Loading:
-    """How the engine is loaded; the fields are those of `Service`.
-
-    Args:
-        measure: makes a latency table for the policy goodput, where the engine has none; None
-            lets it learn while it serves.
-    """
-
-    plan: str | None = None
-    policy: str | None = None
-    max_num_seqs: int | None = None
-    max_waiting: int = 1024
-    verify: bool | None = None
-    threads: int | None = None
-    backend: str | None = None
-    kv_cache_tokens: int | None = None
-    shares_prefixes: bool = True
-    measure: Callable[[Engine], Mapping[str, Any]] | None = None
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where to listen, to whom, and how to stop.
-
-    Args:
-        allowed_hosts: names beside those of the machine; see `choose_hosts`.
-        limits: of connections.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    drain_timeout_s: float = 30.0
-    log_level: str = "info"
-    chat_template: Path | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
-
-
-def serve(engine: Path, loading: Loading, place: Place, config: ServeConfig) -> int:
+def serve(
+    args: AsyncEngineArgs, place: Place, config: ServeConfig, measure: Measure | None = None
+) -> int:
     """Serve an engine until a signal ends it, or the engine fails for good.
 
+    Args:
+        args: the engine's directory, and how it is opened and run.
+        place: where to listen.
+        config: names, keys and limits.
+        measure: see `start_service`.
     Returns:
         the exit code of the process: 0 after SIGTERM or SIGINT, `DEAD`, or 128 + a second signal.
     Raises:
         SpeccError: the port is taken, or the engine cannot be loaded as wanted.
     """
-    if place.log_level not in LOG_LEVELS:
-        raise ConfigError(
-            f"log level {place.log_level!r}", f"one of {', '.join(LOG_LEVELS)}", "choose one"
-        )
-    if not place.drain_timeout_s >= 0:
-        raise ConfigError(
-            f"drain timeout {place.drain_timeout_s}", "0 seconds or more", "correct the option"
-        )
-    check_threads(loading.threads)
     start_logging(place.log_level)
     # before there are threads
     share_heaps()
@@ -109,9 +69,10 @@ def serve(engine: Path, loading: Loading, place: Place, config: ServeConfig) -> 
         address = listener.getsockname()[0]
         has_keys = bool(config.api_keys)
         hosts = choose_hosts(address, place.host, place.allowed_hosts, has_keys=has_keys)
-        config = replace(config, allowed_hosts=hosts)
-        template = load_template(engine, place.chat_template)
-        service = start_service(engine, loading)
+        names = config.model_names or (args.directory.resolve().name,)
+        config = replace(config, model_names=names, allowed_hosts=hosts)
+        template = load_template(args.directory, place.chat_template)
+        service = start_service(args, measure)
         place = replace(place, limits=fit(place.limits, num_files))
         if hosts is None and not has_keys:
             _log.warning("without --api-key: whoever reaches %s uses this server", address)
@@ -132,35 +93,29 @@ def serve(engine: Path, loading: Loading, place: Place, config: ServeConfig) -> 
         listener.close()
 
 
-def start_service(engine: Path, loading: Loading) -> Service:
+def start_service(args: AsyncEngineArgs, measure: Measure | None = None) -> Service:
     """Load an engine; goodput chooses its plans, unless the caller or the engine knows better.
 
+    Args:
+        args: how it is opened and run.
+        measure: makes a latency table for the policy goodput, where the engine has none; None
+            lets it learn while it serves.
     Raises:
         SpeccError: the engine, the plan or the policy.
     """
-    loaded = Engine.load(
-        engine,
-        verify=loading.verify,
-        num_threads=loading.threads,
-        max_num_seqs=loading.max_num_seqs,
-        backend=loading.backend,
-        kv_cache_tokens=loading.kv_cache_tokens,
-    )
-    options: dict[str, Any] = {
-        "max_waiting": loading.max_waiting,
-        "shares_prefixes": loading.shares_prefixes,
-    }
+    loaded = args.load()
+    args = replace(args, engine=loaded)
     speculates = any(plan.speculates for plan in loaded.plans.values())
-    is_free = loading.plan is None and loading.policy is None
-    wants_goodput = loading.policy == "goodput" or (is_free and speculates)
-    if wants_goodput and loading.measure is not None and "latency" not in loaded.profile:
-        loaded.profile = {**loaded.profile, "latency": loading.measure(loaded)}
+    is_free = args.plan is None and args.policy is None
+    wants_goodput = args.policy == "goodput" or (is_free and speculates)
+    if wants_goodput and measure is not None and "latency" not in loaded.profile:
+        loaded.profile = {**loaded.profile, "latency": measure(loaded)}
     if is_free and speculates:
         try:
-            return Service(loaded, policy="goodput", **options)
+            return Service(replace(args, policy="goodput").make_core(), args.max_waiting)
         except RequestError as error:
             _log.warning("no goodput policy for this engine: %s", error.found)
-    return Service(loaded, loading.plan, policy=loading.policy, **options)
+    return Service(args.make_core(), args.max_waiting)
 
 
 class HttpServer(uvicorn.Server):

@@ -123,7 +123,7 @@ class SimulatedRequest:
         num_prompt_tokens: 1 or more.
         num_output_tokens: 1 or more.
         drafting: how right its drafts are.
-        place: in the load, 0 … 1.
+        load_share: of the load that came before it, 0 … 1.
         speculative: False decodes it plainly.
     """
 
@@ -131,7 +131,7 @@ class SimulatedRequest:
     num_prompt_tokens: int
     num_output_tokens: int
     drafting: Drafting
-    place: float = 0.0
+    load_share: float = 0.0
     speculative: bool = True
 
 
@@ -151,16 +151,16 @@ class Load:
         """Which child of a node is the target's choice; None is none of them.
 
         Args:
-            request: place in the load.
+            request: index in the load.
             draft: that proposed.
             depth: of the node, 0 of the root.
             position: of the children in the sequence. Their dice are the same at every depth.
         """
         one = self.requests[request]
-        share = one.place
+        share = one.load_share
         if one.drafting.over == "output":
             share = min(1.0, (position - one.num_prompt_tokens) / one.num_output_tokens)
-        # drafts are right at the same places more often than by chance: they share the dice
+        # drafts are right at the same positions more often than by chance: they share the dice
         value = uniform(self.seed, _RANK, request, position)
         for rank, bound in enumerate(one.drafting.bounds(draft, depth, share)):
             if value < bound:
@@ -218,7 +218,7 @@ def make_load(
                 prompts.draw(seed, _PROMPT, i),
                 outputs.draw(seed, _OUTPUT, i),
                 kind,
-                place=i / max(1, num_requests - 1),
+                load_share=i / max(1, num_requests - 1),
                 speculative=uniform(seed, _KIND, i, 1) >= plain_share,
             )
         )

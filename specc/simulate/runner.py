@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from specc.cost.best_tree import best_tree
 from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
 from specc.errors import ConfigError
-from specc.runtime.backends.program import StepResult, draft_lens_of
-from specc.runtime.runner import RunResult
+from specc.runtime.backends.step_io import StepResult, draft_lens_of
 from specc.runtime.scheduling.batch import Batch, Span, StepGroup
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.run_result import RunResult
 from specc.simulate.load import Load, uniform
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import TokenTree
@@ -71,8 +71,8 @@ class SimulatedRunner:
             prefill_s += truth.target(parts) * factor
         drafted_s, verified = [], []
         for group in batch.groups:
-            context = sum(sequence.cache_len for sequence in group.sequences)
-            shape = StepShape(group.plan, len(group.sequences), context)
+            context = sum(request.cache_len for request in group.requests)
+            shape = StepShape(group.plan, len(group.requests), context)
             drafted_s.append((truth.draft_s(shape) + self._catch_up_s(group)) * factor)
             verified.append(verify_part(shape))
         pass_s = truth.target([*parts, *verified]) * factor if self._shares_pass else 0.0
@@ -97,8 +97,8 @@ class SimulatedRunner:
         return (1 + self._noise * (2 * low - 1)) * (_HELD_UP_BY if high < _HELD_UP else 1.0)
 
     def _step(self, group: StepGroup, stage_s: dict[str, float]) -> StepResult:
-        accepted = [self._accepted(sequence, group.plan) for sequence in group.sequences]
-        before = [sequence.cache_len for sequence in group.sequences]
+        accepted = [self._accepted(request, group.plan) for request in group.requests]
+        before = [request.cache_len for request in group.requests]
         after = [rows + count + 1 for rows, count in zip(before, accepted, strict=True)]
         depth = group.plan.max_depth
         # a draft reads the nodes of all levels but the last
@@ -111,13 +111,13 @@ class SimulatedRunner:
             stage_s,
         )
 
-    def _accepted(self, sequence: Sequence, plan: SpecPlan) -> int:
+    def _accepted(self, request: Request, plan: SpecPlan) -> int:
         if not plan.speculates:
             return 0
         children, node, depth = self._children[plan.name], 0, 0
         while children[node]:
-            position = sequence.cache_len + 1 + depth
-            rank = self._load.rank(sequence.index, plan.drafts[0], depth, position)
+            position = request.cache_len + 1 + depth
+            rank = self._load.rank(request.index, plan.drafts[0], depth, position)
             if rank is None or rank >= len(children[node]):
                 break
             node = children[node][rank]
@@ -129,12 +129,12 @@ class SimulatedRunner:
         seconds = 0.0
         for number, _ in draft_lens_of(group.plan).items():
             room, parts = self._chunk, []
-            for sequence in group.sequences:
-                start = sequence.draft_lens[number]
-                if start >= sequence.cache_len + 1 - group.plan.catch_up:
+            for request in group.requests:
+                start = request.draft_lens[number]
+                if start >= request.cache_len + 1 - group.plan.catch_up:
                     continue
-                while start < sequence.cache_len:
-                    end = min(sequence.cache_len, start + room)
+                while start < request.cache_len:
+                    end = min(request.cache_len, start + room)
                     parts.append(PassPart(1, end - start, (start + end) / 2))
                     room -= end - start
                     start = end

@@ -21,12 +21,13 @@ import torch
 
 from specc.cost.latency_table import LatencyTable
 from specc.errors import ConfigError
-from specc.runtime.policies.base import Policy
-from specc.runtime.runner import RunResult
+from specc.percentile import percentile
+from specc.runtime.policies.base import Decision, Policy
 from specc.runtime.scheduling.batch import Batch
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
+from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.run_result import RunResult
 from specc.runtime.scheduling.scheduler import Scheduler
-from specc.runtime.scheduling.sequence import Sequence as Request
 from specc.sampling.params import SamplingParams
 from specc.simulate.load import Load
 from specc.simulate.runner import SimulatedRunner
@@ -41,8 +42,8 @@ class Limits:
     """What the simulated engine holds.
 
     Args:
-        max_num_seqs: sequences that run together.
-        max_seq_len: tokens of a sequence.
+        max_num_seqs: requests that run together.
+        max_seq_len: tokens of a request.
         prefill_chunk: tokens of a prefill pass; with `shares_pass`, of a pass of any kind that
             takes prompts along.
         block_size: rows of a KV block.
@@ -64,9 +65,9 @@ class Iteration(NamedTuple):
     Args:
         start_s: simulated.
         seconds: it took.
-        num_waiting: requests that have no place yet.
+        num_waiting: requests that have no slot yet.
         num_prefill_tokens: of prompts.
-        plans: plan → sequences that ran it.
+        plans: plan → requests that ran it.
         num_tokens: emitted by steps.
         decision: of the policy, if it has one.
     """
@@ -77,7 +78,7 @@ class Iteration(NamedTuple):
     num_prefill_tokens: int
     plans: Mapping[str, int]
     num_tokens: int
-    decision: Any
+    decision: Decision | None
 
 
 @dataclass
@@ -93,7 +94,7 @@ class SimulationReport:
         step_s: seconds of iterations that decoded.
         num_iterations: in all.
         num_probes: of them that the policy made to learn.
-        plan_rows: plan → sequences times iterations.
+        plan_rows: plan → requests times iterations.
         stats: counters of the scheduler.
     """
 
@@ -131,9 +132,9 @@ class SimulationReport:
             "plan_shares": {name: self.plan_rows[name] / rows for name in sorted(self.plan_rows)},
         }
         for name in ("latency", "ttft", "tpot"):
-            values = sorted(v for v in getattr(self, f"{name}_s") if not math.isnan(v))
+            values = [value for value in getattr(self, f"{name}_s") if not math.isnan(value)]
             for percent in _PERCENTILES:
-                data[f"p{percent}_{name}_s"] = _percentile(values, percent)
+                data[f"p{percent}_{name}_s"] = percentile(values, percent)
         return {key: _rounded(value) for key, value in data.items()}
 
 
@@ -154,7 +155,7 @@ def simulate(
         truth: how long passes really take; the policy has its own idea.
         plans: of the engine, `off` included.
         policy: chooses among them; one that has served before goes on with what it knows.
-        limits: of the engine; None is 256 sequences.
+        limits: of the engine; None is 256 requests.
         noise: seconds of an iteration vary by this share, one in a hundred takes four times as
             long; 0 is none.
         trace: called after every iteration.
@@ -240,9 +241,9 @@ class _SimulatedEngine:
             seconds,
             len(scheduler.waiting),
             sum(span.end - span.start for span in batch.prefill),
-            {group.plan.name: len(group.sequences) for group in batch.groups},
+            {group.plan.name: len(group.requests) for group in batch.groups},
             scheduler.stats.num_output_tokens - tokens_before,
-            getattr(self._policy, "decision", None),
+            self._policy.decision,
         )
 
     def _take_arrivals(self) -> None:
@@ -251,7 +252,7 @@ class _SimulatedEngine:
             request = requests[self._num_arrived]
             if request.arrival_s > now_s:
                 break
-            # a sequence looks at the clock when it is made
+            # a request looks at the clock when it is made
             self._now_s = request.arrival_s
             params = SamplingParams(
                 max_tokens=request.num_output_tokens,
@@ -281,28 +282,28 @@ class _SimulatedEngine:
         report.num_iterations += 1
         if batch.groups:
             report.step_s += seconds
-            decision = getattr(self._policy, "decision", None)
-            report.num_probes += bool(getattr(decision, "is_probe", False))
+            decision = self._policy.decision
+            report.num_probes += decision is not None and decision.is_probe
         first = [
-            span.sequence
+            span.request
             for span, token in zip(batch.prefill, result.first_tokens, strict=True)
             if token is not None
         ]
-        for sequence in first:
-            report.ttft_s[sequence.index] = self._now_s - sequence.arrival_s
-        for sequence in first:
-            self._record_end(sequence)
+        for request in first:
+            report.ttft_s[request.index] = self._now_s - request.arrival_s
+        for request in first:
+            self._record_end(request)
         for group in batch.groups:
-            report.plan_rows[group.plan.name] += len(group.sequences)
-            for sequence in group.sequences:
-                self._record_end(sequence)
+            report.plan_rows[group.plan.name] += len(group.requests)
+            for request in group.requests:
+                self._record_end(request)
 
-    def _record_end(self, sequence: Request) -> None:
-        if not sequence.is_finished:
+    def _record_end(self, request: Request) -> None:
+        if not request.is_finished:
             return
-        report, i = self.report, sequence.index
-        report.latency_s[i] = self._now_s - sequence.arrival_s
-        count = len(sequence.output_token_ids)
+        report, i = self.report, request.index
+        report.latency_s[i] = self._now_s - request.arrival_s
+        count = len(request.output_token_ids)
         if count > 1:
             report.tpot_s[i] = (report.latency_s[i] - report.ttft_s[i]) / (count - 1)
 
@@ -310,11 +311,6 @@ class _SimulatedEngine:
 def _mean(values: Sequence[float]) -> float | None:
     real = [value for value in values if not math.isnan(value)]
     return math.fsum(real) / len(real) if real else None
-
-
-def _percentile(values: Sequence[float], percent: int) -> float | None:
-    """The smallest value that at least this share of sorted values does not exceed."""
-    return values[max(0, math.ceil(len(values) * percent / 100) - 1)] if values else None
 
 
 def _rounded(value: Any) -> Any:

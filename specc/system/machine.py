@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ _ISA_FLAGS = re.compile(
 
 def describe_machine() -> dict[str, Any]:
     """CPU, cores, memory and platform, for JSON."""
+    import platform
+
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -36,6 +37,8 @@ def cpu_model() -> str:
         match = re.search(rf"^{key}\s*:\s*(.+)$", text, re.MULTILINE)
         if match:
             return match[1]
+    import platform
+
     return platform.processor() or platform.machine()
 
 

@@ -1,24 +1,17 @@
-"""Models of the Triton Inference Server: a config.pbtxt, a model.py of a few lines, an engine."""
+"""A model in a repository of the Triton Inference Server, and the backend that it may need."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 from specc.artifact.directory import read_manifest
 from specc.errors import ConfigError, OutputError
 from specc.system.files import check_free_space, fsync_path, output_error, remove_stale
-from specc.triton.tensors import INPUTS, OUTPUTS, TritonTensor
+from specc.triton.config import BACKEND, TritonConfig
 
-BACKEND = "specc"
-KINDS = ("auto", "cpu", "gpu", "model")
-LAYOUTS = ("model", "backend")
-# how the engine gets into the repository
-FILES = ("copy", "link", "reference")
 MODEL_PY = '''"""specc in the Triton Inference Server; written by `specc triton`."""
 
 import triton_python_backend_utils
@@ -29,96 +22,6 @@ from specc.runtime.triton.model import TritonModel
 class TritonPythonModel(TritonModel):
     pb_utils = triton_python_backend_utils
 '''
-
-
-@dataclass(frozen=True)
-class TritonConfig:
-    """A model of a repository.
-
-    Args:
-        name: of the model.
-        layout: `model` writes a model.py beside the engine; `backend` leaves that to the backend
-            `specc`, and writes none.
-        files: `copy` or hard `link` the engine's files; or a `reference` to where it is.
-        instances: copies of the engine that the server loads.
-        kind: of each instance, `cpu`, `gpu`, `model` (specc picks devices), or `auto`.
-        gpus: devices of each instance, such as `0,1;2,3`; then one instance for each group.
-        parameters: further ones of config.pbtxt; see `docs/triton-server.md`.
-    Raises:
-        ConfigError: values that Triton, or specc, does not take.
-    """
-
-    name: str = "specc"
-    layout: str = "model"
-    files: str = "copy"
-    instances: int = 1
-    kind: str = "auto"
-    gpus: str | None = None
-    parameters: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", self.name):
-            raise ConfigError(
-                f"--name {self.name!r}",
-                "letters, digits, and _ . - between them",
-                "choose another name",
-            )
-        for option, value, allowed in (
-            ("--layout", self.layout, LAYOUTS),
-            ("--kind", self.kind, KINDS),
-            ("how the engine gets there:", self.files, FILES),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"{option} {value}", f"one of {', '.join(allowed)}", "pass one")
-        if not 1 <= self.instances <= 64:
-            raise ConfigError(f"--instances {self.instances}", "1 … 64", "correct it")
-        if self.gpus is not None:
-            self._check_gpus(self.gpus)
-
-    def _check_gpus(self, gpus: str) -> None:
-        if not re.fullmatch(r"\d+(,\d+)*(;\d+(,\d+)*)*", gpus):
-            raise ConfigError(
-                f"--gpus {gpus!r}",
-                'device numbers of each instance: "0" for one, "0;1" for two instances',
-                "correct it",
-            )
-        if self.kind not in ("auto", "model"):
-            raise ConfigError(f"--gpus with --kind {self.kind}", "--kind model", "leave --kind out")
-        if self.instances not in (1, gpus.count(";") + 1):
-            raise ConfigError(
-                f"--instances {self.instances} and --gpus {gpus!r}",
-                "as many groups as instances",
-                "leave --instances out: each group is one",
-            )
-
-    def to_pbtxt(self, engine: str) -> str:
-        """The text of config.pbtxt; `engine` is a path, relative to the version's directory."""
-        kind, count = self.kind, self.instances
-        parameters = {"engine": engine} | dict(self.parameters)
-        if self.gpus is not None:
-            kind, count = "model", self.gpus.count(";") + 1
-            parameters["gpu_device_ids"] = self.gpus
-        backend = BACKEND if self.layout == "backend" else "python"
-        lines = [
-            "# written by specc triton; docs/triton-server.md says what can be changed",
-            f"name: {_quoted(self.name)}",
-            f"backend: {_quoted(backend)}",
-            "# specc batches by itself, continuously",
-            "max_batch_size: 0",
-            "model_transaction_policy { decoupled: true }",
-            "input [",
-            ",\n".join(_tensor_text(tensor, is_input=True) for tensor in INPUTS),
-            "]",
-            "output [",
-            ",\n".join(_tensor_text(tensor, is_input=False) for tensor in OUTPUTS),
-            "]",
-            f"instance_group [ {{ count: {count} kind: KIND_{kind.upper()} }} ]",
-        ]
-        for key, value in parameters.items():
-            lines.append(
-                f"parameters {{ key: {_quoted(key)} value {{ string_value: {_quoted(value)} }} }}"
-            )
-        return "\n".join(lines) + "\n"
 
 
 def write_model(engine: Path, repository: Path, config: TritonConfig, force: bool = False) -> Path:
@@ -260,19 +163,6 @@ def _write(path: Path, text: str) -> None:
 
 def _files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
-
-
-def _tensor_text(tensor: TritonTensor, is_input: bool) -> str:
-    dims = ", ".join(map(str, tensor.dims))
-    optional = " optional: true" if is_input else ""
-    name = _quoted(tensor.name)
-    return f"  {{ name: {name} data_type: {tensor.data_type} dims: [ {dims} ]{optional} }}"
-
-
-def _quoted(text: str) -> str:
-    """A string of protobuf's text format: what is not plain ASCII as octal bytes."""
-    plain: Collection[int] = {*range(0x20, 0x7F)} - {*b"\"\\'"}
-    return '"' + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in text.encode()) + '"'
 
 
 def start_command(repository: Path, backends: Path | None) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """What the target would have accepted: by depth and sibling rank of each draft, on real outputs.
 
-A draft's rank at a position is the place of the token that came among its best children, drawn as
-the request's rule and seed draw them. Depth d counts the positions that a tree would have reached:
+A draft's rank at a position is that of the token that came among its best children, drawn as the
+request's rule and seed draw them. Depth d counts the positions that a tree would have reached:
 those after d tokens that were all among the children.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from specc.runtime.drafts.suffix_index import OutputIndex, SuffixIndex
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
-from specc.runtime.scheduling.sequence import Sequence as Request
+from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SUFFIX, lookup_ngram
 
 NONE = -1
@@ -81,10 +81,10 @@ def lookup_acceptance(
             if source == SUFFIX:
                 other, other_length = outputs.propose(tokens[:position], depth)
                 proposed = other if other_length > length else proposed
-            for place in range(min(depth, len(tokens) - position)):
-                reached[place] += 1
-                is_right = place < len(proposed) and proposed[place] == tokens[position + place]
-                accepted[place] += is_right
+            for level in range(min(depth, len(tokens) - position)):
+                reached[level] += 1
+                is_right = level < len(proposed) and proposed[level] == tokens[position + level]
+                accepted[level] += is_right
                 if not is_right:
                     break
             index.extend(tokens[position : position + 1])

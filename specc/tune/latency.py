@@ -7,15 +7,16 @@ import statistics
 import time
 from collections.abc import Callable
 
+import torch
+
 from specc.cost.latency_table import LatencyTable, PassPoint, PassSeconds, StepShape
 from specc.errors import ConfigError
-from specc.runtime.backends.program import Model
+from specc.runtime.backends.step import Model
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
 from specc.system.machine import describe_machine
-from specc.tune.seconds import time_pass
 
 _WIDTHS = (2, 3, 5, 9, 16, 32, 64, 128, 256, 512)
 # sequences with several tokens each, as a verified batch has
@@ -64,7 +65,7 @@ def measure_latency(
             for cell in cells:
                 name, rows, width, context = cell
                 table = cache.block_table(blocks[:rows]).to(cache.device)
-                seconds = time_pass(engine, models[name], table, context, width)
+                seconds = _time_pass(engine, models[name], table, context, width)
                 if done:
                     times[cell].append(seconds)
             progress(done + 1, _ROUNDS)
@@ -111,16 +112,16 @@ def _shape(plan: SpecPlan) -> StepShape:
 
 
 def _iteration_s(engine: Engine, plan: SpecPlan) -> float:
-    """Median seconds of one sequence's iterations, the host's part of them included."""
+    """Median seconds of one request's iterations, the host's part of them included."""
     core = EngineCore(engine, plan.name, shares_prefixes=False)
     count = min(_SHORT, (engine.max_seq_len - 2) // 2)
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     times = []
     for _ in range(_ROUNDS):
-        sequence = core.requests.make([0] * count, params)
-        core.scheduler.add(sequence)
+        request = core.requests.make([0] * count, params)
+        core.scheduler.add(request)
         core.advance()  # the prompt
-        while not sequence.is_finished:
+        while not request.is_finished:
             begin = time.perf_counter()
             core.advance()
             times.append(time.perf_counter() - begin)
@@ -143,3 +144,37 @@ def _sizes(engine: Engine, most_rows: int) -> list[tuple[int, int, int]]:
             continue
         found += [(count, width, context) for context in {min(_SHORT, longest), longest}]
     return found
+
+
+@torch.inference_mode()
+def _time_pass(
+    engine: Engine, model: Model, table: torch.Tensor, context: int, width: int
+) -> float:
+    """Seconds of one pass of `width` tokens of each sequence: a chain after its context."""
+    batch = table.shape[0]
+    device = engine.cache.device
+    tree = torch.arange(width)
+    words = torch.zeros(width, -(-width // 64), dtype=torch.int64)
+    for node in range(width):
+        words[node, node // 64] = 1 << (node % 64) if node % 64 < 63 else -(1 << 63)
+    inputs = (
+        torch.zeros(batch * width, dtype=torch.int64),
+        (context + tree).repeat(batch),
+        torch.arange(0, batch * width + 1, width, dtype=torch.int32),
+        (context + tree).int().repeat(batch),
+        torch.full((batch,), context, dtype=torch.int32),
+        words.repeat(batch, 1),
+        table,
+        torch.arange(batch * width),
+    )
+    moved = [x.to(device) for x in inputs]
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    synchronize()
+    begin = time.perf_counter()
+    model(*moved)
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def _nothing() -> None:
+    """A CPU is done when a call returns."""

@@ -8,59 +8,34 @@ interleaved with plain decoding. The fastest is kept; where none beats plain dec
 from __future__ import annotations
 
 import datetime
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specc.artifact.directory import open_engine, torch_version
 from specc.bench.engine import EngineContender, tokenize
+from specc.bench.rounds import Spread, run_rounds
 from specc.compiler.extend import EngineExtension, extend_engine
 from specc.cost.latency_table import LatencyTable
 from specc.cost.plan_choice import PlanChoice, best_plan
-from specc.cost.step_seconds import MeasuredSeconds, StepSeconds
+from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, RequestError
 from specc.progress import Phases
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.runtime.scheduling.sequence import Sequence as Request
+from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan, is_lookup
 from specc.system.machine import describe_machine
 from specc.tune.acceptance import Trajectory, draft_acceptance, lookup_acceptance
 from specc.tune.latency import measure_latency
-from specc.tune.seconds import measure_seconds, typical_context
+from specc.tune.options import TuneOptions
 
 # children of a node that acceptance is measured for; lookups propose this many tokens
 _WIDTH, _LOOKUP_DEPTH = 8, 16
 # a plan has to beat plain decoding by more than the noise of its measurement
 _MARGIN = 1.01
-
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """What to measure.
-
-    Args:
-        batch_sizes: empty is powers of two up to the engine's max_batch_size, at most 8.
-        max_nodes: of a tree, root included.
-        max_depth: of a tree.
-        max_tokens: output tokens of each prompt.
-        temperature: of the requests; their seeds are 0, 1, …
-        rounds: of whole runs, interleaved; a round before them is not counted.
-        latency_s: seconds after which no further round of single passes begins.
-        prunes: take the engine's other plans out of it.
-    """
-
-    batch_sizes: tuple[int, ...] = ()
-    max_nodes: int = 32
-    max_depth: int = 8
-    max_tokens: int = 64
-    temperature: float = 0.0
-    rounds: int = 3
-    latency_s: float = 20.0
-    prunes: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +71,6 @@ class BatchTuning:
     chosen: SpecPlan
     candidates: list[Candidate]
     break_even: float | None
-    seconds: StepSeconds | None = None
 
 
 @dataclass
@@ -182,19 +156,19 @@ def tune(
         for draft in drafts:
             with phases.phase(f"acceptance of {draft}"):
                 acceptance[draft] = _acceptance(engine, draft, trajectories, options)
-        tuning = Tuning(acceptance)
         with phases.phase("latency of passes"):
-            tuning.latency = measure_latency(engine, budget_s=options.latency_s)
+            latency = measure_latency(engine, budget_s=options.latency_s)
+        tuning = Tuning(acceptance, latency=latency)
         lengths = [len(t.token_ids) - options.max_tokens // 2 for t in trajectories]
+        context = _typical_context(lengths, engine.max_seq_len, room)
         for size in sizes:
-            with phases.phase(f"latency, batch {size}"):
-                context = typical_context(lengths, engine.max_seq_len, room)
-                seconds = measure_seconds(engine, size, context, options.max_nodes)
+            seconds = {
+                draft: StepSeconds(latency, None if is_lookup(draft) else draft, size, context)
+                for draft in drafts
+            }
             plans = _candidates(acceptance, seconds, known, options)
             with phases.phase(f"whole steps, batch {size}"):
-                tuning.batches.append(
-                    _measure(extension, room, plans, seconds, token_ids, size, options)
-                )
+                tuning.batches.append(_measure(extension, room, plans, token_ids, size, options))
         chosen = {plan.name for plan in tuning.plans}
         tuning.others = [plan for plan in known if plan.name not in chosen]
         kept = [] if options.prunes else tuning.others
@@ -256,7 +230,7 @@ def _acceptance(
 
 def _candidates(
     acceptance: dict[str, list[list[float]]],
-    seconds: StepSeconds,
+    seconds: Mapping[str, StepSeconds],
     known: Sequence[SpecPlan],
     options: TuneOptions,
 ) -> dict[SpecPlan, float | None]:
@@ -264,14 +238,12 @@ def _candidates(
     found: dict[SpecPlan, float | None] = dict.fromkeys(known)
     for draft, table in acceptance.items():
         if is_lookup(draft):
-            lookup_seconds = StepSeconds(seconds.verify, MeasuredSeconds({1: 0.0}, "a lookup"))
-            choice = best_plan(table, lookup_seconds, options.max_nodes, _LOOKUP_DEPTH)
+            choice = best_plan(table, seconds[draft], options.max_nodes, _LOOKUP_DEPTH)
             _add(found, choice, draft)
             continue
-        trees = best_plan(table, seconds, options.max_nodes, options.max_depth)
-        chains = best_plan(
-            [row[:1] for row in table], seconds, options.max_nodes, options.max_depth
-        )
+        most = options.max_nodes, options.max_depth
+        trees = best_plan(table, seconds[draft], *most)
+        chains = best_plan([row[:1] for row in table], seconds[draft], *most)
         _add(found, trees, draft)
         _add(found, chains, draft)
         if trees.speculative is not None:
@@ -294,7 +266,6 @@ def _measure(
     extension: EngineExtension,
     room: int,
     plans: dict[SpecPlan, float | None],
-    seconds: StepSeconds,
     token_ids: Sequence[list[int]],
     batch_size: int,
     options: TuneOptions,
@@ -308,29 +279,28 @@ def _measure(
     prompts = prompts[: max(batch_size, len(prompts) // batch_size * batch_size)]
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
     params = _params(options, batch_size)
-    contenders = {
-        plan: EngineContender(
-            engine, plan.name, plan.name, batches, options.max_tokens, params=params
-        )
+    contenders = [
+        EngineContender(engine, plan.name, plan.name, batches, options.max_tokens, params=params)
         for plan in (OFF, *plans)
-    }
-    rates: dict[SpecPlan, list[float]] = {plan: [] for plan in contenders}
-    lengths: dict[SpecPlan, float | None] = {}
-    for number in range(options.rounds + 1):
-        for plan, contender in contenders.items():
-            measured = contender.run()
-            lengths[plan] = measured.mean_acceptance_length
-            if number:
-                rates[plan].append(measured.num_decode_tokens / measured.decode_s)
+    ]
+    rounds = run_rounds(contenders, options.rounds, warmup=1)
     candidates = []
     for plan, predicted in plans.items():
-        ratios = [own / off for own, off in zip(rates[plan], rates[OFF], strict=True)]
-        spread = (min(ratios), max(ratios))
-        median = statistics.median(ratios)
-        candidates.append(Candidate(plan, predicted, median, spread, lengths[plan]))
+        pairs = list(zip(rounds.of(plan.name), rounds.of(OFF.name), strict=True))
+        ratios = [own.decode_tokens_per_s / off.decode_tokens_per_s for own, off in pairs]
+        spread, length = Spread.of(ratios), pairs[-1][0].mean_acceptance_length
+        candidates.append(
+            Candidate(plan, predicted, spread.median, (spread.min, spread.max), length)
+        )
     best = max(candidates, key=lambda item: item.measured)
     length = best.mean_acceptance_length
     # a step of it takes this many times as long as one of off
     break_even = length / best.measured if length else None
     chosen = best.plan if best.measured > _MARGIN else OFF
-    return BatchTuning(batch_size, chosen, candidates, break_even, seconds)
+    return BatchTuning(batch_size, chosen, candidates, break_even)
+
+
+def _typical_context(lengths: Sequence[int], max_seq_len: int, max_nodes: int) -> int:
+    """Committed rows of a sequence halfway, on average; with room for a tree."""
+    mean = sum(lengths) / max(1, len(lengths))
+    return max(1, min(int(mean), max_seq_len - max_nodes - 1))

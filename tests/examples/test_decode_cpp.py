@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from specc.api import compile_with
 from specc.config import CompileConfig
 from specc.kernels import native
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
+from tests import engines
 from tests.models import MAX_SEQ_LEN, NUM_TOKENS, prompts, save_tiny
 
 SOURCE = Path(__file__).parents[2] / "examples" / "decode.cpp"
@@ -63,8 +63,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     root = tmp_path_factory.mktemp(request.param)
     save_tiny(request.param, root / "model")
     config = CompileConfig(backend="cpu", max_seq_len=MAX_SEQ_LEN, probe=False)
-    compile_with(str(root / "model"), None, root / "engine", config)
-    return root / "engine"
+    return engines.build(root / "model", [], root / "engine", config)
 
 
 @pytest.fixture(scope="module")

@@ -57,8 +57,8 @@ def measure_steps(results: Results, device: Device) -> None:
 def _measure_shapes(
     results: Results, on_steps: Callable[[str, dict[str, Any]], object]
 ) -> dict[str, Any]:
-    from specc.cli.bench.engine import BenchOptions
-    from specc.cli.bench.synthetic import ShapesOptions, measure_shapes
+    from specc.cli.bench.synthetic import measure_shapes
+    from specc.cli.options.bench import BenchOptions, ShapesOptions
     from specc.progress import Phases
 
     shapes = ShapesOptions(SHAPES, context=CONTEXT, num_speculative_tokens=CHAIN)

@@ -233,15 +233,15 @@ def of_command_a(parts: Sequence[str] = PARTS) -> dict[str, Launches]:
     """What these parts of command A compile on an H200 that has compiled nothing."""
     from specc.bench.synthetic import engine as bench_shapes_engine
     from specc.kernels.cuda import attend, attend_config
-    from specc.runtime import engine as engine_module
+    from specc.runtime.backends.captured import backend as captured_backend
+    from specc.runtime.backends.captured.capture_limits import CaptureLimits
     from specc.runtime.backends.cuda import backend as cuda_backend
-    from specc.runtime.backends.cuda.backend import CaptureLimits
     from tests.gpu import replay
 
     for module in (attend, attend_config):
         vars(module)["machine"] = lambda device: (90, 132)
     graphs = MetaGraphs()
-    engine_module.cuda_device = lambda: graphs  # type: ignore[assignment,return-value]
+    captured_backend.cuda_device = lambda: graphs  # type: ignore[assignment,return-value]
     # engines for CUDA are not loaded where there is none
     torch.cuda.is_available = lambda: True
     # as on a GPU, where it is measured

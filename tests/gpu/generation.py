@@ -112,9 +112,9 @@ def baselines(modules: Sequence[Any], prompts: list[list[int]]) -> dict[str, Cal
 
     plain = partial(TransformersContender, PLAIN, modules[0], [prompts], benchmark.TOKENS)
     assisted = partial(
-        *(TransformersContender, ASSISTED, modules[0], [prompts], benchmark.TOKENS),
-        *(modules[1], constant_draft(replay.CHAIN)),
-    )
+        TransformersContender, ASSISTED, modules[0], [prompts], benchmark.TOKENS,
+        modules[1], constant_draft(replay.CHAIN),
+    )  # fmt: skip
     return {PLAIN: plain, ASSISTED: assisted}
 
 

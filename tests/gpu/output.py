@@ -124,7 +124,7 @@ def _generate(model: Any, ids: list[int], count: int, device: Device) -> Any:
             torch.tensor([ids], device=place),
             attention_mask=torch.ones(1, len(ids), dtype=torch.int64, device=place),
             max_new_tokens=count,
-            # goes on behind EOS, as requests with ignore_eos do; min_new_tokens would mask it
+            # goes on after EOS, as requests with ignore_eos do; min_new_tokens would mask it
             eos_token_id=None,
             pad_token_id=0,
             do_sample=False,

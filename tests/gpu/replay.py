@@ -32,13 +32,13 @@ def check_pair(results: Results, device: Device) -> None:
     device.prepare()
     import torch
 
-    from specc.runtime.backends.cuda.backend import CaptureLimits
+    from specc.runtime.backends.captured.capture_limits import CaptureLimits
     from tests.mixed_sampling import mixed_sampling
 
     count = count_compiles(device)
     products.watch(results)
     with tempfile.TemporaryDirectory() as scratch:
-        # each graph when it is asked for: what is found first is not behind all of them
+        # each graph when it is asked for: what is found first need not wait for the rest
         engine = pair_engine(Path(scratch) / "pair", "float32", CaptureLimits.lazy())
         shape = engine.cache.shape
         table = torch.arange(shape.num_blocks, dtype=torch.int32).view(shape.max_num_seqs, -1)
@@ -94,7 +94,7 @@ def compile_8b(acceptance: tuple[float, ...] | None = None) -> Any:
     for config in configs:
         config.bos_token_id = config.eos_token_id = None
     plans = (SpecPlan.from_widths((1,) * CHAIN),)
-    options = ShapeOptions(plans, "bfloat16", 1, CONTEXT, TOKENS, True, acceptance)
+    options = ShapeOptions(plans, "bfloat16", 1, CONTEXT, TOKENS, "cuda", acceptance)
     return compile_shapes([shape.label for shape in shapes], configs, options, Phases())
 
 
@@ -104,7 +104,7 @@ def compare(engine: Any, step: Any, inputs: Any, device: Device) -> dict[str, An
     Raises:
         AssertionError: a replay differs in a result or in a cache; or there is no graph.
     """
-    from specc.runtime.backends.program import StepInputs
+    from specc.runtime.backends.step_io import StepInputs
 
     fill(engine.cache.environment, engine.vocab_size)
     return replays_alike(step, engine.cache.environment, StepInputs(*inputs), device)

@@ -30,12 +30,12 @@ STACK_S = 1.5
 MOST_ATTEMPTS = 12
 CUT_OFF = "cut off: no time left"
 SANITIZER_OPTIONS = (
-    *("--tool", "memcheck", "--error-exitcode", "9"),
+    "--tool", "memcheck", "--error-exitcode", "9",
     # calls that fail and are handled, as torch and Triton make some, are no faults of a kernel
-    *("--report-api-errors", "no"),
+    "--report-api-errors", "no",
     # not the compilers that Triton starts
-    *("--target-processes", "application-only"),
-)
+    "--target-processes", "application-only",
+)  # fmt: skip
 
 
 class Process:

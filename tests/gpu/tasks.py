@@ -35,8 +35,8 @@ SHARDS = {"test_attend": 4, "test_accept": 3, "test_add_norm": 3}
 # of kernel tests; the others are about the interpreter, the compiler and TensorRT's plugins
 NOT_ON_A_GPU = ("test_interpreter", "test_budgets")
 SANITIZED = (
-    *("commit_kv", "write_kv", "attend", "rope_write", "add_norm", "accept", "node_winners"),
-)
+    "commit_kv", "write_kv", "attend", "rope_write", "add_norm", "accept", "node_winners",
+)  # fmt: skip
 # what memcheck says of the probe
 PLANTED_FAULT = "Invalid __global__ write"
 # sizes of real models take the sanitizer minutes, and hold no other code
@@ -127,7 +127,7 @@ def sanitizer_tasks(tool: str | None) -> tuple[Task, ...]:
     left_out = [*large_cases(), *TOO_MANY]
     tests = (
         Task(
-            *("sanitizer", name, "tests.gpu.kernel_tests:run"),
+            "sanitizer", name, "tests.gpu.kernel_tests:run",
             {"path": str(ROOT / f"tests/kernels/cuda/test_{name}.py"), "left_out": left_out},
             is_resumed=True,
             environment=environment,
@@ -135,7 +135,7 @@ def sanitizer_tasks(tool: str | None) -> tuple[Task, ...]:
             needs=probe.name,
         )
         for name in SANITIZED
-    )
+    )  # fmt: skip
     return (probe, *tests)
 
 

@@ -77,10 +77,10 @@ def test_another_process_has_the_figures(entry, attempts, states, tmp_path, monk
     with importable.importable() as site:
         environment = importable.environment(site)
         status = check.run(
-            *(options, rehearsal.FACTS, environment, "simulated"),
+            options, rehearsal.FACTS, environment, "simulated",
             {"B": [Stage(300.0, (task,))]},
             0.1,
-        )
+        )  # fmt: skip
     found = json.loads(output.read_text())["parts"]["steps"]["x"]
     assert (status, found["state"], found["attempts"]) == (1, "failed", attempts)
     assert {name: result["state"] for name, result in found["results"].items()} == states

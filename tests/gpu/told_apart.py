@@ -28,9 +28,9 @@ _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 _GUARDED = ("contiguous", "new_tensor", "__invert__", "where")
 # values for Python
 _NUMBERS = (
-    *("item", "tolist", "__bool__", "__int__", "__float__", "__index__"),
-    *("__repr__", "__format__", "__str__"),
-)
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__",
+    "__repr__", "__format__", "__str__",
+)  # fmt: skip
 
 
 class DeviceTensor(torch.Tensor):

@@ -14,22 +14,20 @@ import pytest
 import torch
 
 from specc.errors import CompilerError
-from specc.kernels import native, ops
+from specc.kernels import fakes, native, ops
 from specc.kernels.reference import core as reference
 
 NAMES = (
-    *("tree_attention", "linear", "tree_expand", "accept_winners", "commit_kv"),
-    *("tree_rows", "commit_rows", "next_tokens"),
-)
+    "tree_attention", "linear", "tree_expand", "accept_winners", "commit_kv",
+    "tree_rows", "commit_rows", "next_tokens",
+)  # fmt: skip
 _ORACLES = torch.library.Library("specc_reference", "DEF")
 
 for _name in NAMES:
-    _schema = str(getattr(torch.ops.specc, _name).default._schema)
+    _schema = str(getattr(ops, _name)._schema)
     _ORACLES.define(_schema.removeprefix("specc::"))
     _ORACLES.impl(_name, getattr(reference, f"{_name}_reference"), "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"specc_reference::{_name}", getattr(ops, f"_{_name}_fake"), lib=_ORACLES
-    )
+    torch.library.register_fake(f"specc_reference::{_name}", getattr(fakes, _name), lib=_ORACLES)
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +57,8 @@ def implementation(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def probe_package(native_operators: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program of `probe.py`, compiled; the library is loaded."""
-    from tests.kernels.probe import compile_probe
+    from tests.kernels.probe import probe_content
 
     path = tmp_path_factory.mktemp("probe") / "probe.pt2"
-    with pytest.MonkeyPatch.context() as patch:
-        # other workers compile the same one, and would meet in Inductor's usual directory
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path.parent / "inductor"))
-        compile_probe(path)
+    path.write_bytes(probe_content())
     return path

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.kernels.reference.accept import process_reference
+from specc.kernels.reference.processing import process_reference
 from specc.kernels.reference.sampling import gumbel_reference
 from specc.sampling.rows import Rule, Value, Word
 from tests.kernels.slow_sampling import slow_penalties, slow_probabilities
@@ -174,11 +174,11 @@ def run(
         q_rows = None if tree.q_rows is None else torch.tensor(tree.q_rows, dtype=torch.int32)
         logits = logits_after(world.target, tree.tokens, tree.parents, state)
         path, accepted, output = operators.accept(
-            *(logits.flatten(0, 1), tree.tokens, tree.parents, tree.max_depth, tree.image),
-            *(q_rows, list(tree.draft_logits), state.values, state.words, state.cache_len),
-            *(state.history, state.block_table),
-        )
-        # the last column takes what is beyond, and -1 behind an output is written over
+            logits.flatten(0, 1), tree.tokens, tree.parents, tree.max_depth, tree.image,
+            q_rows, list(tree.draft_logits), state.values, state.words, state.cache_len,
+            state.history, state.block_table,
+        )  # fmt: skip
+        # the last column takes what is beyond, and -1 after an output is written over
         place = (count[:, None] + torch.arange(output.shape[1])).clamp(max=NUM_TOKENS)
         found[row] = found[row].scatter(1, place, output)
         num_accepted += int(accepted[is_live].sum())
@@ -189,7 +189,7 @@ def run(
         length = torch.where(is_live, (path >= 0).sum(dim=1), 0)
         state = replace(state, cache_len=(state.cache_len + length).int(), last_tokens=last_tokens)
         count = count + length
-        # who has enough leaves the batch; padding stays
+        # a request that has enough leaves the batch; padding stays
         stays = (count < NUM_TOKENS).nonzero()[:, 0]
         state, row, count = _select(state, stays), row[stays], count[stays]
     return found[:, :NUM_TOKENS], num_accepted / num_steps

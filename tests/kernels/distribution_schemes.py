@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.kernels.reference.accept import process_reference
+from specc.kernels.reference.processing import process_reference
 from specc.sampling.rows import Rule, Value, Word
 from specc.speculation.tree import TokenTree
 from tests.kernels.distribution import Proposals, Propose, State, World

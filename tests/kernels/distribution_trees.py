@@ -61,9 +61,9 @@ def draft_tree(
         logits = logits_after(table, tokens, parents, state)[:, frontier].flatten(0, 1)
         columns = torch.tensor([column + nodes[0] for nodes in children], dtype=torch.int32)
         found, _ = operators.draft_children(
-            *(logits, max(map(len, children)), state.cache_len, columns, depth),
-            *(state.values, state.words),
-        )
+            logits, max(map(len, children)), state.cache_len, columns, depth,
+            state.values, state.words,
+        )  # fmt: skip
         found = found.view(batch, len(frontier), -1)
         for place, nodes in enumerate(children):
             for rank, node in enumerate(nodes):
@@ -88,9 +88,9 @@ def dynamic_tree(operators: Any, table: Tensor, state: State) -> Part:
         logits = logits.gather(1, frontier[:, :, None].expand(-1, -1, logits.shape[2]))
         columns = torch.arange(size, dtype=torch.int32) * width + tokens.shape[1]
         found, score = operators.draft_children(
-            *(logits.flatten(0, 1), width, state.cache_len, columns, depth),
-            *(state.values, state.words, True),
-        )
+            logits.flatten(0, 1), width, state.cache_len, columns, depth,
+            state.values, state.words, True,
+        )  # fmt: skip
         score = scores.gather(1, frontier)[:, :, None] + score.view(batch, size, width)
         first = tokens.shape[1]
         tokens = torch.cat([tokens, found.view(batch, -1)], dim=1)
@@ -104,9 +104,9 @@ def dynamic_tree(operators: Any, table: Tensor, state: State) -> Part:
 
 def lookup_part(operators: Any, state: State, num_tokens: int) -> Part:
     tokens, parents = operators.lookup(
-        *(state.history, state.block_table, state.cache_len, state.last_tokens),
-        *(NGRAM, num_tokens),
-    )
+        state.history, state.block_table, state.cache_len, state.last_tokens,
+        NGRAM, num_tokens,
+    )  # fmt: skip
     return Part(tokens, parents, [-1] * (num_tokens + 1))
 
 
@@ -137,10 +137,10 @@ def merge(operators: Any, parts: Sequence[Part], max_depth: int) -> Proposals:
         torch.tensor(start, dtype=torch.int32),
     )
     return Proposals(
-        *(tokens, parents, max_depth, image),
+        tokens, parents, max_depth, image,
         [row for part in parts for row in part.q_rows],
         [rows for part in parts for rows in part.draft_logits],
-    )
+    )  # fmt: skip
 
 
 def voted(operators: Any, parts: Sequence[Part]) -> Part:

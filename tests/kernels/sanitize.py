@@ -24,9 +24,9 @@ WORK = ROOT / "build" / "sanitize"
 REPORTS = WORK / "reports"
 NUM_CALLS = 2000
 FLAGS = (
-    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-    *("-fno-omit-frame-pointer", "-g1"),
-)
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer", "-g1",
+)  # fmt: skip
 OPTIONS = ("ASAN_OPTIONS", "UBSAN_OPTIONS")
 # a kernel that asks for more than a tensor of these tests could have was told to by an argument
 MAX_ALLOCATION_MB = 2048

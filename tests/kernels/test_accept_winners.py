@@ -108,7 +108,7 @@ def test_walk_ends_at_each_node(accept_winners, parents, last):
 
 
 def test_every_sequence_walks_its_own_tree(accept_winners):
-    """One batch: other shapes, other tokens, walks of 0 to 4 nodes, dead nodes behind the tree."""
+    """One batch: other shapes, other tokens, walks of 0 to 4 nodes, dead nodes after the tree."""
     parents, tokens, best = [], [], []
     width = len(BUSHY)
     for tree in (BUSHY, CHAIN, STAR, ROOT, UNEVEN):

@@ -3,10 +3,10 @@
 Every comparison is of the joint counts of three tokens, over many sequences with seeds of their
 own, which several steps have put out. A right implementation fails one with probability 1e-9, and
 as all seeds are fixed, it passes them all or it never does. The slow tier compares 200,000
-sequences of every case, the default tier 60,000 of cases that cover all pairs: Pearson's statistic
-then finds relative deviations of 7 % (root mean square, weighed by probability) instead of 4 %. The
-mildest of the losing schemes deviates by 14 %: 60,000 sequences of it are 14 standard deviations
-beyond the bound.
+sequences of every case, the default tier 60,000, and of cases that cover all pairs: Pearson's
+statistic then finds relative deviations of 7 % (root mean square, weighed by probability) instead
+of 4 %. The mildest of the losing schemes deviates by 14 %: 60,000 sequences of it are 14 standard
+deviations beyond the bound.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ FILTERS = {"top-p": {"top_p": 0.85}, "top-k": {"top_k": 4}}
 ANY_TREE = (Rule.COUPLED, Rule.DELTA)
 # sequences of a case in the default tier
 FEW_DRAWS = 60_000
-# how far beyond its bound a losing scheme has to be
-MARGIN = 3.0
+# how far beyond its bound a losing scheme has to be, by the number of sequences
+MARGINS = {FEW_DRAWS: 1.5, NUM_DRAWS: 3.0}
 ORACLES = SimpleNamespace(
     draft_children=reference_accept.draft_children_reference,
     accept=reference_accept.accept_reference,
@@ -161,44 +161,52 @@ def test_every_case(operators, figures, case):
     check(outcome)
 
 
+few_and_many = pytest.mark.parametrize(
+    "num_draws", [FEW_DRAWS, pytest.param(NUM_DRAWS, marks=pytest.mark.slow)]
+)
+
+
+@few_and_many
 @pytest.mark.parametrize("name", SCHEMES)
-def test_losing_scheme_is_refused(operators, figures, name):
+def test_losing_scheme_is_refused(operators, figures, name, num_draws):
     """And its lossless form is not, by the same statistic."""
     scheme = SCHEMES[name]
     options = Options(scheme.rule, scheme.temperature)
     for is_wrong in (False, True):
         tree = scheme.proposing(is_wrong)
-        outcome = measure(operators, HARD_WORLD, tree, options, seed_of(name))
-        figures.append({"case": name, "is_wrong": is_wrong} | asdict(outcome))
+        outcome = measure(operators, HARD_WORLD, tree, options, seed_of(name), num_draws)
+        if num_draws == NUM_DRAWS:
+            figures.append({"case": name, "is_wrong": is_wrong} | asdict(outcome))
         if is_wrong:
-            assert outcome.total_variation > MARGIN * outcome.variation_bound
-            assert outcome.chi_square > MARGIN * outcome.chi_square_bound
+            assert outcome.total_variation > MARGINS[num_draws] * outcome.variation_bound
+            assert outcome.chi_square > MARGINS[num_draws] * outcome.chi_square_bound
         else:
-            check(outcome, least_accepted=0.05)
+            check(outcome, least_accepted=0.05, num_draws=num_draws)
 
 
 PENALTIES = {"repetition": 1.4, "presence": 0.5, "frequency": 0.3}
 
 
+@few_and_many
 @pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name.lower())
-def test_penalties(operators, rule):
+def test_penalties(operators, rule, num_draws):
     """Of tokens that the steps before have put out, and of the path's."""
     options = Options(rule, min_p=0.05, **PENALTIES)
     tree = proposing("one-and-lookup", "tree-2-2-1")
-    outcome = measure(operators, WORLD, tree, options, seed_of(f"penalties-{rule}"))
-    check(outcome)
+    outcome = measure(operators, WORLD, tree, options, seed_of(f"penalties-{rule}"), num_draws)
+    check(outcome, num_draws=num_draws)
     for name in PENALTIES:
         without = replace(options, **{name: float(name == "repetition")})
         moved = float((joint(WORLD, without) - joint(WORLD, options)).abs().sum()) / 2
-        assert moved > 2 * outcome.variation_bound, f"{name} hardly changes anything"
+        assert moved > 1.5 * outcome.variation_bound, f"{name} hardly changes anything"
 
 
 MIXED = (
-    *(Options(Rule.COUPLED, 0.0, top_k=2), Options(Rule.MSS, 0.8, top_p=0.9)),
-    *(Options(Rule.DELTA, 1.3, top_k=5), None, Options(Rule.SWOR, 1.0, min_p=0.05)),
-    *(Options(Rule.COUPLED, 0.7, **PENALTIES), Options(Rule.MSS, 0.0, **PENALTIES)),
+    Options(Rule.COUPLED, 0.0, top_k=2), Options(Rule.MSS, 0.8, top_p=0.9),
+    Options(Rule.DELTA, 1.3, top_k=5), None, Options(Rule.SWOR, 1.0, min_p=0.05),
+    Options(Rule.COUPLED, 0.7, **PENALTIES), Options(Rule.MSS, 0.0, **PENALTIES),
     Options(Rule.SWOR, 1.4, top_p=0.8),
-)
+)  # fmt: skip
 
 
 def test_rows_of_every_rule_in_the_same_calls(operators):
@@ -211,20 +219,21 @@ def test_rows_of_every_rule_in_the_same_calls(operators):
         assert outcome.num_draws == NUM_DRAWS // len(MIXED)
 
 
+@few_and_many
 @pytest.mark.parametrize("rule", [Rule.MSS, Rule.SWOR], ids=lambda rule: rule.name.lower())
-def test_plans_change_from_step_to_step(operators, rule):
+def test_plans_change_from_step_to_step(operators, rule, num_draws):
     """A column that was deep in one step's tree is shallow in the next one's, at the same place."""
     trees = itertools.cycle(proposing("one", shape) for shape in ("chain-3", "tree-3-2"))
     options = Options(rule, 1.2, top_p=0.9)
-    check(
-        measure(
-            operators,
-            WORLD,
-            lambda *step: next(trees)(*step),
-            options,
-            seed_of(f"plans-{rule}"),
-        )
+    outcome = measure(
+        operators,
+        WORLD,
+        lambda *step: next(trees)(*step),
+        options,
+        seed_of(f"plans-{rule}"),
+        num_draws,
     )
+    check(outcome, num_draws=num_draws)
 
 
 def test_oracles_put_out_the_same_tokens(operators):

@@ -18,7 +18,7 @@ STRIDES = {"ekn": (0, 1, 2), "enk": (0, 2, 1), "ken": (1, 0, 2)}
 
 
 def loops(x: torch.Tensor, weight: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """[M, N] float64; the row's expert is the first whose end lies behind the row."""
+    """[M, N] float64; the row's expert is the first whose end is beyond the row."""
     rows = x.double().tolist()
     matrices = weight.double().tolist()
     out = []
@@ -68,7 +68,7 @@ def test_equals_loops(ends, strides):
 
 
 @pytest.mark.parametrize("ends", [[2, 6], [0, 0], [6, 6], [7, 8]], ids=str)
-def test_rows_behind_the_last_expert_are_zero(ends):
+def test_rows_after_the_last_expert_are_zero(ends):
     """Padding rows are NaN; they reach no output."""
     x = torch.randn(9, 4)
     x[ends[-1] :] = NAN

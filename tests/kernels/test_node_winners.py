@@ -14,12 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specc.kernels import ops
-from specc.kernels.reference.accept import (
-    accept_reference,
-    node_winners_reference,
-    penalize_reference,
-)
+from specc.kernels.reference.accept import accept_reference, node_winners_reference
 from specc.kernels.reference.core import accept_winners_reference
+from specc.kernels.reference.processing import penalize_reference
 from specc.kernels.reference.sampling import gumbel_reference
 from specc.sampling.rows import Rule, Word
 from tests.kernels import sampling_cases as cases
@@ -77,9 +74,9 @@ def test_cases_accept_paths_of_all_lengths():
     seen = set()
     for seed in range(60):
         case = cases.Verified(
-            *(seed, 4, 33, ((1, 2), (1, 2), (1, 1)), 0.1, (torch.float32,) * 2, 0, 0.0, 0.0, 0.0),
-            *(True, False, 0),
-        )
+            seed, 4, 33, ((1, 2), (1, 2), (1, 1)), 0.1, (torch.float32,) * 2, 0, 0.0, 0.0, 0.0,
+            True, False, 0,
+        )  # fmt: skip
         args = without_tries(case.make())
         _, accepted, _ = accept_reference(*args)
         for b in range(4):
@@ -236,11 +233,11 @@ def test_opcheck(operators):
         ),
     ],
     ids=[
-        *("rows", "by-column", "fp16", "no-vocabulary", "behind", "before", "tokens-i32"),
-        *("parents-i64", "parents-of-one", "values", "words", "rule", "lengths", "too-long"),
+        "rows", "by-column", "fp16", "no-vocabulary", "behind", "before", "tokens-i32",
+        "parents-i64", "parents-of-one", "values", "words", "rule", "lengths", "too-long",
         "no-block",
     ],
-)
+)  # fmt: skip
 def test_refuses(operators, changes, message):
     with pytest.raises(RuntimeError, match=f"specc: .*{message}"):
         operators.node_winners(**(plain(2) | changes))

@@ -64,7 +64,7 @@ def test_commit_rows(implementation, data) -> None:
 
 
 def test_commit_rows_stops_at_the_first_node_without_a_row(implementation) -> None:
-    """Node 2 was never fed, so that the rows of those behind it are not the next ones."""
+    """Node 2 was never fed, so that the rows of those after it are not the next ones."""
     path, slot_of = int32([[0, 2, 3], [0, 1, 3]]), int32([4, 5, -1, 6])
     source, length = implementation.commit_rows(path, int32([10, 20]), slot_of)
     assert source.tolist() == [[14, -1, -1], [24, 25, 26]]
@@ -129,7 +129,7 @@ def test_native_refuses_what_would_be_read_outside(native_operators) -> None:
 
 
 def test_native_reads_nothing_for_padding(native_operators) -> None:
-    """Nor behind a path's end, where anything may stand."""
+    """Nor after a path's end, where anything may stand."""
     path, lengths = int32([[10**9, 4, 5], [0, -1, 10**9]]), int32([PADDING, 7])
     source, length = native_operators.commit_rows(path, lengths, int32([2]))
     assert source.tolist() == [[-1, -1, -1], [9, -1, -1]]

@@ -57,7 +57,7 @@ def root_path(parents: list[int], node: int) -> frozenset[int]:
 
 
 def tree_tokens(parents: list[int], length: int, nodes: list[int] | None = None) -> list[Token]:
-    """Tokens of a tree behind `length` committed rows; `nodes` picks some, in that order."""
+    """Tokens of a tree after `length` committed rows; `nodes` picks some, in that order."""
     picked = range(len(parents)) if nodes is None else nodes
     paths = {node: root_path(parents, node) for node in picked}
     return [Token(length + node, length + len(paths[node]) - 1, paths[node]) for node in picked]

@@ -219,7 +219,7 @@ def vote_inputs(
             for place in range(chooser.randint(0, length), length):
                 chain[place] = chooser.choice(alphabet)
             if length and chooser.random() < 0.4:
-                # what stands behind an end does not count
+                # what stands after an end does not count
                 chain[chooser.randrange(length)] = -1
             chains.append(chain)
         rows.append(chains)

@@ -25,12 +25,12 @@ from tests.mutants.worker import Answer
 
 # imported once a worker: none of them is the repository's
 PRELOADED = (
-    *("numpy", "torch", "torch.fx", "torch.export", "torch._dynamo", "hypothesis"),
-    *("networkx", "tokenizers", "transformers", "transformers.models.llama.modeling_llama"),
-    *("triton", "triton.language"),
+    "numpy", "torch", "torch.fx", "torch.export", "torch._dynamo", "hypothesis",
+    "networkx", "tokenizers", "transformers", "transformers.models.llama.modeling_llama",
+    "triton", "triton.language",
     # plugins of pytest, which otherwise every run would import
     *(entry.module for entry in importlib.metadata.entry_points(group="pytest11")),
-)
+)  # fmt: skip
 # of a time limit there is no use where machines differ: a hang is far above the slowest test
 LIMIT_S = 240.0
 

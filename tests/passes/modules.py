@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from specc.artifact.graph_io import graph_from_json, graph_to_json
 from specc.artifact.weight_layout import to_blocks
 from specc.passes.base import Pass, PassResult
-from specc.passes.frontend.trace_flat import trace
 from specc.passes.pipeline import Pipeline
 from specc.passes.program import Program
+from tests.traces import trace_once
 
 aten = torch.ops.aten
 VOCAB = 13
@@ -78,13 +78,13 @@ class Tiny(nn.Module):
 
 def traced(model: nn.Module, *passes: Pass) -> tuple[Program, list[PassResult]]:
     """A model's program after these passes, without the verification between phases."""
-    program = trace(model.eval(), "target")
+    program = trace_once(model.eval(), "target")
     return program, [item.run(program) for item in passes]
 
 
 def compiled(model: nn.Module) -> tuple[Program, Pipeline]:
     """A model's program after the whole pipeline."""
-    program = trace(model.eval(), "target")
+    program = trace_once(model.eval(), "target")
     pipeline = Pipeline()
     pipeline.run(program)
     return program, pipeline

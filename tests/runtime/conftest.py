@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, fx, nn
 
-from specc.artifact.directory import EngineWriter, torch_version
+from specc.artifact.directory import torch_version
+from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.graph_io import graph_to_json
-from specc.artifact.manifest import (
+from specc.artifact.manifest import Manifest
+from specc.artifact.manifest_entries import (
     LayerEntry,
     LimitsEntry,
-    Manifest,
     MemoryEntry,
     ModelEntry,
     PlanEntry,
@@ -29,7 +30,7 @@ from specc.artifact.manifest import (
 from specc.kernels import ops
 from specc.passes.program import RUNTIME_INPUTS
 from specc.passes.step.fuse_step import fuse_step
-from specc.runtime.backends.program import StepProgram
+from specc.runtime.backends.eager.step import StepProgram
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.speculation.plans import SpecPlan

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from specc.api import compile_with
 from specc.config import CompileConfig
-from specc.runtime import engine as engine_module
-from specc.runtime.backends.cuda.backend import CaptureLimits
+from specc.runtime.backends.captured import backend as captured_backend
+from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.policies.base import FixedPolicy
+from tests import engines
 from tests.runtime.backends.captured.simulated_device import LateDevice, Tape
 
 
@@ -61,11 +61,11 @@ def late_rig(models: Any, path: Path, config: CompileConfig, **options: Any) -> 
         options: of `Engine.load`.
     """
     draft = save_draft(models, path.parent / "draft")
-    compile_with(str(models.target), str(draft), path, config)
+    engines.build(models.target, draft, path, config)
     device = LateDevice()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(engine_module, "cuda_device", lambda: device)
+        patch.setattr(captured_backend, "cuda_device", lambda: device)
         rig = Rig(Engine.load(path, capture=CaptureLimits.lazy(), **options), device, path=path)
         guard_blocks(rig)
         yield rig
@@ -120,7 +120,7 @@ def guard_blocks(rig: Rig) -> None:
             length, plan = int(buffers.cache_len[b]), step.plan
             rows = length + max(plan.num_rows, plan.max_depth + 2)
             if length >= 0:
-                # behind the table nothing is recorded
+                # beyond the table nothing is recorded
                 count = -(-rows // cache.shape.rows_per_block)
                 taken += buffers.block_table[b, :count].tolist()
                 written += buffers.block_table[b, :count].tolist()[length // size :]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from specc.runtime.llm import LLM
+from specc.runtime.policies.base import Policy
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from tests import models
 from tests.lossless import Zoo, forgive_near_ties
 
 
-class Script:
+class Script(Policy):
     """Plans in turn, again and again."""
 
     def __init__(self, *plans: str) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specc.compiler import build as compiler
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
-from tests import models
+from tests import engines, models
 from tests.drafts import DRAFTS, TWO
 from tests.lossless import Zoo
 
@@ -36,8 +35,7 @@ def engine(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory, request) -> Engin
         probe=False,
     )
     drafts = [zoo.checkpoint("qwen3", draft=draft) for draft in DRAFTS]
-    compiler.build(zoo.checkpoint("qwen3"), drafts, path, config)
-    return Engine.load(path)
+    return Engine.load(engines.build(zoo.checkpoint("qwen3"), drafts, path, config))
 
 
 def test_each_model_has_its_own(engine: Engine) -> None:

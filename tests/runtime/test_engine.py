@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specc.artifact.manifest import LimitsEntry, PlanEntry, TokenizerEntry
+from specc.artifact.manifest_entries import LimitsEntry, PlanEntry, TokenizerEntry
 from specc.errors import ConfigError, EngineError
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM

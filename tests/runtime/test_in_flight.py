@@ -15,12 +15,14 @@ from specc.config import CompileConfig
 from specc.errors import RequestError
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
+from specc.runtime.in_flight import InFlight
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import RequestOutput, StreamOutput
-from specc.runtime.runner import RunResult
+from specc.runtime.policies.base import Policy
 from specc.runtime.scheduling.batch import Batch
+from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.run_result import RunResult
 from specc.runtime.scheduling.scheduler import Scheduler
-from specc.runtime.scheduling.sequence import Sequence
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import SpecPlan
@@ -43,27 +45,27 @@ def rig(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         plans=plans, max_seq_len=MAX_SEQ_LEN, max_batch_size=3, block_size=4, backend="cuda"
     )
     with late_rig(tiny_models, path, config) as made, pytest.MonkeyPatch.context() as patch:
-        hold, postprocess = Scheduler.hold, Scheduler.postprocess
+        hold, postprocess = InFlight._hold, Scheduler.postprocess
 
-        def counted(scheduler: Scheduler, *queued: Any) -> None:
-            made.num_ahead += len(scheduler.queued)
-            hold(scheduler, *queued)
+        def counted(loop: InFlight, *queued: Any) -> None:
+            made.num_ahead += len(loop.queued)
+            hold(loop, *queued)
 
         def watched(scheduler: Scheduler, batch: Batch, result: RunResult) -> None:
-            sequences = [s for group in batch.groups for s in group.sequences]
-            made.num_dropped += sum(s not in scheduler.running for s in sequences)
+            requests = [s for group in batch.groups for s in group.requests]
+            made.num_dropped += sum(s not in scheduler.running for s in requests)
             postprocess(scheduler, batch, result)
 
-        patch.setattr(Scheduler, "hold", counted)
+        patch.setattr(InFlight, "_hold", counted)
         patch.setattr(Scheduler, "postprocess", watched)
         yield made
 
 
 COUNTERS = (
-    *("num_requests", "num_prompt_tokens", "num_output_tokens", "num_steps", "num_spec_steps"),
-    *("num_draft_tokens", "num_accepted_tokens", "num_trimmed_tokens", "accepted_at_depth"),
-    *("num_prefill_passes", "num_step_passes", "num_first_tokens"),
-)
+    "num_requests", "num_prompt_tokens", "num_output_tokens", "num_steps", "num_spec_steps",
+    "num_draft_tokens", "num_accepted_tokens", "num_trimmed_tokens", "accepted_at_depth",
+    "num_prefill_passes", "num_step_passes", "num_first_tokens",
+)  # fmt: skip
 
 
 def counters(stats: SpecStats | None) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def references(rig: Rig) -> list[tuple[list[int], str]]:
 
 
 @dataclass(frozen=True)
-class Request:
+class Ending:
     """A prompt, and how it ends: by length, at a token of the reference, or in its text."""
 
     prompt: int
@@ -106,7 +108,7 @@ class Request:
         )
 
     @classmethod
-    def draw(cls, dice: random.Random) -> Request:
+    def draw(cls, dice: random.Random) -> Ending:
         return cls(
             prompt=dice.randrange(len(PROMPTS)),
             max_tokens=dice.choice([1, 3, 9, 14, 20, 33, 1000, 1000, 1000]),
@@ -128,7 +130,7 @@ def test_generate_is_the_same_with_and_without(rig, references, plan, seeds) -> 
     rig.num_ahead = rig.num_dropped = 0
     for seed in seeds:
         dice = random.Random(seed)
-        requests = [Request.draw(dice) for _ in range(dice.randint(1, 5))]
+        requests = [Ending.draw(dice) for _ in range(dice.randint(1, 5))]
         rig.engine.eos_token_ids = draw_eos(dice, references)
         prompts = [PROMPTS[request.prompt] for request in requests]
         params = [request.params(references) for request in requests]
@@ -154,7 +156,7 @@ def play(rig: Rig, llms: list[LLM], references: list[tuple[list[int], str]], see
     """
     dice = random.Random(seed)
     rig.engine.eos_token_ids = draw_eos(dice, references)
-    requests = [Request.draw(dice) for _ in range(dice.randint(1, 3))]
+    requests = [Ending.draw(dice) for _ in range(dice.randint(1, 3))]
     streams = [dice.choice(llms).stream(PROMPTS[r.prompt], r.params(references)) for r in requests]
     seen: list[list[StreamOutput]] = [[] for _ in streams]
     outputs = []
@@ -166,7 +168,7 @@ def play(rig: Rig, llms: list[LLM], references: list[tuple[list[int], str]], see
         elif action == "close":
             streams[index].close()
         elif sum(stream.gi_frame is not None for stream in streams) < 3:
-            request = Request.draw(dice)
+            request = Ending.draw(dice)
             (output,) = dice.choice(llms).generate(
                 [PROMPTS[request.prompt]], request.params(references)
             )
@@ -182,8 +184,14 @@ def play(rig: Rig, llms: list[LLM], references: list[tuple[list[int], str]], see
     return outputs, [len(events) for events in seen], events, ends
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("num_llms", [1, 2])
+@pytest.mark.parametrize(
+    ("plan", "num_llms"),
+    [
+        pytest.param(plan, num, marks=[pytest.mark.slow] if (i + num) % 2 else [])
+        for i, plan in enumerate(PLANS, start=1)
+        for num in (1, 2)
+    ],
+)
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_streams_are_the_same_with_and_without(rig, references, plan, num_llms, seeds) -> None:
     """Requests that come and go at any time, also those of two LLMs on one engine."""
@@ -200,7 +208,7 @@ def test_streams_are_the_same_with_and_without(rig, references, plan, num_llms, 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_step_but_the_ends_is_queued_ahead(rig, plan) -> None:
-    """The first step waits for prefill; a step that may be the last has none behind it."""
+    """The first step waits for prefill; a step that may be the last has none after it."""
     llm = rig.llm(plan)
     rig.num_ahead = rig.num_dropped = 0
     (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=24, ignore_eos=True))
@@ -222,7 +230,7 @@ def test_a_stream_yields_while_the_next_step_runs(rig) -> None:
 
 
 def test_a_step_ahead_of_an_end_is_waited_for_and_not_counted(rig, references) -> None:
-    """EOS in the middle: the one who asked gets the blocks back and the counters of before."""
+    """EOS in the middle: the one that asked gets the blocks back and the counters of before."""
     tokens, _ = references[0]
     rig.engine.eos_token_ids = frozenset({tokens[12]})
     rig.num_dropped = 0
@@ -269,7 +277,7 @@ def test_blocks_of_a_closed_stream_stay_taken_while_a_step_uses_them(rig, refere
     assert rig.is_idle(llm)
 
 
-def test_a_request_that_arrives_joins_behind_the_step_in_flight(rig, references) -> None:
+def test_a_request_that_arrives_joins_after_the_step_in_flight(rig, references) -> None:
     llm = rig.llm("chain-3")
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     first = llm.stream(PROMPTS[0], params)
@@ -283,7 +291,7 @@ def test_a_request_that_arrives_joins_behind_the_step_in_flight(rig, references)
     assert rig.is_idle(llm)
 
 
-def test_who_interrupts_the_wait_loses_nothing_of_others(rig, references, monkeypatch) -> None:
+def test_an_interrupt_of_the_wait_loses_nothing_of_others(rig, references, monkeypatch) -> None:
     llm = rig.llm("chain-3")
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
@@ -307,7 +315,7 @@ def test_who_interrupts_the_wait_loses_nothing_of_others(rig, references, monkey
 def fail_once(
     patch: pytest.MonkeyPatch, owner: type, name: str, *, skip: int, is_done: bool
 ) -> None:
-    """Interrupt the call behind `skip` others: before its work, or when that is done."""
+    """Interrupt the call after `skip` others: before its work, or when that is done."""
     original, calls = getattr(owner, name), itertools.count()
 
     def interrupted(*args: Any) -> Any:
@@ -332,11 +340,11 @@ def test_a_failed_append_loses_nothing_of_others(rig, references, monkeypatch) -
     while rig.device.num_waiting == 0:
         tokens.append(next(second).token_id)
 
-    def fail(sequence: Sequence, *_: object) -> int:
+    def fail(request: Request, *_: object) -> int:
         raise ValueError("detokenizer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sequence, "append", fail)
+        patch.setattr(Request, "append", fail)
         with pytest.raises(ValueError, match="detokenizer"):
             list(first)
     tokens += [event.token_id for event in second]
@@ -344,10 +352,10 @@ def test_a_failed_append_loses_nothing_of_others(rig, references, monkeypatch) -
     assert rig.is_idle(llm)
 
 
-def test_an_interrupt_in_front_of_postprocess_keeps_batches_in_order(
+def test_an_interrupt_before_postprocess_keeps_batches_in_order(
     rig, references, monkeypatch
 ) -> None:
-    """Results have come and nothing of them is taken; blocks of who leaves come back, too."""
+    """Results have come and nothing of them is taken; blocks of one that leaves come back."""
     llm = rig.llm("chain-3")
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
@@ -386,7 +394,7 @@ PLACES = [
     pytest.param(Scheduler, "hold", True, id="held"),
     pytest.param(Scheduler, "postprocess", False, id="not-postprocessed"),
     pytest.param(Scheduler, "postprocess", True, id="postprocessed"),
-    pytest.param(Sequence, "append", False, id="not-appended"),
+    pytest.param(Request, "append", False, id="not-appended"),
 ]
 
 
@@ -403,21 +411,21 @@ def undisturbed(rig) -> dict[str, list[dict[str, Any]]]:
 # each two of place, plan and calls that go well before are in one of the default tier's cases
 INTERRUPTS = [
     pytest.param(
-        *(place.values, plan, skip),
+        place.values, plan, skip,
         id=f"{place.id}-{plan}-{skip}",
         marks=[pytest.mark.slow] if (i + j + skip) % 3 else [],
     )
     for i, place in enumerate(PLACES)
     for j, plan in enumerate(PLANS)
     for skip in range(4)
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("place", "plan", "skip"), INTERRUPTS)
 def test_an_interrupt_anywhere_loses_nothing_of_others(
     rig, references, undisturbed, monkeypatch, place, plan, skip
 ) -> None:
-    """Who waits for a slot moves three others on, and is interrupted.
+    """A caller that waits for a slot moves three others on, and is interrupted.
 
     Counters of the three say that each step and its drafts were those of an undisturbed run.
     """
@@ -444,14 +452,14 @@ def test_an_interrupt_anywhere_loses_nothing_of_others(
         pytest.param("_close", False, id="end-without-close"),
     ],
 )
-def test_who_is_caught_between_two_tokens_is_told(
+def test_a_request_caught_between_two_tokens_is_told(
     rig, references, monkeypatch, name, is_done
 ) -> None:
     """It can neither go on nor step back: an error for its caller, and nothing for others."""
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     llm, streams, events = start_three(rig, "tree-2-1")
     with monkeypatch.context() as patch:
-        fail_once(patch, Sequence, name, skip=1, is_done=is_done)
+        fail_once(patch, Request, name, skip=1, is_done=is_done)
         with pytest.raises(KeyboardInterrupt):
             # its end frees the slot that this one waits for
             llm.generate([PROMPTS[4]], params)
@@ -480,7 +488,7 @@ def test_two_llms_take_turns_on_one_engine(rig, references) -> None:
     tokens: list[list[int]] = [[], []]
     rig.num_ahead = 0
     for turn in range(12):
-        # results of one are read when several steps of the other were queued behind them
+        # results of one are read when several steps of the other were queued after them
         events = itertools.islice(streams[turn % 2], 6)
         tokens[turn % 2] += [event.token_id for event in events]
     assert tokens == [references[0][0][:30], references[1][0][:30]]
@@ -488,19 +496,20 @@ def test_two_llms_take_turns_on_one_engine(rig, references) -> None:
     assert all(rig.is_idle(llm) for llm in llms)
 
 
-class ByLoad:
+class ByLoad(Policy):
     """Chains for few, plain decoding for many; `needs_results` as the test says."""
+
+    needs_results = True
 
     def choose(self, num_running: int, stats: SpecStats) -> str:
         return "chain-3" if num_running < 2 else "off"
 
 
-@pytest.mark.parametrize("needs_results", [None, True, False])
+@pytest.mark.parametrize("needs_results", [True, False])
 def test_a_policy_says_whether_it_needs_results(rig, references, needs_results) -> None:
-    """Who does not say needs them; plans change as requests end, and drafts catch up."""
+    """Plans change as requests end, and drafts catch up."""
     policy: Any = ByLoad()
-    if needs_results is not None:
-        policy.needs_results = needs_results
+    policy.needs_results = needs_results
     llm = LLM(rig.engine, policy=policy)
     rig.num_ahead = 0
     lengths = (9, 30)
@@ -513,7 +522,7 @@ def test_a_policy_says_whether_it_needs_results(rig, references, needs_results) 
     assert (rig.num_ahead > 0) == (needs_results is False)
 
 
-def test_drafts_catch_up_again_behind_an_interrupt(rig, references, monkeypatch) -> None:
+def test_drafts_catch_up_again_after_an_interrupt(rig, references, monkeypatch) -> None:
     """Plans change from off to a chain; a catch-up whose step is given up is repeated."""
     policy: Any = ByLoad()
     policy.needs_results = False
@@ -528,8 +537,8 @@ def test_drafts_catch_up_again_behind_an_interrupt(rig, references, monkeypatch)
             fail_once(patch, HostResults, "wait", skip=skip, is_done=False)
             with pytest.raises(KeyboardInterrupt):
                 all(llm._in_flight.advance() for _ in itertools.count())
-        groups = [group for queued in llm._scheduler.queued for group in queued.batch.groups]
-        chained = [s for group in groups if group.plan.speculates for s in group.sequences]
+        groups = [group for queued in llm._in_flight.queued for group in queued.batch.groups]
+        chained = [s for group in groups if group.plan.speculates for s in group.requests]
         num_caught_up += any(s.draft_lens[0] < s.cache_len - 1 for s in chained)
         events += stream
         for index, output in enumerate(whole):

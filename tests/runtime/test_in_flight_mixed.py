@@ -18,6 +18,7 @@ from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffer
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.policies.adaptive import AdaptivePolicy
+from specc.runtime.policies.adaptive_length import AdaptiveConstants
 from specc.runtime.policies.base import FixedPolicy
 from specc.runtime.policies.goodput.policy import GoodputPolicy
 from specc.runtime.scheduling.scheduler import Scheduler
@@ -77,7 +78,9 @@ def goodput(names: Sequence[str], dice: random.Random) -> GoodputPolicy:
 
 
 def adaptive(names: Sequence[str], dice: random.Random) -> AdaptivePolicy:
-    return AdaptivePolicy({"off": 0, "chain-1": 1, "chain-3": 3}, window=4, longest_wait=16)
+    return AdaptivePolicy(
+        {"off": 0, "chain-1": 1, "chain-3": 3}, AdaptiveConstants(window=4, longest_wait=16)
+    )
 
 
 # policy, and the least share of iterations that are queued ahead
@@ -104,8 +107,8 @@ def test_interleavings(rig, alone, policy, share, seeds) -> None:
     figures = Figures()
     for seed in seeds:
         run_interleaving(
-            *(rig.engine, solo, seed, PROMPTS, figures, ties), policy=policy, num_requests=14
-        )
+            rig.engine, solo, seed, PROMPTS, figures, ties, policy=policy, num_requests=14
+        )  # fmt: skip
         assert rig.device.num_waiting == 0
     assert figures.num_ties == 0
     print(f"{figures.num_ahead} of {figures.num_iterations} ahead")
@@ -118,16 +121,16 @@ def test_requests_give_way_while_others_are_in_flight(rig, alone) -> None:
     figures = Figures()
     for seed in (3, 4):
         run_interleaving(
-            *(rig.engine, solo, seed, [PROMPTS[3], PROMPTS[5]], figures, ties),
+            rig.engine, solo, seed, [PROMPTS[3], PROMPTS[5]], figures, ties,
             policy=Switching,
             max_tokens=90,
             num_requests=10,
-        )
+        )  # fmt: skip
     assert figures.num_preemptions > 1
     assert figures.num_ahead > 0.4 * figures.num_iterations
 
 
-def test_who_reads_logits_waits_and_others_go_on(rig, alone) -> None:
+def test_a_request_that_reads_logits_waits_and_others_go_on(rig, alone) -> None:
     """Log probabilities, masks and controls come and go beside requests without."""
     solo, ties = alone
     figures = Figures()
@@ -140,7 +143,7 @@ def test_who_reads_logits_waits_and_others_go_on(rig, alone) -> None:
         return SamplingParams(max_tokens=dice.randrange(1, max_tokens), ignore_eos=True)
 
     for seed in range(2):
-        run_interleaving(*(rig.engine, solo, seed, PROMPTS, figures, ties), draw=draw,
+        run_interleaving(rig.engine, solo, seed, PROMPTS, figures, ties, draw=draw,
                          policy=fixed("chain-3"))  # fmt: skip
     assert 0.2 * figures.num_iterations < figures.num_ahead < 0.9 * figures.num_iterations
 
@@ -216,8 +219,8 @@ def test_an_interrupt_anywhere_loses_nothing(rig, alone, monkeypatch, owner, nam
     monkeypatch.setattr(EngineCore, "advance", persistent)
     monkeypatch.setattr(owner, name, interrupted)
     run_interleaving(
-        *(rig.engine, solo, 5, PROMPTS, figures, ties), policy=Switching, num_requests=10
-    )
+        rig.engine, solo, 5, PROMPTS, figures, ties, policy=Switching, num_requests=10
+    )  # fmt: skip
     assert num_failed > 3
     assert rig.device.num_waiting == 0
     assert figures.num_ahead > 0

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from specc.api import compile_with
 from specc.config import CompileConfig
 from specc.runtime.engine import Engine
 from specc.speculation.plans import DynamicTree, SpecPlan
 from specc.system.machine import describe_machine
+from tests import engines
 from tests.interleavings import Draw, Figures, NearTies, Solo, run_interleaving
 from tests.logprob_interleavings import DrawLogprobs, LogprobFigures
 
@@ -71,10 +71,10 @@ def test_log_probabilities(
     draw = DrawLogprobs(words, (), share)
     for seed in range(3):
         run_interleaving(
-            *(crowded, solo, 1000 + seed, prompts, figures),
+            crowded, solo, 1000 + seed, prompts, figures,
             draw=draw,
             compare=logprobs.compare,
-        )
+        )  # fmt: skip
     assert figures.num_ties == 0
     assert figures.num_preemptions > 1
     assert figures.num_shared_passes > 20
@@ -93,8 +93,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         plans=plans, max_seq_len=256, max_batch_size=6, backend="cpu", block_size=4, probe=False
     )
     pair = ROOT / "examples" / "pair"
-    compile_with(str(pair / "target"), str(pair / "draft"), path, config)
-    return path
+    return engines.build(pair / "target", pair / "draft", path, config)
 
 
 def check_pair(

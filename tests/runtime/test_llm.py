@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from specc.errors import RequestError
 from specc.runtime.llm import LLM
+from specc.runtime.policies.base import Policy
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 
@@ -72,7 +73,7 @@ def test_params_of_each_prompt(llm) -> None:
     assert [output.metrics.num_spec_steps > 0 for output in outputs] == [True, False, True]
 
 
-def test_bos_is_put_in_front_of_text_once(make_engine) -> None:
+def test_bos_is_put_before_text_once(make_engine) -> None:
     engine = make_engine()
     engine.add_bos, engine.bos_token_id = True, 7
     llm = LLM(engine)
@@ -316,7 +317,7 @@ def test_progress(llm, prompts) -> None:
     assert calls == sorted(calls)
 
 
-class OffThenOn:
+class OffThenOn(Policy):
     """Plain for a while, as a policy that distrusts its draft at first."""
 
     def __init__(self) -> None:

@@ -206,8 +206,8 @@ def test_followers_outlive_their_leader(make_engine, prompts, greedy) -> None:
         group = core.requests.make_outputs(
             [*prompts[4], int(leave is core.scheduler.abort)], SamplingParams(max_tokens=4, n=2)
         )
-        for sequence in group:
-            core.scheduler.add(sequence)
+        for request in group:
+            core.scheduler.add(request)
         assert core.advance()
         assert core.scheduler.running == group[:1]
         leave(group[0])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from specc.runtime.llm import LLM
+from specc.runtime.policies.base import Policy
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import drafts, models
@@ -30,13 +31,13 @@ KINDS = ("qwen3", "gemma3", "gpt2", "phi", "mixtral")
 # every plan with one of them; every plan and every architecture, with two or more, in the slow tier
 EAGER = [
     pytest.param(
-        *(name, plan),
+        name, plan,
         marks=[] if name in KINDS and j % len(KINDS) == KINDS.index(name) else [pytest.mark.slow],
     )
     for i, name in enumerate(models.ARCHITECTURES)
     for j, plan in enumerate(PLAN_IDS)
     if (i + j) % 7 == 0 or (name in KINDS and j % len(KINDS) == KINDS.index(name))
-]
+]  # fmt: skip
 
 
 # every plan with a tile of one node, of some, or of more than it has; the others in the slow tier
@@ -137,8 +138,7 @@ def test_plans_of_all_kinds_follow_each_other(zoo: Zoo) -> None:
     """Every draft lags behind by another number of tokens whenever its turn comes."""
     engine = drafts.engine(zoo, "qwen3", "eager")
 
-    class Turns:
-        needs_results = True
+    class Turns(Policy):
         count = 0
 
         def choose(self, num_running: int, stats: object) -> str:

@@ -27,10 +27,10 @@ LIMIT = 48
 
 @pytest.mark.parametrize(("name", "field"), [("gpt2", "n_positions"), ("opt", None)])
 def test_context_limit(zoo: Zoo, name: str, field: str | None) -> None:
-    """Learned positions end where the context ends, and no node may lie behind them."""
+    """Learned positions end where the context ends, and no node may lie beyond them."""
     changes = {field or "max_position_embeddings": LIMIT}
     engine = zoo.engine(name, "target", max_seq_len=LIMIT, prefill_chunk=16, **changes)
-    # a node behind the context would not pass unnoticed
+    # a node beyond the context would not pass unnoticed
     with pytest.raises(IndexError):
         feed_position(engine, LIMIT)
     for plan in PLANS:

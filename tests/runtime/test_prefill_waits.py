@@ -140,10 +140,10 @@ def test_first_tokens_may_stay_pending(tiny_engine) -> None:
     found: list[PendingEnds] = []
     for i, prompt in enumerate(PROMPTS):
         tokens = engine.tokenizer.encode(prompt).ids
-        sequence = core.requests.make(tokens, REQUESTS["plain"][i])
+        request = core.requests.make(tokens, REQUESTS["plain"][i])
         count = engine.cache.shape.blocks_for(len(tokens), 1)
-        sequence.blocks = engine.cache.allocator.allocate(count)
-        found.append(core.runner.queue_prefill([Span(sequence, 0, len(tokens), (0,))]))
+        request.blocks = engine.cache.allocator.allocate(count)
+        found.append(core.runner.queue_prefill([Span(request, 0, len(tokens), (0,))]))
     first = [pending.result().first_tokens for pending in found]
     assert first == [[output.outputs[0].token_ids[0]] for output in wanted]
 

@@ -1,4 +1,4 @@
-"""Passes over a tiny pair: outputs never depend on who shares a batch, drafts keep up."""
+"""Passes over a tiny pair: outputs never depend on what shares a batch, drafts keep up."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specc.runtime.engine import Engine
+from specc.runtime.policies.base import Policy
 from specc.runtime.runner import Runner, _split
 from specc.runtime.scheduling.batch import Span
+from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.scheduler import Scheduler
-from specc.runtime.scheduling.sequence import Sequence
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 
@@ -23,7 +24,7 @@ PLANS = ("off", "chain-4", "tree-3-2-1")
 
 
 @dataclass
-class ScriptedPolicy:
+class ScriptedPolicy(Policy):
     """Runs through a list of plans, again and again."""
 
     plans: list[str]
@@ -43,9 +44,9 @@ def make_loop(engine: Engine, plans: list[str]) -> tuple[Scheduler, Runner]:
     )
 
 
-def make_sequence(engine: Engine, prompt: list[int], name: str = "0", **params) -> Sequence:
+def make_request(engine: Engine, prompt: list[int], name: str = "0", **params) -> Request:
     sampling = SamplingParams(**{"max_tokens": 20, **params})
-    return Sequence(name, prompt, sampling, max_seq_len=engine.max_seq_len, num_drafts=1)
+    return Request(name, prompt, sampling, max_seq_len=engine.max_seq_len, num_drafts=1)
 
 
 def advance(scheduler: Scheduler, runner: Runner) -> None:
@@ -53,10 +54,10 @@ def advance(scheduler: Scheduler, runner: Runner) -> None:
     scheduler.postprocess(batch, runner.run(batch))
 
 
-def run_all(engine: Engine, plans: list[str], sequences: list[Sequence]) -> SpecStats:
+def run_all(engine: Engine, plans: list[str], requests: list[Request]) -> SpecStats:
     scheduler, runner = make_loop(engine, plans)
-    for sequence in sequences:
-        scheduler.add(sequence)
+    for request in requests:
+        scheduler.add(request)
     while scheduler.has_work:
         advance(scheduler, runner)
     return scheduler.stats
@@ -110,7 +111,7 @@ def test_any_interleaving_yields_what_each_request_yields_alone(
     waiting = [
         (
             arrival,
-            make_sequence(
+            make_request(
                 engine,
                 prompts[arrival.prompt],
                 str(i),
@@ -122,26 +123,26 @@ def test_any_interleaving_yields_what_each_request_yields_alone(
     ]
     clock = 0
     while scheduler.has_work or clock <= 8:
-        for arrival, sequence in waiting:
+        for arrival, request in waiting:
             if arrival.time == clock:
-                scheduler.add(sequence)
+                scheduler.add(request)
         advance(scheduler, runner)
-        for arrival, sequence in waiting:
+        for arrival, request in waiting:
             if arrival.abort_time == clock:
-                scheduler.abort(sequence)
-        for sequence in scheduler.running:
-            if sequence.is_prefilled:
-                assert len(sequence.token_ids) == sequence.cache_len + 1
-            assert all(n <= sequence.cache_len for n in sequence.draft_lens)
+                scheduler.abort(request)
+        for request in scheduler.running:
+            if request.is_prefilled:
+                assert len(request.token_ids) == request.cache_len + 1
+            assert all(n <= request.cache_len for n in request.draft_lens)
         clock += 1
-    for arrival, sequence in waiting:
+    for arrival, request in waiting:
         want = greedy(prompts[arrival.prompt], arrival.max_tokens)
-        got = sequence.output_token_ids
+        got = request.output_token_ids
         assert got == want[: len(got)]
-        assert sequence.is_finished or arrival.abort_time < 1000
-        assert not sequence.is_finished or got == want
+        assert request.is_finished or arrival.abort_time < 1000
+        assert not request.is_finished or got == want
         if not arrival.speculative:
-            assert sequence.stats.num_draft_tokens == 0
+            assert request.stats.num_draft_tokens == 0
     assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
 
 
@@ -162,7 +163,7 @@ def test_a_draft_equal_to_its_target_is_always_accepted(
     engine = make_engine(noise=0.0, prefill_chunk=chunk)
     scheduler, runner = make_loop(engine, plans)
     for prompt in prompts:
-        scheduler.add(make_sequence(engine, prompt))
+        scheduler.add(make_request(engine, prompt))
     while scheduler.has_work:
         batch = scheduler.schedule()
         result = runner.run(batch)
@@ -178,23 +179,23 @@ def test_a_draft_equal_to_its_target_is_always_accepted(
 
 def test_a_useless_draft_changes_nothing(make_engine, prompts, greedy) -> None:
     engine = make_engine(draft_seed=99)
-    sequences = [make_sequence(engine, prompt) for prompt in prompts]
-    stats = run_all(engine, ["tree-3-2-1"], sequences)
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert sequence.output_token_ids == greedy(prompt, 20)
+    requests = [make_request(engine, prompt) for prompt in prompts]
+    stats = run_all(engine, ["tree-3-2-1"], requests)
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.output_token_ids == greedy(prompt, 20)
     assert stats.acceptance_rate < 0.1
 
 
 def test_off_never_runs_the_draft(make_engine, prompts) -> None:
     engine = make_engine()
-    run_all(engine, ["off"], [make_sequence(engine, prompt) for prompt in prompts])
-    run_all(engine, ["chain-4"], [make_sequence(engine, p, speculative=False) for p in prompts])
+    run_all(engine, ["off"], [make_request(engine, prompt) for prompt in prompts])
+    run_all(engine, ["chain-4"], [make_request(engine, p, speculative=False) for p in prompts])
     assert engine.drafts[0].num_tokens == []
 
 
 def test_prefill_passes_keep_to_the_chunk(make_engine, prompts) -> None:
     engine = make_engine(prefill_chunk=7, max_num_seqs=7)
-    stats = run_all(engine, ["off"], [make_sequence(engine, p, max_tokens=1) for p in prompts])
+    stats = run_all(engine, ["off"], [make_request(engine, p, max_tokens=1) for p in prompts])
     num_tokens = sum(len(prompt) for prompt in prompts)
     assert max(engine.target.num_tokens) == 7
     assert sum(engine.target.num_tokens) == num_tokens
@@ -204,29 +205,29 @@ def test_prefill_passes_keep_to_the_chunk(make_engine, prompts) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("block_size", [0, 4])
 def test_context_limit(make_engine, greedy, prompts, plan: str, block_size: int) -> None:
-    """Decoding up to the last position; a node behind it would be an IndexError in the models."""
+    """Decoding up to the last position; a node beyond it would be an IndexError in the models."""
     engine = make_engine(max_seq_len=40, draft_positions=40, block_size=block_size)
-    sequences = [make_sequence(engine, prompt, max_tokens=1000) for prompt in prompts]
-    run_all(engine, [plan], sequences)
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert sequence.finish_reason == "length"
-        assert len(sequence.token_ids) == 40
-        assert sequence.output_token_ids == greedy(prompt, 40 - len(prompt))
+    requests = [make_request(engine, prompt, max_tokens=1000) for prompt in prompts]
+    run_all(engine, [plan], requests)
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.finish_reason == "length"
+        assert len(request.token_ids) == 40
+        assert request.output_token_ids == greedy(prompt, 40 - len(prompt))
 
 
 def test_a_draft_of_a_smaller_context(make_engine, greedy, prompts) -> None:
     engine = make_engine(draft_positions=20, noise=0.0)
-    sequences = [make_sequence(engine, prompt, max_tokens=40) for prompt in prompts]
-    run_all(engine, ["chain-4"], sequences)
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert sequence.output_token_ids == greedy(prompt, 40)
-        assert (sequence.stats.num_spec_steps > 0) == (len(prompt) + 4 < 20)
+    requests = [make_request(engine, prompt, max_tokens=40) for prompt in prompts]
+    run_all(engine, ["chain-4"], requests)
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.output_token_ids == greedy(prompt, 40)
+        assert (request.stats.num_spec_steps > 0) == (len(prompt) + 4 < 20)
 
 
 def test_split_covers_spans_in_order(make_engine) -> None:
-    sequences = [make_sequence(make_engine(), [1], str(i)) for i in range(3)]
-    spans = [Span(sequences[0], 2, 5), Span(sequences[1], 0, 9), Span(sequences[2], 3, 4)]
-    passes = [[(int(s.sequence.request_id), s.start, s.end) for s in p] for p in _split(spans, 4)]
+    requests = [make_request(make_engine(), [1], str(i)) for i in range(3)]
+    spans = [Span(requests[0], 2, 5), Span(requests[1], 0, 9), Span(requests[2], 3, 4)]
+    passes = [[(int(s.request.request_id), s.start, s.end) for s in p] for p in _split(spans, 4)]
     assert passes == [
         [(0, 2, 5), (1, 0, 1)],
         [(1, 1, 5)],
@@ -238,6 +239,6 @@ def test_split_covers_spans_in_order(make_engine) -> None:
 
 def test_stage_times_are_reported(make_engine, prompts) -> None:
     engine = make_engine()
-    stats = run_all(engine, ["chain-4"], [make_sequence(engine, prompts[1])])
+    stats = run_all(engine, ["chain-4"], [make_request(engine, prompts[1])])
     assert min(stats.prefill_s, stats.draft_s, stats.verify_s, stats.commit_s) > 0
     assert stats.num_step_passes == stats.num_steps

@@ -16,7 +16,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from tests import drafts, models
-from tests.drafts import PLAN_IDS
+from tests.drafts import PLAN_IDS, PLAN_PARAMS
 from tests.lossless import Zoo
 
 NAME = "qwen3"
@@ -56,7 +56,7 @@ def plainly(engine: Engine) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("plan", PLAN_IDS)
+@pytest.mark.parametrize("plan", PLAN_PARAMS)
 def test_a_seed_gives_the_same_tokens_with_any_plan(
     engine: Engine, plainly: list[list[int]], plan: str
 ) -> None:

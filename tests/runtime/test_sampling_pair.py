@@ -16,14 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specc.compiler import build as compiler
 from specc.config import CompileConfig
 from specc.kernels.reference.sampling import gumbel_reference
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
+from specc.runtime.policies.base import Policy
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
+from tests import engines
 from tests.kernels.cuda.cases_sampling import chi_square, chi_square_bound
 
 PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"
@@ -85,8 +86,8 @@ def make_engine(root: Path, backend: str) -> Engine:
     config = CompileConfig(
         plans=PLANS, max_batch_size=4, max_seq_len=128, backend=backend, probe=False
     )
-    compiler.build(PAIR / "target", [PAIR / "draft", other], root / "engine", config)
-    return Engine.load(root / "engine")
+    drafts = [PAIR / "draft", other]
+    return Engine.load(engines.build(PAIR / "target", drafts, root / "engine", config))
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +174,11 @@ def _greedy(engine: Engine, prompt: str) -> Any:
 # are certain; the slow tier takes both
 CASES = [
     pytest.param(
-        *(plan.name, plan.rules[i % len(plan.rules)].name.lower()),
+        plan.name, plan.rules[i % len(plan.rules)].name.lower(),
         marks=[pytest.mark.slow] if i in (0, 4, 6, 8) else [],
     )
     for i, plan in enumerate(PLANS)
-]
+]  # fmt: skip
 SEEDED = [
     pytest.param(name, marks=[] if i in (0, 4, 6, 8) else [pytest.mark.slow])
     for i, name in enumerate(PLAN_IDS)
@@ -271,8 +272,7 @@ def _margin(target: Any, prefix: list[int], params: SamplingParams, tokens: set[
 
 
 def test_seeds_hold_while_plans_change(engine: Engine, plainly: list[list[int]]) -> None:
-    class Turns:
-        needs_results = True
+    class Turns(Policy):
         turn = itertools.cycle(["off", *PLAN_IDS])
 
         def choose(self, num_running: int, stats: object) -> str:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specc.artifact.directory import EngineWriter, read_manifest
-from specc.artifact.manifest import FileEntry
+from specc.artifact.directory import read_manifest
+from specc.artifact.engine_writer import EngineWriter
+from specc.artifact.manifest_entries import FileEntry
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.system.files import hash_file
@@ -91,7 +92,7 @@ def test_two_processes(engine: Path) -> None:
 
 
 def test_an_engine_that_is_replaced_while_it_runs(engine: Path) -> None:
-    """Who runs the old one keeps it: a file that is mapped outlives its name."""
+    """A process that runs the old one keeps it: a file that is mapped outlives its name."""
     llm = LLM(engine)
     expected = generate(llm)
     replace(engine)

@@ -244,7 +244,7 @@ def test_a_lock_is_handed_on_in_order() -> None:
     assert not lock.is_mine
 
 
-def test_who_is_served_goes_while_the_leader_goes_on() -> None:
+def test_a_served_caller_goes_while_the_leader_goes_on() -> None:
     count, is_first, has_gone = 0, threading.Event(), threading.Event()
 
     def advance() -> None:

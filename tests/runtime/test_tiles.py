@@ -20,13 +20,13 @@ from specc.compiler.extend import extend_engine
 from specc.config import CompileConfig
 from specc.errors import ConfigError, RequestError
 from specc.passes.step.fuse_step import fuse_step
-from specc.runtime.backends.cpu.compiled_program import CompiledStep
-from specc.runtime.backends.program import StepInputs
+from specc.runtime.backends.cpu.compiled_step import CompiledStep
+from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
-from tests import models
+from tests import engines, models
 from tests.lossless import Zoo, run_case
 
 NAME, BATCH = "qwen3", 8
@@ -50,8 +50,8 @@ def path(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
         backend="cpu",
         probe=False,
     )
-    compiler.build(zoo.checkpoint(NAME), zoo.checkpoint(NAME, draft="noisy"), path, config)
-    return path
+    draft = zoo.checkpoint(NAME, draft="noisy")
+    return engines.build(zoo.checkpoint(NAME), draft, path, config)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def steps_of(engine: Engine, plan: SpecPlan) -> CompiledStep:
 
 
 def measure(engine: Engine, plan: SpecPlan, reads: tuple[str, ...] = ()) -> tuple[int, int]:
-    """Most bytes that one step takes at a time, and those that stay behind it, of 8 sequences."""
+    """Most bytes that one step takes at a time, and those that stay after it, of 8 sequences."""
     shape = engine.cache.shape
     table = torch.arange(shape.num_blocks, dtype=torch.int32).view(shape.max_num_seqs, -1)
     greedy = torch.tensor([[0.0, 1, 0, 1, 0, 0]]).repeat(BATCH, 1)
@@ -132,7 +132,7 @@ def measure(engine: Engine, plan: SpecPlan, reads: tuple[str, ...] = ()) -> tupl
 def test_a_step_takes_what_the_memory_plan_says(
     engine: Engine, manifest: Manifest, plan: SpecPlan
 ) -> None:
-    """What allocators see of compiled code: tiles take a quarter, and no logits stay behind."""
+    """What allocators see of compiled code: tiles take a quarter, and no logits stay."""
     planned = manifest.memory_plan["target"]
     tiled, left = measure(engine, replace(plan, tile=256))
     whole, left_of_whole = measure(engine, plan)

@@ -1,1 +1,1 @@
-"""Programs for a GPU: phases before capture, and packages of fixed sizes."""
+"""Programs for a GPU: phases before capture, and the sizes of passes."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specc.passes.lower.cuda.inline_kernels import PassSizes
 from specc.passes.step.fuse_step import StepProgram, fuse_step
 from specc.passes.step.step_graph import HISTORY, PROPOSALS, VOTE_WEIGHTS
 from specc.sampling.rows import Value, Word
@@ -16,6 +16,23 @@ from specc.speculation.plans import SpecPlan
 
 # stages that call models
 _STAGES = ("draft", "verify")
+
+
+@dataclass(frozen=True, order=True)
+class PassSizes:
+    """Sizes of one pass of a model.
+
+    Args:
+        tokens: of all sequences.
+        rows: that get logits.
+        batch: sequences.
+        words: of the ancestors of a token; 0 is a causal pass, without ancestors.
+    """
+
+    tokens: int
+    rows: int
+    batch: int
+    words: int
 
 
 def step_sizes(

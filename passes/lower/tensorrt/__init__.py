@@ -1,1 +1,1 @@
-"""TensorRT engines, from ONNX files or by torch-tensorrt."""
+"""TensorRT engines, from ONNX files."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,50 @@ class BoundStep:
             *(env[name] for name in ("next_cache_len", "next_last_tokens")),
             draft_lens,
         )
+
+
+class HookValues:
+    """Values of real rows alone; a new value is copied into place.
+
+    Args:
+        bound: the step, whose environment holds the values.
+        bucket: that it is bound for.
+        batch: its requests.
+        places: their rows; None is their order.
+    """
+
+    def __init__(
+        self, bound: BoundStep, bucket: int, batch: int, places: Sequence[int] | None = None
+    ) -> None:
+        self._bound = bound
+        self._bucket = bucket
+        self._batch = batch
+        self._places = places
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._bound.environment[name]
+        if self._is_common(name):
+            return value
+        # logits have a row for each node of each request
+        if self._places is None:
+            return value[: value.shape[0] // self._bucket * self._batch]
+        return value[self._rows(value)]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if self._places is None or self._is_common(name):
+            self[name].copy_(value)
+        else:
+            whole = self._bound.environment[name]
+            whole[self._rows(whole)] = value
+
+    def _is_common(self, name: str) -> bool:
+        return name in self._bound.fixed_names or bool(name.partition("_slab_")[1])
+
+    def _rows(self, value: Tensor) -> Tensor:
+        assert self._places is not None
+        each = value.shape[0] // self._bucket
+        rows = [place * each + i for place in self._places for i in range(each)]
+        return torch.tensor(rows, device=value.device)
 
 
 class _BoundStage:

@@ -13,37 +13,39 @@ from torch import Tensor, fx, nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.errors import EngineError
-from specc.runtime.backends.captured.bound_step import BoundStep
-from specc.runtime.backends.captured.extended_step import ExtendedStep, StepExtras, StepKind
+from specc.runtime.backends.captured.bound_step import BoundStep, HookValues
+from specc.runtime.backends.captured.extended_step import ExtendedStep
 from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice
 from specc.runtime.backends.captured.step_bounds import check_step_bounds
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
+from specc.runtime.backends.captured.step_extras import StepExtras, StepKind
 from specc.runtime.backends.captured.step_scores import ScoredResults
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.backends.place import place
-from specc.runtime.backends.program import (
+from specc.runtime.backends.program_files import plan_of
+from specc.runtime.backends.step import QueuedStep
+from specc.runtime.backends.step_constants import step_constants
+from specc.runtime.backends.step_io import (
     BeforeAccept,
     StepInputs,
     StepResult,
     StepValues,
     draft_lens_of,
-    plan_of,
 )
-from specc.runtime.backends.step_constants import step_constants
 
 
 class CaptureWarning(UserWarning):
     """A step runs operator by operator, because it could not be captured."""
 
 
-class PendingStep(NamedTuple):
-    """A step that was queued; `result` waits for it."""
+class PendingReplay(NamedTuple):
+    """A captured step that was queued; see `PendingStep`."""
 
     step: CapturedStep
     batch: int
     begin_s: float
     results: HostResults
-    # row of each sequence; None is their order
+    # row of each request; None is their order
     places: Sequence[int] | None = None
 
     @property
@@ -57,6 +59,10 @@ class PendingStep(NamedTuple):
         is_newest = self.step.is_newest(self.results)
         return is_newest and self.step.is_replayed(count, self.step.kind)
 
+    def since(self, begin_s: float) -> PendingReplay:
+        """See `PendingStep.since`."""
+        return self._replace(begin_s=begin_s)
+
     def result(self) -> StepResult:
         """Once; the seconds are those since the step before it ended, or it was queued."""
         values = self.results.wait()
@@ -68,9 +74,9 @@ class PendingStep(NamedTuple):
 
 
 class CapturedStep:
-    """One plan's step, captured for each batch bucket; see `StepProgram` for the contract.
+    """One plan's step, captured for each batch bucket: a `QueuedStep`.
 
-    A bucket is a number of sequences; rows that a batch does not fill are padding, which writes
+    A bucket is a number of requests; rows that a batch does not fill are padding, which writes
     nothing. A bucket is captured as one graph, or, while `before_accept` is set, as one graph for
     each stage; what a step does besides is captured by its kind, see `ExtendedStep`.
 
@@ -81,7 +87,7 @@ class CapturedStep:
         buffers: inputs and results; common to the steps of an engine.
         graphs: the device.
         buckets: sizes, ascending; the last is the largest batch.
-        by_block: sequence b of the models has cache row b, so each goes to the row of its block;
+        by_block: request b of the models has cache row b, so each goes to the row of its block;
             the cache is dense.
         adapt: called with each stage's graph, which it may change.
     Raises:
@@ -128,6 +134,16 @@ class CapturedStep:
         self.kind: StepKind | None = None
 
     @property
+    def staged(self) -> None:
+        """It is replayed as a whole."""
+        return None
+
+    @property
+    def queued(self) -> QueuedStep | None:
+        """Itself: see `QueuedStep`."""
+        return self
+
+    @property
     def is_split(self) -> bool:
         """A hook stands between the stages."""
         return self.before_accept is not None
@@ -165,23 +181,11 @@ class CapturedStep:
     def submit(
         self,
         inputs: StepInputs,
-        sequences: Sequence[object] = (),
+        requests: Sequence[object] = (),
         is_carried: Sequence[bool] = (),
         extras: StepExtras | None = None,
-    ) -> PendingStep:
-        """Queue a step; nothing waits for the device, unless masks follow from what it drafts.
-
-        Args:
-            inputs: on the host. A carried row has any last tokens, and at least as many committed
-                rows as the device has.
-            sequences: whose rows these are, where later steps are to go on from what this one
-                leaves; else ().
-            is_carried: which of them go on from what their last step leaves; `StateRows.knows`
-                them.
-            extras: what it does besides.
-        Raises:
-            EngineError: the step would leave the cache, or cannot run at all.
-        """
+    ) -> PendingReplay:
+        """See `QueuedStep.submit`; `StateRows.knows` the requests of carried rows."""
         begin_s = time.perf_counter()
         batch = len(inputs.rows)
         places = inputs.block_table[:, 0].tolist() if self.by_block else None
@@ -195,17 +199,12 @@ class CapturedStep:
         self.capture(bucket, self.kind)
         with self._graphs.active():
             self._buffers.copy_from(inputs, bucket, places)
-            if sequences:
-                self._buffers.state.route(sequences, is_carried, bucket, places)
+            if requests:
+                self._buffers.state.route(requests, is_carried, bucket, places)
             return self._queue(batch, places, bucket, begin_s, extras)
 
-    def submit_next(self, batch: int, places: Sequence[int] | None = None) -> PendingStep:
-        """Queue a step that goes on where the last one ended, which the host may not know yet.
-
-        Args:
-            batch: sequences, those of the step that was queued last.
-            places: their rows, as that step had them.
-        """
+    def submit_next(self, batch: int, places: Sequence[int] | None = None) -> PendingReplay:
+        """See `QueuedStep.submit_next`."""
         begin_s = time.perf_counter()
         bucket = self.bucket_of(rows_of(batch, places))
         self.capture(bucket, self.kind)
@@ -215,7 +214,7 @@ class CapturedStep:
     def advance(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
     ) -> StepResult:
-        """Run the step for sequences that are known on the host; see `program.advance`.
+        """See `Step.advance`.
 
         Values stay after a step only where its stages were captured one by one.
         """
@@ -227,7 +226,7 @@ class CapturedStep:
             result = pending.result()
             bucket = self.bucket_of(rows_of(pending.batch, pending.places))
             bound = self._bound[bucket, True]
-            seen = _BoundValues(bound, bucket, pending.batch, pending.places)
+            seen = HookValues(bound, bucket, pending.batch, pending.places)
             return result._replace(values={name: seen[name] for name in reads})
 
     @contextlib.contextmanager
@@ -239,9 +238,17 @@ class CapturedStep:
         finally:
             self.before_accept = before
 
-    def knows(self, sequences: Sequence[object]) -> bool:
-        """Whether the device still has the state of all these sequences."""
-        return all(self._buffers.state.knows(sequence) for sequence in sequences)
+    def can_follow(
+        self, blocks: Sequence[int], carried: Sequence[object], extras: StepExtras | None = None
+    ) -> bool:
+        """See `QueuedStep.can_follow`."""
+        # over rows of a dense cache, buckets reach to the last row in use
+        count = rows_of(len(blocks), blocks if self.by_block else None)
+        return self.is_replayed(count, extras and extras.kind) and self.knows(carried)
+
+    def knows(self, requests: Sequence[object]) -> bool:
+        """Whether the device still has the state of all these requests."""
+        return all(self._buffers.state.knows(request) for request in requests)
 
     def mark(self) -> Event:
         """An event after everything that has been queued."""
@@ -252,7 +259,7 @@ class CapturedStep:
         return self._buffers.newest is results
 
     def is_replayed(self, batch: int, kind: StepKind | None = None) -> bool:
-        """A step of this many sequences, which does this besides, runs as one graph."""
+        """A step of this many requests, which does this besides, runs as one graph."""
         if kind and kind.is_masked:
             # the host has not seen yet what the next masks follow from
             return False
@@ -288,7 +295,7 @@ class CapturedStep:
         bucket: int,
         begin_s: float,
         extras: StepExtras | None = None,
-    ) -> PendingStep:
+    ) -> PendingReplay:
         key = (bucket, self.kind or self.is_split)
         bound, captured = self._bound[key], self._captured[key]
         parts: list[Callable[[], object]] = [graph.replay for graph in captured or ()]
@@ -303,7 +310,7 @@ class CapturedStep:
             *early, accept = parts
             for part in early:
                 part()
-            self.before_accept(_BoundValues(bound, bucket, batch, places))
+            self.before_accept(HookValues(bound, bucket, batch, places))
             accept()
         self._buffers.state.stepped()
         if isinstance(bound, ExtendedStep) and bound.scores is not None:
@@ -311,7 +318,7 @@ class CapturedStep:
             self._buffers.newest = results
         else:
             results = self._buffers.read_results()
-        return PendingStep(self, batch, begin_s, results, places)
+        return PendingReplay(self, batch, begin_s, results, places)
 
     def _warm_up(self, parts: Sequence[Callable[[], object]], bucket: int) -> None:
         """Run once: this compiles and allocates what the first run does."""
@@ -320,7 +327,7 @@ class CapturedStep:
                 part()
         except OperatorError as error:
             raise EngineError(
-                f"plan {self.plan.name} for {bucket} sequences cannot run: {error}",
+                f"plan {self.plan.name} for {bucket} requests cannot run: {error}",
                 "a step whose operators run on this device, and memory for them",
                 "lower max_num_seqs if memory ran out; --backend eager runs the engine without"
                 " the kernels",
@@ -333,7 +340,7 @@ class CapturedStep:
             return [self._graphs.capture(part) for part in parts]
         except OperatorError as error:
             warnings.warn(
-                f"plan {self.plan.name} for {bucket} sequences cannot be captured and runs"
+                f"plan {self.plan.name} for {bucket} requests cannot be captured and runs"
                 f" operator by operator, which is slower: {error}",
                 CaptureWarning,
                 stacklevel=4,
@@ -352,45 +359,8 @@ class CapturedStep:
         return ExtendedStep(kind, self._graphs, self.plan, *own) if kind else BoundStep(*own)
 
 
-class _BoundValues:
-    """What a hook sees of a step: values of real rows alone; a new value is copied into place."""
-
-    def __init__(
-        self, bound: BoundStep, bucket: int, batch: int, places: Sequence[int] | None = None
-    ) -> None:
-        self._bound = bound
-        self._bucket = bucket
-        self._batch = batch
-        self._places = places
-
-    def __getitem__(self, name: str) -> Tensor:
-        value = self._bound.environment[name]
-        if self._is_common(name):
-            return value
-        # logits have a row for each node of each sequence
-        if self._places is None:
-            return value[: value.shape[0] // self._bucket * self._batch]
-        return value[self._rows(value)]
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        if self._places is None or self._is_common(name):
-            self[name].copy_(value)
-        else:
-            whole = self._bound.environment[name]
-            whole[self._rows(whole)] = value
-
-    def _is_common(self, name: str) -> bool:
-        return name in self._bound.fixed_names or bool(name.partition("_slab_")[1])
-
-    def _rows(self, value: Tensor) -> Tensor:
-        assert self._places is not None
-        each = value.shape[0] // self._bucket
-        rows = [place * each + i for place in self._places for i in range(each)]
-        return torch.tensor(rows, device=value.device)
-
-
 def rows_of(batch: int, places: Sequence[int] | None) -> int:
-    """Rows that hold a batch: up to the last that a sequence has."""
+    """Rows that hold a batch: up to the last that a request has."""
     return batch if places is None else max(places, default=0) + 1
 
 

@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from specc.runtime.backends.captured.bound_step import BoundStep
 from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.captured.step_extras import StepKind
 from specc.runtime.backends.captured.step_masks import StepMasks
 from specc.runtime.backends.captured.step_scores import StepScores
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.constraints.mask_rules import MaskRules
 from specc.speculation.plans import SpecPlan
-
-
-class StepKind(NamedTuple):
-    """What a step does besides; each kind is captured by itself, when it is first asked for.
-
-    Args:
-        is_scored: compute log probabilities.
-        is_masked: masks change the logits that acceptance looks at.
-        has_biases: so do biases.
-        reads_draft: masks follow from what the device drafts.
-    """
-
-    is_scored: bool = False
-    is_masked: bool = False
-    has_biases: bool = False
-    reads_draft: bool = False
-
-
-class StepExtras(NamedTuple):
-    """What the host asks of a step besides.
-
-    Args:
-        is_scored: log probabilities of what it emits.
-        masks: of its trees.
-    """
-
-    is_scored: bool = False
-    masks: MaskRules | None = None
-
-    @property
-    def kind(self) -> StepKind:
-        masks = self.masks
-        if masks is None:
-            return StepKind(self.is_scored)
-        return StepKind(self.is_scored, True, masks.has_biases, masks.reads_draft)
 
 
 class DraftReader:

@@ -1,4 +1,4 @@
-"""Where sequences have got to, on the device: their last tokens and committed rows, by slot."""
+"""Where requests have got to, on the device: their last tokens and committed rows, by slot."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class StateRows:
         # rows of the inputs that are newer than the slots, and those that have slots
         self._num_new = self._num_routed = 0
 
-    def knows(self, sequence: object) -> bool:
-        """Whether the slot of a sequence still holds what its last step has left."""
-        return sequence in self._slots
+    def knows(self, request: object) -> bool:
+        """Whether the slot of a request still holds what its last step has left."""
+        return request in self._slots
 
     def stepped(self) -> None:
         """A step was queued on the inputs as they are: they are newer than the slots."""
@@ -74,7 +74,7 @@ class StateRows:
 
     def route(
         self,
-        sequences: Sequence[object],
+        requests: Sequence[object],
         is_carried: Sequence[bool],
         bucket: int,
         places: Sequence[int] | None = None,
@@ -82,16 +82,16 @@ class StateRows:
         """Say whose rows the inputs are, and put the device's own state into some of them.
 
         Args:
-            sequences: of the batch, for which the inputs were just copied.
+            requests: of the batch, for which the inputs were just copied.
             is_carried: which of them go on from the state that their last step leaves.
             bucket: rows of the graph that will read the inputs.
-            places: row of each sequence; None is their order.
+            places: row of each request; None is their order.
         """
         stage = self._next_stage
         self._next_stage = (stage + 1) % _NUM_STAGES
         if (fence := self._fences[stage]) is not None:
             fence.synchronize()
-        slots = [self._slot_of(sequence, sequences) for sequence in sequences]
+        slots = [self._slot_of(request, requests) for request in requests]
         saved, given = [self._nowhere] * bucket, [self._nowhere] * bucket
         source = [self._padding] * bucket
         rows = range(len(slots)) if places is None else places
@@ -108,13 +108,13 @@ class StateRows:
                 torch.index_select(kept, 0, self._routes[2, :bucket], out=values[:bucket])
         self._num_routed = bucket
 
-    def _slot_of(self, sequence: object, batch: Sequence[object]) -> int:
+    def _slot_of(self, request: object, batch: Sequence[object]) -> int:
         # those that were used last come last
-        slot = self._slots.pop(sequence, None)
+        slot = self._slots.pop(request, None)
         if slot is None:
             if not self._free:
                 oldest = next(other for other in self._slots if other not in batch)
                 self._free.append(self._slots.pop(oldest))
             slot = self._free.pop()
-        self._slots[sequence] = slot
+        self._slots[request] = slot
         return slot

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specc.runtime.backends.captured.graph_device import Event, GraphDevice
 from specc.runtime.backends.captured.state_rows import StateRows
-from specc.runtime.backends.program import StepInputs
+from specc.runtime.backends.step_io import StepInputs
 from specc.sampling.rows import Value, Word
 
 # committed rows of a padding row: so far below zero that every slot of it is negative, which

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,8 +40,8 @@ class NodeMasks(NamedTuple):
     """
 
     rows: dict[int, MaskRow]
-    is_controlled: Sequence_[bool]
-    biases: Sequence_[Tensor | None]
+    is_controlled: Sequence[bool]
+    biases: Sequence[Tensor | None]
 
 
 class StepMasks:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from specc.errors import EngineError
-from specc.runtime.backends.program import ModelProgram, bind_weights, check_schema, read_json
+from specc.runtime.backends.eager.program import ModelProgram
+from specc.runtime.backends.program_files import bind_weights, check_schema, read_json
 from specc.system.files import read_checked
 
 INDEX_FILE = "packages.json"

@@ -1,4 +1,4 @@
-"""CUDA graphs: capture into one memory pool, replay on one stream."""
+"""The GPU of this process: CUDA graphs in one memory pool, replayed on one stream."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from specc.errors import EngineError
+from specc.system.extras import install_command
 
 
 class CudaGraphs:
@@ -102,6 +105,29 @@ class CudaGraphs:
         # torch keeps what was freed, and takes it from no other process
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
+
+
+def cuda_device() -> CudaGraphs:
+    """The GPU of this process, with the Triton kernels registered.
+
+    Raises:
+        EngineError: torch sees no GPU, or there is no Triton.
+    """
+    if not torch.cuda.is_available():
+        raise EngineError(
+            "an engine for CUDA, and no GPU that torch can use",
+            "an NVIDIA GPU and a CUDA build of torch",
+            "run it where there is one (specc doctor tells what this machine has), or run its"
+            " graphs with --backend eager",
+        )
+    try:
+        from specc.kernels.cuda.register import register
+    except ImportError as error:
+        raise EngineError(
+            f"no Triton: {error}", "triton, which runs the kernels", install_command("cuda")
+        ) from error
+    register("CUDA")
+    return CudaGraphs(torch.cuda.current_device())
 
 
 def _leave_pool(device: torch.device, pool: Any) -> None:

@@ -1,62 +1,57 @@
-"""Programs of an engine on onnxruntime: sessions for the models, the step's own operators here."""
+"""The backend onnx: sessions of onnxruntime for the models, the step's own operators here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from specc.artifact.manifest import Manifest, ModelEntry
-from specc.runtime.backends.onnx.program import OnnxProgram, load_onnx
-from specc.runtime.backends.program import StepProgram, read_json
+from specc.artifact.manifest import Manifest
+from specc.artifact.manifest_entries import ModelEntry
+from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
+from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.engine_cache import LayerCaches, caches_of, make_cache, rows_of
+from specc.runtime.backends.native_operators import load_operators
+from specc.runtime.backends.onnx.program import OnnxProgram, can_grow, load_onnx
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.backends.rectangular.head_major import place_commits
 from specc.runtime.scheduling.kv_cache import KVCache
 
-LayerCaches = Sequence[tuple[Tensor, Tensor]]
+
+class OnnxBackend(RuntimeBackend):
+    """See `RuntimeBackend`."""
+
+    def load(self, path: Path, manifest: Manifest, limits: LoadLimits) -> LoadedPrograms:
+        """See `RuntimeBackend.load`."""
+        rows = rows_of(manifest)
+        assert rows is not None, "the manifest was validated"
+        cache = make_cache(manifest, limits, rows=rows, grows=can_grow())
+        operators = load_operators(path, manifest)
+        models = {model.name: _load_model(path, model, cache) for model in manifest.models}
+
+        def adapt(graph: fx.GraphModule) -> None:
+            place_commits(graph, rows, operators)
+            _use(graph, operators)
+
+        steps = {
+            plan.name: OnnxStep(read_json(path / plan.file), models, adapt, cache)
+            for plan in manifest.plans
+        }
+        return LoadedPrograms(dict(models), dict(steps), cache, operators)
 
 
-def load_onnx_programs(
-    path: Path,
-    manifest: Manifest,
-    cache: KVCache,
-    caches_of: Callable[[ModelEntry], LayerCaches],
-    operators: Any = torch.ops.specc,
-) -> tuple[dict[str, OnnxProgram], dict[str, OnnxStep]]:
-    """Models and steps of an engine.
+BACKEND = OnnxBackend()
 
-    Args:
-        path: the engine directory.
-        manifest: its manifest.
-        cache: heads before rows.
-        caches_of: a model's layers' k and v caches, as they are now.
-        operators: namespace of the `specc::` operators that run here.
-    Raises:
-        EngineError: a file is absent, or onnxruntime cannot run it.
-    """
-    rows = cache.rows
-    assert rows is not None, "rectangles have caches of their own"
 
-    def load(model: ModelEntry) -> OnnxProgram:
-        def grow(num_slots: int) -> tuple[int, LayerCaches]:
-            return cache.reserve(num_slots), caches_of(model)
+def _load_model(path: Path, model: ModelEntry, cache: KVCache) -> OnnxProgram:
+    def grow(num_slots: int) -> tuple[int, LayerCaches]:
+        return cache.reserve(num_slots), caches_of(model, cache)
 
-        is_short = cache.length < rows.total
-        return load_onnx(path, model, caches_of(model), rows, grow if is_short else None)
-
-    models = {model.name: load(model) for model in manifest.models}
-
-    def adapt(graph: fx.GraphModule) -> None:
-        place_commits(graph, rows, operators)
-        _use(graph, operators)
-
-    steps = {
-        plan.name: OnnxStep(read_json(path / plan.file), models, adapt, cache)
-        for plan in manifest.plans
-    }
-    return models, steps
+    assert cache.rows is not None, "rectangles have caches of their own"
+    is_short = cache.length < cache.rows.total
+    return load_onnx(path, model, caches_of(model, cache), cache.rows, grow if is_short else None)
 
 
 class OnnxStep(StepProgram):
@@ -78,6 +73,11 @@ class OnnxStep(StepProgram):
     ) -> None:
         super().__init__(program, models, adapt)
         self._cache = cache
+
+    @property
+    def staged(self) -> None:
+        """Rows of a rectangle are as long as each other: nothing else goes with them."""
+        return None
 
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
         """See `StepProgram.run`."""

@@ -14,7 +14,7 @@ from specc.artifact.rectangle import CacheRows
 from specc.errors import EngineError
 from specc.runtime.backends.rectangular.rectangle import Rectangle, rectangle
 
-# slot of a sequence that has no token in a pass
+# slot of a request that has no token in a pass
 _NOWHERE = -(1 << 30)
 
 
@@ -33,13 +33,13 @@ class _Run(NamedTuple):
 class RectangularModel(nn.Module):
     """Runs rectangles; inputs and result of a call are those of `ModelProgram.forward`.
 
-    Sequences whose blocks are neighbours are one rectangle: with the lowest free block given out
+    Requests whose blocks are neighbours are one rectangle: with the lowest free block given out
     first, that is nearly always the whole batch. Others take a run of the runtime each.
 
     Args:
         name: of the model.
         windows: of the layers, each once.
-        rows: of a sequence's cache.
+        rows: of a request's cache.
         width: V of the logits.
         dtype: of the logits that the runtime makes.
     """
@@ -58,7 +58,7 @@ class RectangularModel(nn.Module):
 
     @abstractmethod
     def run(self, first: int, batch: int, given: Rectangle) -> Tensor:
-        """Logits [R, V] of a pass whose sequences have cache rows first … first + batch - 1."""
+        """Logits [R, V] of a pass whose requests have cache rows first … first + batch - 1."""
 
     def reserve(self, num_slots: int) -> int | None:
         """Have cache rows for this many slots; returns L, None where it is always the same."""
@@ -76,7 +76,7 @@ class RectangularModel(nn.Module):
         block_table: Tensor,
         logit_rows: Tensor,
     ) -> Tensor:
-        """One pass over the flat tokens of all sequences; writes their K and V to the caches.
+        """One pass over the flat tokens of all requests; writes their K and V to the caches.
 
         Raises:
             EngineError: the pass would write past the cache.
@@ -100,11 +100,11 @@ class RectangularModel(nn.Module):
         for run in runs:
             picked, longest = _gather(run, starts, counts, inputs)
             places, rows = [], []
-            for b, sequence in enumerate(run.order):
+            for b, request in enumerate(run.order):
                 for place, row in enumerate(wanted):
-                    if starts[sequence] <= row < starts[sequence + 1]:
+                    if starts[request] <= row < starts[request + 1]:
                         places.append(place)
-                        rows.append(b * longest + row - starts[sequence])
+                        rows.append(b * longest + row - starts[request])
             asked = torch.tensor(rows, dtype=torch.int64, device=device)
             length = self.reserve(max(first_slots[b] for b in run.order) + longest)
             logits[places] = self.whole(picked, asked, run.first, length)
@@ -117,12 +117,12 @@ class RectangularModel(nn.Module):
         first: int = 0,
         length: int | None = None,
     ) -> Tensor:
-        """A pass of as many tokens for each of B sequences; reads nothing on the host.
+        """A pass of as many tokens for each of B requests; reads nothing on the host.
 
         Args:
             inputs: tokens, positions and slot [B * N], cache_len [B], ancestors [B * N, W] or None.
             logit_rows: [R] rows of B * N.
-            first: cache row of the first sequence; the others follow.
+            first: cache row of the first request; the others follow.
             length: L, rows of the cache that there are; None is all of them.
         """
         tokens, positions, slot, cache_len, ancestors = inputs
@@ -145,12 +145,12 @@ class RectangularModel(nn.Module):
             raise EngineError(
                 f"{self.name}: a pass that writes up to slot {last - 1}",
                 f"slots up to {self._rows.slots - 1}",
-                "end the sequence earlier, or compile with a larger --max-seq-len",
+                "end the request earlier, or compile with a larger --max-seq-len",
             )
 
 
 class WholeBatch(nn.Module):
-    """A rectangular model in a step whose sequence b has cache row b: nothing is looked at.
+    """A rectangular model in a step whose request b has cache row b: nothing is looked at.
 
     Args:
         model: of the step.
@@ -175,7 +175,7 @@ class WholeBatch(nn.Module):
 
 
 def _first_slots(slot: Tensor, starts: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Slot of each sequence's first token; far below zero where it has none."""
+    """Slot of each request's first token; far below zero where it has none."""
     if not slot.shape[0]:
         return [_NOWHERE] * len(counts)
     index = torch.tensor([min(start, slot.shape[0] - 1) for start in starts[:-1]])
@@ -215,7 +215,7 @@ def _is_whole(run: _Run, counts: Sequence[int]) -> bool:
 def _gather(
     run: _Run, starts: Sequence[int], counts: Sequence[int], inputs: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], int]:
-    """Tokens of a run as [B * N, …], short sequences filled up; also N.
+    """Tokens of a run as [B * N, …], short requests filled up; also N.
 
     What fills up follows in slots, and nothing looks at it: a causal token sees what is in front
     of it, and one of a tree its ancestors. Its position is that of the last token, since a model
@@ -229,11 +229,11 @@ def _gather(
     places = torch.arange(longest, device=device)
     index = (firsts + torch.minimum(places, lasts)).flatten()
     beyond = (places - lasts).clamp(min=0).flatten()
-    sequences = torch.tensor(run.order, device=device)
+    requests = torch.tensor(run.order, device=device)
     return (
         tokens[index],
         positions[index],
         slot[index] + beyond.int(),
-        cache_len[sequences],
+        cache_len[requests],
         None if ancestors is None else ancestors[index],
     ), longest

@@ -1,25 +1,18 @@
-"""Programs of an engine on TensorRT: one engine a model, every step captured as one CUDA graph."""
+"""The backend tensorrt: one engine of TensorRT a model, every step captured as one CUDA graph."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specc.artifact.manifest import Manifest, ModelEntry, TensorRTEntry
+from specc.artifact.manifest import Manifest
+from specc.artifact.manifest_entries import ModelEntry, TensorRTEntry
 from specc.errors import EngineError
-from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.backend import CapturedBackend, DeviceModels
 from specc.runtime.backends.captured.graph_device import GraphDevice
-from specc.runtime.backends.cuda.backend import (
-    CaptureLimits,
-    DeviceModel,
-    LayerCaches,
-    capture_within,
-    make_buffers,
-)
-from specc.runtime.backends.program import read_json
+from specc.runtime.backends.engine_cache import caches_of
 from specc.runtime.backends.rectangular.head_major import place_commits
 from specc.runtime.backends.rectangular.model import WholeBatch
 from specc.runtime.backends.tensorrt.program import TensorRTProgram
@@ -29,73 +22,45 @@ from specc.system.files import read_checked
 _AGAIN = "compile the engine again with the installed TensorRT"
 
 
-def load_trt_programs(
-    path: Path,
-    manifest: Manifest,
-    cache: KVCache,
-    caches: Mapping[str, LayerCaches],
-    graphs: GraphDevice,
-    limits: CaptureLimits,
-) -> tuple[dict[str, DeviceModel], dict[str, CapturedStep]]:
-    """Models and steps of an engine on a device; what is captured at once is up to `limits`.
+class TensorRTBackend(CapturedBackend):
+    """See `RuntimeBackend`."""
 
-    Args:
-        path: the engine directory.
-        manifest: its manifest.
-        cache: on the device, heads before rows.
-        caches: model name → its layers' k and v caches.
-        graphs: the device.
-        limits: of capturing.
-    Raises:
-        EngineError: no TensorRT, another one than the engine was built with, or one that does not
-            take it on this GPU.
-    """
-    from specc.tensorrt import library as installed
+    def load_models(
+        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice
+    ) -> DeviceModels:
+        """See `CapturedBackend.load_models`.
 
-    assert manifest.tensorrt is not None, "the manifest was validated"
-    assert cache.rows is not None, "rectangles have caches of their own"
-    trt = installed.load()
-    check_tensorrt(manifest.tensorrt, installed.facts(), _capability(graphs))
-    runtime = trt.Runtime(installed.logger())
-    models = {
-        model.name: TensorRTProgram(
-            model.name,
-            trt,
-            _deserialize(
+        Raises:
+            EngineError: no TensorRT, another one than the engine was built with, or one that does
+                not take it on this GPU.
+        """
+        from specc.tensorrt import library as installed
+
+        entry, rows = manifest.tensorrt, cache.rows
+        assert entry is not None, "the manifest was validated"
+        assert rows is not None, "rectangles have caches of their own"
+        trt = installed.load()
+        check_tensorrt(entry, installed.facts(), _capability(graphs))
+        runtime = trt.Runtime(installed.logger())
+        models = {
+            model.name: TensorRTProgram(
+                model.name,
                 trt,
-                runtime,
-                path,
-                model,
-                manifest.files[model.plan_file].sha256,
-                manifest.tensorrt,
-            ),
-            caches[model.name],
-            sorted({layer.window for layer in model.layers}),
-            cache.rows,
-            graphs,
-        )
-        for model in manifest.models
-    }
-    rows = cache.rows
-    max_batch = cache.shape.max_num_seqs
-    buffers = make_buffers(graphs, cache, [entry.plan for entry in manifest.plans], len(models))
-    in_steps = {name: WholeBatch(model) for name, model in models.items()}
-    steps = {
-        plan.name: CapturedStep(
-            read_json(path / plan.file),
-            in_steps,
-            cache.environment,
-            buffers,
-            graphs,
-            limits.buckets(max_batch),
-            by_block=True,
-            adapt=lambda graph: place_commits(graph, rows),
-        )
-        for plan in manifest.plans
-    }
-    order = sorted(steps, key=lambda name: name != manifest.default_plan)
-    capture_within(limits, [steps[name] for name in order], graphs)
-    return {name: DeviceModel(model, graphs) for name, model in models.items()}, steps
+                _deserialize(
+                    trt, runtime, path, model, manifest.files[model.plan_file].sha256, entry
+                ),
+                caches_of(model, cache),
+                sorted({layer.window for layer in model.layers}),
+                rows,
+                graphs,
+            )
+            for model in manifest.models
+        }
+        within = {name: WholeBatch(model) for name, model in models.items()}
+        return DeviceModels(models, within, lambda graph: place_commits(graph, rows))
+
+
+BACKEND = TensorRTBackend()
 
 
 def check_tensorrt(entry: TensorRTEntry, facts: Any, capability: str | None) -> None:

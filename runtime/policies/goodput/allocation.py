@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-# what a further plan has to gain, as a share: levels of two plans do not share passes
-_WORTH = 1.002
+from specc.runtime.policies.goodput.constants import TUNED
 
 
 class Option(NamedTuple):
@@ -32,7 +31,7 @@ class Allocation(NamedTuple):
     """Plans of a batch.
 
     Args:
-        plans: [sequences] place of each one's plan.
+        plans: [sequences] index of each one's plan.
         tokens: expected of the step.
         seconds: of the step.
     """
@@ -79,7 +78,7 @@ def allocate(
         start = best
         for plan in range(len(nodes)):
             found = search.moved(start, plan)
-            if found.goodput > best.goodput * _WORTH:
+            if found.goodput > best.goodput * TUNED.further_plan:
                 best = found
         if best is start:
             return best

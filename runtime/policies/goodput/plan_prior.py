@@ -8,11 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from specc.cost.acceptance import check_acceptance, path_probabilities, row_at
 from specc.cost.best_tree import best_tree
+from specc.runtime.policies.goodput.constants import TUNED
 from specc.speculation.plans import VOTE, SpecPlan, is_lookup
-
-# first choices of an unknown draft model, and tokens of an unknown lookup
-_MODEL_RATE, _LOOKUP_RATE = 0.7, 0.4
-_WIDTH = 8
 
 
 class PlanPrior:
@@ -40,7 +37,7 @@ class PlanPrior:
         if draft in self._tables:
             row = row_at(self._tables[draft], depth - 1)
             return min(0.99, row[0]) if row else 0.0
-        return _LOOKUP_RATE if is_lookup(draft) else _MODEL_RATE
+        return TUNED.lookup_rate if is_lookup(draft) else TUNED.model_rate
 
     def rates(self, plan: SpecPlan, chains: Mapping[str, Sequence[float]]) -> list[float]:
         """Rates of depth 1, 2, … of a plan.
@@ -77,7 +74,7 @@ class PlanPrior:
         """Acceptance by rank, of which only the first is known; no rank above the one before."""
         row = [first]
         table = row_at(self._tables[draft], depth - 1) if draft in self._tables else ()
-        for rank in range(1, _WIDTH):
+        for rank in range(1, TUNED.prior_width):
             if table:
                 missed = 1 - table[0]
                 share = table[rank] / missed if rank < len(table) and missed > 0 else 0.0

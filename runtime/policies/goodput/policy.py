@@ -1,4 +1,4 @@
-"""How much to speculate, for every sequence, by expected tokens over predicted seconds (SmartSpec).
+"""How much to speculate, for every request, by expected tokens over predicted seconds (SmartSpec).
 
 Every few steps the batch is divided anew among all plans of the engine, off included: tokens are
 expected from what each request accepted, seconds from a latency table that is corrected while
@@ -12,67 +12,31 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
+from specc.runtime.policies.base import Decision, Policy
 from specc.runtime.policies.goodput.allocation import Allocation, Cost, Option, allocate
+from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.plan_prior import PlanPrior
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, lag
 from specc.runtime.policies.goodput.probe import Probe, Probes
+from specc.runtime.policies.goodput.queueing_model import QueueingModel
 from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
-from specc.runtime.policies.goodput.steady_load import SteadyLoad
 from specc.speculation.plans import OFF, SpecPlan
 
 if TYPE_CHECKING:
-    from specc.runtime.backends.program import StepResult
-    from specc.runtime.runner import RunResult
+    from specc.runtime.backends.step_io import StepResult
     from specc.runtime.scheduling.batch import Batch, StepGroup
-    from specc.runtime.scheduling.sequence import Sequence as Request
+    from specc.runtime.scheduling.request import Request
+    from specc.runtime.scheduling.run_result import RunResult
     from specc.speculation.metrics import SpecStats
 
-# iterations that a decision holds for, at least and at most; and over how many what a draft catches
-# up is paid off
-_HOLD, _LONGEST_HOLD, _PAID_OFF = 8, 128, 32
-# seconds of steps that go on alike are looked at every time for so many iterations, then every few
-_OFTEN, _SELDOM = 256, 4
-# share of the time that deciding may take
-_DECIDING = 0.01
-# what another division of the batch has to promise, as a share of the present one's goodput; and
-# where all are off: drafts have missed what happened meanwhile
-_MARGIN, _MARGIN_OF_OFF = 1.01, 1.1
-# iterations after which it is looked at again whether drafts read prompts
-_LOAD_EVERY = 16
-# committed rows of a sequence that is still to come
-_TYPICAL_CONTEXT = 256.0
-# requests that are remembered beyond those that run
-_SPARE = 256
 
-
-class Decision(NamedTuple):
-    """What the policy chose last, and why.
-
-    Args:
-        plans: plan → sequences that run it.
-        goodput: predicted tokens a second, prompts not counted.
-        seconds: predicted, of the iteration without prompts.
-        tokens: expected of it.
-        acceptance: probability that the first draft token of the main plan is accepted, over all
-            requests; where all are off, of the plan with the fewest nodes.
-        is_probe: made to learn, for one iteration.
-    """
-
-    plans: Mapping[str, int]
-    goodput: float
-    seconds: float
-    tokens: float
-    acceptance: float
-    is_probe: bool = False
-
-
-class GoodputPolicy:
+class GoodputPolicy(Policy):
     """Divides every batch so that it yields most expected tokens a second.
 
-    A decision holds for a few iterations, unless more than an eighth of the decoding sequences come
+    A decision holds for a few iterations, unless more than an eighth of the decoding requests come
     or go; prompts are not counted, as they come and go. Another division has to promise
     1 % more. Plans that are not in use, and could pay if their drafts were right, are tried now
     and then, for at most 1 % of the time.
@@ -81,10 +45,10 @@ class GoodputPolicy:
         plans: of the engine.
         table: seconds of its passes; None starts from a neutral guess.
         acceptance: draft → table by depth and sibling rank, of a profile.
-        shares_pass: sequences of all plans are verified in one pass of the target. Else all that
+        shares_pass: requests of all plans are verified in one pass of the target. Else all that
             speculate run one plan.
         token_budget: nodes of a step at most, except where all are off.
-        max_num_seqs: sequences that run together.
+        max_num_seqs: requests that run together.
         clock: seconds of the host; deciding is as rare as it is slow.
     Raises:
         ConfigError: acceptance that is no table of probabilities.
@@ -113,24 +77,28 @@ class GoodputPolicy:
         self._seconds = PredictedSeconds(table, shares_pass)
         self._acceptance = RequestAcceptance(speculative, PlanPrior(acceptance or {}))
         self._probes = Probes(self._plans, self._seconds, self._acceptance)
-        self._load = SteadyLoad(self._seconds, max_num_seqs)
+        self._load = QueueingModel(self._seconds, max_num_seqs)
         self._num_iterations = self._next_load = 0
         self._budget = token_budget
         self._clock = clock
-        self._places = {plan.name: place for place, plan in enumerate(self._plans)}
-        # request → place of its plan, since the last decision; what newer requests run
+        self._index_of = {plan.name: index for index, plan in enumerate(self._plans)}
+        # request → index of its plan, since the last decision; what newer requests run
         self._chosen: dict[str, int] = {}
         self._main = 0
         # what drafts read prompts for
         self._prepared = 0
         self._num_decided = self._num_decisions = self._held = 0
-        self._last_sequences: list[Request] = []
+        self._last_requests: list[Request] = []
         self._last_names: list[str] = []
         self._left = 0
         self._probed: dict[str, int] = {}
-        # place of a plan → whether it could be in use, as long as the load counts as the same
+        # index of a plan → whether it could be in use, as long as the load counts as the same
         self._served: dict[int, bool] = {}
-        self._settled = self.decision = Decision({}, 0.0, 0.0, 0.0, self._first_rate())
+        self._settled = self._decision = Decision({}, 0.0, 0.0, 0.0, self._first_rate())
+
+    @property
+    def decision(self) -> Decision:
+        return self._decision
 
     @property
     def needs_results(self) -> bool:
@@ -144,53 +112,53 @@ class GoodputPolicy:
                 Option(self._acceptance.tokens(plan, "", plan.max_depth + 1))
                 for plan in self._plans
             ]
-            self._prepared = self._prepare([alone], _TYPICAL_CONTEXT)
+            self._prepared = self._prepare([alone], TUNED.typical_context)
         return self._plans[self._prepared].name
 
-    def choose_each(self, sequences: list[Request], stats: SpecStats) -> list[str]:
-        """Plan of each sequence."""
+    def choose_each(self, requests: list[Request], stats: SpecStats) -> list[str]:
+        """Plan of each request."""
         if self._probed:
             # a trial is one iteration long; then what was decided besides holds
-            self._probed, self.decision = {}, self._settled
-        if self._left <= 0 or self._are_others(sequences):
+            self._probed, self._decision = {}, self._settled
+        if self._left <= 0 or self._are_others(requests):
             begin_s = self._clock()
-            self._decide(sequences)
+            self._decide(requests)
             self._num_decisions += 1
             if self.decision.seconds > 0:
-                slow = (self._clock() - begin_s) / (_DECIDING * self.decision.seconds)
+                slow = (self._clock() - begin_s) / (TUNED.deciding_share * self.decision.seconds)
                 # in the beginning there is more to learn than to lose
-                most = min(_LONGEST_HOLD, _HOLD * self._num_decisions)
+                most = min(TUNED.longest_hold, TUNED.hold * self._num_decisions)
                 self._left = max(self._left, min(most, math.ceil(slow)))
             self._held = self._left
-        elif sequences == self._last_sequences:
+        elif requests == self._last_requests:
             return self._last_names
-        self._last_names = [self._plans[self._place_of(sequence)].name for sequence in sequences]
-        self._last_sequences = [] if self._probed else list(sequences)
+        self._last_names = [self._plans[self._plan_index(request)].name for request in requests]
+        self._last_requests = [] if self._probed else list(requests)
         return self._last_names
 
-    def _are_others(self, sequences: list[Request]) -> bool:
+    def _are_others(self, requests: list[Request]) -> bool:
         """More than an eighth have come or gone since the last decision."""
-        if sequences == self._last_sequences:
+        if requests == self._last_requests:
             return False
-        num_new = sum(sequence.request_id not in self._chosen for sequence in sequences)
-        num_gone = self._num_decided + num_new - len(sequences)
+        num_new = sum(request.request_id not in self._chosen for request in requests)
+        num_gone = self._num_decided + num_new - len(requests)
         return max(num_new, num_gone) > self._num_decided / 8
 
-    def _place_of(self, sequence: Request) -> int:
-        """What was decided; later sequences do as most do, unless drafts would catch up."""
-        request = sequence.request_id
-        place = self._probed.get(request, self._chosen.get(request))
-        if place is not None:
-            return place
-        return 0 if any(lag(sequence, self._plans[self._main]).values()) else self._main
+    def _plan_index(self, request: Request) -> int:
+        """What was decided; later requests do as most do, unless drafts would catch up."""
+        request_id = request.request_id
+        index = self._probed.get(request_id, self._chosen.get(request_id))
+        if index is not None:
+            return index
+        return 0 if any(lag(request, self._plans[self._main]).values()) else self._main
 
     def observe(self, group: StepGroup, step: StepResult) -> None:
         """Take the outcome of a step."""
-        if group.plan.speculates and group.plan.name in self._places:
-            requests = [sequence.request_id for sequence in group.sequences]
-            accepted = dict(zip(requests, step.num_accepted, strict=True))
+        if group.plan.speculates and group.plan.name in self._index_of:
+            request_ids = [request.request_id for request in group.requests]
+            accepted = dict(zip(request_ids, step.num_accepted, strict=True))
             self._acceptance.observe(group.plan, accepted)
-        self._acceptance.forget(s.request_id for s in group.sequences if s.is_finished)
+        self._acceptance.forget(s.request_id for s in group.requests if s.is_finished)
 
     def observe_batch(self, batch: Batch, result: RunResult) -> None:
         """Take the seconds of an iteration."""
@@ -198,8 +166,10 @@ class GoodputPolicy:
         self._load.observe(batch, result)
         if not batch.groups:
             return
-        is_known = all(group.plan.name in self._places for group in batch.groups)
-        is_due = is_known and (self._num_iterations < _OFTEN or self._num_iterations % _SELDOM == 0)
+        is_known = all(group.plan.name in self._index_of for group in batch.groups)
+        is_due = is_known and (
+            self._num_iterations < TUNED.often or self._num_iterations % TUNED.seldom == 0
+        )
         self._seconds.observe_prompts(batch, result, is_due)
         # of a trial that was queued before its results came, another decision holds by now
         is_other = any(group.plan.name not in self._settled.plans for group in batch.groups)
@@ -210,142 +180,141 @@ class GoodputPolicy:
         self._left -= 1
         self._probes.earn(self.decision.seconds)
 
-    def _decide(self, sequences: list[Request]) -> None:
-        requests = {sequence.request_id for sequence in sequences}
-        if len(self._acceptance) > 2 * len(sequences) + _SPARE:
-            self._acceptance.keep(requests)
+    def _decide(self, requests: list[Request]) -> None:
+        request_ids = {request.request_id for request in requests}
+        if len(self._acceptance) > 2 * len(requests) + TUNED.spare_requests:
+            self._acceptance.keep(request_ids)
         self._probed = {}
         # deciding takes time in proportion
-        self._num_decided, self._left = len(sequences), max(_HOLD, len(sequences) // 4)
-        if not sequences:
+        self._num_decided, self._left = len(requests), max(TUNED.hold, len(requests) // 4)
+        if not requests:
             return
-        options = [self._options_of(sequence) for sequence in sequences]
-        context = sum(s.cache_len for s in sequences) / len(sequences)
+        options = [self._options_of(request) for request in requests]
+        context = sum(s.cache_len for s in requests) / len(requests)
         if self._num_iterations >= self._next_load or self._load.has_changed:
-            self._next_load = self._num_iterations + _LOAD_EVERY
+            self._next_load = self._num_iterations + TUNED.load_every
             self._prepared = self._prepare(options, context)
             self._served = {}
         in_step = options
         token_s = [self._seconds.draft_token_s(plan, context) for plan in self._plans]
         options = [
-            self._with_lags(sequence, own, token_s)
-            for sequence, own in zip(sequences, options, strict=True)
+            self._with_lags(request, own, token_s)
+            for request, own in zip(requests, options, strict=True)
         ]
         cost = _Cost(self._seconds, self._plans, context)
         mixes = self._seconds.shares_pass
         best = allocate(options, cost, self._nodes, self._budget, mixes)
-        kept = self._kept(sequences, options, cost)
-        if kept is not None and kept.goodput * _MARGIN >= best.goodput:
+        kept = self._kept(requests, options, cost)
+        if kept is not None and kept.goodput * TUNED.margin >= best.goodput:
             best = kept
         self._chosen = {
-            sequence.request_id: place
-            for sequence, place in zip(sequences, best.plans, strict=True)
+            request.request_id: index for request, index in zip(requests, best.plans, strict=True)
         }
         counts = Counter(best.plans)
-        self._main = max(counts, key=lambda place: counts[place])
-        probe = self._probes.choose(sequences, in_step, best, cost, self._serves(context))
+        self._main = max(counts, key=lambda index: counts[index])
+        probe = self._probes.choose(requests, in_step, best, cost, self._serves(context))
         if probe is not None:
             self._probed = dict(probe.plans)
-        self._settled = self.decision = self._decision(best, None, sequences)
+        self._settled = self._decision = self._describe(best, None, requests)
         if probe is not None:
-            self.decision = self._decision(best, probe, sequences)
+            self._decision = self._describe(best, probe, requests)
 
     def _serves(self, context: float) -> Callable[[int, float], bool]:
         """Whether a plan would be in use in the long run, if it gave so many tokens a step."""
 
-        def serves(place: int, tokens: float) -> bool:
-            if place not in self._served:
-                found = self._load.could_draft(self._plans, place, tokens, context)
-                self._served[place] = found
-            return self._served[place]
+        def serves(index: int, tokens: float) -> bool:
+            if index not in self._served:
+                found = self._load.could_draft(self._plans, index, tokens, context)
+                self._served[index] = found
+            return self._served[index]
 
-        return (lambda place, tokens: True) if self._prepared else serves
+        return (lambda index, tokens: True) if self._prepared else serves
 
     def _kept(
         self,
-        sequences: Sequence[Request],
+        requests: Sequence[Request],
         options: Sequence[Sequence[Option | None]],
         cost: Cost,
     ) -> Allocation | None:
-        """The division so far; None where it does not suit these sequences."""
-        plans = [self._chosen.get(s.request_id, self._main) for s in sequences]
+        """The division so far; None where it does not suit these requests."""
+        plans = [self._chosen.get(s.request_id, self._main) for s in requests]
         plans = [p if own[p] else 0 for p, own in zip(plans, options, strict=True)]
         counts = Counter(plans)
-        nodes = sum(count * self._nodes[place] for place, count in counts.items())
+        nodes = sum(count * self._nodes[index] for index, count in counts.items())
         if self._budget is not None and nodes > self._budget and set(counts) != {0}:
             return None
-        found = [own[place] for place, own in zip(plans, options, strict=True)]
+        found = [own[index] for index, own in zip(plans, options, strict=True)]
         tokens = sum(option.tokens for option in found if option)
         seconds = sum(option.seconds for option in found if option)
-        seconds += cost(tuple(counts[place] for place in range(len(self._plans))))
+        seconds += cost(tuple(counts[index] for index in range(len(self._plans))))
         return Allocation(tuple(plans), tokens, seconds)
 
     def _prepare(self, options: Sequence[Sequence[Option | None]], context: float) -> int:
         """What drafts read prompts for; off where that does not pay off in the long run."""
         tokens = [
-            [own.tokens for own in (each[place] for each in options) if own is not None]
-            for place in range(len(self._plans))
+            [own.tokens for own in (each[index] for each in options) if own is not None]
+            for index in range(len(self._plans))
         ]
-        margin = 1.0 if self._prepared else _MARGIN_OF_OFF
+        margin = 1.0 if self._prepared else TUNED.margin_of_off
         return self._load.drafting(self._plans, tokens, context, margin)
 
-    def _options_of(self, sequence: Request) -> list[Option | None]:
+    def _options_of(self, request: Request) -> list[Option | None]:
         """What every plan would yield if drafts were in step."""
-        left = max(1, sequence.num_tokens_left)
+        left = max(1, request.num_tokens_left)
         return [
-            Option(self._acceptance.tokens(plan, sequence.request_id, left))
-            if _can_run(sequence, plan)
+            Option(self._acceptance.tokens(plan, request.request_id, left))
+            if _can_run(request, plan)
             else None
             for plan in self._plans
         ]
 
     def _with_lags(
-        self, sequence: Request, options: Sequence[Option | None], token_s: Sequence[float]
+        self, request: Request, options: Sequence[Option | None], token_s: Sequence[float]
     ) -> list[Option | None]:
         """The same with the seconds in which drafts catch up, if they are to be kept in step.
 
         Args:
-            sequence: whose drafts may lag behind.
+            request: whose drafts may lag behind.
             options: of each plan.
             token_s: likewise, seconds in which all of its drafts read a token.
         """
         found = list(options)
-        for place, option in enumerate(options):
-            if not place or option is None:
+        for index, option in enumerate(options):
+            if not index or option is None:
                 continue
-            missed = max(lag(sequence, self._plans[place]).values(), default=0)
+            missed = max(lag(request, self._plans[index]).values(), default=0)
             if missed and not self._prepared:
-                found[place] = None
+                found[index] = None
             elif missed:
                 # whatever a draft catches up serves the steps that the request still takes
-                steps = max(1.0, min(_PAID_OFF, sequence.num_tokens_left / option.tokens))
-                found[place] = Option(option.tokens, missed * token_s[place] / steps)
+                steps = max(1.0, min(TUNED.paid_off, request.num_tokens_left / option.tokens))
+                found[index] = Option(option.tokens, missed * token_s[index] / steps)
         return found
 
     @property
     def _nodes(self) -> list[int]:
         return [plan.num_nodes for plan in self._plans]
 
-    def _decision(
-        self, best: Allocation, probe: Probe | None, sequences: Sequence[Request]
+    def _describe(
+        self, best: Allocation, probe: Probe | None, requests: Sequence[Request]
     ) -> Decision:
         plans = list(best.plans)
         tokens, seconds = best.tokens, best.seconds
         if probe is not None:
-            places = [self._probed.get(s.request_id) for s in sequences]
-            plans = [old if new is None else new for old, new in zip(plans, places, strict=True)]
+            indices = [self._probed.get(s.request_id) for s in requests]
+            plans = [old if new is None else new for old, new in zip(plans, indices, strict=True)]
             tokens, seconds = probe.tokens, probe.seconds
-        counts = Counter(self._plans[place].name for place in plans)
+        counts = Counter(self._plans[index].name for index in plans)
         rate = self._first_rate()
         return Decision(dict(counts), tokens / seconds, seconds, tokens, rate, probe is not None)
 
     def _first_rate(self) -> float:
-        place = self._prepared or 1
-        return self._acceptance.rates(self._plans[place])[0] if place < len(self._plans) else 0.0
+        index = self._prepared or 1
+        return self._acceptance.rates(self._plans[index])[0] if index < len(self._plans) else 0.0
 
 
 class _Cost:
-    """Seconds of a step by the number of sequences that run each plan."""
+    """Seconds of a step by the number of requests that run each plan."""
 
     def __init__(
         self, seconds: PredictedSeconds, plans: Sequence[SpecPlan], context: float
@@ -353,24 +322,24 @@ class _Cost:
         self._seconds = seconds
         self._plans = plans
         self._context = context
-        # (plan, sequences) → seconds alone, and what it brings to a shared pass
+        # (plan, requests) → seconds alone, and what it brings to a shared pass
         self._known: dict[tuple[int, int], tuple[float, PassPart | None]] = {}
 
     def __call__(self, counts: tuple[int, ...]) -> float:
         total = self._seconds.table.iteration_s
         parts = []
-        for place, count in enumerate(counts):
+        for index, count in enumerate(counts):
             if count:
-                alone, part = self._group(place, count)
+                alone, part = self._group(index, count)
                 total += alone
                 if part is not None:
                     parts.append(part)
         return total + self._seconds.passed(parts, total)
 
-    def _group(self, place: int, count: int) -> tuple[float, PassPart | None]:
-        found = self._known.get((place, count))
+    def _group(self, index: int, count: int) -> tuple[float, PassPart | None]:
+        found = self._known.get((index, count))
         if found is None:
-            shape = StepShape(self._plans[place], count, count * self._context)
+            shape = StepShape(self._plans[index], count, count * self._context)
             part, seconds = verify_part(shape), self._seconds.alone(shape)
             if self._seconds.is_whole(shape.plan):
                 found = seconds, None
@@ -378,15 +347,15 @@ class _Cost:
                 found = seconds, part
             else:
                 found = seconds + self._seconds.passed([part]), None
-            self._known[place, count] = found
+            self._known[index, count] = found
         return found
 
 
-def _can_run(sequence: Request, plan: SpecPlan) -> bool:
+def _can_run(request: Request, plan: SpecPlan) -> bool:
     """What the scheduler would decode plainly is load, and no more."""
     if not plan.speculates:
         return True
-    params = sequence.params
+    params = request.params
     suits = params.is_greedy or params.rule_id in plan.rules
     reads_logits = (
         params.logprobs is not None or params.structured_outputs is not None or params.has_controls

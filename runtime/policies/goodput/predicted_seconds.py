@@ -7,25 +7,18 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
-from specc.runtime.backends.program import draft_lens_of
-from specc.runtime.policies.goodput.seconds_ratio import SecondsRatio
+from specc.runtime.backends.step_io import draft_lens_of
+from specc.runtime.policies.goodput.constants import TUNED
+from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
-    from specc.runtime.backends.program import StepResult
-    from specc.runtime.runner import RunResult
+    from specc.runtime.backends.step_io import StepResult
     from specc.runtime.scheduling.batch import Batch
-    from specc.runtime.scheduling.sequence import Sequence as Request
+    from specc.runtime.scheduling.request import Request
+    from specc.runtime.scheduling.run_result import RunResult
 
 _TARGET = "target"
-# tokens of a long pass, in which several sequences' drafts read what they have missed
-_CHUNK = 512
-# weight of the newest iteration in how often prompts come along, and with how many tokens
-_NEWS = 1 / 64
-# share that counts as every iteration
-_ALWAYS = 0.99
-# tokens of passes that have long been busy with every token
-_LONG, _LONGER = 1024, 2048
 
 
 class Prompts(NamedTuple):
@@ -49,7 +42,7 @@ class PredictedSeconds:
     each as often as it happens. Longer iterations meet prompts more often: they come by the clock.
 
     Where stages are timed apart, target and drafts are corrected each by its own ratio, by tokens
-    and by sequences; where a step runs as a whole, every plan is, by sequences.
+    and by requests; where a step runs as a whole, every plan is, by requests.
 
     Args:
         table: what to start from.
@@ -60,8 +53,8 @@ class PredictedSeconds:
         self.table = table
         self.shares_pass = shares_pass
         # of stages that are timed apart; plan → of its whole steps
-        self._ratios: dict[str, SecondsRatio] = {}
-        self._wholes: dict[str, SecondsRatio] = {}
+        self._ratios: dict[str, LatencyCorrection] = {}
+        self._wholes: dict[str, LatencyCorrection] = {}
         self._prompts, self._num_passes = Prompts(0.0, 0.0), 0
         # of those iterations, prompts not counted
         self._mean_s = 0.0
@@ -104,7 +97,7 @@ class PredictedSeconds:
         return self._target_s(parts, besides, prompts) if parts else 0.0
 
     def catch_up_at_once(self, plan: SpecPlan, tokens: Mapping[int, int], context: float) -> float:
-        """Seconds of a pass in which drafts read what sequences have missed.
+        """Seconds of a pass in which drafts read what requests have missed.
 
         Args:
             plan: whose first level does not reach back to it.
@@ -118,12 +111,21 @@ class PredictedSeconds:
     def draft_token_s(self, plan: SpecPlan, context: float) -> float:
         """Seconds in which a plan's drafts read a token after such a context, in a long pass."""
         drafts = draft_lens_of(plan)
-        return sum(self._read_s(plan, draft, _CHUNK, context) for draft in drafts) / _CHUNK
+        return (
+            sum(self._read_s(plan, draft, TUNED.chunk, context) for draft in drafts) / TUNED.chunk
+        )
 
     def target_token_s(self, context: float) -> float:
         """Seconds by which a token after such a context makes a pass of the target longer."""
-        more = [self.table.target((PassPart(1, n, context),)) for n in (_LONG, _LONGER)]
-        return (more[1] - more[0]) / (_LONGER - _LONG) * self._ratio(_TARGET, _LONG)
+        more = [
+            self.table.target((PassPart(1, n, context),))
+            for n in (TUNED.long_pass, TUNED.longer_pass)
+        ]
+        return (
+            (more[1] - more[0])
+            / (TUNED.longer_pass - TUNED.long_pass)
+            * self._ratio(_TARGET, TUNED.long_pass)
+        )
 
     def _read_s(self, plan: SpecPlan, draft: int, tokens: int, context: float) -> float:
         part = PassPart(1, tokens, context)
@@ -148,7 +150,7 @@ class PredictedSeconds:
             if "step" in stages:
                 if is_behind:
                     continue
-                whole = self._wholes.setdefault(shape.plan.name, SecondsRatio())
+                whole = self._wholes.setdefault(shape.plan.name, LatencyCorrection())
                 predicted = drafting + self.table.target((part,))
                 whole.observe(shape.rows, predicted, stages["step"])
                 continue
@@ -179,14 +181,16 @@ class PredictedSeconds:
             return
         if is_due:
             alone_s = self.iteration(_shapes(batch, result), Prompts(0.0, 0.0))
-            self._mean_s += _NEWS * (alone_s - self._mean_s) if self._mean_s else alone_s
+            self._mean_s += (
+                TUNED.prompt_news * (alone_s - self._mean_s) if self._mean_s else alone_s
+            )
         tokens = sum(span.end - span.start for span in batch.prefill)
         self._num_passes += 1
-        news = max(_NEWS, 1 / self._num_passes)
+        news = max(TUNED.prompt_news, 1 / self._num_passes)
         share, known = self._prompts
         share += news * (bool(tokens) - share)
         if tokens:
-            known = known + _NEWS * (tokens - known) if known else tokens
+            known = known + TUNED.prompt_news * (tokens - known) if known else tokens
         self._prompts = Prompts(share, known)
 
     def _lately(self, seconds: float) -> Prompts:
@@ -194,7 +198,7 @@ class PredictedSeconds:
         share, tokens = self._prompts
         if not (share and self._mean_s):
             return self._prompts
-        a_second = -math.log(1 - min(share, _ALWAYS)) / self._mean_s
+        a_second = -math.log(1 - min(share, TUNED.always)) / self._mean_s
         return Prompts(1 - math.exp(-a_second * seconds), tokens)
 
     def _target_s(
@@ -213,38 +217,38 @@ class PredictedSeconds:
         return (1 - prompts.share) * alone + prompts.share * added
 
     def _observe(self, key: str, size: float, predicted: float, measured: float) -> None:
-        self._ratios.setdefault(key, SecondsRatio()).observe(size, predicted, measured)
+        self._ratios.setdefault(key, LatencyCorrection()).observe(size, predicted, measured)
 
     def _ratio(self, key: str, size: float) -> float:
         """Of what was never measured: that of the target, which tells how fast the machine is."""
         ratio = self._ratios.get(key) or self._ratios.get(_TARGET)
         return ratio(size) if ratio else 1.0
 
-    def _ratio_of_whole(self, plan: SpecPlan) -> SecondsRatio | None:
+    def _ratio_of_whole(self, plan: SpecPlan) -> LatencyCorrection | None:
         """The ratio of a plan's whole steps; of one that never ran, that of another plan."""
         if not self._wholes:
             return None
         return self._wholes.get(plan.name) or next(iter(self._wholes.values()))
 
 
-def lag(sequence: Request, plan: SpecPlan) -> dict[int, int]:
+def lag(request: Request, plan: SpecPlan) -> dict[int, int]:
     """Draft → committed tokens that it must read before this plan's first level."""
     behind = {}
     for draft in draft_lens_of(plan):
-        missed = sequence.cache_len - sequence.draft_lens[draft]
+        missed = request.cache_len - request.draft_lens[draft]
         behind[draft] = missed if missed > plan.catch_up - 1 else 0
     return behind
 
 
 def _shapes(batch: Batch, result: RunResult) -> list[StepShape]:
     return [
-        StepShape(group.plan, len(group.sequences), _context_of(step))
+        StepShape(group.plan, len(group.requests), _context_of(step))
         for group, step in zip(batch.groups, result.steps, strict=True)
     ]
 
 
 def _context_of(step: StepResult) -> int:
-    """Committed rows of all sequences before the step."""
+    """Committed rows of all requests before the step."""
     return sum(step.next_cache_len) - sum(step.num_accepted) - len(step.num_accepted)
 
 

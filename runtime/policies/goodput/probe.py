@@ -7,27 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from specc.runtime.policies.goodput.allocation import Allocation, Cost, Option
+from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.plan_prior import is_chain
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, lag
 from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
-    from specc.runtime.scheduling.sequence import Sequence as Request
-
-# of the time; what is saved up for at most so many seconds of steps
-_SHARE, _SAVED = 0.01, 200.0
-# acceptance that a draft may turn out to have at every depth
-_HOPED = 0.9
-# sequences that try a plan, where others can go on with theirs
-_ROWS = 4
+    from specc.runtime.scheduling.request import Request
 
 
 class Probe(NamedTuple):
-    """One iteration in which some sequences run another plan.
+    """One iteration in which some requests run another plan.
 
     Args:
-        plans: request → place of the plan that it tries.
+        plans: request → index of the plan that it tries.
         tokens: expected of the iteration.
         seconds: predicted.
     """
@@ -65,33 +59,36 @@ class Probes:
 
     def earn(self, seconds: float) -> None:
         """An iteration took so long."""
-        self._saved_s = min(self._saved_s + _SHARE * seconds, _SHARE * _SAVED * seconds)
+        self._saved_s = min(
+            self._saved_s + TUNED.probe_share * seconds,
+            TUNED.probe_share * TUNED.probe_saved * seconds,
+        )
 
     def choose(
         self,
-        sequences: Sequence[Request],
+        requests: Sequence[Request],
         options: Sequence[Sequence[Option | None]],
         best: Allocation,
         cost: Cost,
-        serves: Callable[[int, float], bool] = lambda place, tokens: True,
+        serves: Callable[[int, float], bool] = lambda index, tokens: True,
     ) -> Probe | None:
         """What the next iteration tries instead of the best division, if anything.
 
         Args:
-            sequences: that decode.
+            requests: that decode.
             options: as of `allocate`.
             best: division of the batch.
             cost: as of `allocate`.
             serves: whether a plan would stay in use if it gave so many tokens a step.
         """
-        for place in self._candidates(best, options, cost, serves):
-            probe = self._probe(place, sequences, options, best, cost)
+        for index in self._candidates(best, options, cost, serves):
+            probe = self._probe(index, requests, options, best, cost)
             # seconds in which the best division would have yielded as much
             lost_s = probe.seconds - probe.tokens / best.goodput
             if lost_s <= self._saved_s:
                 self._saved_s -= max(0.0, lost_s)
                 self._number += 1
-                self._last[_family(self._plans[place])] = self._number
+                self._last[_family(self._plans[index])] = self._number
                 return probe
         return None
 
@@ -104,69 +101,69 @@ class Probes:
     ) -> list[int]:
         used = set(best.plans)
         deepest: dict[str, int] = {}
-        for place in used:
-            plan = self._plans[place]
+        for index in used:
+            plan = self._plans[index]
             if plan.speculates:
                 family = _family(plan)
                 deepest[family] = max(deepest.get(family, 0), plan.max_depth)
         found: dict[str, int] = {}
         if self._saved_s <= 0:
             return []
-        for place, plan in enumerate(self._plans):
+        for index, plan in enumerate(self._plans):
             family = _family(plan)
-            is_new = plan.speculates and place not in used and family not in found
+            is_new = plan.speculates and index not in used and family not in found
             if is_new and plan.max_depth > deepest.get(family, 0):
-                hoped = sum(_HOPED**d for d in range(plan.max_depth + 1))
-                if self._could_pay(place, hoped, best, options, cost) and serves(place, hoped):
-                    found[family] = place
+                hoped = sum(TUNED.probe_hope**d for d in range(plan.max_depth + 1))
+                if self._could_pay(index, hoped, best, options, cost) and serves(index, hoped):
+                    found[family] = index
         return sorted(found.values(), key=lambda p: self._last.get(_family(self._plans[p]), 0))
 
     def _could_pay(
         self,
-        place: int,
+        index: int,
         hoped: float,
         best: Allocation,
         options: Sequence[Sequence[Option | None]],
         cost: Cost,
     ) -> bool:
-        num_able = sum(own[place] is not None for own in options)
+        num_able = sum(own[index] is not None for own in options)
         counts = [0] * len(self._plans)
-        counts[place], counts[0] = num_able, len(options) - num_able
+        counts[index], counts[0] = num_able, len(options) - num_able
         tokens = num_able * hoped + len(options) - num_able
         return num_able > 0 and tokens > best.goodput * cost(tuple(counts))
 
     def _probe(
         self,
-        place: int,
-        sequences: Sequence[Request],
+        index: int,
+        requests: Sequence[Request],
         options: Sequence[Sequence[Option | None]],
         best: Allocation,
         cost: Cost,
     ) -> Probe:
-        plan = self._plans[place]
-        able = [i for i, own in enumerate(options) if own[place] is not None]
+        plan = self._plans[index]
+        able = [i for i, own in enumerate(options) if own[index] is not None]
         # whose draft has least to catch up
-        lags = {i: lag(sequences[i], plan) for i in able}
+        lags = {i: lag(requests[i], plan) for i in able}
         if self._seconds.shares_pass:
-            able = sorted(able, key=lambda i: sum(lags[i].values()))[:_ROWS]
+            able = sorted(able, key=lambda i: sum(lags[i].values()))[: TUNED.probe_rows]
         missed: Counter[int] = Counter()
         for i in able:
             missed.update(lags[i])
         tokens = best.tokens
-        context = sum(sequences[i].cache_len for i in able) / len(able)
+        context = sum(requests[i].cache_len for i in able) / len(able)
         seconds = best.seconds + self._seconds.catch_up_at_once(plan, missed, context)
         counts = [best.plans.count(p) for p in range(len(self._plans))]
         seconds -= cost(tuple(counts))
         for i in able:
-            old, new = options[i][best.plans[i]], options[i][place]
+            old, new = options[i][best.plans[i]], options[i][index]
             assert old is not None
             assert new is not None
             counts[best.plans[i]] -= 1
-            counts[place] += 1
+            counts[index] += 1
             tokens += new.tokens - old.tokens
             seconds -= old.seconds
         seconds += cost(tuple(counts))
-        return Probe({sequences[i].request_id: place for i in able}, tokens, seconds)
+        return Probe({requests[i].request_id: index for i in able}, tokens, seconds)
 
 
 def _family(plan: SpecPlan) -> str:

@@ -13,20 +13,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from specc.runtime.policies.depth_acceptance import DepthAcceptance
+from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.plan_prior import PlanPrior, is_chain
 from specc.speculation.plans import SpecPlan
-
-# observations that shared rates remember, and those that a prior counts for
-_MEMORY, _PRIOR = 300.0, 4.0
-# what a request's own steps keep of their weight with each further one
-_KEEP = 0.97
-# how much requests differ is learned from so many tokens of one at a time
-_BLOCK = 16
-# that correlation where nothing is known, the blocks that it counts for, at least and at most, and
-# what blocks keep of their weight with each further one
-_CORRELATION, _KNOWN, _LEAST, _MOST, _KEEP_BLOCK = 0.25, 4, 0.01, 0.5, 0.99
-# factors on the odds are told apart by this much in their logarithm
-_STEP = 0.125
 
 
 class _Own:
@@ -41,14 +30,14 @@ class _Own:
     def add(self, accepted: int, length: int, rates: Sequence[float], spread: _Spread) -> None:
         asked = min(accepted + 1, length)
         expected = sum(rates[:asked])
-        self.accepted = _KEEP * self.accepted + accepted
-        self.refused = _KEEP * self.refused + (asked - accepted)
-        self.expected = _KEEP * self.expected + expected
-        self.unexpected = _KEEP * self.unexpected + (asked - expected)
+        self.accepted = TUNED.own_keep * self.accepted + accepted
+        self.refused = TUNED.own_keep * self.refused + (asked - accepted)
+        self.expected = TUNED.own_keep * self.expected + expected
+        self.unexpected = TUNED.own_keep * self.unexpected + (asked - expected)
         self._asked += asked
         self._surplus += accepted - expected
         self._variance += sum(rate * (1 - rate) for rate in rates[:asked])
-        if self._asked >= _BLOCK:
+        if self._asked >= TUNED.block:
             spread.add(self._asked, self._surplus, self._variance)
             self._asked, self._surplus, self._variance = 0, 0.0, 0.0
 
@@ -72,18 +61,21 @@ class _Spread:
 
     def __init__(self) -> None:
         # p (1 - p) of a middling p
-        self._weight = _KNOWN * 0.2 * _BLOCK * (_BLOCK - 1)
-        self._surplus = _CORRELATION * self._weight
+        self._weight = TUNED.correlation_blocks * 0.2 * TUNED.block * (TUNED.block - 1)
+        self._surplus = TUNED.correlation * self._weight
 
     def add(self, asked: int, surplus: float, variance: float) -> None:
         """Take a block of one request."""
-        self._surplus = _KEEP_BLOCK * self._surplus + surplus**2 - variance
-        self._weight = _KEEP_BLOCK * self._weight + variance * (asked - 1)
+        self._surplus = TUNED.block_keep * self._surplus + surplus**2 - variance
+        self._weight = TUNED.block_keep * self._weight + variance * (asked - 1)
 
     @property
     def alike(self) -> float:
         """Tokens accepted and refused that no difference counts for."""
-        correlation = min(max(self._surplus / max(self._weight, 1e-9), _LEAST), _MOST)
+        correlation = min(
+            max(self._surplus / max(self._weight, 1e-9), TUNED.least_correlation),
+            TUNED.most_correlation,
+        )
         return (1 / correlation - 1) / 2
 
 
@@ -132,7 +124,7 @@ class RequestAcceptance:
         shared = self._shared(plan)
         news = DepthAcceptance(shared.max_depth)
         news.add(length, [accepted + 1 for accepted in outcomes.values()])
-        shared.merge(news, max(0.5, 1 - len(outcomes) / _MEMORY))
+        shared.merge(news, max(0.5, 1 - len(outcomes) / TUNED.rates_memory))
         self._rates.clear()
         self._tokens.clear()
 
@@ -146,7 +138,7 @@ class RequestAcceptance:
                 chains = {draft: self._chain_rates(draft, plan.max_depth) for draft in plan.drafts}
                 shared = self._trees[plan.name]
                 found = [
-                    shared.rate_toward(depth, rate, _PRIOR)
+                    shared.rate_toward(depth, rate, TUNED.rates_prior)
                     for depth, rate in enumerate(self._prior.rates(plan, chains), start=1)
                 ]
             self._rates[plan.name] = found
@@ -163,12 +155,12 @@ class RequestAcceptance:
         if not plan.speculates:
             return 1.0
         own = self._own.get(request, _NOTHING).get(plan.drafts)
-        place = round(own.factor(self._spread.alike) / _STEP) if own else 0
-        sums = self._tokens.get((plan.name, place))
+        notch = round(own.factor(self._spread.alike) / TUNED.odds_step) if own else 0
+        sums = self._tokens.get((plan.name, notch))
         if sums is None:
-            shifted = [shift(rate, place * _STEP) for rate in self.rates(plan)]
+            shifted = [shift(rate, notch * TUNED.odds_step) for rate in self.rates(plan)]
             sums = list(itertools.accumulate(itertools.accumulate([1.0, *shifted], _times)))
-            self._tokens[plan.name, place] = sums
+            self._tokens[plan.name, notch] = sums
         return sums[min(most, len(sums)) - 1]
 
     def num_observed(self, request: str, plan: SpecPlan) -> float:
@@ -197,9 +189,9 @@ class RequestAcceptance:
         """Depths that nobody asked for are like the one before, as far as the prior knows."""
         shared, rates = self._chains[draft], []
         shift_by = 0.0
-        for place in range(1, depth + 1):
-            prior = self._prior.chain(draft, place)
-            rate = shared.rate_toward(place, shift(prior, shift_by), _PRIOR)
+        for level in range(1, depth + 1):
+            prior = self._prior.chain(draft, level)
+            rate = shared.rate_toward(level, shift(prior, shift_by), TUNED.rates_prior)
             shift_by = _logit(rate) - _logit(prior)
             rates.append(rate)
         return rates

@@ -17,7 +17,7 @@ from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.cuda.backend import choose_on_gpu
-from specc.runtime.backends.program import ModelProgram
+from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of
 from specc.runtime.execution.device_link import DeviceLink

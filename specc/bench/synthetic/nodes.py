@@ -22,9 +22,10 @@ from specc.artifact.in_memory import BenchPrograms
 from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
 from specc.kernels import ops as _ops  # noqa: F401  registers the operators
 from specc.runtime.backends.captured.bound_step import BoundStep
+from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.place import place
-from specc.runtime.backends.program import ModelProgram, draft_lens_of
 from specc.runtime.backends.step_constants import step_constants
+from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.execution.batch_rows import last_tokens_of
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.sampling.rows import Value, Word

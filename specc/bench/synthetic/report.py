@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -14,24 +13,13 @@ import torch
 from specc.artifact.in_memory import BenchPrograms
 from specc.bench.baseline import ASSISTED, PLAIN
 from specc.bench.device import describe_device
-from specc.bench.dice import expected_length
-from specc.bench.engine import add_margins
-from specc.bench.report import uneven_runs, versions
-from specc.bench.rounds import (
-    OFF,
-    Contender,
-    Difference,
-    Measurement,
-    find_differences,
-    identity,
-    summarize,
-)
+from specc.bench.report import compare_outputs, report_head, uneven_runs, versions
+from specc.bench.rounds import OFF, Contender, Measurement, Rounds, summarize
 from specc.bench.step_bytes import ModelShape, StepBytes, count_step_bytes
 from specc.bench.steps import SAMPLED, StepFigures
+from specc.cost.acceptance import expected_tokens
 from specc.runtime.engine import Engine
-from specc.system.machine import describe_machine
 
-SCHEMA_VERSION = 1
 # beyond this share, a note tells that dice gave another length than expected
 _NOTED_DEVIATION = 0.02
 
@@ -62,13 +50,12 @@ class ShapesSettings:
 
 @dataclass
 class ShapesBench:
-    """A benchmark before it is turned into figures; `contenders` come when steps are measured.
+    """A benchmark before it is turned into figures; `rounds` come when steps are measured.
 
     Args:
         programs: what ran.
         prompts: token ids.
-        contenders: of the rounds, `off` first.
-        measured: of each contender, one measurement a round.
+        rounds: of what ran, `off` first.
         steps: plan → what was found of its steps.
         bandwidth: as `measure_copy_bandwidth` returns it.
         compile_s: seconds of tracing and rewriting.
@@ -81,14 +68,9 @@ class ShapesBench:
     prompts: list[list[int]]
     bandwidth: dict[str, Any]
     compile_s: float
-    contenders: Sequence[Contender] = ()
-    measured: list[list[Measurement]] = field(default_factory=list)
+    rounds: Rounds = field(default_factory=Rounds)
     steps: dict[str, StepFigures] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-
-    def measurements_of(self, name: str) -> list[Measurement]:
-        """Of the first contender of this name."""
-        return self.measured[[contender.name for contender in self.contenders].index(name)]
 
 
 def make_shapes_report(bench: ShapesBench, command: str) -> dict[str, Any]:
@@ -96,15 +78,8 @@ def make_shapes_report(bench: ShapesBench, command: str) -> dict[str, Any]:
     programs = bench.programs
     device = bench.engine.cache.device
     settings = asdict(bench.settings)
-    runs = [
-        _run(bench, contender, measured)
-        for contender, measured in zip(bench.contenders, bench.measured, strict=True)
-    ]
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
+    runs = [_run(bench, contender, measured) for contender, measured in bench.rounds]
+    return report_head(command) | {
         "device": describe_device(device),
         "versions": _versions(),
         "engine": {
@@ -133,15 +108,15 @@ def make_shapes_report(bench: ShapesBench, command: str) -> dict[str, Any]:
             *bench.notes,
             *_deviations(runs),
             *_assisted_note(bench),
-            *uneven_runs(bench.contenders, bench.measured),
+            *uneven_runs(bench.rounds),
         ],
     }
 
 
 def _run(bench: ShapesBench, contender: Contender, measured: list[Measurement]) -> dict[str, Any]:
     plan = bench.engine.plans[contender.plan] if contender.plan else None
-    off = bench.measurements_of(OFF)
-    figures = summarize(measured, off, off if plan else bench.measurements_of(PLAIN))
+    off = bench.rounds.of(OFF)
+    figures = summarize(measured, off, off if plan else bench.rounds.of(PLAIN))
     synthetic: dict[str, Any] | None = None
     expected = _expected_length(bench, contender.plan) if contender.plan else None
     if expected is not None:
@@ -159,7 +134,9 @@ def _run(bench: ShapesBench, contender: Contender, measured: list[Measurement]) 
     step = None
     if contender.plan:
         step = step_report(bench, contender.plan, figures["ms_per_step"])
-    return own | figures | _identity(bench, measured, synthetic) | {"step": step}
+    reference = None if synthetic else off[0].outputs
+    same = compare_outputs(bench.engine, bench.prompts, reference, measured)
+    return own | figures | same | {"step": step}
 
 
 def step_report(bench: ShapesBench, plan: str, generate_ms: float = 0.0) -> dict[str, Any]:
@@ -224,7 +201,7 @@ def _expected_length(bench: ShapesBench, plan: str) -> float | None:
     probabilities, tree = bench.settings.synthetic_acceptance, bench.engine.plans[plan]
     if probabilities is None or not tree.speculates:
         return None
-    return expected_length(probabilities, tree.tree)
+    return expected_tokens(tree.tree, [probabilities])
 
 
 def _bytes(bench: ShapesBench, plan: str, context: float) -> StepBytes:
@@ -240,15 +217,6 @@ def _bytes(bench: ShapesBench, plan: str, context: float) -> StepBytes:
         context,
         bench.settings.batch_size,
     )
-
-
-def _identity(bench: ShapesBench, measured: list[Measurement], synthetic: Any) -> dict[str, Any]:
-    if synthetic is not None:
-        return dict.fromkeys(identity([], 1)) | {"differences": []}
-    reference = bench.measurements_of(OFF)[0].outputs
-    differences: Sequence[Difference] = find_differences(reference, measured)
-    differences = add_margins(bench.engine, bench.prompts, reference, differences)
-    return identity(differences, len(bench.prompts))
 
 
 def _deviations(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -271,7 +239,7 @@ def _deviations(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _assisted_note(bench: ShapesBench) -> list[str]:
     """Random weights decide what assisted generation accepts; dice cannot be put there."""
-    for contender, measured in zip(bench.contenders, bench.measured, strict=True):
+    for contender, measured in bench.rounds:
         if contender.name == ASSISTED:
             length = measured[0].mean_acceptance_length
             return [

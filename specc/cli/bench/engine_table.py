@@ -6,22 +6,21 @@ from typing import Any
 
 from rich.table import Table
 
+from specc.bench.rounds import run_name
 from specc.cli import render
-from specc.cli.print_table import print_table
+from specc.cli.print_table import cell, print_lines, print_table
 
 
 def print_report(report: dict[str, Any]) -> None:
     """Print what a reader compares first, then what explains it, then what to be careful about."""
     console = render.make_console()
-    for line in _setting_lines(report):
-        console.print(line, soft_wrap=True)
+    print_lines(console, _setting_lines(report))
     console.print()
     print_table(console, speed_table(report))
     console.print()
     print_table(console, _step_table(report))
     console.print()
-    for line in [*depth_lines(report), *difference_lines(report), *report["notes"]]:
-        console.print(line, soft_wrap=True)
+    print_lines(console, closing_lines(report))
 
 
 def _setting_lines(report: dict[str, Any]) -> list[str]:
@@ -46,13 +45,13 @@ def speed_table(report: dict[str, Any]) -> Table:
     for run in report["runs"]:
         speed_up = run["speedup_over_off"]
         table.add_row(
-            run_name(run),
+            run_name(run["name"], run["plan"]),
             f"{run['tokens_per_s']:.1f}",
             f"{run['tokens_per_s_min']:.1f} – {run['tokens_per_s_max']:.1f}",
-            f"{speed_up['median']:.2f}" if speed_up else "",
+            cell(speed_up and speed_up["median"]),
             f"{run['time_to_first_token_ms']:.0f} ms",
-            _length(run["mean_acceptance_length"]),
-            _length(run["break_even_acceptance_length"]),
+            cell(run["mean_acceptance_length"]),
+            cell(run["break_even_acceptance_length"]),
             _identical(run),
         )
     return table
@@ -73,11 +72,16 @@ def _step_table(report: dict[str, Any]) -> Table:
             gb_s = run["bytes_per_step"] / 1e6 / run["ms_per_step"]
             row += [f"{run['bytes_per_step'] / 1e6:.1f} MB", f"{gb_s:.2f}"]
             row.append(f"{run['read_bandwidth_share']:.0%}")
-        table.add_row(run_name(run), *row)
+        table.add_row(run_name(run["name"], run["plan"]), *row)
     return table
 
 
-def depth_lines(report: dict[str, Any]) -> list[str]:
+def closing_lines(report: dict[str, Any]) -> list[str]:
+    """What stands below the tables: depths, differences, and what to be careful about."""
+    return [*_depth_lines(report), *_difference_lines(report), *report["notes"]]
+
+
+def _depth_lines(report: dict[str, Any]) -> list[str]:
     """What was accepted, depth by depth, and where dice decided it."""
     lines = []
     for run in report["runs"]:
@@ -93,31 +97,23 @@ def depth_lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def difference_lines(report: dict[str, Any]) -> list[str]:
+def _difference_lines(report: dict[str, Any]) -> list[str]:
     """Where outputs leave those of plain decoding."""
     lines = []
     for run in report["runs"]:
+        name = run_name(run["name"], run["plan"])
         for item in run["differences"][:5]:
             margin = item["margin"]
             reason = "unknown" if margin is None else f"{margin:.1e}"
             tie = ", a near tie" if item["is_near_tie"] else ""
             lines.append(
-                f"{run_name(run)}: prompt {item['prompt']} differs from token"
+                f"{name}: prompt {item['prompt']} differs from token"
                 f" {item['position']} on;"
                 f" gap of the target's two best logits there: {reason}{tie}"
             )
         if (more := len(run["differences"]) - 5) > 0:
-            lines.append(f"{run_name(run)}: {more} more prompts differ")
+            lines.append(f"{name}: {more} more prompts differ")
     return lines
-
-
-def run_name(run: dict[str, Any]) -> str:
-    """A run as tables call it."""
-    return f"{run['name']} {run['plan']}" if run["name"] == "speculative" else run["name"]
-
-
-def _length(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
 
 
 def _identical(run: dict[str, Any]) -> str:

@@ -12,8 +12,7 @@ from specc.system.extras import install_command
 from specc.system.files import format_bytes
 
 if TYPE_CHECKING:
-    from specc.cli.bench.engine import BenchOptions
-    from specc.cli.bench.synthetic import ShapesOptions
+    from specc.cli.options.bench import BenchOptions, ShapesOptions
 
 
 def run_estimate(options: ShapesOptions, common: BenchOptions) -> None:
@@ -23,6 +22,7 @@ def run_estimate(options: ShapesOptions, common: BenchOptions) -> None:
         ConfigError: an option that only measurements have, or no Triton.
         SpeccError: of an option or of a shape.
     """
+    common.check_outputs()
     for name, value in (("--against", common.against), ("--plot", common.plot)):
         if value is not None:
             raise ConfigError(
@@ -42,7 +42,7 @@ def run_estimate(options: ShapesOptions, common: BenchOptions) -> None:
         )
     with make_listener() as listen:
         report = estimate(options, common, Phases(listen))
-    from specc.cli.bench.engine import put_out
+    from specc.cli.bench.report import put_out
 
     put_out(report, common, print_estimate)
 
@@ -52,7 +52,7 @@ def estimate(options: ShapesOptions, common: BenchOptions, phases: Phases) -> di
     from specc.bench.synthetic.estimate import make_estimate
     from specc.cli.bench.synthetic import compile_for
 
-    programs = compile_for(options, common, phases, is_lowered=True)
+    programs = compile_for(options, common, phases, "cuda")
     settings = {
         "synthetic": options.synthetic,
         "context": options.num_context,
@@ -65,22 +65,21 @@ def estimate(options: ShapesOptions, common: BenchOptions, phases: Phases) -> di
 def print_estimate(report: dict[str, Any]) -> None:
     """Print the plans, then what the estimate assumes."""
     from specc.cli import render
-    from specc.cli.print_table import print_table
+    from specc.cli.print_table import cell, print_lines, print_table
 
     console = render.make_console()
     settings = report["settings"]
     models = [(label, report[label]) for label in ("target", "draft") if label in report]
-    for label, model in models:
-        console.print(
-            f"{label} {model['source']}: {model['layers']} layers,"
-            f" {model['nodes_per_layer']} nodes a layer",
-            soft_wrap=True,
-        )
-    console.print(
+    lines = [
+        f"{label} {model['source']}: {model['layers']} layers,"
+        f" {model['nodes_per_layer']} nodes a layer"
+        for label, model in models
+    ]
+    lines.append(
         f"estimated for {report['device']}, nothing was measured; {settings['dtype']}, batch size"
-        f" {settings['batch_size']}, context {settings['context']}",
-        soft_wrap=True,
+        f" {settings['batch_size']}, context {settings['context']}"
     )
+    print_lines(console, lines)
     console.print()
     columns = ("nodes", "reads", "floor ms", "estimate ms", "× floor", "draft", "verify", "rest")
     table = render.make_table(("step", *columns), columns)
@@ -97,10 +96,12 @@ def print_estimate(report: dict[str, Any]) -> None:
             f"{plan['floor_ms']:.3f}",
             f"{plan['estimate_ms']:.3f}",
             f"{plan['ratio']:.2f}",
-            *("" if part is None else f"{part['estimate_ms']:.3f}" for part in parts),
+            *(cell(part and part["estimate_ms"], ".3f") for part in parts),
         )
     print_table(console, table)
     console.print()
-    for item in report["assumptions"]:
-        value = f"{item['value']:g} {item['unit']}".strip()
-        console.print(f"{item['name']}: {value} ({item['source']})", soft_wrap=True)
+    assumptions = [
+        (item["name"], f"{item['value']:g} {item['unit']}".strip(), item["source"])
+        for item in report["assumptions"]
+    ]
+    print_lines(console, [f"{name}: {value} ({source})" for name, value, source in assumptions])

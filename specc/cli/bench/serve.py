@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-import shlex
 import statistics
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.cli.bench.engine import BenchOptions, put_out, read_prompts
-from specc.cli.bench.serve_options import LoadOptions
+from specc.cli.bench.command_line import command_line
+from specc.cli.bench.engine import read_prompts
+from specc.cli.bench.report import put_out
+from specc.cli.options.load import LoadOptions
 from specc.cli.progress import make_listener
-from specc.errors import EngineError, InputFileError
+from specc.errors import ConfigError, EngineError, InputFileError
 from specc.load.goodput import parse_objectives
 from specc.load.lengths import LengthDistribution
 from specc.progress import Phases
+from specc.system.extras import install_command
 from specc.system.files import output_error
 from specc.system.json_file import JsonError, parse_json
 
 if TYPE_CHECKING:
     from specc.cost.latency_table import LatencyTable
+    from specc.load.http_client import HttpClient
     from specc.load.report import LoadBench
     from specc.load.request import Tokenize, Workload
     from specc.load.subject import LoadSubject
@@ -51,7 +54,7 @@ def run_bench_serve(directory: Path | None, options: LoadOptions) -> None:
     finally:
         if trace is not None:
             trace.close()
-    report = make_load_report(bench, shlex.join(_command()))
+    report = make_load_report(bench, command_line())
     if options.details is not None:
         lines = (json.dumps(line) + "\n" for line in result_lines(bench.result))
         try:
@@ -59,10 +62,10 @@ def run_bench_serve(directory: Path | None, options: LoadOptions) -> None:
         except OSError as error:
             raise output_error(options.details, error) from error
     if options.plot is not None:
-        from specc.draw.load import write_load_plot
+        from specc.draw.load import draw_load
 
-        write_load_plot(report, options.plot)
-    put_out(report, BenchOptions(json=options.json), print_load_report)
+        draw_load(report, options.plot)
+    put_out(report, replace(options, plot=None), print_load_report)
 
 
 class _Bench:
@@ -89,13 +92,13 @@ class _Bench:
 
         options = self._options
         if options.acceptance is not None:
-            from specc.load.acceptance import parse_acceptance
+            from specc.cost.acceptance import parse_acceptance
 
-            self._acceptance = parse_acceptance(options.acceptance)
+            self._acceptance = parse_acceptance(options.acceptance, "--acceptance")
         before = load_average()
         if self._directory is not None:
             with self._phases.phase("load engine"):
-                self._engine = self._load_engine(self._directory)
+                self._engine = replace(self._options.args, engine=self._directory).load()
         self._take_table()
         subject = self._subject()
         sweep = self._sweep()
@@ -118,17 +121,6 @@ class _Bench:
             drift=drift,
             acceptance=self._acceptance,
             load_before=before,
-        )
-
-    def _load_engine(self, directory: Path) -> Engine:
-        from specc.runtime.engine import Engine
-
-        return Engine.load(
-            directory,
-            verify=self._options.verify,
-            num_threads=self._options.threads,
-            max_num_seqs=self._options.max_num_seqs,
-            backend=self._options.backend,
         )
 
     def _take_table(self) -> None:
@@ -183,17 +175,7 @@ class _Bench:
         if options.simulate is not None:
             return self._simulated(None)
         if options.base_url is not None:
-            from specc.load.http_client import HttpClient
-            from specc.load.http_exchange import BaseUrl
-
-            client = HttpClient(
-                BaseUrl.parse(options.base_url),
-                options.model,
-                options.api_key,
-                options.temperature,
-                options.seed,
-            )
-            return ServerSubject(client, options.limits(), options.warmup)
+            return ServerSubject(_client(options), options.limits(), options.warmup)
         assert self._engine is not None, "checked"
         return EngineSubject(
             self._engine,
@@ -215,7 +197,7 @@ class _Bench:
         if self._engine is not None:
             limits = limits_of(self._engine)
         else:
-            limits = Limits(max_num_seqs=self._options.max_num_seqs or Limits.max_num_seqs)
+            limits = Limits(max_num_seqs=self._options.args.max_num_seqs or Limits.max_num_seqs)
         if self._acceptance is None:
             assert measured is not None, "checked"
             counted = measured.counted(plans)
@@ -226,7 +208,8 @@ class _Bench:
 
     def _policies(self) -> list[str]:
         """As asked for; else what `specc serve` would use."""
-        from specc.load.subject import GOODPUT, SERVER
+        from specc.load.subject import SERVER
+        from specc.runtime.policies.named import GOODPUT
 
         options = self._options
         if options.policies is not None:
@@ -250,7 +233,7 @@ class _Bench:
         prompt_tokens = None
         if options.prompt_tokens is not None:
             prompt_tokens = LengthDistribution.parse(options.prompt_tokens, "--prompt-tokens")
-        given = read_prompts(BenchOptions(prompts=options.prompts), self._engine)
+        given = read_prompts(options, self._engine)
         texts = [text if isinstance(text, str) else tuple(text) for text in given]
         tokenize = self._tokenize()
         if options.simulate is not None and tokenize is None:
@@ -272,6 +255,31 @@ class _Bench:
 
         maker = RequestMaker(self._engine, None)
         return lambda text: maker.tokenize(text) if isinstance(text, str) else [*text]
+
+
+def _client(options: LoadOptions) -> HttpClient:
+    """What sends a load to a server.
+
+    Raises:
+        ConfigError: no address of a server, or the client's packages are not installed.
+    """
+    try:
+        from specc.load.http_client import HttpClient, parse_base_url
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("specc"):
+            raise
+        raise ConfigError(
+            f"--base-url, and no package {error.name}",
+            "the packages of a load's client",
+            install_command("bench"),
+        ) from error
+    return HttpClient(
+        parse_base_url(options.base_url or ""),
+        options.model,
+        options.api_key,
+        options.temperature,
+        options.seed,
+    )
 
 
 def read_table(path: Path) -> LatencyTable:
@@ -296,14 +304,3 @@ def read_table(path: Path) -> LatencyTable:
             "measure one with specc bench serve ENGINE --measure-table FILE",
         ) from error
     return LatencyTable.from_json(data)
-
-
-def _command() -> list[str]:
-    """What was run, without a server's key."""
-    command = ["specc", *sys.argv[1:]]
-    for place, word in enumerate(command):
-        if word == "--api-key" and place + 1 < len(command):
-            command[place + 1] = "…"
-        elif word.startswith("--api-key="):
-            command[place] = "--api-key=…"
-    return command

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from specc.cli import render
-from specc.cli.print_table import print_table
+from specc.cli.print_table import cell, print_lines, print_table
 from specc.load.figures import PERCENTILES, TIMES
 from specc.load.report import name_of
 
@@ -36,18 +36,14 @@ _SPECULATION = (
 def print_load_report(report: dict[str, Any]) -> None:
     """Print the settings, the figures, and what to be careful about."""
     console = render.make_console()
-    for line in _setting_lines(report):
-        console.print(line, soft_wrap=True)
+    print_lines(console, _setting_lines(report))
     cells = report["cells"]
     if len(cells) == 1 and len(cells[0]["rounds"]) == 1:
-        for line in block_of(cells[0]["rounds"][0]):
-            console.print(line, soft_wrap=True)
+        print_lines(console, block_of(cells[0]["rounds"][0]))
     else:
         console.print()
         _print_table(console, cells)
-    _print_comparison(console, cells)
-    for note in report["notes"]:
-        console.print(note, soft_wrap=True)
+    print_lines(console, [*_comparison_lines(cells), *report["notes"]])
 
 
 def block_of(figures: dict[str, Any]) -> list[str]:
@@ -95,52 +91,53 @@ def _setting_lines(report: dict[str, Any]) -> list[str]:
 
 def _print_table(console: Console, cells: list[dict[str, Any]]) -> None:
     """A row for every rate and policy: medians of the rounds."""
-    has_goodput = any(_has(figures, "num_good") for cell in cells for figures in cell["rounds"])
-    has_rounds = any(len(cell["rounds"]) > 1 for cell in cells)
+    has_goodput = any(_has(figures, "num_good") for one in cells for figures in one["rounds"])
+    has_rounds = any(len(one["rounds"]) > 1 for one in cells)
     columns = ["latency ms", "× off", "TTFT", "p99", "TPOT", "p99", "tok/s", "length"]
     columns[1:1] = ["least – most"] if has_rounds else []
     columns += ["good req/s"] if has_goodput else []
     table = render.make_table(("req/s", "policy", *columns), ("req/s", *columns))
     table.columns[1].no_wrap = True
     last = object()
-    for cell in cells:
-        rate = cell["request_rate"]
+    for one in cells:
+        rate = one["request_rate"]
         shown = "" if rate == last else "inf" if rate is None else f"{rate:g}"
         last = rate
-        spread, over = cell["mean_e2el_ms"], cell["latency_over_off"]
-        row = [f"{spread['median']:.0f}" if spread else ""]
+        spread, over = one["mean_e2el_ms"], one["latency_over_off"]
+        row = [cell(spread and spread["median"], ".0f")]
         if has_rounds:
             row.append(f"{spread['min']:.0f} – {spread['max']:.0f}" if spread else "")
-        row.append(f"{over['median']:.2f}" if over else "")
+        row.append(cell(over and over["median"]))
         for key in ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms"):
-            row.append(_number(median_of(cell, key), ".1f"))
-        row.append(_number(median_of(cell, "output_throughput"), ".1f"))
-        row.append(_number(median_of(cell, "spec_decode_acceptance_length"), ".2f"))
+            row.append(cell(median_of(one, key), ".1f"))
+        row.append(cell(median_of(one, "output_throughput"), ".1f"))
+        row.append(cell(median_of(one, "spec_decode_acceptance_length")))
         if has_goodput:
-            row.append(_number(median_of(cell, "request_goodput"), ".2f"))
-        table.add_row(shown, cell["policy"], *row)
+            row.append(cell(median_of(one, "request_goodput")))
+        table.add_row(shown, one["policy"], *row)
     print_table(console, table, num_keys=2)
     console.print()
 
 
-def _print_comparison(console: Console, cells: list[dict[str, Any]]) -> None:
+def _comparison_lines(cells: list[dict[str, Any]]) -> list[str]:
     """Simulated mean latencies beside measured ones."""
-    for cell in cells:
-        simulated = cell.get("simulated")
+    lines = []
+    for one in cells:
+        simulated = one.get("simulated")
         if not simulated or not simulated["over_measured"]:
             continue
         ratio = simulated["over_measured"]
-        console.print(
-            f"{name_of(cell)}: simulated mean latency {simulated['mean_e2el_ms']['median']:.0f} ms,"
+        lines.append(
+            f"{name_of(one)}: simulated mean latency {simulated['mean_e2el_ms']['median']:.0f} ms,"
             f" {ratio['median'] - 1:+.1%} of the measured one"
-            f" ({ratio['min'] - 1:+.1%} … {ratio['max'] - 1:+.1%})",
-            soft_wrap=True,
+            f" ({ratio['min'] - 1:+.1%} … {ratio['max'] - 1:+.1%})"
         )
+    return lines
 
 
-def median_of(cell: dict[str, Any], key: str) -> float | None:
-    """Of the rounds that have this figure."""
-    values = [figures[key] for figures in cell["rounds"] if _has(figures, key)]
+def median_of(measured: dict[str, Any], key: str) -> float | None:
+    """Of the rounds of a cell of the report that have this figure."""
+    values = [figures[key] for figures in measured["rounds"] if _has(figures, key)]
     return statistics.median(values) if values else None
 
 
@@ -154,7 +151,3 @@ def _title(text: str, fill: str) -> str:
 
 def _line(label: str, value: float, form: str) -> str:
     return f"{label + ':':<{_LABEL}}{value:<{_VALUE}{form}}".rstrip()
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specc.cli.bench.command_line import command_line
 from specc.cli.progress import make_listener
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -22,48 +20,11 @@ if TYPE_CHECKING:
     from specc.bench.steps import StepBench, StepFigures
     from specc.bench.synthetic.report import ShapesBench, ShapesSettings
     from specc.bench.synthetic.shapes import Shape
-    from specc.cli.bench.engine import BenchOptions
+    from specc.cli.options.bench import BenchOptions, ShapesOptions
     from specc.compiler.in_memory import ShapeOptions
     from specc.runtime.engine import Engine
 
-DEFAULT_CONTEXT = 1024
 _SEED = 1
-
-
-@dataclass(frozen=True)
-class ShapesOptions:
-    """What `--synthetic` adds to the options of every benchmark.
-
-    Args:
-        synthetic: shapes of the target and, after a slash or a comma, of the draft; None measures
-            an engine.
-        context: tokens of each prompt; None is 1024.
-        trees: plans, such as `3,2,1`.
-        num_speculative_tokens: length of a chain, instead of trees.
-        dtype: of weights and caches; None is bfloat16 on a GPU and float32 on a CPU.
-        estimate: count nodes and bytes of steps on a GPU instead of measuring here.
-    """
-
-    synthetic: str | None = None
-    context: int | None = None
-    trees: tuple[str, ...] = ()
-    num_speculative_tokens: int | None = None
-    dtype: str | None = None
-    estimate: bool = False
-
-    @property
-    def num_context(self) -> int:
-        return DEFAULT_CONTEXT if self.context is None else self.context
-
-    def named(self) -> dict[str, object]:
-        """Options that only shapes have, by name."""
-        return {
-            "--context": self.context,
-            "--tree": self.trees,
-            "--num-speculative-tokens": self.num_speculative_tokens,
-            "--dtype": self.dtype,
-            "--estimate": self.estimate or None,
-        }
 
 
 def run_shapes_bench(options: ShapesOptions, common: BenchOptions) -> None:
@@ -72,17 +33,10 @@ def run_shapes_bench(options: ShapesOptions, common: BenchOptions) -> None:
     Raises:
         SpeccError: of an option, of a shape, or of the device's memory.
     """
-    common.check()
-    if options.num_context < 1:
-        raise ConfigError(f"--context {options.context}", "1 or more", "raise --context")
-    if options.estimate:
-        from specc.cli.bench.estimate import run_estimate
-
-        run_estimate(options, common)
-        return
+    common.check_outputs()
     with make_listener() as listen:
         report = measure_shapes(options, common, Phases(listen))
-    from specc.cli.bench.engine import put_out
+    from specc.cli.bench.report import put_out
     from specc.cli.bench.synthetic_table import print_shapes_report
 
     put_out(report, common, print_shapes_report)
@@ -101,7 +55,8 @@ def choose_shape_plans(
     """
     from specc.bench.synthetic.shapes import SHAPES
     from specc.cli.compile import parse_plans
-    from specc.compiler.build import DEFAULT_CHAIN, engine_plans
+    from specc.compiler.engine_plans import engine_plans
+    from specc.speculation.choose_plans import DEFAULT_CHAIN
 
     plans: tuple[SpecPlan, ...] = ()
     if options.trees or options.num_speculative_tokens is not None:
@@ -148,14 +103,15 @@ def measure_shapes(
     import torch
 
     from specc.bench.device import TimedGraphs, measure_copy_bandwidth, open_device
+    from specc.bench.rounds import run_rounds
     from specc.bench.steps import StepBench
     from specc.bench.synthetic.engine import check_memory, make_engine
     from specc.bench.synthetic.report import ShapesBench, make_shapes_report, step_report
 
     device, backend = open_device()
-    if common.threads is not None:
-        torch.set_num_threads(common.threads)
-    programs = compile_for(options, common, phases, is_lowered=backend == "cuda")
+    if common.args.num_threads is not None:
+        torch.set_num_threads(common.args.num_threads)
+    programs = compile_for(options, common, phases, backend)
     compile_s = sum(phases.seconds.values())
     check_memory(programs, _extra_bytes(programs, common, device), device.free_bytes())
     with phases.phase("copy bandwidth"):
@@ -183,17 +139,23 @@ def measure_shapes(
         with phases.phase(f"parts of {plan}"):
             bench.notes += _add_parts(bench, steps, plan, common.rounds)
         on_steps(plan, step_report(bench, plan))
-    bench.contenders, notes = _contenders(engine, programs, prompts, common, phases)
+    contenders, notes = _contenders(engine, programs, prompts, common, phases)
     bench.notes += notes
-    bench.measured = _run_rounds(bench.contenders, common, phases)
-    return make_shapes_report(bench, shlex.join(["specc", *sys.argv[1:]]))
+    with phases.phase("rounds") as advance:
+        bench.rounds = run_rounds(contenders, common.rounds, common.warmup, advance)
+    return make_shapes_report(bench, command_line())
 
 
 def compile_for(
-    options: ShapesOptions, common: BenchOptions, phases: Phases, is_lowered: bool
+    options: ShapesOptions, common: BenchOptions, phases: Phases, backend: str
 ) -> BenchPrograms:
     """Programs of the shapes and steps of the plans that were asked for.
 
+    Args:
+        options: the shapes.
+        common: options of every benchmark.
+        phases: tells the listener how far this is.
+        backend: whose phases the programs go through.
     Raises:
         SpeccError: of an option or of a shape.
     """
@@ -204,17 +166,18 @@ def compile_for(
     shapes = [shape for shape in parse_shapes(options.synthetic) if shape is not None]
     plans = choose_shape_plans(options, acceptance, len(shapes) > 1)
     _require_transformers(options.synthetic)
-    return _compile(shapes, _shape_options(options, common, plans, is_lowered), phases)
+    return _compile(shapes, _shape_options(options, common, plans, backend), phases)
 
 
 def _shape_options(
-    options: ShapesOptions, common: BenchOptions, plans: tuple[SpecPlan, ...], is_lowered: bool
+    options: ShapesOptions, common: BenchOptions, plans: tuple[SpecPlan, ...], backend: str
 ) -> ShapeOptions:
     """Raises ConfigError: a dtype or a batch size that no engine has."""
+    from specc.artifact.backends import facts_of
     from specc.compiler.in_memory import ShapeOptions
 
     acceptance = common.settings().synthetic_acceptance
-    dtype = options.dtype or ("bfloat16" if is_lowered else "float32")
+    dtype = options.dtype or ("bfloat16" if facts_of(backend).is_on_gpu else "float32")
     CompileConfig(dtype=dtype, max_batch_size=common.batch_size)
     return ShapeOptions(
         plans=plans,
@@ -222,7 +185,7 @@ def _shape_options(
         batch_size=common.batch_size,
         context=options.num_context,
         tokens=common.tokens,
-        is_lowered=is_lowered,
+        backend=backend,
         acceptance=None if acceptance is None else tuple(acceptance),
     )
 
@@ -361,18 +324,3 @@ def _add_parts(bench: ShapesBench, steps: StepBench, plan: str, rounds: int) -> 
             reason = next(iter(str(error).splitlines()), "")
             notes.append(f"{plan}: {what} were not measured ({type(error).__name__}: {reason})")
     return notes
-
-
-def _run_rounds(contenders: Sequence[Contender], common: BenchOptions, phases: Phases) -> list[Any]:
-    from specc.bench.rounds import run_rounds
-
-    total = (common.rounds + common.warmup) * len(contenders)
-    done = 0
-    with phases.phase("rounds") as advance:
-
-        def on_run(number: int, place: int, contender: Contender) -> None:
-            nonlocal done
-            advance(done, total)
-            done += 1
-
-        return run_rounds(contenders, common.rounds, common.warmup, on_run)

@@ -6,9 +6,10 @@ from typing import Any
 
 from rich.table import Table
 
+from specc.bench.rounds import run_name
 from specc.cli import render
-from specc.cli.bench.engine_table import depth_lines, difference_lines, run_name, speed_table
-from specc.cli.print_table import print_table
+from specc.cli.bench.engine_table import closing_lines, speed_table
+from specc.cli.print_table import cell, print_lines, print_table
 from specc.system.files import format_bytes
 
 STAGES = {"draft": "draft", "verify": "verify", "draw": "draw", "accept_commit": "commit"}
@@ -17,14 +18,12 @@ STAGES = {"draft": "draft", "verify": "verify", "draw": "draw", "accept_commit":
 def print_shapes_report(report: dict[str, Any]) -> None:
     """Print what a reader compares first, then steps beside their floor, then their parts."""
     console = render.make_console()
-    for line in _setting_lines(report):
-        console.print(line, soft_wrap=True)
+    print_lines(console, _setting_lines(report))
     for table in (speed_table(report), _step_table(report), _part_table(report)):
         console.print()
         print_table(console, table)
     console.print()
-    for line in [*depth_lines(report), *difference_lines(report), *report["notes"]]:
-        console.print(line, soft_wrap=True)
+    print_lines(console, closing_lines(report))
 
 
 def _setting_lines(report: dict[str, Any]) -> list[str]:
@@ -53,14 +52,14 @@ def _step_table(report: dict[str, Any]) -> Table:
     for run in _own_runs(report):
         step = run["step"]
         table.add_row(
-            run_name(run),
+            run_name(run["name"], run["plan"]),
             f"{step['ms']:.3f}",
             f"{step['ms_min']:.3f} – {step['ms_max']:.3f}",
             f"{step['floor_ms']:.3f}",
             f"{step['floor_ratio']:.2f}",
-            _share(step["gap_share"]),
-            _share(step["host_share"]),
-            "" if step["kernels"] is None else f"{step['kernels']:.0f}",
+            cell(step["gap_share"], ".1%"),
+            cell(step["host_share"], ".1%"),
+            cell(step["kernels"], ".0f"),
             format_bytes(step["bytes"]),
         )
     return table
@@ -75,22 +74,14 @@ def _part_table(report: dict[str, Any]) -> Table:
         step = run["step"]
         parts = step["stage_ms"]
         table.add_row(
-            run_name(run),
-            *(f"{parts[name]:.3f}" if name in parts else "" for name in STAGES),
+            run_name(run["name"], run["plan"]),
+            *(cell(parts.get(name), ".3f") for name in STAGES),
             f"{step['acceptance_length']:.2f}",
-            _ratio(step["speedup_over_off"]),
-            _ratio(step["break_even_acceptance_length"]),
+            cell(step["speedup_over_off"]),
+            cell(step["break_even_acceptance_length"]),
         )
     return table
 
 
 def _own_runs(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [run for run in report["runs"] if run["step"] is not None]
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

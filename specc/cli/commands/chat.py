@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specc.cli.app import Debug, EngineArgument
+from specc.cli.options.sampling import SamplingOptions
+from specc.cli.options.with_options import Fields
+from specc.runtime.engine_args import EngineArgs
 
 
 def chat(
     engine: EngineArgument,
+    args: Annotated[EngineArgs, Fields("plan", "policy", "num_threads", "backend")],
+    sampling: Annotated[SamplingOptions, Fields("temperature", "top_p", "top_k", "seed")],
     system: Annotated[
         str | None,
         typer.Option("--system", help="Message to the model that comes before the conversation."),
@@ -23,35 +29,6 @@ def chat(
     chat_template: Annotated[
         Path | None,
         typer.Option("--chat-template", help="Jinja file to use instead of the engine's own."),
-    ] = None,
-    plan: Annotated[
-        str | None, typer.Option("--plan", help="A plan of the engine, e.g. off or chain-4.")
-    ] = None,
-    policy: Annotated[
-        str | None,
-        typer.Option("--policy", help="What chooses plans: adaptive, best, profile or fixed."),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option("--temperature", help="0 is greedy, the most likely token.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw from the likeliest tokens with this share.")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0 is all.")
-    ] = 0,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="Draw the same tokens again for the same input.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads that torch uses.")
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            "--backend",
-            help="Run with another backend: eager takes the graphs of any engine.",
-        ),
     ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print acceptance and times when the chat ends.")
@@ -71,12 +48,10 @@ def chat(
       printf 'Hello\\nWhat did I say?\\n' | specc chat engine/ --stats
     """  # noqa: D301
     from specc.cli.chat import run_chat
-    from specc.cli.run import Loading
 
     run_chat(
-        engine,
-        Loading(plan=plan, policy=policy, threads=threads, backend=backend),
-        {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed},
+        replace(args, engine=engine, max_num_seqs=1),
+        sampling.given("temperature", "top_p", "top_k", "seed"),
         system=system,
         max_tokens=max_tokens,
         template=chat_template,

@@ -2,94 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Annotated
 
-import typer
-
 from specc.cli.app import Debug, EngineArgument, Json
+from specc.cli.options.triton import RepositoryOptions
+from specc.cli.options.with_options import Fields
+from specc.runtime.engine_args import AsyncEngineArgs
+from specc.triton.config import TritonConfig
 
 
 def triton(
     engine: EngineArgument,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--output",
-            help="The model repository to write into; it is made if absent.",
-            show_default=False,
-        ),
+    repository: RepositoryOptions,
+    config: TritonConfig,
+    args: Annotated[
+        AsyncEngineArgs,
+        Fields("max_num_seqs", "max_waiting", "plan", "policy", "backend", "num_threads"),
     ],
-    name: Annotated[str, typer.Option("--name", help="Name of the model.")] = "specc",
-    layout: Annotated[
-        str,
-        typer.Option(
-            "--layout",
-            help="model: a model.py beside the engine; backend: the backend specc serves all"
-            " models, each a config.pbtxt and an engine.",
-        ),
-    ] = "model",
-    backends: Annotated[
-        Path | None,
-        typer.Option(
-            "--backends",
-            help="Directory of the backends, for --layout backend; default OUTPUT/../backends.",
-        ),
-    ] = None,
-    copy: Annotated[
-        bool, typer.Option("--copy", help="Copy the engine, which is the default.")
-    ] = False,
-    link: Annotated[
-        bool, typer.Option("--link", help="Link the engine's files instead of copying.")
-    ] = False,
-    reference: Annotated[
-        bool, typer.Option("--reference", help="Only write down where the engine is.")
-    ] = False,
-    instances: Annotated[
-        int, typer.Option("--instances", help="How many times to load the engine.")
-    ] = 1,
-    kind: Annotated[
-        str,
-        typer.Option(
-            "--kind", help="Kind of the instances, in Triton's words: auto, cpu, gpu or model."
-        ),
-    ] = "auto",
-    gpus: Annotated[
-        str | None,
-        typer.Option("--gpus", help='Devices of each instance: "0,1;2,3" is two of two devices.'),
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option("--max-num-seqs", help="How many requests run together.", min=1)
-    ] = None,
-    max_waiting: Annotated[
-        int | None,
-        typer.Option("--max-waiting", help="How many requests may wait; more are refused.", min=1),
-    ] = None,
-    plan: Annotated[
-        str | None, typer.Option("--plan", help="The plan that all requests use.")
-    ] = None,
-    policy: Annotated[
-        str | None,
-        typer.Option("--policy", help="What chooses plans; the default is the engine's own."),
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option("--backend", help="eager runs any engine; the default is the engine's own."),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads of torch in each instance.", min=1)
-    ] = None,
-    on_fault: Annotated[
-        str | None,
-        typer.Option(
-            "--on-fault",
-            help="What to do once the engine has failed: refuse requests, or stop the server.",
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a model of this name, and the backend.")
-    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -106,26 +36,8 @@ def triton(
       specc triton engine/ -o models --gpus "0;1"
       curl -d '{"text_input": "def f(", "max_tokens": 64}' localhost:8000/v2/models/specc/generate
     """  # noqa: D301
-    from specc.cli.triton import engine_files, parameters_of, run_triton
-    from specc.triton.repository import TritonConfig
+    from specc.cli.triton import parameters_of, run_triton
 
-    config = TritonConfig(
-        name=name,
-        layout=layout,
-        files=engine_files(copy, link, reference),
-        instances=instances,
-        kind=kind,
-        gpus=gpus,
-        parameters=parameters_of(
-            {
-                "plan": plan,
-                "policy": policy,
-                "backend": backend,
-                "max_num_seqs": max_num_seqs,
-                "max_waiting": max_waiting,
-                "num_threads": threads,
-                "on_fault": on_fault,
-            }
-        ),
-    )
-    run_triton(engine, output, config, backends=backends, force=force, as_json=as_json)
+    parameters = parameters_of(args, repository.on_fault)
+    config = replace(config, files=repository.files, parameters=parameters)
+    run_triton(engine, repository, config, as_json=as_json)

@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import MISSING, replace
 from typing import Annotated
 
-import typer
-
 from specc.cli.app import Debug, EngineArgument, Json
+from specc.cli.options.prompts import PromptFile
+from specc.cli.options.with_options import Fields
+from specc.runtime.engine_args import EngineArgs
+from specc.tune.options import TuneOptions
 
 
 def tune(
     engine: EngineArgument,
-    prompts: Annotated[
-        Path,
-        typer.Option(
-            "--prompts",
-            help='File of JSON lines, each {"prompt": "…"} or {"prompt_token_ids": […]}: prompts'
-            " like those that the engine will serve.",
-            show_default=False,
+    file: Annotated[
+        PromptFile,
+        Fields(
+            prompts={
+                "default": MISSING,
+                "help": 'File of JSON lines, each {"prompt": "…"} or {"prompt_token_ids": […]}:'
+                " prompts like those that the engine will serve.",
+                "shows_default": False,
+            }
         ),
     ],
-    num_prompts: Annotated[
-        int | None, typer.Option("--num-prompts", help="Use only the first N prompts of the file.")
-    ] = None,
-    batch_size: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--batch-size",
-            help="Sequences that run together; repeatable. Without it: 1, 2, 4 and 8.",
-        ),
-    ] = None,
-    max_nodes: Annotated[
-        int, typer.Option("--max-nodes", help="Most nodes of a tree, its root included.")
-    ] = 32,
-    max_depth: Annotated[int, typer.Option("--max-depth", help="Most levels of a tree.")] = 8,
-    tokens: Annotated[
-        int, typer.Option("--tokens", help="Output tokens to generate for each prompt.")
-    ] = 64,
-    temperature: Annotated[
-        float,
-        typer.Option("--temperature", help="Temperature that requests will have; 0 is greedy."),
-    ] = 0.0,
-    rounds: Annotated[
-        int, typer.Option("--rounds", help="Rounds of whole runs that are measured.")
-    ] = 3,
-    prune: Annotated[
-        bool,
-        typer.Option("--prune", help="Remove the engine's plans that no batch size has chosen."),
-    ] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option("--threads", help="Threads that torch uses; without it, as torch decides."),
-    ] = None,
+    options: TuneOptions,
+    args: Annotated[EngineArgs, Fields("num_threads")],
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -71,15 +45,5 @@ def tune(
       specc tune engine/ --prompts prompts.jsonl --temperature 0.8
     """  # noqa: D301
     from specc.cli.tune import run_tune
-    from specc.tune.run import TuneOptions
 
-    options = TuneOptions(
-        batch_sizes=tuple(batch_size or ()),
-        max_nodes=max_nodes,
-        max_depth=max_depth,
-        max_tokens=tokens,
-        temperature=temperature,
-        rounds=rounds,
-        prunes=prune,
-    )
-    run_tune(engine, prompts, options, num_prompts=num_prompts, threads=threads, as_json=as_json)
+    run_tune(replace(args, engine=engine), file, options, as_json=as_json)

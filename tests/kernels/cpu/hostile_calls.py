@@ -17,14 +17,14 @@ from torch import Tensor
 Arguments = dict[str, Any]
 
 _INTS = (
-    *(-(2**63), 1 - 2**63, -(2**62), -(2**31) - 1, -(2**31), 1 - 2**31, -65, -2, -1, 0, 1, 2, 7),
-    *(63, 64, 65, 2**20, 2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 2, 2**63 - 1),
-)
+    -(2**63), 1 - 2**63, -(2**62), -(2**31) - 1, -(2**31), 1 - 2**31, -65, -2, -1, 0, 1, 2, 7,
+    63, 64, 65, 2**20, 2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 2, 2**63 - 1,
+)  # fmt: skip
 _FLOATS = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1.0, 1.0, 3e38, -3e38)
 _DTYPES = (
-    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
-    *(torch.int64, torch.int32, torch.uint8, torch.bool),
-)
+    torch.float32, torch.bfloat16, torch.float16, torch.float64,
+    torch.int64, torch.int32, torch.uint8, torch.bool,
+)  # fmt: skip
 # a head has no more, so that a word's end, a tile's and a register's are met
 _WIDTHS = (1, 2, 3, 7, 8, 15, 16, 17, 32, 33, 64, 65)
 
@@ -137,9 +137,9 @@ def _other_strides(rng: random.Random, tensor: Tensor) -> Tensor:
 
 
 _SPOILERS: tuple[Callable[[random.Random, Tensor], Tensor], ...] = (
-    *(_some_elements, _some_elements, _some_elements, _near_elements, _near_elements),
-    *(_other_dtype, _other_dims, _other_size, _other_size, _other_strides),
-)
+    _some_elements, _some_elements, _some_elements, _near_elements, _near_elements,
+    _other_dtype, _other_dims, _other_size, _other_size, _other_strides,
+)  # fmt: skip
 
 
 def _i32(values: Any) -> Tensor:
@@ -306,11 +306,11 @@ def _rules(rng: random.Random, batch: int) -> Arguments:
     for _ in range(batch):
         values.append(
             [
-                *(rng.choice((0.0, 0.7, 1.0, 2.0)), rng.choice((1.0, 0.9, 0.1))),
-                *(rng.choice((0.0, 0.05, 0.5)), rng.choice((1.0, 1.0, 1.3))),
-                *(rng.choice((0.0, 0.0, 0.5)), rng.choice((0.0, 0.0, -0.5))),
+                rng.choice((0.0, 0.7, 1.0, 2.0)), rng.choice((1.0, 0.9, 0.1)),
+                rng.choice((0.0, 0.05, 0.5)), rng.choice((1.0, 1.0, 1.3)),
+                rng.choice((0.0, 0.0, 0.5)), rng.choice((0.0, 0.0, -0.5)),
             ]
-        )
+        )  # fmt: skip
         top_k = rng.choice((0, -1, 1, 3, 40))
         words.append([rng.getrandbits(63), top_k, rng.randrange(4), rng.choice((0, 3))])
     return {

@@ -34,14 +34,14 @@ def int32(values: Any) -> Tensor:
 
 
 class Call:
-    """Two sequences: 2 tokens behind 5 rows, 3 tokens behind 2 rows; the last blocks are unused."""
+    """Two sequences: 2 tokens after 5 rows, 3 tokens after 2 rows; the last blocks are unused."""
 
     def __init__(self, causal: bool = False, **changes: Any) -> None:
         torch.manual_seed(0)
         self.memory = torch.full((2, BLOCKS + 2 * MARGIN, BLOCK_SIZE, 1, 8), CANARY)
         self.memory[0, :MARGIN] = self.memory[0, -MARGIN:] = 0.0  # scores like any other
         self.caches = [part[MARGIN : MARGIN + BLOCKS].normal_() for part in self.memory]
-        # an index behind a table finds a canary's block
+        # an index beyond a table finds a canary's block
         tables = torch.full((4, COUNT), BLOCKS, dtype=torch.int32)
         self.table = tables[1:3].copy_(int32([[6, 1, -1], [3, 0, HUGE]]))
         self.args: dict[str, Any] = {
@@ -65,8 +65,8 @@ class Call:
 
     def run(self, operators: Any) -> Tensor:
         return operators.tree_attention(
-            *(self.q, self.k, self.v, *self.caches, *self.args.values(), self.table), **self.options
-        )
+            self.q, self.k, self.v, *self.caches, *self.args.values(), self.table, **self.options
+        )  # fmt: skip
 
     def canaries(self) -> Tensor:
         return torch.cat([self.memory[:, :MARGIN], self.memory[:, MARGIN + BLOCKS :]], 1)
@@ -118,7 +118,7 @@ def test_the_last_row_of_a_cache_is_no_error(operators, causal):
 @pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
 @pytest.mark.parametrize("entry", [-1, BLOCKS, HUGE, -(2**31)])
 def test_what_is_not_used_may_be_anything(operators, entry, causal):
-    """Entries behind the last block; and all of a sequence whose tokens are dead."""
+    """Entries after the last block; and all of a sequence whose tokens are dead."""
     call = Call(causal)
     want = call.run(operators)
     call.table[:, 2] = entry

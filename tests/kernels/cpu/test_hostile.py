@@ -159,11 +159,11 @@ def test_a_runner_survives(operators, seed):
         "step": lambda: (
             [*(rng.choice((1, hostile_int(rng))) for _ in range(rng.choice((0, 2, 4, 5))))],
             torch.zeros(rng.choice((0, 1, 2)), 1, dtype=torch.int32),
-            *([slot()], stage(), stage(), [slot()]),
+            [slot()], stage(), stage(), [slot()],
         ),
         "get": lambda: (slot(),),
         "outputs": lambda: ([slot(), slot()],),
-    }
+    }  # fmt: skip
     names = list(steps)
     for _ in range(200):
         name = rng.choice(names)

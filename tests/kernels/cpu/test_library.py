@@ -36,7 +36,7 @@ def small_library(tmp_path, monkeypatch) -> Any:
         shutil.copytree(native.SOURCE_DIR, sources)
         if changed:
             path = sources / changed
-            path.write_text(path.read_text() + "// changed\n")
+            path.write_text(path.read_text() + "struct Changed;  // so\n")
         with monkeypatch.context() as patch:
             patch.setattr(native, "SOURCE_DIR", sources)
             patch.setattr(native, "_sources", lambda: [sources / "version.cpp"])
@@ -54,12 +54,24 @@ def test_a_library_of_changed_sources_is_refused(native_operators, small_library
     assert caught.value.do == "compile the engine again with this version"
 
 
+def test_comments_are_no_part_of_the_interface(tmp_path, monkeypatch):
+    known = native.interface_hash()
+    sources = shutil.copytree(native.SOURCE_DIR, tmp_path / "sources")
+    monkeypatch.setattr(native, "SOURCE_DIR", sources)
+    header = sources / "programs.h"
+    text = header.read_text()
+    header.write_text(f"// of a new line\n{text}".replace(";\n", ";  // at an end\n", 1))
+    assert native.interface_hash() == known
+    header.write_text(text.replace(";\n", ";;\n", 1))
+    assert native.interface_hash() != known
+
+
 def test_sources_that_changed_since(native_operators, tmp_path, monkeypatch):
     """The other way around: the library is loaded, and another specc is installed over this one."""
     native.load(native.build())
     library = native.build()
     sources = shutil.copytree(native.SOURCE_DIR, tmp_path / "sources")
-    (sources / "programs.h").write_text("// another\n")
+    (sources / "programs.h").write_text("struct Another;\n")
     monkeypatch.setattr(native, "SOURCE_DIR", sources)
     with pytest.raises(EngineError, match="another version of specc"):
         native.load(library)

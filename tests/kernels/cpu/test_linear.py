@@ -126,7 +126,7 @@ def run_blocks(
 
 
 def in_poison(*shape: int, dtype: torch.dtype, padding: int = 0) -> Tensor:
-    """Random rows with `padding` NaNs between them, and NaNs before and behind."""
+    """Random rows with `padding` NaNs between them, and NaNs before and after."""
     rows, columns = shape
     memory = torch.full((64 + rows * (columns + padding) + 64,), torch.nan, dtype=dtype)
     size, stride = (rows, columns), (columns + padding, 1)
@@ -188,7 +188,7 @@ def before_a_forbidden_page(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("k", [3, 64, 200], ids="k{}".format)
-def test_reads_nothing_behind_x_and_weight(library, k, dtype):
+def test_reads_nothing_beyond_x_and_weight(library, k, dtype):
     x = before_a_forbidden_page(5, k, dtype=dtype)
     packed = to_blocks(torch.ones(39, k, dtype=dtype))
     weight = before_a_forbidden_page(1, packed.numel(), dtype=dtype).copy_(packed.view(1, -1))

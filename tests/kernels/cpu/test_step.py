@@ -131,7 +131,7 @@ def test_tree_expand_finds_the_best_at_every_place(operators, vocab, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [4, 40], ids="vocab{}".format)
-def test_minus_infinity_ranks_behind_the_lowest_number(operators, vocab, dtype):
+def test_minus_infinity_ranks_below_the_lowest_number(operators, vocab, dtype):
     """Where a mask is the lowest number: the target's argmax is no token that is out by -inf."""
     tensor = torch.full((1, vocab), -INF, dtype=dtype)
     tensor[0, [2, vocab - 1]] = torch.finfo(dtype).min

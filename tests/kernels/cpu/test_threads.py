@@ -33,7 +33,7 @@ def program(probe_package) -> Iterator[Any]:
 
 
 class Step:
-    """A pass, an operator behind it, and a second stage with another pass."""
+    """A pass, an operator after it, and a second stage with another pass."""
 
     def __init__(self, program: Any) -> None:
         self.native = torch.classes.specc.StepRunner(9)

@@ -58,7 +58,7 @@ class Problem:
     sink: int = 0
     strided: bool = False
     dtype: torch.dtype = torch.float32
-    unowned: int = 0  # dead tokens behind those of the last sequence
+    unowned: int = 0  # dead tokens after those of the last sequence
     threads: int = 1
     seed: int = 0
     poison_what_is_cut: bool = False  # by the window, for all tokens
@@ -222,14 +222,14 @@ def test_threads_share_sequences(threads, dtype, lengths):
 def test_prefill_of_long_chunks(threads, window):
     parents = (random_tree(300), (), random_tree(200), (-1,))
     Problem(
-        *(6, 2, 40, 40, 16),
+        6, 2, 40, 40, 16,
         lengths=(0, 10, 333, 700),
         parents=parents,
         causal=True,
         window=window,
         sink=4,
         threads=threads,
-    ).check()
+    ).check()  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [63, 64, 65, 128, 130, 200])
@@ -256,12 +256,12 @@ def test_more_query_heads_than_an_item_has_rows():
 def test_window_never_reads_what_it_cuts(window, sink, threads):
     """A row that the window cuts for all tokens may be anything."""
     Problem(
-        *(4, 1, 32, 32, 16, (2000,), (random_tree(6),)),
+        4, 1, 32, 32, 16, (2000,), (random_tree(6),),
         window=window,
         sink=sink,
         threads=threads,
         poison_what_is_cut=True,
-    ).check()
+    ).check()  # fmt: skip
 
 
 @pytest.mark.parametrize("slope", [1 / 40, -1 / 40], ids=["rising", "falling"])

@@ -403,7 +403,7 @@ def test_refuses(operators, name, place, value, message):
 
 
 def test_what_is_not_used_may_be_anything(operators):
-    """Blocks behind a sequence's last, and all of padding."""
+    """Blocks after a sequence's last, and all of padding."""
     history, last = torch.full((2, 4), 7, dtype=torch.int32), torch.tensor([[7], [7]])
     lengths = int32([4, PADDING])
     for entry in cases.WRONG_BLOCKS:

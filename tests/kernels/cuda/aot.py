@@ -28,13 +28,13 @@ from typing import Any
 
 # files of specc/kernels/cuda with a function `shipped`, the quick ones first
 MODULES = (
-    *("rows", "leave_step", "commit_kv", "write_kv"),
-    *("act_and_mul", "rms_norm", "rope_write", "sampling"),
-    *("accept_winners", "tree_expand", "merge", "trees", "lookup", "attend"),
-    *("add_norm_linear", "add_norm_gate_up", "add_norm_rope_write"),
-    *("add_norm_head", "embed_norm_rope_write", "experts"),
-    *("tree_context", "row_filters", "node_best", "node_winners", "accept_walk", "child_keys"),
-)
+    "rows", "leave_step", "commit_kv", "write_kv",
+    "act_and_mul", "rms_norm", "rope_write", "sampling",
+    "accept_winners", "tree_expand", "merge", "trees", "lookup", "attend",
+    "add_norm_linear", "add_norm_gate_up", "add_norm_rope_write",
+    "add_norm_head", "embed_norm_rope_write", "experts",
+    "tree_context", "row_filters", "node_best", "node_winners", "accept_walk", "child_keys",
+)  # fmt: skip
 CAPABILITIES = (80, 90, 100, 120)
 _PTXAS = re.compile(
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores,"

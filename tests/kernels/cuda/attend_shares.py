@@ -45,9 +45,9 @@ def work_of(
     return plan_work(
         len(lengths) * tiles,
         len(lengths) * tokens * group // c.block_m + len(lengths),
-        *(heads[1], len(lengths), c.programs_per_sm * NUM_SMS),
+        heads[1], len(lengths), c.programs_per_sm * NUM_SMS,
         -(-capacity // c.block_n) // c.min_blocks,
-    )
+    )  # fmt: skip
 
 
 def shares(

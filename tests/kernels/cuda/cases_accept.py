@@ -13,11 +13,8 @@ from torch import Tensor
 from specc.kernels.cuda import accept_walk, node_best, row_filters, row_noise, tree_context
 from specc.kernels.cuda.accept import accept
 from specc.kernels.cuda.sampling import gumbel_of_bits
-from specc.kernels.reference.accept import (
-    accept_reference,
-    penalize_reference,
-    process_reference,
-)
+from specc.kernels.reference.accept import accept_reference
+from specc.kernels.reference.processing import penalize_reference, process_reference
 from specc.sampling.rows import Rule
 from tests.kernels.cuda.near_ties import (
     check_equal_or_near,
@@ -57,9 +54,9 @@ def run(inputs: Forest, device: torch.device, *, is_small: bool = False) -> list
     paged = [inside(inputs.history, 1, device), inside(inputs.block_table, 0, device)]
     with sizes(**(SMALL if is_small else {})), sizes(**(SMALL_WALK if is_small else {})):
         outputs = accept(
-            *(dense[0], dense[1], parents, inputs.max_depth, image, q_rows, drafts, *rows),
-            *(inputs.cache_len.to(device), *paged),
-        )
+            dense[0], dense[1], parents, inputs.max_depth, image, q_rows, drafts, *rows,
+            inputs.cache_len.to(device), *paged,
+        )  # fmt: skip
     assert torch.equal(before.nan_to_num(7.0), dense[0].nan_to_num(7.0))
     return [output.cpu() for output in outputs]
 
@@ -118,10 +115,10 @@ def check_filters(
     with sizes(**small):
         stats = row_filters.row_filters(
             inside(logits, float("nan"), device),
-            *(values.to(device), words.to(device), cache_len.to(device)),
+            values.to(device), words.to(device), cache_len.to(device),
             filtered=tuple(Rule),
             weighed=weighed,
-        ).cpu()
+        ).cpu()  # fmt: skip
     num_dropped = 0
     for r, scores in enumerate(wanted):
         row = rows[r // per_row]
@@ -135,9 +132,9 @@ def check_filters(
         kept = (plain >= cut) & (plain > -torch.inf)
         options = [tensor[r] for tensor in wide]
         check_equal_or_near(
-            *([kept.tolist()], [(scores > -torch.inf).tolist()], device),
+            [kept.tolist()], [(scores > -torch.inf).tolist()], device,
             lambda _, args=(kept, logits[r], *options): is_permitted_cut(*args),
-        )
+        )  # fmt: skip
         if row.rule in weighed:
             exact = (plain[kept] - best).double().exp().sum()
             torch.testing.assert_close(mass.double(), exact, rtol=1e-5, atol=0.0)
@@ -176,10 +173,10 @@ def check_many_blocks(vocab: int, num_blocks: int, device: torch.device) -> None
     values, words, cache_len = options_of(rows, 2)
     logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(6)) * 0.2
     inputs = Forest(
-        *(logits, torch.zeros(len(rows), 1).long(), torch.full((len(rows), 1), -1).int()),
-        *(0, None, None, [], values, words, cache_len),
-        *(torch.zeros(1, 4).int(), torch.zeros(len(rows), 1).int()),
-    )
+        logits, torch.zeros(len(rows), 1).long(), torch.full((len(rows), 1), -1).int(),
+        0, None, None, [], values, words, cache_len,
+        torch.zeros(1, 4).int(), torch.zeros(len(rows), 1).int(),
+    )  # fmt: skip
     with sizes(MAX_PROGRAMS=(node_best, 1)):
         assert node_best.config(len(rows), vocab)["num_blocks"] == num_blocks
         check_accept(inputs, device)
@@ -206,9 +203,9 @@ def check_penalties(row: Row, device: torch.device, dtype: torch.dtype = torch.f
         tokens.append(wanted[-1])
     parents = torch.arange(-1, num_nodes - 1, dtype=torch.int32)[None]
     inputs = Forest(
-        *(logits, torch.tensor([tokens[:-1]]), parents, num_nodes - 1, None, None, []),
-        *(values, words, cache_len, history, table),
-    )
+        logits, torch.tensor([tokens[:-1]]), parents, num_nodes - 1, None, None, [],
+        values, words, cache_len, history, table,
+    )  # fmt: skip
     path, accepted, output = run(inputs, device, is_small=True)
     assert output[0].tolist() == wanted
     assert path[0].tolist() == list(range(num_nodes))
@@ -237,10 +234,10 @@ def given_tree(
         None if image is None else torch.tensor([image] * num_seeds, dtype=torch.int32),
         torch.tensor(q_rows, dtype=torch.int32),
         [level.repeat(num_seeds, 1) for level in drafts],
-        *(values, words, cache_len),
+        values, words, cache_len,
         torch.zeros(1, 4, dtype=torch.int32),
         torch.zeros(num_seeds, 1, dtype=torch.int32),
-    )
+    )  # fmt: skip
 
 
 def check_safety(device: torch.device) -> None:
@@ -255,10 +252,10 @@ def check_safety(device: torch.device) -> None:
     tokens = torch.tensor([[3] * num_nodes] * len(rows))
     image = torch.tensor([[0, 9, 1, 2, 4, -7]] * len(rows), dtype=torch.int32)
     inputs = Forest(
-        *(logits, tokens, parents, 4, image, torch.tensor([0, 0, 77, 0, 0, 0]).int()),
-        *([torch.zeros(len(rows), vocab)], values, words, cache_len),
-        *(torch.zeros(1, 4).int(), torch.full((len(rows), 2), 10**6).int()),
-    )
+        logits, tokens, parents, 4, image, torch.tensor([0, 0, 77, 0, 0, 0]).int(),
+        [torch.zeros(len(rows), vocab)], values, words, cache_len,
+        torch.zeros(1, 4).int(), torch.full((len(rows), 2), 10**6).int(),
+    )  # fmt: skip
     path, accepted, output = run(inputs, device)
     assert path.tolist() == [[0, 1, -1, -1, -1]] * len(rows)
     assert output.tolist() == [[3, 3, -1, -1, -1]] * len(rows)

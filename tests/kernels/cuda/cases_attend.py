@@ -41,10 +41,10 @@ class Case:
         heads: query heads and KV heads.
         sizes: head size of keys and of values.
         block_size: rows of a block; 0 is dense.
-        first_node: nodes in front of the first token, in the cache already (a draft level).
+        first_node: nodes before the first token, in the cache already (a draft level).
         num_words: words of ancestors; 0 as many as the nodes need.
         dead: tokens (flat) that are dead; a sequence may be dead as a whole.
-        tail: tokens behind those of the last sequence.
+        tail: tokens after those of the last sequence.
         splits: None is the choice of the operator.
     """
 
@@ -179,7 +179,7 @@ def make_call(case: Case, device: torch.device) -> Call:
     )
     used = seen.view(len(case.seqs), num_pages, block_size).any(dim=2)
     for b in range(len(case.seqs)):
-        # pages in front of a window are allocated too, and the oracle reads them
+        # pages before a window are allocated too, and the oracle reads them
         used[b, : max(used[b].nonzero().flatten().tolist(), default=-1) + 1] = True
     blocks = torch.randperm(int(used.sum()) + 2, generator=generator)[2:].int()
     table[used] = blocks
@@ -207,14 +207,14 @@ def make_call(case: Case, device: torch.device) -> Call:
     q = fused.to(device)[:, :width].view(num_tokens, num_heads, -1).transpose(0, 1)
     starts = [sum(t for t, _ in case.seqs[:b]) for b in range(len(case.seqs) + 1)]
     args = (
-        *(q, *caches),
+        q, *caches,
         torch.tensor(starts, dtype=torch.int32, device=device),
         torch.tensor(positions, dtype=torch.int64, device=device),
         torch.tensor(slots, dtype=torch.int32, device=device),
         torch.tensor([n for _, n in case.seqs], dtype=torch.int32, device=device),
         torch.tensor(words, dtype=torch.int64, device=device) if case.is_tree else None,
         table.to(device),
-    )
+    )  # fmt: skip
     options = {"scale": case.sizes[0] ** -0.5, "window": case.window, "sink": case.sink}
     return Call(args, options)
 

@@ -53,17 +53,17 @@ def check_draft_children(
     logits = logits_of(kind, len(rows) * frontier, vocab, vocab + depth).to(dtype)
     first = torch.tensor(columns, dtype=torch.int32)
     tokens, scores = draft_children_reference(
-        *(logits, num_children, cache_len, first, depth, values, words, scored)
-    )
+        logits, num_children, cache_len, first, depth, values, words, scored
+    )  # fmt: skip
     # every second column of a wider row
     spread = torch.full((frontier, 2), 99, dtype=torch.int32)
     spread[:, 0] = first
     with sizes(**(SMALL if is_small else {})):
         found, found_scores = draft_children(
-            *(inside(logits, float("nan"), device), num_children, cache_len.to(device)),
-            *(spread.to(device)[:, 0], depth, inside(values, 0.5, device)),
-            *(inside(words, 1, device), scored),
-        )
+            inside(logits, float("nan"), device), num_children, cache_len.to(device),
+            spread.to(device)[:, 0], depth, inside(values, 0.5, device),
+            inside(words, 1, device), scored,
+        )  # fmt: skip
     assert (found.dtype, found_scores.dtype) == (torch.int64, torch.float32)
     is_real = (cache_len >= 0).repeat_interleave(frontier)
     found, found_scores = found.cpu(), found_scores.cpu()

@@ -24,7 +24,7 @@ def check_lookup(case: Lookup, device: torch.device) -> None:
 
 
 def check_blocks_beyond_the_history(device: torch.device) -> None:
-    """A block that is not there holds no token, and a length behind the table ends at it."""
+    """A block that is not there holds no token, and a length beyond the table ends at it."""
     memory = torch.full((4, 2), 5, dtype=torch.int32, device=device)
     table = int32([[0, 9], [-1, 1], [0, 1], [1, 0]]).to(device)
     lengths = int32([4, 2, 9, PADDING]).to(device)

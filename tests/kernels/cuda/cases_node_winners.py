@@ -33,11 +33,11 @@ def check_node_winners(
     tiles = [(first, by_node[:, first : first + tile]) for first in range(0, num_nodes, tile)]
     wanted = [
         node_winners_reference(
-            *(logits.flatten(0, 1), inputs.tokens, inputs.parents, first),
+            logits.flatten(0, 1), inputs.tokens, inputs.parents, first,
             *(getattr(inputs, name) for name in rows),
         )
         for first, logits in tiles
-    ]
+    ]  # fmt: skip
     before = copy.deepcopy(inputs)
     spoil_padding(inputs)
     shared = inputs.parents.stride(0) == 0
@@ -50,17 +50,17 @@ def check_node_winners(
         own = inside(by_node[:, first : first + logits.shape[1]].flatten(0, 1), torch.nan, device)
         with sizes(**(SMALL if is_small else {})):
             found = node_winners(
-                *(own, inside(inputs.tokens, 0, device), parents, first),
-                *(*options, inputs.cache_len.to(device), *paged),
-            )
+                own, inside(inputs.tokens, 0, device), parents, first,
+                *options, inputs.cache_len.to(device), *paged,
+            )  # fmt: skip
         assert found.dtype == want.dtype
         width = logits.shape[1]
         check_equal_or_near(
-            *(found.tolist(), want.tolist(), device),
+            found.tolist(), want.tolist(), device,
             lambda r, found=found, first=first, width=width: (
                 int(found[r]) in permitted_winners(before, r // width, first + r % width)
             ),
-        )
+        )  # fmt: skip
     return torch.cat([want.view(batch, -1) for want in wanted], dim=1)
 
 
@@ -81,10 +81,10 @@ def roots_of(rows: list[Row], logits: Tensor) -> Forest:
     """Trees of one node."""
     count = len(rows)
     return Forest(
-        *(logits, torch.zeros(count, 1).long(), torch.full((count, 1), -1).int()),
-        *(0, None, None, [], *options_of(rows, 3)),
-        *(torch.zeros(1, 4).int(), torch.zeros(count, 1).int()),
-    )
+        logits, torch.zeros(count, 1).long(), torch.full((count, 1), -1).int(),
+        0, None, None, [], *options_of(rows, 3),
+        torch.zeros(1, 4).int(), torch.zeros(count, 1).int(),
+    )  # fmt: skip
 
 
 def check_dead_nodes(device: torch.device) -> None:

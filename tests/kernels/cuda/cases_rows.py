@@ -39,7 +39,7 @@ def check_tree_rows(batch: int, num_nodes: int, device: torch.device) -> None:
         integers(-1, 200, num_nodes, seed=2),
         integers(-1, 9, num_nodes, seed=3),
     )
-    # an empty cache: the token in front of the root is nowhere, at position 0
+    # an empty cache: the token before the root is nowhere, at position 0
     inputs[0][:1] = 0
     wanted = reference.tree_rows_reference(*inputs)
     same(rows.tree_rows(*(strided(tensor, device) for tensor in inputs)), wanted)
@@ -91,7 +91,7 @@ def check_counts_beyond_the_row(device: torch.device) -> None:
 def check_leave_step(
     batch: int, columns: int, width: int, num_drafts: int, device: torch.device
 ) -> None:
-    """All that is written, and what lies behind it in a row."""
+    """All that is written, and what lies after it in a row."""
     wide, narrow = torch.int64, torch.int32
     given = (
         integers(0, width, batch, seed=1),

@@ -100,7 +100,7 @@ def check_sample(
     kind: str = "random",
     max_programs: int = sampling.MAX_PROGRAMS,
 ) -> None:
-    """Rows of every temperature, seed and offset; what lies behind a row would win at once."""
+    """Rows of every temperature, seed and offset; what lies after a row would win at once."""
     generator = torch.Generator().manual_seed(num_rows * vocab)
     buffer = torch.full((num_rows, vocab + 16), float("nan"), dtype=dtype, device=device)
     logits = torch.randn(num_rows, vocab, generator=generator) * 2

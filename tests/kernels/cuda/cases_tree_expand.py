@@ -42,7 +42,7 @@ def check_tree_expand(
     *,
     kind: str = "random",
 ) -> None:
-    """What lies behind a row would be its first child."""
+    """What lies after a row would be its first child."""
     logits = logits_of(kind, num_rows, vocab, dtype)
     wanted = tree_expand_reference(logits, num_children)
     buffer = torch.full((num_rows, vocab + 16), float("nan"), dtype=dtype, device=device)

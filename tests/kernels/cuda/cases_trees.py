@@ -55,9 +55,9 @@ def check_record_tokens(case: tree_cases.Record, device: torch.device) -> None:
 
 
 def check_what_has_no_row_is_not_written(device: torch.device) -> None:
-    """Places behind the table, blocks that the history lacks, counts beyond the output."""
+    """Places beyond the table, blocks that the history lacks, counts beyond the output."""
     memory = torch.zeros(5, 2, dtype=torch.int32, device=device)
-    # behind each row of the table stands a block that there is
+    # each row of the table is followed by a block that exists
     table = int32([[0, 2, 2], [-1, 1, 2], [3, 0, 2], [1, 1, 2]])
     lengths = int32([2, 1, 0, 2**31 - 2])
     last = torch.tensor([[7]] * 4)

@@ -31,7 +31,7 @@ class Case:
         rotated: R of `rope_write`; 0 is the whole head.
         block_size: rows of a block; 0 is dense.
         dead: tokens (flat) that are dead.
-        tail: tokens behind those of the last sequence.
+        tail: tokens after those of the last sequence.
         dtype: of keys and values.
         cache_dtype: None is the same.
         angle_dtype: of cos and sin; None is the same.

@@ -17,7 +17,7 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "size": (64, 80, 96, 128, 256),
     "heads": ((2, 2), (4, 1), (6, 2)),
     "block_size": (0, 7, 16, 64),
-    # causal, a tree, a draft level behind three nodes that are in the cache
+    # causal, a tree, a draft level after three nodes that are in the cache
     "kind": ("causal", "tree", "level"),
     "seqs": (((5, 37),), ((3, 70), (0, 12), (6, 0)), ((1, 63), (2, 64), (1, 65))),
     "window": ((0, 0), (20, 0), (20, 5), (1, 0)),

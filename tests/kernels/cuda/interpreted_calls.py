@@ -20,6 +20,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
+from tests.kernels.cuda.interpreted_operators import patch_operators
+
 
 def patch_calls() -> None:
     """Patch the interpreter of this process; a second call changes nothing."""
@@ -42,6 +44,7 @@ def patch_calls() -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _patch_dtypes()
     _patch_shapes()
+    patch_operators()
 
 
 def _patch_dtypes() -> None:

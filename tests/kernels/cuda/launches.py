@@ -297,11 +297,11 @@ def _attend(
     position, slot = _meta(num_tokens, dtype=I64), _meta(num_tokens, dtype=I32)
     words = _meta(num_tokens, -(-num_tokens // 64), dtype=I64) if is_tree else None
     return attend.attend(
-        *(_heads(num_tokens, 8, size, dtype), cache, cache, _meta(2, dtype=I32), position, slot),
-        *(_meta(1, dtype=I32), words, _meta(1, num_pages, dtype=I32)),
+        _heads(num_tokens, 8, size, dtype), cache, cache, _meta(2, dtype=I32), position, slot,
+        _meta(1, dtype=I32), words, _meta(1, num_pages, dtype=I32),
         scale=0.125,
         num_splits=splits,
-    )
+    )  # fmt: skip
 
 
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {

@@ -76,10 +76,10 @@ def _node_best_calls(batch: int, vocab: int) -> Iterator[Any]:
         for all_rules, num_nodes in ((True, 1), (False, 60)):
             rows = batch * num_nodes
             yield node_best.node_best(
-                *(_meta(rows, vocab, dtype=dtype), *_options(batch), _meta(rows, 3)),
+                _meta(rows, vocab, dtype=dtype), *_options(batch), _meta(rows, 3),
                 _tree(batch, vocab, num_nodes),
                 all_rules=all_rules,
-            )
+            )  # fmt: skip
 
 
 def _node_winners_calls(batch: int, vocab: int) -> Iterator[Any]:
@@ -122,11 +122,11 @@ def _walk(
         draft_stats = _meta(batch * num_drafts, 3)
     best = _meta(rows, node_best.config(rows, vocab)["num_parts"], dtype=I64)
     return accept_walk.accept_walk(
-        *(best, _meta(rows, vocab, dtype=dtype), tokens, parents, max_depth, image),
-        *(_meta(num_columns, dtype=I32), drafts, (_meta(rows, 3), draft_stats)),
-        *(*_options(batch), counts),
+        best, _meta(rows, vocab, dtype=dtype), tokens, parents, max_depth, image,
+        _meta(num_columns, dtype=I32), drafts, (_meta(rows, 3), draft_stats),
+        *_options(batch), counts,
         is_tried=is_tried,
-    )
+    )  # fmt: skip
 
 
 def _child_keys_calls(batch: int, vocab: int) -> Iterator[Any]:
@@ -145,10 +145,10 @@ def _children(
 ) -> Any:
     rows = batch * 3
     return child_keys.best_children(
-        *(_meta(rows, vocab, dtype=dtype), num_children, _meta(3, dtype=I32), 2),
-        *(*_options(batch), _meta(rows, 3)),
+        _meta(rows, vocab, dtype=dtype), num_children, _meta(3, dtype=I32), 2,
+        *_options(batch), _meta(rows, 3),
         scored=scored,
-    )
+    )  # fmt: skip
 
 
 def _of_all_batches(

@@ -34,8 +34,8 @@ from specc.kernels.reference.accept import (
     _path_to,
     _token_noise,
     draft_children_reference,
-    penalize_reference,
 )
+from specc.kernels.reference.processing import penalize_reference
 from specc.kernels.reference.sampling import _log, _split, uniform_reference
 from specc.sampling.rows import Rule, Value, Word
 from tests.kernels.cuda.typed_trees import Forest
@@ -224,9 +224,9 @@ def permitted_children(
     found = []
     for row in rows:
         tokens, scores = draft_children_reference(
-            *(row[None], num_children, torch.tensor([length]), torch.tensor([column]), depth),
-            *(plain[None], unfiltered[None], True),
-        )
+            row[None], num_children, torch.tensor([length]), torch.tensor([column]), depth,
+            plain[None], unfiltered[None], True,
+        )  # fmt: skip
         found.append((tokens[0], scores[0]))
     return found
 

@@ -11,7 +11,7 @@ Here every launch of a test is watched:
   has acquired that address.
 - A launch with atomics runs a second time, in the opposite order, from the same memory: what only
   one order makes right is found (a read of all that has arrived by a program that does not know
-  itself the last one), and so is a result that depends on who comes first.
+  itself the last one), and so is a result that depends on which one comes first.
 - A program that touches bytes outside of the launch's tensors is named.
 
 Two programs that write the same value race, too: that the values are equal is what one test's data
@@ -312,7 +312,7 @@ def _run(self: GridExecutor, *args: Any, **options: Any) -> None:
             if not _equal(one, storage):
                 raise RaceError(
                     f"{name}, grid {grid}: found other results where its programs run in the"
-                    " opposite order; needed the same: what atomics return depends on who comes"
+                    " opposite order; needed the same: what atomics return depends on which comes"
                     " first"
                 )
 

@@ -1,4 +1,4 @@
-"""Products with norm and residual before, and gate or rotation behind, equal their oracles."""
+"""Products with norm and residual before, and gate or rotation after, equal their oracles."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _check_embedded(name, tile, device):
     check_embedded(ROTATED[name], *tile, bool(place % 2), device)
 
 
-# the same kernel behind the product: fewer pairs, and still every tile and every case
+# the same kernel after the product: fewer pairs, and still every tile and every case
 @pytest.mark.parametrize(("name", "tile"), PAIRS[3::6], ids=[f"{n}-{t}" for n, t in PAIRS[3::6]])
 def test_embed_norm_rope_write(name, tile, device):
     _check_embedded(name, tile, device)

@@ -50,9 +50,9 @@ def find_work_kernel(
     i = tl.program_id(0)
     i_program = tl.load(asked + i)
     i_b, i_tile, i_split, splits, i_part = find_work(
-        *(i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group),
-        *(reach, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB),
-    )
+        i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group,
+        reach, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
+    )  # fmt: skip
     tl.store(found + i * 5, i_b)
     tl.store(found + i * 5 + 1, i_tile)
     tl.store(found + i * 5 + 2, i_split)
@@ -75,12 +75,12 @@ def find(
     starts = torch.tensor([0, *tokens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     found = torch.full((len(programs), 5), 77, dtype=torch.int32, device=device)
     find_work_kernel[(len(programs),)](
-        *(found, torch.tensor(programs, dtype=torch.int32, device=device), work.num_programs),
-        *(starts, torch.tensor(lengths, dtype=torch.int32, device=device)),
-        *(len(lengths), sum(tokens), tokens[0] if is_even else 0, group, 1 << 30, capacity),
-        *(work.num_splits, work.slots, work.waves),
-        *(c.min_blocks, c.block_m, c.block_n, 64),
-    )
+        found, torch.tensor(programs, dtype=torch.int32, device=device), work.num_programs,
+        starts, torch.tensor(lengths, dtype=torch.int32, device=device),
+        len(lengths), sum(tokens), tokens[0] if is_even else 0, group, 1 << 30, capacity,
+        work.num_splits, work.slots, work.waves,
+        c.min_blocks, c.block_m, c.block_n, 64,
+    )  # fmt: skip
     return found.tolist()
 
 
@@ -168,9 +168,9 @@ def test_any_batch(seed: int, device: torch.device) -> None:
         work = plan_work(
             num_seqs * -(-rows // c.block_m),
             sum(tokens) * group // c.block_m + num_seqs,
-            *(num_kv_heads, num_seqs, slots, -(-capacity // c.block_n) // c.min_blocks),
+            num_kv_heads, num_seqs, slots, -(-capacity // c.block_n) // c.min_blocks,
             num_splits=rng.choice([None, None, None, 1, 3]),
-        )
+        )  # fmt: skip
         check(lengths, tokens, group, capacity, c, work, device)
 
 

@@ -7,6 +7,7 @@ write the tables anew.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -22,11 +23,14 @@ import pytest
 
 from specc.kernels.cuda import attend_config
 from specc.kernels.cuda.shipped import CAPABILITIES, Shipped
+from specc.system.file_cache import FileCache
 from tests.kernels.cuda import aot, launches
 from tests.kernels.cuda.aot import Usage
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLES = Path(__file__).parent / "budget"
+# what `aot.py` has found
+USAGE = "usage.jsonl"
 PINNED = re.findall(r"^triton==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
 # the oldest version that pyproject.toml allows; `make test-full` installs it
 OLDEST = "3.6.0"
@@ -57,8 +61,8 @@ SAMPLED_ODD = (
 PRODUCTS = (
     *(f"_add_norm_{name}_kernel" for name in ("linear", "gate_up", "rope_write", "head")),
     "_embed_norm_rope_write_kernel",
-    *("_experts_gate_up_kernel", "_experts_down_kernel"),
-)
+    "experts_gate_up_kernel", "experts_down_kernel",
+)  # fmt: skip
 
 every_table = pytest.mark.parametrize(
     ("version", "capability"), CONDITIONS, ids=[f"{v}-sm_{c}" for v, c in CONDITIONS]
@@ -119,12 +123,12 @@ def test_what_ships_is_what_is_launched(
 # integers that Triton compiles a kernel anew for, if they are 1 or a multiple of 16: what all loads
 # of a row are aligned by. None is 1 while a vocabulary has two tokens and a head eight columns.
 ALIGNING = {
-    *("row_stride", "vocab", "slice_size", "size", "D", "K", "inner", "outer"),
-    *("x_inner", "x_outer", "residual_inner", "residual_outer"),
-    *("stride_qh", "stride_qt", "stride_kh", "stride_kt", "stride_vh", "stride_vt"),
-    *("stride_kb", "stride_ks", "stride_vb", "stride_vs", "stride_cos", "stride_sin"),
-    *("stride_kcb", "stride_kcs", "stride_kch", "stride_vcb", "stride_vcs", "stride_vch"),
-}
+    "row_stride", "vocab", "slice_size", "size", "D", "K", "inner", "outer",
+    "x_inner", "x_outer", "residual_inner", "residual_outer",
+    "stride_qh", "stride_qt", "stride_kh", "stride_kt", "stride_vh", "stride_vt",
+    "stride_kb", "stride_ks", "stride_vb", "stride_vs", "stride_cos", "stride_sin",
+    "stride_kcb", "stride_kcs", "stride_kch", "stride_vcb", "stride_vcs", "stride_vch",
+}  # fmt: skip
 
 
 @every_capability
@@ -240,7 +244,13 @@ def compiled_sample(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int,
     for i, kernel in enumerate(sorted(kernels[CAPABILITIES[0]].keys() - sampled)):
         capability = CAPABILITIES[i % len(CAPABILITIES)]
         names.append(f"sm_{capability}/{kernels[capability][kernel]}")
-    found = compile_kernels(tmp_path_factory.mktemp("aot"), ["--names", *names], PINNED)
+    folder = tmp_path_factory.mktemp("aot")
+    # of the same names `aot.py` compiles only those whose source has changed since
+    key = hashlib.sha256(" ".join([PINNED, *names]).encode()).hexdigest()[:32]
+    cache, kept = FileCache(), f"usage/{key}.jsonl"
+    (folder / USAGE).write_bytes(cache.read(kept) or b"")
+    found = compile_kernels(folder, ["--names", *names], PINNED)
+    cache.write(kept, (folder / USAGE).read_bytes())
     assert len(found) == len(names) > 20
     return found
 
@@ -278,7 +288,7 @@ def compile_kernels(
     folder: Path, options: Sequence[str], version: str, **environment: str
 ) -> dict[tuple[int, str], Usage]:
     """(capability, name) → what `aot.py` finds, in a process of its own."""
-    output = folder / "usage.jsonl"
+    output = folder / USAGE
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     process = subprocess.run(
         [sys.executable, "-P", aot.__file__, "--output", str(output), *options],

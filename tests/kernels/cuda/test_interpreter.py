@@ -1,7 +1,8 @@
-"""The patched interpreter computes in bfloat16 what torch computes."""
+"""The patched interpreter computes in bfloat16 what torch computes, and the rest as it was."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -162,3 +163,68 @@ def test_reductions(device: torch.device) -> None:
     _reduce_kernel[(1,)](x, out, SIZE)
     want = torch.stack([x.float().sum(), x.float().max(), x.float().min()]).bfloat16()
     torch.testing.assert_close(out, want, rtol=2**-8, atol=0)
+
+
+@triton.jit
+def _integers_kernel(x, y, scalar, out, SIZE: tl.constexpr, THREE: tl.constexpr):
+    """Of each two operands that the interpreter would promote, cast or broadcast: all operators."""
+    o = tl.arange(0, SIZE)
+    b_x, b_y, b = tl.load(x + o), tl.load(y + o), tl.load(scalar)
+    p_out = out + o
+    tl.store(p_out, b_x + b_y)
+    tl.store(p_out + SIZE, b_x - b_y)
+    tl.store(p_out + 2 * SIZE, b_x * b_y)
+    tl.store(p_out + 3 * SIZE, 3 - b_x)
+    tl.store(p_out + 4 * SIZE, b_x * THREE + 1)
+    tl.store(p_out + 5 * SIZE, b * b_x - b)
+    tl.store(p_out + 6 * SIZE, b_x < b_y)
+    tl.store(p_out + 7 * SIZE, (b_x >= 3) & (b_y != b))
+    tl.store(p_out + 8 * SIZE, (b_x & b_y) | (b_x ^ 5))
+    tl.store(p_out + 9 * SIZE, (b_x >> 3) + (b_y << 2))
+    # a pointer and an offset before it
+    tl.store(p_out + 11 * SIZE - SIZE, b_x + o)
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64", "uint32"])
+def test_integers_wrap_and_are_promoted(kind: str, device: torch.device) -> None:
+    chooser = np.random.default_rng(3)
+    info = np.iinfo(kind)
+    x, y = chooser.integers(info.min, info.max, (2, SIZE), dtype=kind, endpoint=True)
+    x[:6] = info.min, info.max, 0, 1, 2, 3
+    y[:3] = x[:3]
+    scalar = np.array([7], dtype=kind)
+    o = np.arange(SIZE, dtype=kind)
+    rows = [
+        x + y, x - y, x * y, np.array(3, kind) - x, x * np.array(3, kind) + np.array(1, kind),
+        scalar * x - scalar, x < y, (x >= 3) & (y != scalar), (x & y) | (x ^ np.array(5, kind)),
+        (x >> np.array(3, kind)) + (y << np.array(2, kind)), x + o,
+    ]  # fmt: skip
+    wanted = np.stack([row.astype(kind) for row in rows])
+    out = torch.zeros(len(rows), SIZE, dtype=getattr(torch, kind), device=device)
+    inputs = [torch.from_numpy(value).to(device) for value in (x, y, scalar)]
+    _integers_kernel[(1,)](*inputs, out, SIZE, 3)
+    np.testing.assert_array_equal(out.cpu().numpy(), wanted)
+
+
+@triton.jit
+def _mixed_kernel(small, large, real, out, SIZE: tl.constexpr):
+    """Integers of both sizes, and a table's offsets of two dimensions."""
+    o = tl.arange(0, SIZE)
+    o_out = o[:, None] * SIZE + o[None, :]  # [SIZE, SIZE]
+    b_large = tl.load(large + o)
+    b_sum = tl.load(small + o)[:, None] + b_large[None, :]
+    tl.static_assert(b_sum.dtype == tl.int64)
+    tl.store(out + o_out, b_sum)
+    b_real = tl.load(real + o) * 2.0 - 1
+    tl.store(out + o, b_large + (b_real > -0.0).to(tl.int32))
+
+
+def test_integers_of_two_sizes_meet_in_the_larger(device: torch.device) -> None:
+    small = torch.arange(SIZE, dtype=torch.int32, device=device) + 2**30
+    large = torch.arange(SIZE, device=device) * 2**31
+    real = torch.rand(SIZE, device=device)
+    out = torch.zeros(SIZE, SIZE, dtype=torch.int64, device=device)
+    _mixed_kernel[(1,)](small, large, real, out, SIZE)
+    wanted = small[:, None].long() + large[None, :]
+    wanted[0] = large + (real * 2 - 1 > 0)
+    assert torch.equal(out, wanted)

@@ -12,11 +12,8 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from specc.kernels.cuda import row_filters
-from specc.kernels.reference.accept import (
-    accept_reference,
-    draft_children_reference,
-    process_reference,
-)
+from specc.kernels.reference.accept import accept_reference, draft_children_reference
+from specc.kernels.reference.processing import process_reference
 from specc.kernels.reference.sampling import gumbel_reference, uniform_reference
 from specc.sampling.rows import Rule, Word
 from tests.kernels.cuda import cases_accept, cases_draft_children, near_ties
@@ -120,10 +117,10 @@ SHARES = (0.6, 0.2, 0.12, 0.08)
 @pytest.mark.parametrize(
     ("num_kept", "shift", "is_right"),
     [
-        *((2, 0.0, True), (3, 0.0, True), (2, 9e-6, True), (3, -9e-6, True)),
-        *((2, 2e-5, False), (3, -2e-5, False), (4, 0.0, False), (1, 0.0, False), (3, 0.1, False)),
+        (2, 0.0, True), (3, 0.0, True), (2, 9e-6, True), (3, -9e-6, True),
+        (2, 2e-5, False), (3, -2e-5, False), (4, 0.0, False), (1, 0.0, False), (3, 0.1, False),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("is_gpu", [True, False], ids=["gpu", "cpu"])
 def test_scores_are_those_of_the_tokens_that_a_near_tie_leaves(
     num_kept, shift, is_right, is_gpu, monkeypatch
@@ -134,8 +131,8 @@ def test_scores_are_those_of_the_tokens_that_a_near_tie_leaves(
     assert kept_counts(logits[0], row) == [3, 2]
     values, words, cache_len = options_of([row], 4)
     (wanted, scores) = draft_children_reference(
-        *(logits, 1, cache_len, torch.tensor([1]), 0, values, words, True)
-    )
+        logits, 1, cache_len, torch.tensor([1]), 0, values, words, True
+    )  # fmt: skip
     assert wanted.item() == 0
     exact = [math.log(SHARES[0] / sum(SHARES[:count])) for count in range(1, 5)]
     of_oracle = min(range(4), key=lambda i: abs(exact[i] - scores.item())) + 1
@@ -195,9 +192,9 @@ def test_walks_without_a_near_tie_are_the_oracles_alone(widths, options):
 def planted(rule: Rule, logits: list[float], draft: list[float], token: int) -> Forest:
     """One proposal below the root, drawn from a draft."""
     inputs = cases_accept.given_tree(
-        *(rule, [0, token], [-1, 0], torch.tensor([logits, logits]), [torch.tensor([draft])]),
-        *([-1, 0], 1),
-    )
+        rule, [0, token], [-1, 0], torch.tensor([logits, logits]), [torch.tensor([draft])],
+        [-1, 0], 1,
+    )  # fmt: skip
     inputs.logits = inputs.logits.double().float()
     return inputs
 

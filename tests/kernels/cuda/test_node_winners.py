@@ -26,7 +26,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         pytest.param(MIXED, (2, 1), 300, F32, 2, False, {}, id="mixed-v300-tiles-of-2", marks=slow),
         pytest.param(MIXED, (3,), 37, BF16, 1, False, {}, id="mixed-bf16-v37-tiles-of-1"),
         pytest.param(
-            *(MIXED, (2,), 528, F16, 3, True, {"num_sources": 2, "seed": 1}),
+            MIXED, (2,), 528, F16, 3, True, {"num_sources": 2, "seed": 1},
             id="mixed-fp16-v528-merged",
             marks=slow,
         ),
@@ -35,7 +35,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         pytest.param(PLAIN, (), 70, BF16, 1, False, {}, id="bf16-roots-alone"),
         pytest.param(PLAIN, (1, 1), 1, F32, 2, False, {}, id="v1"),
     ],
-)
+)  # fmt: skip
 def test_node_winners(rows, widths, vocab, dtype, tile, is_small, options, device):
     inputs = forest(rows, widths, vocab, dtype, **options)
     winners = cases.check_node_winners(inputs, tile, device, is_small=is_small)

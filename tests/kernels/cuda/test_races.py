@@ -249,7 +249,7 @@ def _queue_kernel(next_place, out):
     tl.store(out + place, tl.program_id(0))
 
 
-def test_a_result_that_depends_on_who_comes_first():
+def test_a_result_that_depends_on_which_comes_first():
     with pytest.raises(RaceError, match="other results where its programs run in the opposite"):
         _queue_kernel[(5,)](torch.zeros(1, dtype=I32), torch.zeros(5, dtype=I32))
 

@@ -8,9 +8,11 @@ import torch
 from specc.kernels.cuda.rms_norm import MAX_SIZE, add_rms_norm, config, rms_norm, shipped
 from specc.kernels.cuda.shipped import CAPABILITIES
 from specc.kernels.cuda.strided_rows import rows_of
+from specc.kernels.reference.fused import add_rms_norm_reference
 from tests.kernels.cuda.cases_rms_norm import (
     CASES,
     DTYPES,
+    assert_rounded_alike,
     check_add_rms_norm,
     check_extremes,
     check_rms_norm,
@@ -44,6 +46,18 @@ def test_heads_of_a_projection_are_read_in_place(device):
     assert (dense.num_rows, dense.num_inner, dense.strides) == (30, 1, ((16, 0),))
     both = rows_of(buffer[:, :, :3], torch.randn(1, 6, 3, 16, device=device))
     assert (both.num_inner, both.strides) == (3, ((80, 16), (48, 16)))
+
+
+def test_either_of_two_has_rows_of_its_own(device):
+    """Rows of one that lie side by side must not be taken for those of the other."""
+    buffer, weight = torch.randn(1, 6, 5, 16, device=device), torch.randn(16, device=device)
+    heads, dense = buffer[:, :, :3], torch.randn(1, 6, 3, 16, device=device)
+    assert rows_of(dense, heads).strides == ((48, 16), (80, 16))
+    for x, residual in ((heads, dense), (dense, heads)):
+        found = add_rms_norm(x, residual, weight, 1e-6)
+        wanted = add_rms_norm_reference(x, residual, weight, 1e-6)
+        for one, other in zip(found, wanted, strict=True):
+            assert_rounded_alike(one, other)
 
 
 def test_no_rows(device):

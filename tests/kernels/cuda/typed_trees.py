@@ -194,8 +194,8 @@ def forest(
         image,
         None if kind == "given" else torch.tensor(q_rows, dtype=torch.int32),
         [] if kind == "given" else draft_logits,
-        *(values, words, cache_len, history, block_table),
-    )
+        values, words, cache_len, history, block_table,
+    )  # fmt: skip
 
 
 def pages(

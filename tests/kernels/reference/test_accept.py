@@ -11,11 +11,8 @@ from torch import Tensor
 
 from specc.kernels.reference import core as reference
 from specc.kernels.reference import sampling
-from specc.kernels.reference.accept import (
-    accept_reference,
-    draft_children_reference,
-    process_reference,
-)
+from specc.kernels.reference.accept import accept_reference, draft_children_reference
+from specc.kernels.reference.processing import process_reference
 from specc.sampling.rows import Rule
 from tests.kernels.slow_sampling import noise_of, slow_penalties, values_of, words_of
 
@@ -41,9 +38,9 @@ def accept(
         pages = torch.zeros(0, 4).int(), torch.zeros(len(tokens), 0).int()
     rows = None if q_rows is None else torch.tensor(q_rows, dtype=torch.int32)
     return accept_reference(
-        *(logits, tokens, parents, max_depth, image, rows, drafts or [], values, words),
-        *(cache_len, *pages),
-    )
+        logits, tokens, parents, max_depth, image, rows, drafts or [], values, words,
+        cache_len, *pages,
+    )  # fmt: skip
 
 
 def random_tree(
@@ -75,10 +72,10 @@ def test_temperature_zero_is_the_greedy_operators(rule, kind, dtype):
     words = words_of(rule, 6, top_k=2)
     for depth in (0, 2, 8):
         found = accept(
-            *(logits, tokens, parents, depth, values, words),
+            logits, tokens, parents, depth, values, words,
             q_rows=[-1, *[0] * 8],
             drafts=[torch.randn(6, 5)],
-        )
+        )  # fmt: skip
         best = logits.argmax(dim=1).view(6, 9)
         wanted = reference.accept_winners_reference(best, tokens, parents, depth)
         for one, other in zip(found, wanted, strict=True):
@@ -137,10 +134,10 @@ def test_tokens_of_probability_zero_come_last_by_id():
     logits = torch.tensor([[0.0, 3.0, 1.0, -2.0, 3.0]])
     for rule in (Rule.COUPLED, Rule.SWOR):
         tokens, scores = draft_children_reference(
-            *(logits, 5, torch.tensor([4]).int(), torch.tensor([1]).int(), 0),
-            *(values_of(), words_of(rule, top_k=2)),
+            logits, 5, torch.tensor([4]).int(), torch.tensor([1]).int(), 0,
+            values_of(), words_of(rule, top_k=2),
             scored=True,
-        )
+        )  # fmt: skip
         assert sorted(tokens[0, :2].tolist()) == [1, 4]
         assert tokens[0, 2:].tolist() == [0, 2, 3]
         assert scores[0, 2:].tolist() == [-torch.inf] * 3
@@ -236,8 +233,8 @@ def test_tried_proposals_equal_float64(rule, dtype, has_image):
         image = torch.randint(-1, num_nodes, (batch, num_columns), dtype=torch.int32)
     length = torch.arange(batch, dtype=torch.int32) * 5
     path, accepted, output = accept(
-        *(logits, tokens, parents, 7, values, words, length, image, q_rows, drafts)
-    )
+        logits, tokens, parents, 7, values, words, length, image, q_rows, drafts
+    )  # fmt: skip
 
     def probabilities(rows: Tensor, per_sequence: int) -> list[list[list[float]]]:
         options = (x.repeat_interleave(per_sequence, 0) for x in (values, words))
@@ -282,8 +279,8 @@ def test_each_proposal_of_a_merged_node_takes_its_q_from_the_target():
     for image in ([0, 1, -1], [0, 1, 1]):
         columns = torch.tensor([image] * seeds, dtype=torch.int32)
         _, accepted, output = accept(
-            *(logits, tokens, parents, 1, values, words, None, columns, [-1, 0, 1], drafts)
-        )
+            logits, tokens, parents, 1, values, words, None, columns, [-1, 0, 1], drafts
+        )  # fmt: skip
         rest = output[accepted == 0, 0]
         counts[image[2]] = torch.bincount(rest, minlength=4).tolist(), int(accepted.sum())
     # a second try accepts nothing that a first one has rejected
@@ -306,9 +303,9 @@ def test_swor_takes_its_tried_tokens_from_its_own_row_alone():
             entered = set()
             for seed in range(40):
                 path, _, _ = accept(
-                    *(logits, tokens, parents, 1, values_of(), words_of(rule, seed=seed)),
-                    *(None, image, q_rows, [sure]),
-                )
+                    logits, tokens, parents, 1, values_of(), words_of(rule, seed=seed),
+                    None, image, q_rows, [sure],
+                )  # fmt: skip
                 entered.add(int(path[0, 1]))
             outcomes[rule, q_rows[2]] = entered
     # token 1 is never accepted; a proposal of no probability is not tried, a sure one is

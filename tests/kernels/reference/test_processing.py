@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specc.kernels.reference import sampling
-from specc.kernels.reference.accept import penalize_reference, process_reference
+from specc.kernels.reference.processing import penalize_reference, process_reference
 from specc.sampling.rows import Rule
 from tests.kernels.slow_sampling import (
     noise_of,

@@ -83,7 +83,7 @@ def test_record_tokens(case):
     assert pages.memory.tolist() == wanted.tolist()
 
 
-def test_what_stands_behind_the_table_is_not_recorded():
+def test_what_is_beyond_the_table_is_not_recorded():
     history = torch.zeros(3, 2, dtype=torch.int32)
     last, output = torch.tensor([[8, 9]]), torch.tensor([[1, 2, 3]])
     reference.record_tokens_reference(

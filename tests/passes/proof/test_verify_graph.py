@@ -137,10 +137,10 @@ class NormOverAll(Tiny):
 @pytest.mark.parametrize(
     "kind",
     [
-        *(LastPosition, FromFirstPosition, Flip, Roll, Mean, SoftmaxOverTokens, Sort, Shift),
-        *(WrittenOutAttention, GroupNorm, NormOverAll),
+        LastPosition, FromFirstPosition, Flip, Roll, Mean, SoftmaxOverTokens, Sort, Shift,
+        WrittenOutAttention, GroupNorm, NormOverAll,
     ],
-)
+)  # fmt: skip
 def test_what_else_mixes_tokens_is_refused(kind):
     with pytest.raises((UnsupportedGraphError, UnsupportedRotaryError)):
         compiled(kind())

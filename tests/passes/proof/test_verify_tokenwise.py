@@ -121,12 +121,12 @@ def noise(self, x, positions):
 
 
 MIXING = [
-    *(shift_by_padding, scaled_by_length, entry_of_a_table_by_length, counted_from_the_length),
-    *(table_up_to_the_length, places, running_places, distance_to_place, rows_read_as_columns),
-    *(copies_read_across, neighbors, linear_attention, linear_attention_by_einsum, outer_product),
-    *(rows_by_position, gathered_rows, scattered_rows, first_token, every_other, sorted_rows),
-    *(ranks, count_of_zeros, norm_of_all, batch_norm, noise),
-]
+    shift_by_padding, scaled_by_length, entry_of_a_table_by_length, counted_from_the_length,
+    table_up_to_the_length, places, running_places, distance_to_place, rows_read_as_columns,
+    copies_read_across, neighbors, linear_attention, linear_attention_by_einsum, outer_product,
+    rows_by_position, gathered_rows, scattered_rows, first_token, every_other, sorted_rows,
+    ranks, count_of_zeros, norm_of_all, batch_norm, noise,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
@@ -374,12 +374,12 @@ class LoadAsFeature(Mixture):
 @pytest.mark.parametrize(
     "kind",
     [
-        *(MixesBefore, SortsRowsBefore, StaysSorted, AddsSorted, GoesOn, OtherSort),
-        *(BackwardInverse, PartlyWritten, Descending, OtherTokens, NextTokens, CountsOfOther),
-        *(CountsOfPlaces, CountsAsEnds, TurnedCounts, SwappedChoices, LoadAsFeature),
-        *(OverflowingCounts, NarrowPlaces),
+        MixesBefore, SortsRowsBefore, StaysSorted, AddsSorted, GoesOn, OtherSort,
+        BackwardInverse, PartlyWritten, Descending, OtherTokens, NextTokens, CountsOfOther,
+        CountsOfPlaces, CountsAsEnds, TurnedCounts, SwappedChoices, LoadAsFeature,
+        OverflowingCounts, NarrowPlaces,
     ],
-)
+)  # fmt: skip
 def test_broken_routing_is_refused(kind):
     with pytest.raises(UnsupportedGraphError) as caught:
         compiled(kind())

@@ -75,7 +75,7 @@ class Flattened(torch.nn.Module):
         return self.out(x + mixed.transpose(1, 2).reshape(1, -1, 32))
 
 
-def test_ids_are_clamped_in_front_of_their_first_use():
+def test_ids_are_clamped_before_their_first_use():
     program = trace(Flattened().eval(), "draft_0")
     layout = (*PHASES, ("vocabulary", (lambda: FitVocabulary(50),)))
     Pipeline(layout).run(program)

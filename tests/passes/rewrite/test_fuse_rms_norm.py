@@ -23,7 +23,7 @@ LAYOUT = (Normalize, ClassifyMasks, RewriteTreeAttention, SelectLogits)
 
 
 class Norm(Tiny):
-    """`Tiny` with a norm behind attention, in the spelling of Llama."""
+    """`Tiny` with a norm after attention, in the spelling of Llama."""
 
     def __init__(self):
         super().__init__()
@@ -102,9 +102,9 @@ class OfHeads(Norm):
 
 
 SPELLINGS = (
-    *(Norm, RoundedOnce, UnitOffset, UnitOffsetRounded, Power, ScaleRounded, EpsFirst, Narrow),
-    *(Operator, OfHeads),
-)
+    Norm, RoundedOnce, UnitOffset, UnitOffsetRounded, Power, ScaleRounded, EpsFirst, Narrow,
+    Operator, OfHeads,
+)  # fmt: skip
 
 
 def run(kind, dtype=torch.float32, *passes):
@@ -311,7 +311,7 @@ class Widened(WideWeight):
         return torch.sin(self.scaled(x) * self.weight)
 
 
-def test_wide_result_of_wide_rows_is_fused_behind_the_conversion():
+def test_wide_result_of_wide_rows_is_fused_after_the_conversion():
     before, after, program, (result,) = run(WidthKept, torch.bfloat16)
     assert (result.rewrites, result.declined) == (1, [])
     (node,) = program.calls(ops.rms_norm)

@@ -172,16 +172,16 @@ def run(kind, dtype=torch.float32):
 
 
 SPELLINGS = (
-    *(Rotary, Partial, NothingPassed, PartialBySplit, Scaled, Chunks, OtherOrder),
-    *(TwoDimensions, TokensFirst, InFloat, Copied, Normalized, PairsMovedApart),
-)
+    Rotary, Partial, NothingPassed, PartialBySplit, Scaled, Chunks, OtherOrder,
+    TwoDimensions, TokensFirst, InFloat, Copied, Normalized, PairsMovedApart,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
         pytest.param(
-            *(kind, dtype),
+            kind, dtype,
             id=f"{kind.__name__}-{dtype}",
             # spellings that convert, copy or move columns are tried in both
             marks=()
@@ -191,7 +191,7 @@ SPELLINGS = (
         for kind in SPELLINGS
         for dtype in (torch.float32, torch.bfloat16)
     ],
-)
+)  # fmt: skip
 def test_fires_and_computes_the_same(kind, dtype):
     before, after, program, (fused, split) = run(kind, dtype)
     assert (fused.rewrites, fused.declined, split.rewrites) == (1, [], 0)
@@ -393,7 +393,7 @@ def test_kernels_get_columns_side_by_side():
     assert_runs_alike(before, after)
 
 
-def test_attention_needs_a_write_in_front():
+def test_attention_needs_a_write_before_it():
     _, _, program, _ = run(Without)
     assert attention_reads_caches(program)
     (write,), (attend,) = program.calls(ops.write_kv), program.calls(ops.attend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,6 @@ from torch import nn
 from specc.artifact.rectangle import CacheRows, mask_input
 from specc.errors import SpeccError, UnsupportedAttentionError, UnsupportedGraphError
 from specc.kernels import ops
-from specc.passes.frontend.trace_flat import trace
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import RECTANGULAR_INPUTS, Weight
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
@@ -28,6 +28,7 @@ from tests import models
 from tests.flat_passes import PADDING, causal_pass, first_level, random_tree, tree_pass
 from tests.onnx_models import BothPrograms, Lowered, lowered
 from tests.passes.modules import Tiny, compiled
+from tests.traces import shared_traces, trace_once
 
 ROWS = CacheRows(front=2, slots=100, scratch=74)
 CHOOSER = random.Random(6)
@@ -42,6 +43,12 @@ PASSES = (
 ALL = (*models.ARCHITECTURES, *models.ROTARY_VARIANTS, "gemma3-tied")
 DEFAULT = ("qwen3", "gemma3", "phi", "opt", "qwen3_moe", "llama-yarn")
 NAMES = [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in ALL]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _traces() -> Iterator[None]:
+    with shared_traces():
+        yield
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -120,12 +127,12 @@ def test_each_window_has_a_mask_of_its_own(windowed: Lowered) -> None:
 
 
 def test_a_vocabulary_cut_to_the_targets_is_cut_here_too() -> None:
-    model = models.build_model("llama")
-    flat = trace(model, "draft_0")
+    model = models.build_model("qwen3")
+    flat = trace_once(model, "draft_0")
     Pipeline((*PHASES, ("vocabulary", (partial(FitVocabulary, 100),)))).run(flat)
     program, records = rectangular_program(model, flat, ROWS.total)
     assert logits_width(flat) == logits_width(program) == 100
-    pair = Lowered(model, flat, program, [], records, ROWS)
+    pair = Lowered(model, flat, program, [], records, ROWS, ())
     assert BothPrograms(pair, None, 4).compare(PASSES[0], 1e-5).shape == (42, 100)
 
 

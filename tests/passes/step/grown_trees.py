@@ -47,8 +47,8 @@ class Grown:
     Args:
         paths: of each node, the tokens from the root's child on; None where it is dead.
         parents: -1 at the root and at dead nodes.
-        slots: row of each node behind the committed ones, -1 for none.
-        passes: behind the first, (slot, path) of each node that is fed.
+        slots: row of each node after the committed ones, -1 for none.
+        passes: after the first, (slot, path) of each node that is fed.
         q: of each node, the text whose logits it was drawn from; None for none.
         num_ties: choices among equals that decided what is in the tree.
     """
@@ -225,7 +225,7 @@ def merge(trees: list[Grown]) -> tuple[Grown, list[int]]:
 
 
 def vote(trees: list[Grown], weights: Sequence[float]) -> Grown:
-    """The chain of whom most of the weight agrees with."""
+    """The chain of those that most of the weight agrees with."""
     chosen: list[int] = []
     num_ties = 0
     agree = list(range(len(trees)))

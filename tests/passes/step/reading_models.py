@@ -20,7 +20,7 @@ NAMES = ("tokens", "positions", "q_start", "slot", "cache_len", "ancestors", "bl
 
 @functools.cache
 def logits_of(model: str, text: tuple[int, ...]) -> Tensor:
-    """[V] logits behind a text, most of them by its last token: texts repeat themselves.
+    """[V] logits after a text, most of them by its last token: texts repeat themselves.
 
     Drafts are near the target; equal logits are frequent.
     """
@@ -81,7 +81,8 @@ class Reader(nn.Module):
         self.slab[:, :, blocks[slot // BLOCK], slot % BLOCK] = token
 
     def read(self, blocks: list[int], slots: list[int]) -> tuple[int, ...]:
-        return tuple(int(self.slab[0, 0, blocks[s // BLOCK], s % BLOCK]) for s in slots)
+        places = [blocks[s // BLOCK] for s in slots], [s % BLOCK for s in slots]
+        return tuple(int(token) for token in self.slab[0, 0, *places].flatten().tolist())
 
     def _text_of(self, call: dict, i: int, b: int) -> tuple[int, ...] | None:
         """What a live token attends to, itself included; None of a dead node of a tree."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specc.artifact.graph_io import graph_from_json
 from specc.kernels import ops as _ops  # noqa: F401
@@ -91,6 +92,9 @@ class Stepped:
             name: Reader(name, torch.full((1, 2, blocks, BLOCK, 1, 1), float(NOTHING)))
             for name in (TARGET, *plan.models)
         }
+        self.graphs = [
+            graph_from_json(stage["graph"], self.models) for stage in self.program["stages"]
+        ]
         self.history = torch.full((blocks, BLOCK), NOTHING, dtype=torch.int32)
         self._dice = random.Random(seed)
         # rows of each model that are committed
@@ -109,6 +113,11 @@ class Stepped:
     def blocks_of(self, b: int) -> list[int]:
         return self.table[self.rows[b]].tolist()
 
+    def _places(self, b: int, first: int) -> tuple[Tensor, Tensor]:
+        """Blocks and rows of all slots of a sequence from `first` on."""
+        slots = torch.arange(first, WIDTH * BLOCK)
+        return self.table[self.rows[b]].long()[slots // BLOCK], slots % BLOCK
+
     def record(self, b: int, position: int, token: int) -> None:
         self.history[self.blocks_of(b)[position // BLOCK], position % BLOCK] = token
 
@@ -117,7 +126,7 @@ class Stepped:
         return tuple(int(self.history[blocks[p // BLOCK], p % BLOCK]) for p in range(count))
 
     def step(self) -> dict[str, Any]:
-        """Run one step; returns its environment. `requests` are still those in front of it."""
+        """Run one step; returns its environment. `requests` are still those before it."""
         for model in self.models.values():
             model.fed.clear()
             model.calls.clear()
@@ -149,13 +158,12 @@ class Stepped:
                 env[VOTE_WEIGHTS][row] = torch.tensor(request.weights)
         env |= {slab_name(name, 0): model.slab for name, model in self.models.items()}
         env |= self.constants
-        for stage in self.program["stages"]:
-            graph = graph_from_json(stage["graph"], self.models)
+        for graph in self.graphs:
             env |= graph(*(env[n.target] for n in graph.graph.find_nodes(op="placeholder")))
         return env
 
     def take(self, env: dict[str, Any]) -> None:
-        """Go on behind a step; rows that are not committed are spoiled."""
+        """Go on after a step; rows that are not committed are spoiled."""
         for b, row in enumerate(self.rows):
             request = self.requests[b]
             output = env["output_tokens"][row, : env["num_accepted"][row] + 1].tolist()
@@ -163,10 +171,8 @@ class Stepped:
             for name, model in self.models.items():
                 lengths = env["next_cache_len" if name == TARGET else f"{name}_len"]
                 self.lengths[name][b] = int(lengths[row])
-                for slot in range(int(lengths[row]), WIDTH * BLOCK):
-                    model.write(self.blocks_of(b), slot, NOTHING)
-            for position in range(int(env["next_cache_len"][row]), WIDTH * BLOCK):
-                self.record(b, position, NOTHING)
+                model.slab[:, :, *self._places(b, int(lengths[row]))] = NOTHING
+            self.history[self._places(b, int(env["next_cache_len"][row]))] = NOTHING
 
     def draw_extra(self) -> None:
         """Proposals of the host's index, often what the target likes, and weights of votes."""

@@ -90,7 +90,19 @@ TILES = [
     (widths(1, 1, 1, drafts=PAIR, combine=VOTE), 2),
 ]
 TILED = [replace(plan, tile=tile) for plan, tile in TILES]
-IDS = [f"{plan.name}-tile-{plan.tile}" if plan.tile else plan.name for plan in PLANS + TILED]
+# others of a kind that the default tier has: dynamic, or in tiles that cut a level as well
+MORE = [*(PLANS[i] for i in (7, 8, 10)), *(TILED[i] for i in (1, 5, 6, 8, 13))]
+
+
+def name_of(plan: SpecPlan) -> str:
+    return f"{plan.name}-tile-{plan.tile}" if plan.tile else plan.name
+
+
+IDS = [name_of(plan) for plan in PLANS + TILED]
+STEPPED = [
+    pytest.param(plan, id=name_of(plan), marks=[pytest.mark.slow] if plan in MORE else [])
+    for plan in PLANS + TILED
+]
 
 
 def num_steps(plan: SpecPlan) -> int:
@@ -233,7 +245,7 @@ def decode_plainly(request: Request, count: int) -> list[int]:
 OFF_TREE = SpecPlan("off", drafts=(SUFFIX,))
 
 
-@pytest.mark.parametrize("plan", PLANS + TILED, ids=IDS)
+@pytest.mark.parametrize("plan", STEPPED)
 def test_steps(plan):
     run = Stepped(plan, requests_of(plan, seed=1), seed=2)
     begin = list(run.requests)
@@ -260,7 +272,9 @@ def test_steps(plan):
         pytest.param(dynamic(5, 8, 10), id="dynamic-rows"),
         pytest.param(widths(3, 3, 2, drafts=THREE, combine=MERGE), id="merged"),
         pytest.param(replace(dynamic(70, 9, 3), tile=30), id="dynamic-nodes-in-tiles"),
-        pytest.param(replace(dynamic(5, 8, 10), tile=3), id="dynamic-rows-in-tiles"),
+        pytest.param(
+            replace(dynamic(5, 8, 10), tile=3), id="dynamic-rows-in-tiles", marks=pytest.mark.slow
+        ),
         pytest.param(
             replace(widths(3, 3, 2, drafts=THREE, combine=MERGE), tile=17), id="merged-in-tiles"
         ),

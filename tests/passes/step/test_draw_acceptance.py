@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from specc.artifact.graph_io import graph_from_json
-from specc.bench.dice import SyntheticAcceptance, expected_length
+from specc.bench.dice import SyntheticAcceptance
+from specc.cost.acceptance import expected_tokens
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.passes.step.draw_acceptance import STAGE, Draws, draw_acceptance
 from specc.passes.step.fuse_step import fuse_step
@@ -43,7 +44,7 @@ def accept(
     max_batch: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[list[list[int]], torch.Tensor, torch.Tensor]:
-    """Paths that the acceptance operator finds behind the stage, and logits before and after."""
+    """Paths that the acceptance operator finds after the stage, and logits before and after."""
     batch = len(cache_len)
     step = draw_acceptance(
         fuse_step(plan, SLABS),
@@ -210,7 +211,7 @@ def test_both_kinds_of_dice_have_the_same_odds(kind, widths):
     """Counts of each rank at each depth, and of rejections, within 5 standard deviations."""
     plan, probabilities, num = SpecPlan.from_widths(widths), (0.5, 0.2, 0.1), 4000
     if kind == "stage":
-        # the first step of every sequence: rows behind it are reached or not by what it accepts
+        # the first step of every sequence: rows after it are reached or not by what it accepts
         paths, _, _ = accept(plan, probabilities, [9] * num, period=4, start=9, max_batch=num)
     else:
         tokens = make_tokens(plan, num)
@@ -232,7 +233,7 @@ def test_both_kinds_of_dice_have_the_same_odds(kind, widths):
             bound = 5 * math.sqrt(total * p * (1 - p))
             assert abs(count - total * p) < bound, (depth, rank, count / total, p)
     mean = sum(sum(node >= 0 for node in path) for path in paths) / num
-    assert abs(mean - expected_length(probabilities, plan.tree)) < 0.08
+    assert abs(mean - expected_tokens(plan.tree, [probabilities])) < 0.08
 
 
 CASES = [
@@ -263,7 +264,7 @@ def test_the_mean_of_few_steps_is_the_expected_one(probabilities, widths, tokens
     few = tokens // (len(widths) + 1)
     # the first token is that of prefill; the step that emits the last one is cut
     steps = next(k for k in range(len(lengths) + 1) if sum(lengths[:k]) >= tokens - 1)
-    wanted = expected_length(probabilities, TokenTree.from_widths(widths))
+    wanted = expected_tokens(TokenTree.from_widths(widths), [probabilities])
     means = sum(lengths[:few]) / few, (tokens - 1) / steps
     assert means == pytest.approx((wanted, wanted), rel=0.03)
     assert draws.deviation(draws.shift) == pytest.approx(max(abs(m - wanted) for m in means))
@@ -296,7 +297,7 @@ def test_sequences_of_a_batch_are_even_together():
     every = [accepted_paths(draws, place) for place in range(16)]
     for step in range(20):
         lengths = [1 + len(paths[step]) for paths in every]
-        assert abs(sum(lengths) - 16 * expected_length(probabilities, tree)) < len(widths)
+        assert abs(sum(lengths) - 16 * expected_tokens(tree, [probabilities])) < len(widths)
         assert len(set(lengths)) > 3
 
 

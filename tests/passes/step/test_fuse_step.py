@@ -126,7 +126,7 @@ def step(
 
 
 def last(tokens: list[int], count: int) -> list[int]:
-    """The last tokens of a text, zeros in front of a short one."""
+    """The last tokens of a text, zeros before a short one."""
     return ([0] * count + tokens)[-count:]
 
 

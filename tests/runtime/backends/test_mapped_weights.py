@@ -158,7 +158,7 @@ def ends(tmp_path_factory) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_process_that_reads_behind_the_end_says_why(ends, death) -> None:
+def test_a_process_that_reads_beyond_the_end_says_why(ends, death) -> None:
     """What is cut between two checks cannot be an exception; any other SIGBUS is none of ours."""
     counts = DEATHS[death][1]
     status, text = ends[death]

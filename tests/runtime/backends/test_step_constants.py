@@ -57,9 +57,9 @@ def test_the_compiler_writes_what_the_plan_says(plan, tile, is_rectangular):
 
 
 HOSTILE = (
-    *(-(2**70), -(2**63), -(2**31), -2, -1, 0, 1, 2, 7, 64, 2**31 - 1, 2**31, 2**63 - 1, 2**70),
-    *(1.5, float("nan"), "1", None, True, [], [1], {}),
-)
+    -(2**70), -(2**63), -(2**31), -2, -1, 0, 1, 2, 7, 64, 2**31 - 1, 2**31, 2**63 - 1, 2**70,
+    1.5, float("nan"), "1", None, True, [], [1], {},
+)  # fmt: skip
 
 
 def spoil(rng: random.Random, values: list) -> list:
@@ -92,9 +92,9 @@ def test_others_are_refused(plan):
     "entry",
     [
         *({"dtype": dtype, "values": [-1, 0]} for dtype in ("float32", "int64", "load", "no", 3)),
-        *(None, [], {}, {"dtype": "int32"}, {"values": [-1, 0]}, {"dtype": "int32", "values": 3}),
+        None, [], {}, {"dtype": "int32"}, {"values": [-1, 0]}, {"dtype": "int32", "values": 3},
     ],
-)
+)  # fmt: skip
 def test_malformed_entries(entry):
     plan = SpecPlan.from_widths((1,))
     with pytest.raises(EngineError, match="constant parents of plan"):

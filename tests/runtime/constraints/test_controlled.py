@@ -21,14 +21,14 @@ from transformers import (
 from specc.errors import RequestError
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.step_buffers import StepBuffers
-from specc.runtime.backends.program import read_json
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import CompletionOutput
 from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
 from specc.speculation.plans import OFF
-from tests.drafts import PLAN_IDS, PLANS, in_tiles
+from tests.drafts import PLAN_IDS, PLAN_PARAMS, PLANS, in_tiles
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.runtime.conftest import EOS, VOCAB, TinyModel, build_engine, text_tokenizer
 
@@ -113,7 +113,7 @@ def generate(
     return [output.outputs[0] for output in outputs]
 
 
-@pytest.mark.parametrize("plan", ["off", *PLAN_IDS])
+@pytest.mark.parametrize("plan", ["off", *PLAN_PARAMS])
 def test_greedy_outputs_are_those_of_plain_decoding(engine, prompts, requests, plan) -> None:
     outputs = generate(engine, plan, prompts, [params for params, _ in requests])
     assert [output.token_ids for output in outputs] == [wanted for _, wanted in requests]
@@ -141,7 +141,7 @@ def seeded(engine, prompts, requests) -> tuple[list[SamplingParams], list[Comple
     return sampled, wanted
 
 
-@pytest.mark.parametrize("plan", PLAN_IDS)
+@pytest.mark.parametrize("plan", PLAN_PARAMS)
 def test_a_seed_gives_the_same_tokens_with_any_plan(engine, prompts, seeded, plan) -> None:
     sampled, wanted = seeded
     assert generate(engine, plan, prompts, sampled) == wanted
@@ -298,10 +298,10 @@ def test_captured_steps_run_with_the_controls(tiny_engine: Path) -> None:
     other.steps = {
         plan.name: CapturedStep(
             read_json(tiny_engine / plan.file),
-            *(models, other.cache.environment, buffers, device, (1, 2, 4)),
+            models, other.cache.environment, buffers, device, (1, 2, 4),
         )
         for plan in other.manifest.plans
-    }
+    }  # fmt: skip
     options: list[dict[str, Any]] = [
         {"logit_bias": {66: 3.0}, "bad_words": ["ab", "c"]},
         {"min_tokens": 9, "stop_token_ids": [*range(60, 120)]},

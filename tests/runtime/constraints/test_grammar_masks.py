@@ -16,7 +16,7 @@ from specc.errors import RequestError
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.grammar_masks import TreeMasks, mask_rows, mask_trees, tree_masks
 from specc.runtime.constraints.grammars import Grammars
-from specc.runtime.scheduling.sequence import Sequence as Request
+from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.sampling.rows import Rule
 from specc.sampling.structured import StructuredOutputsParams
@@ -76,7 +76,7 @@ def draw_tree(dice: random.Random, num_nodes: int) -> list[int]:
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int] | None:
-    """Nodes behind the root down to a node; None of a node that hangs below no root."""
+    """Nodes after the root down to a node; None of a node that hangs below no root."""
     path: list[int] = []
     while node > 0:
         path.insert(0, node)
@@ -222,11 +222,11 @@ def accept(logits, tokens, parents, depth, image, q_rows, draft_logits, temperat
     values = torch.tensor([[temperature, 1.0, 0.0, 1.0, 0.0, 0.0]] * batch)
     words = torch.tensor([[seed, 0, rule, 1] for seed in seeds])
     return torch.ops.specc.accept(
-        *(logits, tokens, parents, depth, image, q_rows, draft_logits, values, words),
+        logits, tokens, parents, depth, image, q_rows, draft_logits, values, words,
         torch.full((batch,), 3, dtype=torch.int32),
         torch.zeros(1, 16, dtype=torch.int32),
         torch.zeros(batch, 1, dtype=torch.int32),
-    )
+    )  # fmt: skip
 
 
 def draw(logits, count, temperature, rule, seeds):
@@ -259,9 +259,9 @@ def test_no_rule_accepts_what_a_mask_forbids(grammars, tokenizer, rule, temperat
     above = torch.tensor([parents] * batch, dtype=torch.int32)
     masked = mask_trees(logits, own, tokens.tolist(), above.tolist())
     _, accepted, output = accept(
-        *(masked, tokens, above, depth, None, q_rows, draft_logits, temperature, rule),
+        masked, tokens, above, depth, None, q_rows, draft_logits, temperature, rule,
         range(batch),
-    )
+    )  # fmt: skip
     for count, row in zip(accepted.tolist(), output.tolist(), strict=True):
         path: tuple[int, ...] = ()
         for token in row[: count + 1]:
@@ -271,9 +271,9 @@ def test_no_rule_accepts_what_a_mask_forbids(grammars, tokenizer, rule, temperat
             path += (token,)
     # without masks, they would
     _, _, free = accept(
-        *(logits, tokens, above, depth, None, q_rows, draft_logits, temperature, rule),
+        logits, tokens, above, depth, None, q_rows, draft_logits, temperature, rule,
         range(batch),
-    )
+    )  # fmt: skip
     assert (free[:, 0] < 5).float().mean() > 0.8
 
 
@@ -297,8 +297,8 @@ def test_tokens_are_distributed_as_the_masked_target(grammars, tokenizer, rule) 
     )
     q_rows = torch.tensor([-1, 0, 0], dtype=torch.int32)
     _, accepted, output = accept(
-        *(masked, tokens, above, 1, None, q_rows, [draft_logits], 1.0, rule, seeds)
-    )
+        masked, tokens, above, 1, None, q_rows, [draft_logits], 1.0, rule, seeds
+    )  # fmt: skip
     assert 0 < int(accepted.sum()) < batch
     wanted = target[0, allowed].softmax(0)
     found = torch.tensor([(output[:, 0] == token).sum().item() for token in allowed]) / batch
@@ -315,7 +315,7 @@ def test_a_model_without_eos_ends_where_only_an_end_may_follow() -> None:
         assert ids(grammar.mask()) == {64}
         assert not grammar.advance(64)
         masks = tree_masks(grammar, [0, 64, 64, 3], [-1, 0, 1, 0])
-        # behind the second node only an end may follow
+        # after the second node only an end may follow
         assert {node: ids(mask) for node, mask in masks.items()} == {0: {64}}
         assert grammar.advance(64)
         assert (grammar.is_over, grammar.error) == (True, None)

@@ -21,7 +21,7 @@ from transformers import (
 from specc.errors import RequestError
 from specc.runtime.constraints.grammar_masks import TreeMasks, has_masks, mask_roots
 from specc.runtime.constraints.logit_controls import LogitControls, bad_word_tokens
-from specc.runtime.scheduling.sequence import Sequence as Request
+from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.sampling.rows import Rule
 from specc.speculation.plans import OFF, SpecPlan
@@ -165,8 +165,8 @@ def test_tokens_are_distributed_as_the_changed_target(rule: Rule) -> None:
     q_rows = torch.tensor([-1, 0, 0, 1, 2], dtype=torch.int32)
     above = torch.tensor([parents] * batch, dtype=torch.int32)
     _, accepted, output = accept(
-        *(values["logits"], tokens, above, 2, None, q_rows, [first, second], 1.0, rule, seeds)
-    )
+        values["logits"], tokens, above, 2, None, q_rows, [first, second], 1.0, rule, seeds
+    )  # fmt: skip
     assert int((accepted == 1).sum()) > 0
     assert int((accepted == 2).sum()) > 0
     counts = torch.zeros(VOCAB)

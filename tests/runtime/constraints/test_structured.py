@@ -15,7 +15,8 @@ from specc.errors import RequestError
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.step_buffers import StepBuffers
-from specc.runtime.backends.program import StepProgram, read_json
+from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -276,10 +277,10 @@ def test_captured_steps_run_with_the_masks(tiny_engine, engine) -> None:
     other.steps = {
         plan.name: CapturedStep(
             read_json(tiny_engine / plan.file),
-            *(models, other.cache.environment, buffers, device, (1, 2, 4)),
+            models, other.cache.environment, buffers, device, (1, 2, 4),
         )
         for plan in other.manifest.plans
-    }
+    }  # fmt: skip
     for _ in range(2):
         for plan in ("tree-2-1", "off"):
             assert generate(other, plan) == generate(engine, plan)

@@ -1,4 +1,4 @@
-"""What the host does for drafts: proposals of its index, weights of votes, and who looks up."""
+"""What the host does for drafts: proposals of its index, weights of votes, and lookups."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from specc.runtime.backends.program import StepResult
+from specc.runtime.backends.step_io import StepResult
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.drafts.vote_weights import VoteWeights, leader
 from specc.runtime.policies.best import BestPolicy
 from specc.runtime.scheduling.batch import StepGroup
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
@@ -21,8 +21,8 @@ LOOKUP = SpecPlan.from_widths((1,) * 6, ("suffix",))
 VOTE = SpecPlan.from_widths((1, 1, 1), ("draft_0", "draft_1", "lookup-2"), "vote")
 
 
-def make(tokens: list[int], name: str = "0") -> Sequence:
-    return Sequence(name, tokens, SamplingParams(max_tokens=64), max_seq_len=256)
+def make(tokens: list[int], name: str = "0") -> Request:
+    return Request(name, tokens, SamplingParams(max_tokens=64), max_seq_len=256)
 
 
 def plans(*found: SpecPlan) -> dict[str, SpecPlan]:
@@ -39,33 +39,33 @@ def result(num_accepted: list[int], seconds: float, **lens: list[int]) -> StepRe
 
 def test_proposals_follow_the_request_as_it_grows():
     host = HostDrafts(plans(LOOKUP))
-    sequence = make([1, 2, 3, 9, 1, 2])
-    assert host.propose(sequence, 3, "suffix") == ([3, 9, 1], 2)
-    sequence.append([3])
-    assert host.propose(sequence, 3, "suffix") == ([9, 1, 2], 3)
+    request = make([1, 2, 3, 9, 1, 2])
+    assert host.propose(request, 3, "suffix") == ([3, 9, 1], 2)
+    request.append([3])
+    assert host.propose(request, 3, "suffix") == ([9, 1, 2], 3)
     # of n-grams of at most two tokens, the longest is as long as that
-    assert host.propose(sequence, 3, "lookup-2") == ([9, 1, 2], 2)
-    sequence.append([50])
-    assert host.propose(sequence, 3, "suffix") == ([], 0)
+    assert host.propose(request, 3, "lookup-2") == ([9, 1, 2], 2)
+    request.append([50])
+    assert host.propose(request, 3, "suffix") == ([], 0)
 
 
 def test_a_longer_suffix_of_an_earlier_output_wins():
     host = HostDrafts(plans(LOOKUP))
     host.finish(make([7, 8, 1, 2, 40, 41, 42]))
-    sequence = make([1, 2, 3, 8, 1, 2])
-    assert host.propose(sequence, 3, "suffix") == ([40, 41, 42], 3)
+    request = make([1, 2, 3, 8, 1, 2])
+    assert host.propose(request, 3, "suffix") == ([40, 41, 42], 3)
     # lookup-N stays within the request
-    assert host.propose(sequence, 3, "lookup-3") == ([3, 8, 1], 2)
+    assert host.propose(request, 3, "lookup-3") == ([3, 8, 1], 2)
 
 
 def test_inputs_are_padded_and_only_for_plans_that_read_them():
     host = HostDrafts(plans(LOOKUP, VOTE, CHAIN))
-    sequences = [make([1, 2, 3, 9, 1, 2]), make([5, 6], "1")]
-    assert host.inputs(CHAIN, sequences) == {}
-    assert host.inputs(OFF, sequences) == {}
-    extra = host.inputs(LOOKUP, sequences)
+    requests = [make([1, 2, 3, 9, 1, 2]), make([5, 6], "1")]
+    assert host.inputs(CHAIN, requests) == {}
+    assert host.inputs(OFF, requests) == {}
+    extra = host.inputs(LOOKUP, requests)
     assert extra["proposals"].tolist() == [[3, 9, 1, 2, 3, 9], [-1] * 6]
-    weights = host.inputs(VOTE, sequences)["vote_weights"]
+    weights = host.inputs(VOTE, requests)["vote_weights"]
     # the first step is led by the first model
     assert weights.tolist() == [[3.0, 1.0, 1.0]] * 2
     assert weights.is_contiguous()
@@ -76,18 +76,17 @@ def test_the_draft_that_the_target_agrees_with_comes_to_lead(chances):
     """Only what was verified is known: tokens of a draft that was outvoted are not."""
     plan = SpecPlan.from_widths((1,) * 4, ("draft_0", "draft_1"), "vote")
     host, chooser = HostDrafts(plans(plan)), random.Random(0)
-    sequences = [make([1, 2, 3]), make([4, 5], "1")]
+    requests = [make([1, 2, 3]), make([4, 5], "1")]
     led = []
     for _ in range(320):
-        extra = host.inputs(plan, sequences)
+        extra = host.inputs(plan, requests)
         row = extra["vote_weights"][0].tolist()
         # a tie is the first draft's
         led.append(0 if row[0] >= row[1] else 1)
         counts = [
-            next((i for i in range(4) if chooser.random() >= chances[led[-1]]), 4)
-            for _ in sequences
+            next((i for i in range(4) if chooser.random() >= chances[led[-1]]), 4) for _ in requests
         ]
-        host.observe(plan, sequences, extra, result(counts, 0.0))
+        host.observe(plan, requests, extra, result(counts, 0.0))
     best = 0 if chances[0] > chances[1] else 1
     # the other one leads in its turns alone, once in 16 steps
     assert sum(draft != best for draft in led[64:]) == (320 - 64) // 16
@@ -120,24 +119,24 @@ def test_two_that_agree_outvote_one_that_is_a_little_better():
 
 
 def test_a_lookup_is_counted_at_every_step_by_what_it_proposed():
-    """The host knows its tokens: those behind a longer one that was accepted count, too."""
+    """The host knows its tokens: those after a longer one that was accepted count, too."""
     plan = SpecPlan.from_widths((1, 1, 1), ("draft_0", "lookup-2"), "vote")
     for tokens, grows in (([1, 2, 3, 4], True), ([9, 2, 3, 4], False)):
         host = HostDrafts(plans(plan))
-        # proposes 1 2 3 behind 7 8
-        sequences = [make([7, 8, 1, 2, 3, 7, 8])]
+        # proposes 1 2 3 after 7 8
+        requests = [make([7, 8, 1, 2, 3, 7, 8])]
         for _ in range(8):
-            extra = host.inputs(plan, sequences)
+            extra = host.inputs(plan, requests)
             step = result([3], 0.0)
             step = step._replace(output_tokens=[tokens])
-            host.observe(plan, sequences, extra, step)
+            host.observe(plan, requests, extra, step)
         for _ in range(8):
-            row = host.inputs(plan, sequences)["vote_weights"][0].tolist()
+            row = host.inputs(plan, requests)["vote_weights"][0].tolist()
         assert (row[1] > VoteWeights(2).values[1]) == grows
 
 
 class Simulation:
-    """Sequences whose lookups and drafts are accepted as often as it says."""
+    """Requests whose lookups and drafts are accepted as often as it says."""
 
     def __init__(
         self,
@@ -155,13 +154,13 @@ class Simulation:
         self.policy = BestPolicy(self.plans, HostDrafts(self.plans))
         self.random = random.Random(0)
 
-    def run(self, sequences: list[Sequence], rounds: int) -> list[list[str]]:
+    def run(self, requests: list[Request], rounds: int) -> list[list[str]]:
         chosen = []
         for _ in range(rounds):
-            names = self.policy.choose_each(sequences, SpecStats())
+            names = self.policy.choose_each(requests, SpecStats())
             chosen.append(names)
             for name in dict.fromkeys(names):
-                own = [s for s, n in zip(sequences, names, strict=True) if n == name]
+                own = [s for s, n in zip(requests, names, strict=True) if n == name]
                 most = self.plans[name].max_depth
                 counts = []
                 for _ in own:
@@ -198,7 +197,7 @@ def test_a_sequence_without_a_match_asks_the_model():
 
 def test_a_batch_is_split_only_where_two_passes_pay():
     mixed = [make(REPEATING), make(list(range(20)), "1")]
-    # passes take as long as they have sequences
+    # passes take as long as they have requests
     cheap = Simulation(0.98, 0.6, lookup_s=1.0, model_s=1.0, is_shared=False)
     assert cheap.run(mixed, 100)[-1] == [LOOKUP.name, CHAIN.name]
     # a pass takes as long whoever takes part: two of them lose
@@ -209,10 +208,10 @@ def test_a_batch_is_split_only_where_two_passes_pay():
 
 def test_it_follows_a_change():
     sim = Simulation(0.95, 0.5, lookup_s=1.0, model_s=1.5)
-    sequence = make(REPEATING)
-    sim.run([sequence], 200)
+    request = make(REPEATING)
+    sim.run([request], 200)
     sim.accepted[LOOKUP.name] = 0.0
-    assert sim.run([sequence], 1500)[500:].count([CHAIN.name]) >= 800
+    assert sim.run([request], 1500)[500:].count([CHAIN.name]) >= 800
     sim.accepted[LOOKUP.name] = 0.97
     # tried again now and then
-    assert sim.run([sequence], 1000)[500:].count([LOOKUP.name]) >= 450
+    assert sim.run([request], 1000)[500:].count([LOOKUP.name]) >= 450

@@ -35,7 +35,7 @@ def lookup_by_loops(
 def outputs_by_loops(
     texts: list[list[int]], tokens: list[int], num_tokens: int, longest: int
 ) -> tuple[list[int], int]:
-    """Longest suffix, then latest text, then latest place with a token behind it."""
+    """Longest suffix, then latest text, then latest place with a token after it."""
     for length in range(min(longest, len(tokens)), 0, -1):
         suffix = tokens[len(tokens) - length :]
         for text in reversed(texts):
@@ -141,7 +141,7 @@ def test_rules_by_hand():
     assert proposals([1, 2, 9, 2, 8, 1, 2], 1, 1) == ([8], 1)
     # of equally long ones, the later place
     assert proposals([1, 2, 9, 1, 2, 8, 1, 2], 2) == ([8, 1], 2)
-    # behind the end, the proposals themselves
+    # after the end, the proposals themselves
     assert proposals([4, 1, 2, 3, 1, 2, 3], 5) == ([1, 2, 3, 1, 2], 3)
     assert proposals([7, 7], 4) == ([7, 7, 7, 7], 1)
     assert proposals([7] * 9, 3) == ([7, 7, 7], 8)

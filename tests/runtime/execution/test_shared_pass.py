@@ -11,9 +11,9 @@ import torch
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.execution.shared_pass import span_tokens, tree_tokens
-from specc.runtime.runner import RunResult
 from specc.runtime.scheduling.batch import Batch, Span, StepGroup
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.run_result import RunResult
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 from specc.speculation.tree import WORD_BITS, TokenTree
@@ -26,18 +26,18 @@ PLANS = [
 ]
 
 
-def make_sequence(name: str, tokens: list[int], num_rows: int, blocks: list[int]) -> Sequence:
-    """A sequence whose first rows are committed; prefilled where all but the last token are."""
+def make_request(name: str, tokens: list[int], num_rows: int, blocks: list[int]) -> Request:
+    """A request whose first rows are committed; prefilled where all but the last token are."""
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=3)
     is_ready = num_rows == len(tokens) - 1
     num_prompt = len(tokens) - 1 if is_ready else len(tokens)
-    sequence = Sequence(name, tokens[:num_prompt], params, max_seq_len=40, num_drafts=1)
-    sequence.blocks = blocks
+    request = Request(name, tokens[:num_prompt], params, max_seq_len=40, num_drafts=1)
+    request.blocks = blocks
     if is_ready:
-        sequence.append(tokens[num_prompt:])
-    sequence.cache_len = num_rows
-    sequence.draft_lens = [num_rows]
-    return sequence
+        request.append(tokens[num_prompt:])
+    request.cache_len = num_rows
+    request.draft_lens = [num_rows]
+    return request
 
 
 @pytest.fixture(scope="module")
@@ -55,26 +55,26 @@ def run(engine: Engine, is_shared: bool) -> tuple[RunResult, Any]:
             slab.zero_()
     engine.cache.history.zero_()
     per = engine.cache.shape.blocks_per_sequence
-    sequences = []
+    requests = []
     # committed rows, tokens
     shapes = ((3, 9), (0, 12), (4, 5), (7, 8), (2, 3), (9, 10))
     for i, (num_rows, count) in enumerate(shapes):
         tokens = torch.randint(0, 60, (count,), generator=generator).tolist()
         blocks = list(range(i * per, (i + 1) * per))
-        sequence = make_sequence(str(i), tokens, num_rows, blocks)
+        request = make_request(str(i), tokens, num_rows, blocks)
         rows = core.engine.cache.history_rows(blocks, 0, num_rows)
         core.engine.cache.record(rows, torch.tensor(tokens[:num_rows]))
         if i == 3:
             # its draft has to catch up
-            sequence.draft_lens = [3]
+            request.draft_lens = [3]
         if num_rows:
             for model, end in (
                 (core.engine.target, num_rows),
-                (core.engine.drafts[0], sequence.draft_lens[0]),
+                (core.engine.drafts[0], request.draft_lens[0]),
             ):
-                core.runner._causal_pass(model, [Span(sequence, 0, end)])
-        sequences.append(sequence)
-    ends, middle, *ready = sequences
+                core.runner._causal_pass(model, [Span(request, 0, end)])
+        requests.append(request)
+    ends, middle, *ready = requests
     groups = [StepGroup(plan, [s]) for plan, s in zip(PLANS[1:], ready, strict=False)]
     groups.append(StepGroup(OFF, ready[3:]))
     batch = Batch([Span(ends, 3, 9, (0,)), Span(middle, 0, 7, (0,))], groups)
@@ -100,9 +100,9 @@ def test_a_shared_pass_does_what_single_ones_do(engines: list[Engine]) -> None:
     assert other.prefill_s + sum(shares) == pytest.approx(other.pass_s)
 
 
-def test_a_chunk_is_a_chain_behind_its_rows() -> None:
-    first = make_sequence("a", list(range(50, 130)), 5, [0])
-    second = make_sequence("b", list(range(10)), 0, [1])
+def test_a_chunk_is_a_chain_after_its_rows() -> None:
+    first = make_request("a", list(range(50, 130)), 5, [0])
+    second = make_request("b", list(range(10)), 0, [1])
     table = torch.tensor([[0], [1]], dtype=torch.int32)
     flat = span_tokens([Span(first, 5, 75), Span(second, 0, 10)], table)
     assert flat.tokens.tolist() == [*range(55, 125), *range(10)]
@@ -122,8 +122,8 @@ def test_nodes_of_a_tree_have_its_depths(engines: list[Engine]) -> None:
     engine = engines[0]
     core = EngineCore(engine)
     plan = PLANS[2]
-    sequence = make_sequence("a", [3, 1, 4, 1, 5], 4, list(range(4)))
-    group = StepGroup(plan, [sequence])
+    request = make_request("a", [3, 1, 4, 1, 5], 4, list(range(4)))
+    group = StepGroup(plan, [request])
     inputs = core.runner._inputs(group)
     step: Any = engine.steps[plan.name]
     drafted = step.draft(inputs, engine.cache.environment)

@@ -108,7 +108,7 @@ def test_incomplete_end_is_shown_when_nothing_follows() -> None:
     assert detokenizer.text == "ab\ufffd"
 
 
-def test_whole_characters_in_front_of_an_incomplete_one_are_not_held_back() -> None:
+def test_whole_characters_before_an_incomplete_one_are_not_held_back() -> None:
     detokenizer = Detokenizer(TOKENIZER, [])
     detokenizer.push(TOKENIZER.token_to_id("bðŁĺ"))
     assert detokenizer.take_delta(False) == "b"
@@ -136,7 +136,7 @@ def test_earliest_stop_string_wins() -> None:
     assert detokenizer.text == " s"
 
 
-def test_include_stop_keeps_it_and_cuts_behind() -> None:
+def test_include_stop_keeps_it_and_cuts_after_it() -> None:
     detokenizer = Detokenizer(TOKENIZER, [], ["to"], include_stop=True)
     assert detokenizer.push(TOKENIZER.token_to_id("Ġstop")) == "to"
     assert detokenizer.text == detokenizer.take_delta(True) == " sto"

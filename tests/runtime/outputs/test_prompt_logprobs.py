@@ -122,16 +122,16 @@ def test_preempted_between_two_chunks(make_engine, prompts, greedy, logprobs_of)
     llm = LLM(make_engine(prefill_chunk=5), plan="chain-4")
     prompt, params = prompts[4], SamplingParams(max_tokens=4, prompt_logprobs=1)
     stream = llm.stream([prompt], params)
-    (sequence,) = stream.gi_frame.f_locals["groups"][0]  # type: ignore[attr-defined]
-    llm._scheduler.add(sequence)
+    (request,) = stream.gi_frame.f_locals["groups"][0]  # type: ignore[attr-defined]
+    llm._scheduler.add(request)
     llm._core.advance()  # type: ignore[union-attr]
     llm._core.advance()  # type: ignore[union-attr]
-    assert 0 < len(sequence.prompt_logprobs) < len(prompt) - 1
-    llm._scheduler._preempt(sequence)
-    while not sequence.is_finished:
+    assert 0 < len(request.prompt_logprobs) < len(prompt) - 1
+    llm._scheduler._preempt(request)
+    while not request.is_finished:
         llm._core.advance()  # type: ignore[union-attr]
-    assert sequence.output_token_ids == greedy(prompt, 4)
-    check(sequence.all_prompt_logprobs, prompt, logprobs_of(prompt), 1)
+    assert request.output_token_ids == greedy(prompt, 4)
+    check(request.all_prompt_logprobs, prompt, logprobs_of(prompt), 1)
 
 
 def test_a_backend_without_rows_for_them_says_so(make_engine) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import pytest
 
 from specc.errors import ConfigError
-from specc.runtime.backends.program import StepResult
+from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.adaptive import AdaptivePolicy
-from specc.runtime.runner import RunResult
+from specc.runtime.policies.adaptive_length import AdaptiveConstants
 from specc.runtime.scheduling.batch import Batch, Span, StepGroup
-from specc.runtime.scheduling.sequence import Sequence as Request
+from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.run_result import RunResult
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import SpecPlan
@@ -27,12 +28,10 @@ STATS = SpecStats()
 def round_of(accepted: Sequence[int], length: int = 2, **stages: float) -> tuple[Batch, RunResult]:
     """An iteration of one step, of a chain, and a prompt beside it."""
     plan = SpecPlan.from_widths((1,) * length)
-    sequences = [
-        Request(str(i), [0], SamplingParams(), max_seq_len=9) for i in range(len(accepted))
-    ]
+    requests = [Request(str(i), [0], SamplingParams(), max_seq_len=9) for i in range(len(accepted))]
     step = StepResult(list(accepted), [], [], {}, stages or {"step": 1.0})
-    spans = [Span(sequences[0], 0, 1)]
-    return Batch(spans, [StepGroup(plan, sequences)]), RunResult([None], 9.0, [step])
+    spans = [Span(requests[0], 0, 1)]
+    return Batch(spans, [StepGroup(plan, requests)]), RunResult([None], 9.0, [step])
 
 
 class Engine:
@@ -126,7 +125,7 @@ def test_mixed_and_foreign_rounds_teach_nothing():
     # one speculates, one does not: two steps
     mixed = Batch([], one[0].groups + other[0].groups)
     policy.observe_batch(mixed, RunResult(steps=one[1].steps + other[1].steps))
-    # the plan speculates, but neither sequence could
+    # the plan speculates, but neither request could
     policy.observe_batch(*round_of((0, 0), 0))
     # queued before the length changed
     policy.observe_batch(*round_of((0, 0), 8))
@@ -173,7 +172,7 @@ def test_a_new_batch_size_starts_where_the_last_one_is():
 
 
 def test_options_reach_the_states():
-    policy = AdaptivePolicy(PLANS, window=4, settle=0)
+    policy = AdaptivePolicy(PLANS, AdaptiveConstants(window=4, settle=0))
     engine = Engine(policy, Load((0.9,), 0.01, 0.0, 0.0))
     for _ in range(5):
         engine.step(1)
@@ -193,7 +192,7 @@ def test_an_engine_generates_the_same(tiny_engine):
     prompts = ["hello world", "ab", "the third one", "zz"]
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     want = [o.outputs[0].token_ids for o in LLM(tiny_engine, "off").generate(prompts, params)]
-    policy = AdaptivePolicy({"off": 0, "chain-3": 3}, window=4, longest_wait=8)
+    policy = AdaptivePolicy({"off": 0, "chain-3": 3}, AdaptiveConstants(window=4, longest_wait=8))
     chosen: list[str] = []
     choose = policy.choose
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specc.errors import ConfigError
-from specc.runtime.policies.adaptive_length import AdaptiveLength
+from specc.runtime.policies.adaptive_length import AdaptiveConstants, AdaptiveLength
 from tests.runtime.policies.simulated_load import Load, share_of_optimum, simulate
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8)
@@ -22,7 +22,7 @@ LOADS = st.builds(
     Load,
     st.one_of(
         st.tuples(CHANCES),
-        # an early depth that is likely, or unlikely, and what comes behind it
+        # an early depth that is likely, or unlikely, and what comes after it
         st.tuples(CHANCES, CHANCES),
         st.tuples(CHANCES, CHANCES, CHANCES, CHANCES),
     ),
@@ -46,7 +46,7 @@ def test_converges(load, lengths, batch, seed):
 
 
 def follow(before: Load, after: Load, batch: int, seed: int) -> int:
-    """Rounds behind a change until 100 rounds reach 90 % of the new optimum."""
+    """Rounds after a change until 100 rounds reach 90 % of the new optimum."""
     machine, change, most = AdaptiveLength(LENGTHS), 1500, 1500
     rounds = simulate(
         machine, LENGTHS, lambda n: before if n < change else after, change + most, batch, seed
@@ -100,7 +100,7 @@ def test_free_and_perfect_drafts_end_at_the_longest():
     assert sum(r.length == 8 for r in rounds[300:]) > 0.95 * len(rounds[300:])
 
 
-def test_an_optimum_behind_a_worse_length_is_found():
+def test_an_optimum_beyond_a_worse_length_is_found():
     """Speculation has a fixed cost, so short chains lose against off, and long ones win."""
     load = Load((0.9,), 0.02, 0.0, 1.0)
     assert load.rate(1) < load.rate(0) < load.rate(8)
@@ -127,7 +127,7 @@ def feed(machine: AdaptiveLength, num_rounds: int, seconds, tokens) -> list[int]
 
 
 def test_warm_up_tries_every_length_once():
-    machine = AdaptiveLength((0, 2, 4, 6), window=5, settle=1, start=2)
+    machine = AdaptiveLength((0, 2, 4, 6), start=2, constants=AdaptiveConstants(window=5, settle=1))
     lengths = feed(machine, 24, lambda s: 1 + 0.1 * s, lambda s: 1 + s)
     visits = [(length, len(list(group))) for length, group in itertools.groupby(lengths)]
     # the first one, then the nearest, the longer of two; a window and the rounds ignored; off is
@@ -136,10 +136,10 @@ def test_warm_up_tries_every_length_once():
     assert machine.home == 6
 
 
-def test_rounds_behind_a_change_are_ignored():
+def test_rounds_after_a_change_are_ignored():
     """A change is dear, for the draft has to catch up: that says nothing about the length."""
     lengths = (0, 4)
-    machine = AdaptiveLength(lengths, settle=2)
+    machine = AdaptiveLength(lengths, constants=AdaptiveConstants(settle=2))
     last, since = machine.current, 0
     for _ in range(800):
         length = machine.current
@@ -151,18 +151,19 @@ def test_rounds_behind_a_change_are_ignored():
 
 
 def test_tries_lose_a_small_share_of_the_time():
-    """However bad a length is; but for the longest wait, behind which one is tried anyway."""
+    """However bad a length is; but for the longest wait, after which one is tried anyway."""
     load = Load((0.0,), 0.2, 0.0, 0.0)
     lengths = (0, 8)
     for share, longest_wait in ((0.02, 10**6), (0.005, 10**6)):
-        machine = AdaptiveLength(lengths, trial_share=share, longest_wait=longest_wait)
+        constants = AdaptiveConstants(trial_share=share, longest_wait=longest_wait)
+        machine = AdaptiveLength(lengths, constants=constants)
         rounds = simulate(machine, lengths, lambda _: load, 20000, 1, 3)[WARM_UP:]
         lost = sum(r.seconds - 1 for r in rounds if r.length)
         assert 0 < lost < 1.5 * share * sum(r.seconds for r in rounds)
 
 
 def test_the_longest_wait_is_kept():
-    machine = AdaptiveLength((0, 8), longest_wait=100)
+    machine = AdaptiveLength((0, 8), constants=AdaptiveConstants(longest_wait=100))
     lengths = feed(machine, 3000, lambda s: 1 + 10 * s, lambda s: 1)
     waits = [len(list(group)) for length, group in itertools.groupby(lengths) if length == 0]
     # at the end of a window
@@ -194,21 +195,26 @@ def test_the_same_rounds_give_the_same_choices():
 
 
 BAD = {
-    "none": ((), {}),
-    "order": ((2, 1), {}),
-    "twice": ((1, 1), {}),
-    "negative": ((-1, 2), {}),
-    "start": ((1, 2), {"start": 3}),
-    "window": ((1, 2), {"window": 0}),
-    "settle": ((1, 2), {"settle": -1}),
-    "wait": ((1, 2), {"longest_wait": 4}),
-    "memory": ((1, 2), {"memory": 4}),
-    "share": ((1, 2), {"trial_share": 0.0}),
+    "none": ((), None),
+    "order": ((2, 1), None),
+    "twice": ((1, 1), None),
+    "negative": ((-1, 2), None),
+    "start": ((1, 2), 3),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_options(name):
-    lengths, options = BAD[name]
+def test_bad_lengths(name):
+    lengths, start = BAD[name]
     with pytest.raises(ConfigError):
-        AdaptiveLength(lengths, **options)
+        AdaptiveLength(lengths, start=start)
+
+
+@pytest.mark.parametrize(
+    "constants",
+    [{"window": 0}, {"settle": -1}, {"longest_wait": 4}, {"memory": 4}, {"trial_share": 0.0}],
+    ids=str,
+)
+def test_bad_constants(constants):
+    with pytest.raises(ConfigError):
+        AdaptiveConstants(**constants)

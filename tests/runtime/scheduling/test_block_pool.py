@@ -1,4 +1,4 @@
-"""Who uses which block, and what free blocks still hold."""
+"""Which request uses which block, and what free blocks still hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that are written as sequences grow equal those that are built anew."""
+"""Tables that are written as requests grow equal those that are built anew."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from specc.runtime.scheduling.block_rows import BlockRows
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
-from specc.runtime.scheduling.sequence import Sequence
-from specc.runtime.scheduling.sequence_blocks import SequenceBlocks
+from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.request_blocks import RequestBlocks
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
 
@@ -19,19 +19,19 @@ TREE = SpecPlan.from_widths((2, 1, 1))
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_follow_their_sequences(seed: int) -> None:
-    """Who comes, grows, gives blocks back, is preempted and comes again, or leaves."""
+    """Requests come, grow, give blocks back, are preempted and come again, or leave."""
     dice = random.Random(seed)
     shape = CacheShape(60, 8, 4, max_num_seqs=3, pool_blocks=40)
     cache = KVCache(shape, {}, torch.float32)
-    blocks, rows = SequenceBlocks(cache, shares_prefixes=False), BlockRows(shape)
-    running: list[Sequence] = []
-    preempted: list[Sequence] = []
+    blocks, rows = RequestBlocks(cache, shares_prefixes=False), BlockRows(shape)
+    running: list[Request] = []
+    preempted: list[Request] = []
     num_changed = num_same = 0
     for step in range(400):
         action = dice.choice(["come", "grow", "grow", "trim", "preempt", "leave", "look", "look"])
         if action == "come" and len(running) < 3:
             params = SamplingParams(max_tokens=50)
-            new = Sequence(str(step), [0] * dice.randrange(1, 9), params, max_seq_len=60)
+            new = Request(str(step), [0] * dice.randrange(1, 9), params, max_seq_len=60)
             one = preempted.pop() if preempted and dice.random() < 0.5 else new
             if blocks.admit(one, running):
                 one.cache_len = one.prefill_end
@@ -53,7 +53,7 @@ def test_rows_follow_their_sequences(seed: int) -> None:
                     num_changed += 1
                 else:
                     num_same += 1
-                wanted = cache.block_table([sequence.blocks for sequence in batch])
+                wanted = cache.block_table([request.blocks for request in batch])
                 assert torch.equal(rows.select(batch), wanted), step
     assert min(num_changed, num_same) > 10
 
@@ -61,8 +61,8 @@ def test_rows_follow_their_sequences(seed: int) -> None:
 def test_what_has_not_changed_is_not_written() -> None:
     shape = CacheShape(64, 8, 4, max_num_seqs=2)
     cache = KVCache(shape, {}, torch.float32)
-    blocks, rows = SequenceBlocks(cache, shares_prefixes=False), BlockRows(shape)
-    one = Sequence("a", [0] * 5, SamplingParams(max_tokens=50), max_seq_len=64)
+    blocks, rows = RequestBlocks(cache, shares_prefixes=False), BlockRows(shape)
+    one = Request("a", [0] * 5, SamplingParams(max_tokens=50), max_seq_len=64)
     assert blocks.admit(one, [])
     assert rows.write([one])
     assert not rows.write([one])

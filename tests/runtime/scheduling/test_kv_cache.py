@@ -22,7 +22,7 @@ def test_shape(block_size: int, rows: int, per_sequence: int) -> None:
     assert shape.blocks_for(99, 10**6) == per_sequence
 
 
-def test_blocks_for_covers_the_region_behind_the_last_token() -> None:
+def test_blocks_for_covers_the_region_after_the_last_token() -> None:
     shape = CacheShape(max_seq_len=100, max_nodes=5, block_size=4, max_num_seqs=1)
     assert shape.blocks_for(3, 4) == 3  # 7 tokens and 5 nodes
     assert shape.blocks_for(3, 5) == 4
@@ -78,7 +78,7 @@ def test_block_table_is_padded() -> None:
 
 
 def test_a_growing_cache_keeps_what_it_holds() -> None:
-    """Slabs with heads in front of rows begin short, and get longer in steps, up to all rows."""
+    """Slabs with heads before rows begin short, and get longer in steps, up to all rows."""
     shape = CacheShape(max_seq_len=400, max_nodes=6, block_size=0, max_num_seqs=2)
     rows = CacheRows.of(400, 6, 2)
     specs = {"target": [(2, 3, 4)], "draft_0": [(1, 1, 4)]}
@@ -89,7 +89,7 @@ def test_a_growing_cache_keeps_what_it_holds() -> None:
     assert environment["history"].shape == (2, 406)
     before = {name: slab.normal_().clone() for name, slab in environment.items() if "slab" in name}
 
-    # what is in front of the slots counts
+    # what is before the slots counts
     assert cache.reserve(GROWTH - rows.front) == GROWTH
     assert all(environment[name].data_ptr() for name in before)
     assert cache.reserve(GROWTH - rows.front + 1) == 2 * GROWTH

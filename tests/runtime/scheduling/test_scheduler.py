@@ -9,19 +9,18 @@ import pytest
 import torch
 
 from specc.errors import RequestError
+from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.base import FixedPolicy
-from specc.runtime.runner import RunResult, StepResult
 from specc.runtime.scheduling.batch import Batch
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
+from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.run_result import RunResult
 from specc.runtime.scheduling.scheduler import Scheduler
-from specc.runtime.scheduling.sequence import Sequence
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
 
 CHAIN = SpecPlan.from_widths([1, 1])
 MAX_SEQ_LEN = 32
-# the scheduler only keeps it
-PENDING: Any = object()
 
 
 def make_scheduler(
@@ -42,10 +41,10 @@ def make_scheduler(
     return Scheduler(cache, plans, policy, chunk, limit, **options), cache
 
 
-def make_sequence(name: str, num_prompt: int = 4, **params) -> Sequence:
+def make_request(name: str, num_prompt: int = 4, **params) -> Request:
     sampling = SamplingParams(**{"max_tokens": 4, **params})
     prompt = list(range(num_prompt))
-    return Sequence(name, prompt, sampling, max_seq_len=MAX_SEQ_LEN, num_drafts=1)
+    return Request(name, prompt, sampling, max_seq_len=MAX_SEQ_LEN, num_drafts=1)
 
 
 def run(batch: Batch, num_accepted: int = 0) -> RunResult:
@@ -55,9 +54,9 @@ def run(batch: Batch, num_accepted: int = 0) -> RunResult:
         accepted = num_accepted if group.plan.widths else 0
         width = len(group.plan.widths) + 1
         output = [9] * (accepted + 1) + [-1] * (width - accepted - 1)
-        lens = [s.cache_len + accepted + 1 for s in group.sequences]
+        lens = [s.cache_len + accepted + 1 for s in group.requests]
         drafts = {0: lens} if group.plan.widths else {}
-        count = len(group.sequences)
+        count = len(group.requests)
         steps.append(
             StepResult([accepted] * count, [output] * count, lens, drafts, {"verify": 0.1})
         )
@@ -71,17 +70,17 @@ def advance(scheduler: Scheduler, num_accepted: int = 0) -> Batch:
 
 
 def spans(batch: Batch) -> list[tuple[str, int, int]]:
-    return [(span.sequence.request_id, span.start, span.end) for span in batch.prefill]
+    return [(span.request.request_id, span.start, span.end) for span in batch.prefill]
 
 
 def groups(batch: Batch) -> dict[str, list[str]]:
-    return {g.plan.name: [s.request_id for s in g.sequences] for g in batch.groups}
+    return {g.plan.name: [s.request_id for s in g.requests] for g in batch.groups}
 
 
 def test_admission_is_first_come_first_served() -> None:
     scheduler, _ = make_scheduler(chunk=100)
     for name in "abcd":
-        scheduler.add(make_sequence(name, max_tokens=2 if name == "b" else 4))
+        scheduler.add(make_request(name, max_tokens=2 if name == "b" else 4))
     assert spans(advance(scheduler)) == [("a", 0, 4), ("b", 0, 4)]
     # b ends here; c joins while a goes on
     assert groups(advance(scheduler)) == {"chain-2": ["a", "b"]}
@@ -94,7 +93,7 @@ def test_head_of_the_queue_waits_for_blocks_and_is_not_overtaken() -> None:
     scheduler, cache = make_scheduler(max_num_seqs=3, num_blocks=8)
     # 4 tokens and 2 rows: 2 blocks; 20 tokens and 2 rows: 6 blocks, and one that a may still need
     for name, size in (("a", 4), ("big", 20), ("c", 4)):
-        scheduler.add(make_sequence(name, size))
+        scheduler.add(make_request(name, size))
     assert scheduler.schedule().num_unfinished == 3
     assert [s.request_id for s in scheduler.running] == ["a"]
     assert cache.allocator.num_free == 6
@@ -104,38 +103,38 @@ def test_head_of_the_queue_waits_for_blocks_and_is_not_overtaken() -> None:
 def test_request_larger_than_the_cache_is_refused() -> None:
     scheduler, _ = make_scheduler(num_blocks=2)
     with pytest.raises(RequestError, match="needs 3 KV cache blocks"):
-        scheduler.add(make_sequence("a"))
+        scheduler.add(make_request("a"))
     assert not scheduler.has_work
 
 
 def test_prefill_is_chunked_over_sequences() -> None:
     scheduler, _ = make_scheduler(chunk=8, max_num_seqs=3)
     for name, size in (("a", 5), ("b", 12), ("c", 2)):
-        scheduler.add(make_sequence(name, size))
+        scheduler.add(make_request(name, size))
     batches = [advance(scheduler) for _ in range(3)]
     assert [spans(batch) for batch in batches] == [
         [("a", 0, 5), ("b", 0, 3)],
         [("b", 3, 11)],
         [("b", 11, 12), ("c", 0, 2)],
     ]
-    # prefill never holds up who is ready
+    # prefill never holds up requests that are ready
     assert [groups(batch) for batch in batches] == [{}, {"chain-2": ["a"]}, {"chain-2": ["a"]}]
 
 
 def test_plain_requests_run_the_off_plan() -> None:
     scheduler, _ = make_scheduler(chunk=100)
-    scheduler.add(make_sequence("a"))
-    scheduler.add(make_sequence("b", speculative=False))
+    scheduler.add(make_request("a"))
+    scheduler.add(make_request("b", speculative=False))
     batch = advance(scheduler)
     assert [span.drafts for span in batch.prefill] == [(0,), ()]
     assert groups(advance(scheduler)) == {"chain-2": ["a"], "off": ["b"]}
 
 
 @pytest.mark.parametrize(("num_prompt", "plan"), [(29, "chain-2"), (30, "off")])
-def test_no_node_lies_behind_the_last_position(num_prompt: int, plan: str) -> None:
+def test_no_node_lies_beyond_the_last_position(num_prompt: int, plan: str) -> None:
     """Root at num_prompt, deepest node at num_prompt + 2; positions end at 31."""
     scheduler, _ = make_scheduler(chunk=100)
-    scheduler.add(make_sequence("a", num_prompt, max_tokens=10))
+    scheduler.add(make_request("a", num_prompt, max_tokens=10))
     batch = advance(scheduler)
     assert batch.prefill[0].drafts == ((0,) if plan == "chain-2" else ())
     assert groups(advance(scheduler)) == {plan: ["a"]}
@@ -143,7 +142,7 @@ def test_no_node_lies_behind_the_last_position(num_prompt: int, plan: str) -> No
 
 def test_a_draft_of_a_smaller_context_limits_speculation_only() -> None:
     scheduler, _ = make_scheduler(limit=8)
-    scheduler.add(make_sequence("a", 5, max_tokens=4))
+    scheduler.add(make_request("a", 5, max_tokens=4))
     advance(scheduler)
     assert groups(advance(scheduler)) == {"chain-2": ["a"]}
     assert groups(advance(scheduler)) == {"off": ["a"]}
@@ -151,37 +150,37 @@ def test_a_draft_of_a_smaller_context_limits_speculation_only() -> None:
 
 def test_lengths_follow_the_passes() -> None:
     scheduler, _ = make_scheduler(chunk=3)
-    sequence = make_sequence("a", 4, max_tokens=10)
-    scheduler.add(sequence)
+    request = make_request("a", 4, max_tokens=10)
+    scheduler.add(request)
     advance(scheduler)
-    assert (sequence.cache_len, sequence.draft_lens) == (3, [3])
-    assert sequence.output_token_ids == []
+    assert (request.cache_len, request.draft_lens) == (3, [3])
+    assert request.output_token_ids == []
     advance(scheduler)
-    assert (sequence.cache_len, sequence.draft_lens) == (4, [4])
-    assert sequence.output_token_ids == [9]
+    assert (request.cache_len, request.draft_lens) == (4, [4])
+    assert request.output_token_ids == [9]
     advance(scheduler, num_accepted=2)
-    assert (sequence.cache_len, sequence.draft_lens) == (7, [7])
-    assert len(sequence.token_ids) == sequence.cache_len + 1
+    assert (request.cache_len, request.draft_lens) == (7, [7])
+    assert len(request.token_ids) == request.cache_len + 1
 
 
 def test_a_draft_that_lags_behind_is_not_fed_a_later_chunk() -> None:
     scheduler, _ = make_scheduler(chunk=2)
-    sequence = make_sequence("a", 4)
-    scheduler.add(sequence)
+    request = make_request("a", 4)
+    scheduler.add(request)
     advance(scheduler)
-    sequence.draft_lens = [0]
+    request.draft_lens = [0]
     assert advance(scheduler).prefill[0].drafts == ()
 
 
 def test_trimmed_tokens_are_counted_and_dropped() -> None:
     scheduler, _ = make_scheduler()
-    sequence = make_sequence("a", max_tokens=3)
-    scheduler.add(sequence)
+    request = make_request("a", max_tokens=3)
+    scheduler.add(request)
     advance(scheduler)
     advance(scheduler, num_accepted=2)
-    assert sequence.output_token_ids == [9, 9, 9]
-    assert sequence.is_finished
-    for stats in (sequence.stats, scheduler.stats):
+    assert request.output_token_ids == [9, 9, 9]
+    assert request.is_finished
+    for stats in (request.stats, scheduler.stats):
         assert stats.num_trimmed_tokens == 1
         assert stats.num_output_tokens == 3
         assert stats.mean_acceptance_length == 2.0
@@ -193,51 +192,51 @@ def test_trimmed_tokens_are_counted_and_dropped() -> None:
 
 def test_engine_counts_a_shared_pass_once() -> None:
     scheduler, _ = make_scheduler(chunk=100)
-    sequences = [make_sequence(name) for name in "ab"]
-    for sequence in sequences:
-        scheduler.add(sequence)
+    requests = [make_request(name) for name in "ab"]
+    for request in requests:
+        scheduler.add(request)
     advance(scheduler)
     advance(scheduler)
     assert scheduler.stats.num_step_passes == scheduler.stats.num_prefill_passes == 1
     assert scheduler.stats.num_steps == 2
     assert scheduler.stats.verify_s == pytest.approx(0.1)
-    assert [s.stats.verify_s for s in sequences] == pytest.approx([0.1, 0.1])
+    assert [s.stats.verify_s for s in requests] == pytest.approx([0.1, 0.1])
 
 
 def test_blocks_come_back() -> None:
     scheduler, cache = make_scheduler(chunk=100)
     total = cache.allocator.num_free
-    sequences = [make_sequence(name) for name in "abc"]
-    for sequence in sequences:
-        scheduler.add(sequence)
+    requests = [make_request(name) for name in "abc"]
+    for request in requests:
+        scheduler.add(request)
     scheduler.schedule()
-    scheduler.abort(sequences[0])
-    scheduler.abort(sequences[2])
-    scheduler.abort(sequences[2])
+    scheduler.abort(requests[0])
+    scheduler.abort(requests[2])
+    scheduler.abort(requests[2])
     assert [s.request_id for s in scheduler.running] == ["b"]
     while scheduler.has_work:
         advance(scheduler)
     assert cache.allocator.num_free == total
     assert scheduler.stats.num_requests == 1
-    scheduler.abort(sequences[1])
+    scheduler.abort(requests[1])
 
 
-def running(scheduler: Scheduler, *sequences: Sequence) -> Batch:
+def running(scheduler: Scheduler, *requests: Request) -> Batch:
     """Admit and prefill; returns the first batch of steps, queued."""
-    for sequence in sequences:
-        scheduler.add(sequence)
+    for request in requests:
+        scheduler.add(request)
     advance(scheduler)
     batch = scheduler.schedule()
     assert not batch.prefill
-    scheduler.hold(batch, PENDING)
+    scheduler.hold(batch)
     return batch
 
 
-def test_blocks_in_flight_stay_taken_and_rows_of_who_left_are_dropped() -> None:
+def test_blocks_in_flight_stay_taken_and_rows_of_a_request_that_left_are_dropped() -> None:
     scheduler, cache = make_scheduler(chunk=100)
-    ends, goes_on = make_sequence("a", max_tokens=4), make_sequence("b", max_tokens=20)
+    ends, goes_on = make_request("a", max_tokens=4), make_request("b", max_tokens=20)
     batch = running(scheduler, ends, goes_on)
-    scheduler.hold(batch, PENDING)
+    scheduler.hold(batch)
     free = cache.allocator.num_free
     scheduler.postprocess(batch, run(batch, 2))
     assert ends.is_finished
@@ -255,11 +254,11 @@ def test_blocks_in_flight_stay_taken_and_rows_of_who_left_are_dropped() -> None:
 
 def test_a_step_whose_rows_are_all_dropped_is_not_counted() -> None:
     scheduler, cache = make_scheduler()
-    sequence = make_sequence("a", max_tokens=20)
-    batch = running(scheduler, sequence)
+    request = make_request("a", max_tokens=20)
+    batch = running(scheduler, request)
     before = dataclasses.asdict(scheduler.stats)
-    scheduler.abort(sequence)
-    assert sequence.blocks
+    scheduler.abort(request)
+    assert request.blocks
     scheduler.postprocess(batch, run(batch, 2))
     assert dataclasses.asdict(scheduler.stats) == before
     assert not scheduler.has_work
@@ -269,12 +268,12 @@ def test_a_step_whose_rows_are_all_dropped_is_not_counted() -> None:
 def test_what_is_forgotten_starts_from_what_was_committed() -> None:
     """Two steps were queued; one row of the first was committed, and one request has left."""
     scheduler, cache = make_scheduler(chunk=100, max_num_seqs=3)
-    sequences = [make_sequence(name, max_tokens=20) for name in "abc"]
-    batch = running(scheduler, *sequences)
-    scheduler.hold(batch, PENDING)
+    requests = [make_request(name, max_tokens=20) for name in "abc"]
+    batch = running(scheduler, *requests)
+    scheduler.hold(batch)
     total = cache.allocator.num_blocks
-    scheduler.abort(sequences[2])
-    assert sequences[2].blocks
+    scheduler.abort(requests[2])
+    assert requests[2].blocks
     first = run(batch, 2)
 
     class Stop(Exception):
@@ -283,29 +282,28 @@ def test_what_is_forgotten_starts_from_what_was_committed() -> None:
     def fail(*_: object) -> int:
         raise Stop
 
-    sequences[1].append = fail  # type: ignore[method-assign]
+    requests[1].append = fail  # type: ignore[method-assign]
     with pytest.raises(Stop):
         scheduler.postprocess(batch, first)
-    del sequences[1].append
-    scheduler.forget_queued()
-    assert not scheduler.queued
-    assert sequences[2].blocks == []
-    assert [(s.cache_len, s.draft_lens) for s in sequences[:2]] == [(7, [7]), (4, [4])]
-    scheduler.check(sequences)
+    del requests[1].append
+    scheduler.recover()
+    assert requests[2].blocks == []
+    assert [(s.cache_len, s.draft_lens) for s in requests[:2]] == [(7, [7]), (4, [4])]
+    scheduler.check(requests)
     assert groups(scheduler.schedule()) == {"chain-2": ["a", "b"]}
-    for sequence in sequences[:2]:
-        scheduler.abort(sequence)
+    for request in requests[:2]:
+        scheduler.abort(request)
     assert cache.allocator.num_free == total
 
 
-def test_who_ended_when_another_failed_is_released() -> None:
+def test_a_request_that_ended_when_another_failed_is_released() -> None:
     scheduler, cache = make_scheduler(chunk=100)
-    ends, goes_on = make_sequence("a", max_tokens=4), make_sequence("b", max_tokens=20)
+    ends, goes_on = make_request("a", max_tokens=4), make_request("b", max_tokens=20)
     batch = running(scheduler, ends, goes_on)
     with pytest.raises(IndexError):
         scheduler.postprocess(batch, dataclasses.replace(run(batch, 2), steps=[half(batch)]))
     assert ends.is_finished
-    scheduler.forget_queued()
+    scheduler.recover()
     assert scheduler.running == [goes_on]
     assert ends.blocks == []
     assert scheduler.stats.num_requests == 1
@@ -314,40 +312,40 @@ def test_who_ended_when_another_failed_is_released() -> None:
 
 
 def half(batch: Batch) -> StepResult:
-    """Results of the first sequence alone."""
+    """Results of the first request alone."""
     (step,) = run(batch, 2).steps
     return step._replace(num_accepted=step.num_accepted[:1])
 
 
-def test_who_is_torn_is_dropped_until_its_caller_knows() -> None:
+def test_a_torn_request_is_dropped_until_its_caller_knows() -> None:
     scheduler, cache = make_scheduler(chunk=100)
-    sequences = [make_sequence(name, max_tokens=20) for name in "ab"]
-    running(scheduler, *sequences)
-    sequences[0].append([9])
-    scheduler.forget_queued()
-    assert scheduler.running == [sequences[1]]
-    scheduler.check(sequences[1:])
+    requests = [make_request(name, max_tokens=20) for name in "ab"]
+    running(scheduler, *requests)
+    requests[0].append([9])
+    scheduler.recover()
+    assert scheduler.running == [requests[1]]
+    scheduler.check(requests[1:])
     with pytest.raises(RequestError, match="request a was interrupted"):
-        scheduler.check(sequences)
-    for sequence in sequences:
-        scheduler.abort(sequence)
-    scheduler.check(sequences)
+        scheduler.check(requests)
+    for request in requests:
+        scheduler.abort(request)
+    scheduler.check(requests)
     assert cache.allocator.num_free == cache.allocator.num_blocks
 
 
 def test_a_prompt_without_its_first_token_is_torn() -> None:
     scheduler, _ = make_scheduler(chunk=100)
-    sequence = make_sequence("a")
-    scheduler.add(sequence)
+    request = make_request("a")
+    scheduler.add(request)
     batch = scheduler.schedule()
 
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    sequence.append_first = fail  # type: ignore[method-assign]
+    request.append_first = fail  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         scheduler.postprocess(batch, run(batch))
-    scheduler.forget_queued()
+    scheduler.recover()
     assert not scheduler.has_work
     with pytest.raises(RequestError, match="request a was interrupted"):
-        scheduler.check([sequence])
+        scheduler.check([request])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from specc.runtime.scheduling.batch import Batch
+from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
 from specc.runtime.scheduling.scheduler import Scheduler
-from specc.runtime.scheduling.sequence import Sequence
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF
 from tests.runtime.scheduling.test_scheduler import (
@@ -34,28 +34,28 @@ class Clock:
         return self.now_s
 
 
-def sequence(name: str, prompt: list[int], clock: Any = None, **options: Any) -> Sequence:
+def request(name: str, prompt: list[int], clock: Any = None, **options: Any) -> Request:
     extra = {key: options.pop(key) for key in ("priority", "timeout_s") if key in options}
     params = SamplingParams(**{"max_tokens": 4, **options})
     if clock is not None:
         extra["clock"] = clock
-    return Sequence(name, prompt, params, max_seq_len=MAX_SEQ_LEN, num_drafts=1, **extra)
+    return Request(name, prompt, params, max_seq_len=MAX_SEQ_LEN, num_drafts=1, **extra)
 
 
-def names(sequences: Any) -> list[str]:
-    return [s.request_id for s in sequences]
+def names(requests: Any) -> list[str]:
+    return [s.request_id for s in requests]
 
 
-def test_who_runs_out_of_blocks_takes_them_from_the_last_one() -> None:
+def test_a_request_without_blocks_takes_them_from_the_last_one() -> None:
     """Two prompts of 2 blocks fill a cache of 5 with what the first needs to grow."""
     scheduler, cache = make_scheduler(num_blocks=5, plan=OFF, chunk=100)
-    first = sequence("a", [1] * 7, max_tokens=10)
-    second = sequence("b", [2] * 6, max_tokens=8)
+    first = request("a", [1] * 7, max_tokens=10)
+    second = request("b", [2] * 6, max_tokens=8)
     scheduler.add(first)
     scheduler.add(second)
     advance(scheduler)
-    assert names(scheduler.running) == ["a"], "room is left for who runs"
-    # it can be admitted behind the growth of the first
+    assert names(scheduler.running) == ["a"], "room is left for the one that runs"
+    # it can be admitted after the growth of the first
     while not scheduler.waiting or len(scheduler.running) < 2:
         if first.is_finished:
             break
@@ -71,13 +71,14 @@ def test_who_runs_out_of_blocks_takes_them_from_the_last_one() -> None:
 
 def test_preemption_keeps_tokens_and_computes_their_rows_again() -> None:
     scheduler, cache = make_scheduler(num_blocks=8, plan=OFF, chunk=100, max_num_seqs=2)
-    first = sequence("a", [1] * 9, max_tokens=20)
-    second = sequence("b", [2] * 9, max_tokens=9)
+    first = request("a", [1] * 9, max_tokens=20)
+    second = request("b", [2] * 9, max_tokens=9)
     scheduler.add(first)
     scheduler.add(second)
     while not second.stats.num_preemptions:
         advance(scheduler)
         assert sum(len(s.blocks) for s in (first, second)) == 8 - cache.allocator.num_free
+        assert first.stats.num_preemptions == 0, "whose turn is last gives way"
     assert scheduler.stats.num_preemptions == 1
     assert second.blocks == []
     assert (second.cache_len, second.draft_lens) == (0, [0])
@@ -88,7 +89,7 @@ def test_preemption_keeps_tokens_and_computes_their_rows_again() -> None:
     again: list[Batch] = []
     while not second.is_finished:
         batch = advance(scheduler)
-        if any(span.sequence is second for span in batch.prefill):
+        if any(span.request is second for span in batch.prefill):
             again.append(batch)
     (batch,) = again
     # all but the last token, whose row the next step writes; no token is drawn
@@ -106,7 +107,7 @@ def test_preemption_keeps_tokens_and_computes_their_rows_again() -> None:
 def test_speculation_gives_way_before_a_request_does() -> None:
     """One block is left: enough for a plain step of both, not for the nodes of both trees."""
     scheduler, _ = make_scheduler(num_blocks=5, chunk=100)
-    first, second = sequence("a", [1] * 5, max_tokens=6), sequence("b", [2] * 6, max_tokens=2)
+    first, second = request("a", [1] * 5, max_tokens=6), request("b", [2] * 6, max_tokens=2)
     for one in (first, second):
         scheduler.add(one)
     advance(scheduler)
@@ -125,12 +126,12 @@ def test_everyone_ends_however_few_blocks_there_are(seed: int) -> None:
     scheduler, cache = make_scheduler(
         num_blocks=9, max_num_seqs=5, chunk=6, clock=clock, shares_prefixes=bool(seed % 2)
     )
-    everyone: list[Sequence] = []
+    everyone: list[Request] = []
     cancelled: set[str] = set()
     for i in range(40):
         clock.now_s += dice.random()
         prompt = [dice.randrange(3) for _ in range(dice.randint(1, 14))]
-        one = sequence(
+        one = request(
             str(i), prompt, clock, max_tokens=dice.randint(1, 18), priority=dice.randrange(3)
         )
         everyone.append(one)
@@ -157,8 +158,8 @@ def test_everyone_ends_however_few_blocks_there_are(seed: int) -> None:
     assert cache.allocator.num_free == 9
 
 
-def check_blocks(scheduler: Scheduler, cache: Any, everyone: list[Sequence]) -> None:
-    """Every block has as many users as sequences that list it; what can change has one."""
+def check_blocks(scheduler: Scheduler, cache: Any, everyone: list[Request]) -> None:
+    """Every block has as many users as requests that list it; what can change has one."""
     held = [block for one in everyone for block in one.blocks]
     assert len(set(held)) == cache.allocator.num_blocks - cache.allocator.num_free
     for one in scheduler.running:
@@ -176,11 +177,11 @@ def check_blocks(scheduler: Scheduler, cache: Any, everyone: list[Sequence]) -> 
 
 def test_a_prefix_is_found_whole_blocks_at_a_time() -> None:
     scheduler, _ = make_scheduler(chunk=100, shares_prefixes=True, max_num_seqs=3)
-    first = sequence("a", list(range(10)))
+    first = request("a", list(range(10)))
     scheduler.add(first)
     advance(scheduler)
     # the same first 9 tokens: two blocks of 4
-    second = sequence("b", [*range(9), 99, 98])
+    second = request("b", [*range(9), 99, 98])
     scheduler.add(second)
     batch = scheduler.schedule()
     assert spans(batch) == [("b", 8, 11)]
@@ -194,24 +195,24 @@ def test_a_prefix_is_found_whole_blocks_at_a_time() -> None:
 
 def test_one_token_of_a_prompt_is_always_fed() -> None:
     scheduler, _ = make_scheduler(chunk=100, shares_prefixes=True)
-    scheduler.add(sequence("a", list(range(8)), max_tokens=8))
+    scheduler.add(request("a", list(range(8)), max_tokens=8))
     advance(scheduler)
-    scheduler.add(sequence("b", list(range(8))))
+    scheduler.add(request("b", list(range(8))))
     assert spans(scheduler.schedule()) == [("b", 4, 8)]
 
 
-def test_other_tokens_in_front_are_another_prefix() -> None:
+def test_other_tokens_before_are_another_prefix() -> None:
     scheduler, _ = make_scheduler(chunk=100, shares_prefixes=True)
-    scheduler.add(sequence("a", [7, 7, 7, 7, 1, 2, 3, 4, 5], max_tokens=8))
+    scheduler.add(request("a", [7, 7, 7, 7, 1, 2, 3, 4, 5], max_tokens=8))
     advance(scheduler)
-    scheduler.add(sequence("b", [8, 8, 8, 8, 1, 2, 3, 4, 5]))
+    scheduler.add(request("b", [8, 8, 8, 8, 1, 2, 3, 4, 5]))
     assert spans(scheduler.schedule()) == [("b", 0, 9)]
 
 
-def test_what_lies_behind_the_committed_rows_is_not_published() -> None:
+def test_what_follows_the_committed_rows_is_not_published() -> None:
     """A chain of 2 at cache_len 7 reaches into rows 7 … 9: the second block is not full yet."""
     scheduler, cache = make_scheduler(chunk=100, shares_prefixes=True)
-    first = sequence("a", list(range(7)), max_tokens=12)
+    first = request("a", list(range(7)), max_tokens=12)
     scheduler.add(first)
     advance(scheduler)
     batch = scheduler.schedule()
@@ -223,20 +224,20 @@ def test_what_lies_behind_the_committed_rows_is_not_published() -> None:
 
 def test_a_draft_that_lags_shares_only_what_it_has_seen() -> None:
     scheduler, _ = make_scheduler(chunk=100, shares_prefixes=True, max_num_seqs=4)
-    plain = sequence("a", list(range(10)), speculative=False, max_tokens=10)
+    plain = request("a", list(range(10)), speculative=False, max_tokens=10)
     scheduler.add(plain)
     advance(scheduler)
     assert plain.draft_lens == [0]
-    second = sequence("b", list(range(10)), max_tokens=10)
+    second = request("b", list(range(10)), max_tokens=10)
     scheduler.add(second)
     batch = scheduler.schedule()
     assert (second.cache_len, second.draft_lens) == (8, [0])
-    # it lags behind where prefill starts, and catches up in front of its first step
+    # it lags behind where prefill starts, and catches up before its first step
     assert batch.prefill[0].drafts == ()
     scheduler.postprocess(batch, run(batch))
     advance(scheduler)
     assert second.draft_lens == [second.cache_len]
-    third = sequence("c", list(range(10)))
+    third = request("c", list(range(10)))
     scheduler.add(third)
     scheduler.schedule()
     assert (third.cache_len, third.draft_lens) == (8, [8])
@@ -244,18 +245,18 @@ def test_a_draft_that_lags_shares_only_what_it_has_seen() -> None:
 
 def test_prefixes_outlive_their_requests_until_blocks_are_needed() -> None:
     scheduler, cache = make_scheduler(chunk=100, shares_prefixes=True, num_blocks=6)
-    scheduler.add(sequence("a", list(range(9)), max_tokens=1))
+    scheduler.add(request("a", list(range(9)), max_tokens=1))
     advance(scheduler)
     assert not scheduler.has_work
     assert cache.allocator.num_free == 6
     assert cache.allocator.num_cached == 2
-    again = sequence("b", list(range(9)), max_tokens=1)
+    again = request("b", list(range(9)), max_tokens=1)
     scheduler.add(again)
     advance(scheduler)
     assert again.stats.num_cached_tokens == 8
-    scheduler.add(sequence("c", [9] * 18, max_tokens=1))
+    scheduler.add(request("c", [9] * 18, max_tokens=1))
     advance(scheduler)
-    last = sequence("d", list(range(9)), max_tokens=1)
+    last = request("d", list(range(9)), max_tokens=1)
     scheduler.add(last)
     advance(scheduler)
     # of the two blocks, the end of the prefix went first
@@ -264,24 +265,24 @@ def test_prefixes_outlive_their_requests_until_blocks_are_needed() -> None:
 
 def test_a_dense_cache_shares_nothing() -> None:
     scheduler, _ = make_scheduler(chunk=100, shares_prefixes=True, block_size=0)
-    scheduler.add(sequence("a", list(range(10)), max_tokens=8))
+    scheduler.add(request("a", list(range(10)), max_tokens=8))
     advance(scheduler)
-    scheduler.add(sequence("b", list(range(10))))
+    scheduler.add(request("b", list(range(10))))
     assert spans(scheduler.schedule()) == [("b", 0, 10)]
 
 
 def test_turns_follow_priority_and_nobody_waits_for_ever() -> None:
     clock, queue = Clock(), RequestQueue()
-    late = sequence("late", [1], clock, priority=1)
+    late = request("late", [1], clock, priority=1)
     queue.add(late)
     clock.now_s = 1.0
-    queue.add(sequence("soon", [1], clock))
-    queue.add(sequence("next", [1], clock))
+    queue.add(request("soon", [1], clock))
+    queue.add(request("next", [1], clock))
     clock.now_s = 2.0
-    queue.add(sequence("urgent", [1], clock, priority=-1))
+    queue.add(request("urgent", [1], clock, priority=-1))
     assert names(queue) == ["urgent", "soon", "next", "late"]
     clock.now_s = 11.0
-    queue.add(sequence("newer", [1], clock))
+    queue.add(request("newer", [1], clock))
     assert names(queue) == ["urgent", "soon", "next", "late", "newer"]
     back = queue.pop()
     queue.remove(late)
@@ -291,9 +292,9 @@ def test_turns_follow_priority_and_nobody_waits_for_ever() -> None:
     assert turn_of(back) == -8.0
 
 
-def test_who_gives_way_is_in_front_of_equal_turns_again() -> None:
+def test_a_request_that_gives_way_is_before_equal_turns_again() -> None:
     clock, queue = Clock(), RequestQueue()
-    first, second, third = (sequence(name, [1], clock) for name in "abc")
+    first, second, third = (request(name, [1], clock) for name in "abc")
     queue.add(second)
     queue.add(third)
     queue.add_again(first)
@@ -307,9 +308,9 @@ def test_who_gives_way_is_in_front_of_equal_turns_again() -> None:
 
 
 def test_rows_that_are_computed_again_yield_no_first_token() -> None:
-    """A chunk that happens to end where the prompt does, of a sequence that has output."""
+    """A chunk that happens to end where the prompt does, of a request that has output."""
     scheduler, _ = make_scheduler(plan=OFF, chunk=6)
-    one = sequence("a", [1] * 6, max_tokens=8)
+    one = request("a", [1] * 6, max_tokens=8)
     scheduler.add(one)
     for _ in range(4):
         advance(scheduler)
@@ -324,14 +325,14 @@ def test_rows_that_are_computed_again_yield_no_first_token() -> None:
 def test_deadlines_end_requests_that_wait_and_that_run() -> None:
     clock = Clock()
     scheduler, _ = make_scheduler(chunk=100, max_num_seqs=1, clock=clock)
-    runs = sequence("a", [1] * 4, clock, max_tokens=20, timeout_s=5.0)
-    waits = sequence("b", [1] * 4, clock, timeout_s=4.0)
-    other = sequence("c", [1] * 4, clock)
+    runs = request("a", [1] * 4, clock, max_tokens=20, timeout_s=5.0)
+    waits = request("b", [1] * 4, clock, timeout_s=4.0)
+    other = request("c", [1] * 4, clock)
     for one in (runs, waits, other):
         scheduler.add(one)
     advance(scheduler)
     batch = scheduler.schedule()
-    scheduler.hold(batch, object())  # type: ignore[arg-type]
+    scheduler.hold(batch)
     clock.now_s = 4.0
     scheduler.postprocess(batch, run(batch))
     scheduler.schedule()
@@ -346,24 +347,24 @@ def test_deadlines_end_requests_that_wait_and_that_run() -> None:
     assert scheduler.stats.num_requests == 2
 
 
-def test_who_looks_ahead_waits_for_a_deadline() -> None:
+def test_looking_ahead_waits_for_a_deadline() -> None:
     clock = Clock()
     scheduler, _ = make_scheduler(chunk=100, clock=clock)
-    scheduler.add(sequence("a", [1] * 4, clock, max_tokens=20, timeout_s=5.0))
+    scheduler.add(request("a", [1] * 4, clock, max_tokens=20, timeout_s=5.0))
     advance(scheduler)
     batch = scheduler.schedule()
-    scheduler.hold(batch, object())  # type: ignore[arg-type]
-    assert scheduler.schedule_ahead() is not None
+    scheduler.hold(batch)
+    assert scheduler.schedule_ahead([batch]) is not None
     clock.now_s = 5.0
-    assert scheduler.schedule_ahead() is None
+    assert scheduler.schedule_ahead([batch]) is None
 
 
 def test_prompts_and_steps_share_a_pass() -> None:
     scheduler, _ = make_scheduler(chunk=16, shares_pass=True, max_num_seqs=3)
-    scheduler.add(sequence("a", [1] * 4, max_tokens=20))
-    scheduler.add(sequence("b", [2] * 4, max_tokens=20))
+    scheduler.add(request("a", [1] * 4, max_tokens=20))
+    scheduler.add(request("b", [2] * 4, max_tokens=20))
     advance(scheduler)
-    scheduler.add(sequence("c", [3] * 24))
+    scheduler.add(request("c", [3] * 24))
     batch = scheduler.schedule()
     # two chains of 2 are 6 nodes
     assert groups(batch) == {"chain-2": ["a", "b"]}
@@ -374,17 +375,17 @@ def test_prompts_and_steps_share_a_pass() -> None:
 def test_steps_never_stop_a_prompt() -> None:
     scheduler, _ = make_scheduler(chunk=8, shares_pass=True, max_num_seqs=4)
     for name in "abc":
-        scheduler.add(sequence(name, [1] * 2, max_tokens=20))
+        scheduler.add(request(name, [1] * 2, max_tokens=20))
     advance(scheduler)
-    scheduler.add(sequence("d", [3] * 4))
+    scheduler.add(request("d", [3] * 4))
     assert spans(scheduler.schedule()) == [("d", 0, 1)]
 
 
 def test_a_prefix_of_a_draft_ends_where_one_block_lacks_it() -> None:
     """Two requests had the same first block: the one that others find has no rows of the draft."""
     scheduler, cache = make_scheduler(chunk=100, shares_prefixes=True, max_num_seqs=4)
-    plain = sequence("a", list(range(5)), speculative=False, max_tokens=10)
-    fed = sequence("b", list(range(9)), max_tokens=10)
+    plain = request("a", list(range(5)), speculative=False, max_tokens=10)
+    fed = request("b", list(range(9)), max_tokens=10)
     # both are admitted before either has committed anything
     scheduler.add(plain)
     scheduler.add(fed)
@@ -392,7 +393,7 @@ def test_a_prefix_of_a_draft_ends_where_one_block_lacks_it() -> None:
     assert fed.blocks[0] != plain.blocks[0]
     assert cache.allocator.drafts_of(plain.blocks[0]) == 0
     assert cache.allocator.drafts_of(fed.blocks[1]) == 1
-    third = sequence("c", list(range(9)))
+    third = request("c", list(range(9)))
     scheduler.add(third)
     scheduler.schedule()
     assert third.blocks[:2] == [plain.blocks[0], fed.blocks[1]]

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from specc.api import compile_with
 from specc.config import CompileConfig
 from specc.errors import FaultError, OverloadError, RequestError
 from specc.runtime.core import EngineCore
@@ -26,6 +25,7 @@ from specc.runtime.service.state import Health
 from specc.runtime.service.stream import UpdateStream
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
+from tests import engines
 from tests.interleavings import Moody, NearTies, Solo
 from tests.soak import SoakFigures, assert_sound, run_soak
 
@@ -83,7 +83,7 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
 
 @pytest.fixture
 def service(engine: Engine) -> Iterator[Service]:
-    with Service(core=EngineCore(engine), max_waiting=2) as service:
+    with Service(EngineCore(engine), max_waiting=2) as service:
         yield service
 
 
@@ -144,7 +144,7 @@ def test_names_of_open_requests_are_their_own(service: Service, gate: Gate) -> N
     assert service.num_open == 0
 
 
-def test_who_is_cancelled_gives_its_blocks_back(service: Service, gate: Gate) -> None:
+def test_a_cancelled_request_gives_its_blocks_back(service: Service, gate: Gate) -> None:
     runs, waits = Reader(), Reader()
     ticket = service.submit(PROMPT, LONG, runs)
     assert gate.reached.wait(10)
@@ -238,7 +238,7 @@ def test_drained_it_ends_what_is_open_and_takes_no_more(service: Service, gate: 
 
 
 def test_closed_it_ends_everything(engine: Engine) -> None:
-    service = Service(core=EngineCore(engine))
+    service = Service(EngineCore(engine))
     gate, reader = Gate(service), Reader()
     service.submit(PROMPT, LONG, reader)
     assert gate.reached.wait(10)
@@ -331,8 +331,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         plans=PLANS, max_seq_len=128, max_batch_size=8, backend="cpu", block_size=4, probe=False
     )
     models = ROOT / "examples" / "pair"
-    compile_with(str(models / "target"), str(models / "draft"), path, config)
-    return path
+    return engines.build(models / "target", models / "draft", path, config)
 
 
 def soak(path: Path, num_requests: int, seconds: float, **options: Any) -> SoakFigures:
@@ -342,7 +341,7 @@ def soak(path: Path, num_requests: int, seconds: float, **options: Any) -> SoakF
     prompts = [served.tokenizer.encode(text * n).ids[:70] for n, text in enumerate(texts, 1)]
     prompts += [prompts[0] + prompts[1], prompts[0] + prompts[2]]
     core = EngineCore(served, policy=Moody(list(served.plans), random.Random(2)))
-    with Service(core=core, max_waiting=64) as service:
+    with Service(core, max_waiting=64) as service:
         figures = run_soak(
             service,
             Solo(other),

@@ -122,7 +122,7 @@ class TritonServer:
             return False
 
     def metrics(self, model: str = "specc") -> dict[str, float]:
-        """Values of specc's metrics by name, with labels other than the model's own behind it."""
+        """Values of specc's metrics by name, with labels other than the model's own after it."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=10) as response:
             text = response.read().decode()

@@ -71,7 +71,7 @@ def ask(text="abc", **values):
 def finish(*requests):
     for request in requests:
         assert request.sender.has_ended.wait(20)
-    time.sleep(0.12)  # two looks at who has cancelled
+    time.sleep(0.12)  # two looks at which requests are cancelled
     assert not any(request.sender.wrong_calls for request in requests)
 
 

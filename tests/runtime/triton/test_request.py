@@ -163,12 +163,13 @@ def arguments(parameters=(), decoupled=True, kind="CPU", name="m_0_1", device="0
 def test_parameters_of_a_model():
     told = {"plan": "off", "max_num_seqs": "8", "num_threads": "2", "verify": "true"}
     options = TritonOptions.from_args(arguments(told | {"drain_s": "0.5", "on_fault": "stop"}), {})
-    assert str(options.engine) == "/models/m/3/engine"
-    assert (options.plan, options.max_num_seqs, options.num_threads) == ("off", 8, 2)
-    assert (options.verify, options.drain_s, options.stops_server) == (True, 0.5, True)
+    args = options.args
+    assert str(args.engine) == "/models/m/3/engine"
+    assert (args.plan, args.max_num_seqs, args.num_threads, args.verify) == ("off", 8, 2, True)
+    assert (options.drain_s, options.stops_server) == (0.5, True)
     assert options.labels == {"model": "m", "version": "3", "instance": "m_0_1"}
     elsewhere = TritonOptions.from_args(arguments({"engine": "/e"}), {})
-    assert str(elsewhere.engine) == "/e"
+    assert str(elsewhere.args.engine) == "/e"
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from specc.api import compile_with
 from specc.cli.main import app
 from specc.config import CompileConfig
 from specc.speculation.plans import SpecPlan
+from tests import engines
 from tests.runtime.triton.environment import backends as server_backends
 from tests.runtime.triton.environment import environment, unsupported
 from tests.runtime.triton.server import ROOT, TritonServer, import_client
@@ -55,8 +55,7 @@ def engine(tmp_path_factory, save_llama) -> Path:
     save_file(noisy, root / "draft" / "model.safetensors", {"format": "pt"})
     plans = (SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1)))
     config = CompileConfig(plans=plans, max_seq_len=POSITIONS, max_batch_size=8)
-    compile_with(str(root / "target"), str(root / "draft"), root / "engine", config)
-    return root / "engine"
+    return engines.build(root / "target", root / "draft", root / "engine", config)
 
 
 @pytest.fixture(scope="module")

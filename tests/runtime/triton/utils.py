@@ -50,7 +50,7 @@ class InferenceResponse:
 
 
 class Sender:
-    """Keeps responses; nothing may be asked of it behind the final one."""
+    """Keeps responses; nothing may be asked of it after the final one."""
 
     def __init__(self) -> None:
         self.responses: list[InferenceResponse] = []

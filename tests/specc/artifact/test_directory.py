@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from specc.artifact import directory as artifact
-from specc.artifact.directory import EngineWriter, Manifest, open_engine, torch_version
-from specc.artifact.manifest import (
-    SCHEMA_VERSION,
+from specc.artifact import engine_writer
+from specc.artifact.directory import Manifest, open_engine, torch_version
+from specc.artifact.engine_writer import EngineWriter
+from specc.artifact.manifest import SCHEMA_VERSION
+from specc.artifact.manifest_entries import (
     LayerEntry,
     LimitsEntry,
     MemoryEntry,
@@ -207,7 +209,7 @@ class TestWriter:
         script = """
             import os, signal, sys, time
             from pathlib import Path
-            from specc.artifact.directory import EngineWriter
+            from specc.artifact.engine_writer import EngineWriter
 
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 # a shell may have started the tests with the signal ignored
@@ -258,7 +260,7 @@ class TestOutput:
             fail()
         open_engine(engine)
         # where two directories cannot be swapped
-        monkeypatch.setattr(artifact, "exchange", lambda *paths: False)
+        monkeypatch.setattr(engine_writer, "exchange", lambda *paths: False)
         rename = Path.rename
 
         def interrupted(source, target):
@@ -275,7 +277,7 @@ class TestOutput:
     def test_the_old_engine_is_there_until_the_new_one_is(self, engine, monkeypatch):
         """There is no moment in which a crash would leave the name without an engine."""
         seen = []
-        real = {name: getattr(artifact.os, name) for name in ("rename", "replace")}
+        real = {name: getattr(engine_writer.os, name) for name in ("rename", "replace")}
         for name, call in real.items():
 
             def watch(*args, call=call, **options):
@@ -283,7 +285,7 @@ class TestOutput:
                 seen.append((engine / "manifest.json").exists())
                 return result
 
-            monkeypatch.setattr(artifact.os, name, watch)
+            monkeypatch.setattr(engine_writer.os, name, watch)
         write_engine(engine, make_manifest(created="later"), force=True)
         assert open_engine(engine).created == "later"
         assert all(seen)
@@ -331,7 +333,7 @@ class TestOutput:
     def test_unwritable_parent(self, tmp_path, monkeypatch):
         with pytest.raises(OutputError, match="engine failed"):
             write_engine("/proc/engine")  # refuses also root
-        monkeypatch.setattr(artifact.os, "access", lambda *args: False)
+        monkeypatch.setattr(engine_writer.os, "access", lambda *args: False)
         with pytest.raises(OutputError, match="not writable"):
             write_engine(tmp_path / "engine")
 
@@ -349,7 +351,7 @@ class TestOutput:
         def full(path):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(artifact, "fsync_path", full)
+        monkeypatch.setattr(engine_writer, "fsync_path", full)
         with pytest.raises(OutputError, match="No space left"):
             write_engine(tmp_path / "engine")
         assert os.listdir(tmp_path) == []
@@ -369,7 +371,7 @@ class TestOutput:
         """Known by the lock that it held, since process ids repeat, in containers at once."""
         script = """
             import os, signal, sys
-            from specc.artifact.directory import EngineWriter
+            from specc.artifact.engine_writer import EngineWriter
 
             with EngineWriter(sys.argv[1]) as writer:
                 writer.write_bytes("file", bytes(1000))
@@ -563,6 +565,15 @@ class TestManifest:
             (("files", "report.json"), [], r"files\.report\.json is \[\]"),
             (("files", "steps/off.json"), ..., r"steps/off\.json is used but not listed"),
             (("probe",), [], r"probe is \[\]"),
+            (("backend",), "abacus", "an engine for backend abacus"),
+            (("backend",), "cpu", "backend cpu with native None"),
+            (("backend",), "onnx", "backend onnx with rectangle None"),
+            (("native",), {"library": "a.so", "isa_flags": []}, "backend eager with native Native"),
+            (
+                ("tensorrt",),
+                {"name": "a", "version": "1", "compute_capability": None},
+                "backend eager with tensorrt TensorRT",
+            ),
         ],
     )
     def test_invalid_field(self, engine, path, value, found):

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from specc.artifact.directory import EngineWriter
+from specc.artifact.engine_writer import EngineWriter
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import OutputError
 
 WRITER = """
 import sys
-from specc.artifact.directory import EngineWriter
+from specc.artifact.engine_writer import EngineWriter
 with EngineWriter(sys.argv[1], force=len(sys.argv) > 2):
     print("ready", flush=True)
     sys.stdin.read()

@@ -25,13 +25,13 @@ def accept_greedily(
         tokens[:count],
         parents[:count],
         max_depth,
-        *(None, None, []),
+        None, None, [],
         torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]]).repeat(count, 1),
         torch.zeros(count, 4, dtype=torch.int64),
         torch.zeros(count, dtype=torch.int32),
         torch.zeros(1, 1, dtype=torch.int32),
         torch.zeros(count, 1, dtype=torch.int32),
-    )
+    )  # fmt: skip
     for all_rows, some_rows in zip(found, walked, strict=True):
         assert torch.equal(all_rows[:count], some_rows)
     return found

@@ -59,7 +59,7 @@ def test_plain_generation_emits_what_the_engine_does(model, off_outputs):
     found = TransformersContender(PLAIN, model, one_by_one(), 20).run()
     assert found.outputs == off_outputs
     # the prompt's pass yields the first token, a step each other one
-    assert found.num_steps == found.num_sequence_steps == 3 * 19
+    assert found.num_steps == found.num_request_steps == 3 * 19
     assert found.num_decode_tokens == 3 * 19
     assert found.mean_acceptance_length is None
     assert 0 < found.first_token_s < found.elapsed_s
@@ -70,7 +70,7 @@ def test_a_batch_is_padded_on_the_left(model, off_outputs):
     found = TransformersContender(PLAIN, model, [PROMPTS[:2], PROMPTS[2:]], 20).run()
     assert found.outputs == off_outputs
     assert found.num_steps == 2 * 19
-    assert found.num_sequence_steps == 3 * 19
+    assert found.num_request_steps == 3 * 19
 
 
 def test_end_of_sequence_does_not_end_the_output(tiny_models):
@@ -260,7 +260,7 @@ def test_transformers_is_not_installed(tiny_models, monkeypatch):
 def test_the_margin_is_that_of_the_targets_logits(engine, model, off_outputs):
     differences = [Difference(1, 0, 3, 4), Difference(1, 7, 3, 4), Difference(2, 19, 3, 4)]
     found = add_margins(engine, PROMPTS, off_outputs, differences)
-    # nothing was decoded in front of the first token
+    # nothing was decoded before the first token
     assert (found[0].margin, found[0].is_near_tie) == (None, None)
     for item in found[1:]:
         ids = PROMPTS[item.prompt] + off_outputs[item.prompt][: item.position]

@@ -13,11 +13,11 @@ from specc.bench import step_bytes as bench_bytes
 from specc.bench.engine import EngineContender, add_margins, tokenize
 from specc.bench.rounds import Difference
 from specc.cli.main import app
-from specc.compiler import build as compiler
 from specc.config import CompileConfig
-from specc.runtime.backends.cpu.compiled_program import CompiledStep
+from specc.runtime.backends.cpu.compiled_step import CompiledStep
 from specc.runtime.engine import Engine
 from specc.speculation.plans import SpecPlan
+from tests import engines
 
 PLANS = (SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1)))
 TEXTS = ("ab", "hello", "xyz")
@@ -31,8 +31,7 @@ def path(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = CompileConfig(
         plans=PLANS, max_seq_len=96, max_batch_size=4, backend="cpu", probe=False
     )
-    compiler.build(tiny_models.target, tiny_models.draft, output, config)
-    return output
+    return engines.build(tiny_models.target, tiny_models.draft, output, config)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +113,7 @@ def test_the_same_tokens_as_the_eager_engine(engine, eager, plan, synthetic) -> 
     found, wanted = (contender(one, plan, synthetic).run() for one in (engine, eager))
     assert found.outputs == wanted.outputs
     assert found.accepted_per_depth == wanted.accepted_per_depth
-    for name in ("num_steps", "num_sequence_steps", "num_decode_tokens", "mean_acceptance_length"):
+    for name in ("num_steps", "num_request_steps", "num_decode_tokens", "mean_acceptance_length"):
         assert getattr(found, name) == getattr(wanted, name), name
     assert engine.steps[plan].before_accept is None
     if synthetic == (0.5, 0.3):
@@ -123,7 +122,7 @@ def test_the_same_tokens_as_the_eager_engine(engine, eager, plan, synthetic) -> 
         assert found.excluded_s > 0
 
 
-def test_real_acceptance_behind_dice(engine) -> None:
+def test_real_acceptance_after_dice(engine) -> None:
     """A run with dice leaves nothing behind that the next run would see."""
     real = contender(engine, "chain-3", None)
     before = real.run()

@@ -26,7 +26,7 @@ def measurement(outputs=((1, 2, 3, 4),), elapsed_s=1.0, prefill_s=0.25, num_step
         decode_s=elapsed_s - prefill_s,
         num_decode_tokens=sum(map(len, outputs)) - len(outputs),
         num_steps=num_steps,
-        num_sequence_steps=num_steps,
+        num_request_steps=num_steps,
         **more,
     )
 
@@ -47,14 +47,14 @@ class Fake:
 
 def test_rounds_are_interleaved_and_the_order_rotates():
     log: list[str] = []
-    seen: list[tuple[int, int, str]] = []
+    seen: list[tuple[int, int]] = []
     contenders = [Fake(name, log) for name in "abc"]
-    measured = run_rounds(contenders, 3, 1, lambda n, place, c: seen.append((n, place, c.name)))
+    rounds = run_rounds(contenders, 3, 1, lambda done, total: seen.append((done, total)))
     assert "".join(log) == "cab" + "abc" + "bca" + "cab"
     # warm-up is not counted: the first counted run of each is its second
-    assert [[m.elapsed_s for m in own] for own in measured] == [[2.0, 3.0, 4.0]] * 3
-    assert seen[0] == (-1, 0, "c")
-    assert seen[-1] == (2, 2, "b")
+    assert [[m.elapsed_s for m in own] for own in rounds.measured] == [[2.0, 3.0, 4.0]] * 3
+    assert [m.elapsed_s for m in rounds.of("b")] == [2.0, 3.0, 4.0]
+    assert seen == [(done, 12) for done in range(12)]
 
 
 def test_every_contender_comes_first_as_often_as_last():

@@ -20,7 +20,7 @@ from specc.bench.step_bytes import (
     step_bytes,
 )
 from specc.kernels import ops as _ops  # noqa: F401
-from specc.runtime.backends.program import read_json
+from specc.runtime.backends.program_files import read_json
 
 aten = torch.ops.aten
 HIDDEN, HEAD_DIM, KV_HEADS, LAYERS = 32, 8, 2, {"target": 2, "draft": 1}

@@ -40,7 +40,7 @@ STAGES["tree-2-1"] = ["draft", "verify", STAGE, "accept_commit"]
 def programs(acceptance: tuple[float, ...] | None = (0.5, 0.2)) -> BenchPrograms:
     configs = [tiny_config("llama"), tiny_config("llama", num_hidden_layers=1)]
     options = ShapeOptions(
-        PLANS, "float32", 2, CONTEXT, TOKENS, is_lowered=True, acceptance=acceptance
+        PLANS, "float32", 2, CONTEXT, TOKENS, backend="cuda", acceptance=acceptance
     )
     return compile_shapes(["T", "D"], configs, options, Phases())
 

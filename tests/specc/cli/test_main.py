@@ -27,7 +27,7 @@ def invoke(*args: object, stdin: str | bytes | None = None):
 
 
 def assert_refused(result, *words: str) -> None:
-    """Exit code 2 and three lines, behind those of progress; `words` are in them."""
+    """Exit code 2 and three lines, after those of progress; `words` are in them."""
     assert result.exit_code == 2, result.output
     lines = [line for line in result.stderr.splitlines() if " … " not in line]
     assert [line.partition(":")[0] for line in lines] == ["found", "needed", "do"], result.stderr
@@ -35,11 +35,24 @@ def assert_refused(result, *words: str) -> None:
         assert word in result.stderr
 
 
-@pytest.mark.parametrize("command", ["compile", "run", "inspect", "doctor"])
-def test_help_has_examples(command):
-    result = invoke(command, "--help")
+COMMANDS = {
+    "compile", "run", "chat", "serve", "bench", "bench serve", "tune", "triton", "inspect",
+    "doctor",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_has_options_and_examples(command):
+    result = invoke(*command.split(), "--help")
     assert result.exit_code == 0
     assert f"Examples:\n    specc {command}" in result.stdout
+    assert "--debug" in result.stdout
+
+
+def test_help_has_every_command():
+    lines = invoke("--help").stdout.partition("Commands:\n")[2].splitlines()
+    assert {line.partition("  ")[0] for line in map(str.strip, lines) if line} >= COMMANDS
+    assert "Did you mean" in invoke("servee").stderr
 
 
 def test_usage_errors_exit_with_2():
@@ -223,8 +236,7 @@ def test_debug_shows_the_traceback(compile_into):
 
 
 def compile_process(tiny_models, output: Path, **options) -> subprocess.Popen:
-    pair = ["--target", str(tiny_models.target), "--draft", str(tiny_models.draft)]
-    args = [*MAIN, "compile", *pair, "-o", str(output)]
+    args = [*MAIN, "compile", "--target", str(tiny_models.target), "-o", str(output)]
     return subprocess.Popen(args, stderr=subprocess.PIPE, text=True, **options)
 
 
@@ -296,9 +308,9 @@ def test_run_takes_controls(tiny_engine):
     allowed = [word for token in (*letters, 256) for word in ("--allowed-token-id", token)]
     options = ("--bad-word", "ab", "--bad-word", "c", "--logit-bias", f"{letters[3]}=-100")
     result = invoke(
-        *("run", tiny_engine, "hello", *allowed, *options),
-        *("--min-tokens", 8, "--max-tokens", 8, "--json"),
-    )
+        "run", tiny_engine, "hello", *allowed, *options,
+        "--min-tokens", 8, "--max-tokens", 8, "--json",
+    )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     (output,) = json.loads(result.stdout)["outputs"]
     assert output["finish_reason"] == "length"

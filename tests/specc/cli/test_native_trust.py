@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from specc.artifact.directory import open_engine, read_manifest
-from specc.artifact.manifest import MANIFEST_FILE, FileEntry, NativeEntry
+from specc.artifact.manifest import MANIFEST_FILE
+from specc.artifact.manifest_entries import FileEntry, NativeEntry
 from specc.errors import EngineError
 from specc.kernels import native
 from specc.runtime import engine as engine_module
-from specc.runtime.backends.cpu.compiled_program import CompiledProgram
 from specc.runtime.engine import Engine
 from specc.system.files import hash_file
+from tests.runtime.backends.cpu.compiled_pair import load_program
 
 LIBRARY = "native/libspecc_cpu.so"
 SOURCE = """
@@ -108,7 +109,7 @@ def test_altered_code_is_refused_and_does_not_run(engine: Path, tmp_path: Path, 
         caches = [
             (torch.zeros(1, 16, layer.num_kv_heads, layer.head_dim),) * 2 for layer in model.layers
         ]
-        load = partial(CompiledProgram.load, altered / model.dir, caches, sha256)
+        load = partial(load_program, altered / model.dir, caches, sha256)
     with pytest.raises(EngineError, match="as the manifest says"):
         load()
     assert not mark.exists()

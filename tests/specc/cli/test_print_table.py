@@ -63,7 +63,7 @@ def test_rows_keep_their_style_and_order():
     table.add_row("target", "26.0 MiB", "111.6 MiB")
     table.add_row("total", "29.3 MiB", "137.5 MiB", style="bold")
     assert [line.split()[0] for line in printed(table, 20) if line.strip()] == [
-        *("model", "target", "total"), *("model", "target", "total"),
+        "model", "target", "total", "model", "target", "total",
     ]  # fmt: skip
 
 

@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from specc.cli.main import app
-from specc.cli.synonyms import as_option, synonym
+from specc.cli.synonyms import in_words_of, synonym
+from specc.errors import ConfigError, RequestError
 
 
 def invoke(*args: str):
@@ -50,6 +51,23 @@ def test_a_sampling_option_is_named_as_it_was_typed(options, found, do):
     assert "SamplingParams" not in result.stderr
 
 
-def test_what_is_no_option_stays_as_it_is():
-    assert as_option("top_p=2", {"--top-k"}) is None
-    assert as_option("prompt 0 has no tokens", {"--prompt"}) is None
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ("num_threads 99", "--threads 99"),
+        ("num_threads=99", "--threads 99"),
+        ("plan='none of these'", "--plan none of these"),
+    ],
+)
+def test_a_field_is_named_as_the_option_that_it_is(found, says):
+    options = {"num_threads": "--threads", "plan": "--plan"}
+    error = in_words_of(options, ConfigError(found, "another", "leave num_threads out"))
+    assert isinstance(error, ConfigError)
+    assert error.found == says
+    assert error.do == ("leave --threads out" if "99" in found else "leave num_threads out")
+
+
+@pytest.mark.parametrize("found", ["top_p=2", "prompt 0 has no tokens"])
+def test_what_is_no_option_stays_as_it_is(found):
+    error = RequestError(found, "another", "correct it")
+    assert in_words_of({"top_k": "--top-k", "prompt": "--prompt"}, error) is error

@@ -18,7 +18,8 @@ from specc.artifact import directory as artifact
 from specc.artifact.manifest import MANIFEST_FILE
 from specc.cli.main import app
 from specc.compiler import build as compiler
-from specc.compiler.build import Compilation, choose_backend
+from specc.compiler.backends.choice import choose_backend
+from specc.compiler.build import Compilation
 from specc.config import CompileConfig
 from specc.errors import CompilerError, ConfigError, EngineError
 from specc.kernels import native
@@ -42,6 +43,7 @@ echo "$out" >> "$(dirname "$0")/runs"
 sleep 0.2
 echo "made of $last" > "$out"
 """
+FAIL = 'echo "x.cpp:1: error: no such thing" >&2; exit 1'
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +117,12 @@ def files_in(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file()]
 
 
+def choose(wanted: str | None) -> tuple[str, list[str]]:
+    """The name of the backend, and warnings."""
+    backend, warnings = choose_backend(wanted)
+    return backend.name, warnings
+
+
 def assert_complete(error: CompilerError | ConfigError | EngineError) -> None:
     assert all((error.found, error.needed, error.do))
 
@@ -123,18 +131,18 @@ class TestChoice:
     def test_the_environment_chooses_where_the_user_does_not(self, monkeypatch):
         monkeypatch.setenv("CXX", "/nonexistent/g++")
         monkeypatch.setenv("SPECC_BACKEND", "eager")
-        assert choose_backend(None) == ("eager", [])
+        assert choose(None) == ("eager", [])
         monkeypatch.setenv("SPECC_BACKEND", "cpu")
-        assert choose_backend("eager") == ("eager", [])
+        assert choose("eager") == ("eager", [])
         with pytest.raises(CompilerError):
-            choose_backend(None)
+            choose(None)
 
     @pytest.mark.parametrize("value", ["CPU", "gpu", "cpu ", "0"])
     def test_no_such_backend(self, value, monkeypatch):
         for wanted, variable in ((value, ""), (None, value)):
             monkeypatch.setenv("SPECC_BACKEND", variable)
             with pytest.raises(ConfigError, match="cpu or cuda or eager") as caught:
-                choose_backend(wanted)
+                choose(wanted)
             assert value in caught.value.found
             assert_complete(caught.value)
 
@@ -143,16 +151,16 @@ class TestChoice:
             with monkeypatch.context() as patch:
                 for name, value in variables.items():
                     patch.setenv(name, value)
-                backend, (warning,) = choose_backend(None)
+                backend, (warning,) = choose(None)
                 assert backend == "eager"
                 assert "no C++ compiler" in warning
                 assert "apt-get install g++" in warning
                 assert "--backend" not in warning
                 with pytest.raises(CompilerError, match=r"g\+\+") as caught:
-                    choose_backend("cpu")
+                    choose("cpu")
                 assert "--backend eager" in caught.value.do
                 assert_complete(caught.value)
-                assert choose_backend("eager") == ("eager", [])
+                assert choose("eager") == ("eager", [])
 
     @pytest.mark.parametrize(
         ("name", "version", "found", "needed"),
@@ -168,26 +176,26 @@ class TestChoice:
         path = fake_compiler(version, name=name)
         monkeypatch.setenv("CXX", str(path))
         with pytest.raises(CompilerError) as caught:
-            choose_backend("cpu")
+            choose("cpu")
         assert f"{path} is {found}" in caught.value.found
         assert needed in caught.value.needed
-        assert choose_backend(None)[0] == "eager"
-        assert found in choose_backend(None)[1][0]
+        assert choose(None)[0] == "eager"
+        assert found in choose(None)[1][0]
 
     @pytest.mark.parametrize(
         "version", ["g++ (Debian 12.2.0-14) 12.2.0", "g++ (GCC) 11.4.1 20230605 (Red Hat 11.4.1-2)"]
     )
     def test_a_compiler_is_enough(self, version, fake_compiler, monkeypatch):
         monkeypatch.setenv("CXX", str(fake_compiler(version)))
-        assert choose_backend(None) == choose_backend("cpu") == ("cpu", [])
-        assert choose_backend("eager") == ("eager", [])
+        assert choose(None) == choose("cpu") == ("cpu", [])
+        assert choose("eager") == ("eager", [])
 
     def test_a_compiler_that_does_not_answer(self, fake_compiler, monkeypatch):
         path = fake_compiler("", "echo broken >&2; exit 1")
         monkeypatch.setenv("CXX", str(path))
         with pytest.raises(CompilerError, match=r"bin/g\+\+ --version failed"):
-            choose_backend("cpu")
-        assert choose_backend(None)[0] == "eager"
+            choose("cpu")
+        assert choose(None)[0] == "eager"
 
 
 class TestCompile:
@@ -207,18 +215,31 @@ class TestCompile:
             compile_pair(tiny_models, tmp_path / "other", "cpu")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["engine"]
 
-    def test_a_compiler_that_fails(self, tiny_models, tmp_path, fake_compiler, monkeypatch):
-        """It says that it is new enough; nothing is left of the engine or in the cache."""
-        fail = 'echo "x.cpp:1: error: no such thing" >&2; exit 1'
-        monkeypatch.setenv("CXX", str(fake_compiler("g++ (x) 12.1.0", fail)))
+    def test_a_compiler_that_fails(self, tmp_path, fake_compiler, monkeypatch):
+        """It says that it is new enough; nothing is left in the cache."""
+        monkeypatch.setenv("CXX", str(fake_compiler("g++ (x) 12.1.0", FAIL)))
+        monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
+        with pytest.raises(CompilerError, match="no such thing") as caught:
+            native.build()
+        assert "--backend eager" in caught.value.do
+        assert files_in(tmp_path / "cache") == []
+
+    def test_a_compiler_that_fails_at_a_program(
+        self, tiny_models, tmp_path, fake_compiler, monkeypatch
+    ):
+        """It makes the library; nothing is left of the engine, and no program in the cache."""
+        script = f'case "$*" in */inductor/*) {FAIL};; esac\n{FAKE_BUILD}'
+        monkeypatch.setenv("CXX", str(fake_compiler("g++ (x) 12.1.0", script)))
         monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
         place = tmp_path / "place"
         place.mkdir()
-        for action in (lambda: compile_pair(tiny_models, place / "engine", "cpu"), native.build):
-            with pytest.raises(CompilerError) as caught:
-                action()
-            assert "--backend eager" in caught.value.do
-        assert list(place.iterdir()) == files_in(tmp_path / "cache") == []
+        config = CompileConfig(max_seq_len=64, backend="cpu", probe=False)
+        with pytest.raises(
+            CompilerError, match=r"compiling target failed: (.|\n)*no such"
+        ) as caught:
+            compiler.build(tiny_models.target, None, place / "engine", config)
+        assert "--backend eager" in caught.value.do
+        assert list(place.iterdir()) == files_in(tmp_path / "cache" / "programs") == []
 
     def test_what_an_engine_for_cpu_holds(self, built):
         manifest = artifact.open_engine(built)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specc.compiler.build import build, engine_plans
+from specc.compiler.build import build
+from specc.compiler.engine_plans import engine_plans
 from specc.config import CompileConfig
 from specc.errors import (
     ConfigError,

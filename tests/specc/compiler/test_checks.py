@@ -52,11 +52,11 @@ def refused(kind: type[SpeccError], output: Path, *args, **kwargs) -> SpeccError
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        *(("bf16", "bfloat16"), ("BF16", "bfloat16"), ("torch.bfloat16", "bfloat16")),
-        *(("fp16", "float16"), ("half", "float16"), ("float", "float32"), ("fp32", "float32")),
-        *(("auto", "auto"), ("float32", "float32")),
+        ("bf16", "bfloat16"), ("BF16", "bfloat16"), ("torch.bfloat16", "bfloat16"),
+        ("fp16", "float16"), ("half", "float16"), ("float", "float32"), ("fp32", "float32"),
+        ("auto", "auto"), ("float32", "float32"),
     ],
-)
+)  # fmt: skip
 def test_spellings_of_dtypes(text, name):
     assert parse_dtype(text, "--dtype") == name
     assert options(dtype=text).dtype == name
@@ -153,7 +153,7 @@ def test_a_draft_whose_weights_are_cut_short(models, tmp_path):
     data = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(data[:-100])
     error = refused(WeightError, tmp_path / "e", models / "full", path, options())
-    assert "truncated" in error.found
+    assert "not fully covered" in error.found
 
 
 def test_float16_for_a_cpu(models, tmp_path):

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from specc.artifact.manifest import LimitsEntry
+from specc.artifact.manifest_entries import LimitsEntry
+from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.config import CompileConfig
 from specc.speculation.plans import OFF
@@ -34,8 +35,8 @@ def program():
     ],
 )
 def test_the_default_follows_the_backend(backend, options, chunk) -> None:
-    config = CompileConfig(**options)
-    assert engine_limits([], [OFF], config, backend).prefill_chunk == chunk
+    default = compiler_backend(backend).prefill_chunk
+    assert engine_limits([], [OFF], CompileConfig(**options), default).prefill_chunk == chunk
 
 
 def limits_of(chunk: int) -> LimitsEntry:

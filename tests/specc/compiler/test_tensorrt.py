@@ -14,8 +14,9 @@ from specc.api import compile_with
 from specc.artifact.directory import read_manifest
 from specc.artifact.manifest import Manifest
 from specc.cli.main import app
+from specc.compiler.backends.tensorrt import model_profiles
+from specc.compiler.build import build
 from specc.compiler.extend import extend_engine
-from specc.compiler.tensorrt import model_profiles
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError, TensorRTError
 from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
@@ -24,6 +25,7 @@ from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 from specc.tensorrt import library as trt
+from tests import engines
 
 TREE, CHAIN = SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1))
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -50,8 +52,8 @@ def engine(models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         backend="tensorrt",
         compute_capability="8.9",
     )
-    compile_with(*models, path, config)
-    return path
+    target, draft = map(Path, models)
+    return engines.build(target, draft, path, config, is_probed=True)
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +187,13 @@ def test_no_tensorrt(
     "options", [{"compute_capability": "8.9"}, {"decomposable_attention": True}]
 )
 @pytest.mark.parametrize("backend", [None, "cpu", "onnx"])
-def test_options_of_tensorrt_alone(options: dict[str, Any], backend: str | None) -> None:
-    with pytest.raises(ConfigError, match="backend"):
-        CompileConfig(backend=backend, **options)
+def test_options_of_tensorrt_alone(
+    tmp_path: Path, options: dict[str, Any], backend: str | None
+) -> None:
+    """Refused before anything is read."""
+    config = CompileConfig(backend=backend, **options)
+    with pytest.raises(ConfigError, match="the backend tensorrt") as caught:
+        build(tmp_path / "nothing", None, tmp_path / "engine", config)
+    assert caught.value.found.endswith(f"with backend {backend or 'eager'}")
+    assert caught.value.do.startswith("pass --backend tensorrt, or leave out --")
+    assert not list(tmp_path.iterdir())

@@ -142,7 +142,7 @@ def test_both_ways_agree_where_acceptance_falls(seed, num_nodes, max_depth):
 
 
 def test_the_heap_is_wrong_where_acceptance_rises():
-    """The reason for the dynamic program: an unlikely first child stands in front of a likely."""
+    """The reason for the dynamic program: an unlikely first child precedes a likely one."""
     table = [[0.01, 0.9]]
     grown = grow_best_first(check_acceptance(table), 3, 2)
     assert [node.parent for node in grown] == [-1, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -11,9 +12,13 @@ from hypothesis import strategies as st
 
 from specc.cost.acceptance import expected_tokens
 from specc.cost.best_tree import best_tree, to_tree
+from specc.cost.latency_table import LatencyTable, PassSeconds, StepShape, fed_rows
+from specc.cost.measured_seconds import MeasuredSeconds
 from specc.cost.plan_choice import best_plan
-from specc.cost.step_seconds import MeasuredSeconds, StepSeconds, fed_rows
+from specc.cost.roofline import roofline
+from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, TreeError
+from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.tree import TokenTree
 
 VERIFY = {1: 10.0, 8: 10.4, 16: 11.0, 64: 16.0}
@@ -41,6 +46,15 @@ def all_trees(num_nodes: int) -> list[TokenTree]:
     return [to_tree(parents_of(children, [-1], 0)) for children in forests(num_nodes - 1)]
 
 
+def seconds_of(
+    verify: dict[int, float], draft: dict[int, float], overhead: float = 0.0
+) -> StepSeconds:
+    """One request without context: seconds by tokens."""
+    passes = [PassSeconds(points, {1: 0.0}, "a model") for points in (verify, draft)]
+    table = LatencyTable(passes[0], {"draft_0": passes[1]}, step_s=overhead)
+    return StepSeconds(table)
+
+
 def random_rows(chooser: random.Random, rising: bool) -> list[list[float]]:
     rows = []
     for _ in range(chooser.randint(1, 3)):
@@ -50,11 +64,11 @@ def random_rows(chooser: random.Random, rising: bool) -> list[list[float]]:
     return rows
 
 
-def seconds_of(chooser: random.Random, is_flat: bool) -> StepSeconds:
+def random_seconds(chooser: random.Random, is_flat: bool) -> StepSeconds:
     slope = 0.0 if is_flat else chooser.choice([0.05, 0.5])
     draft = {1: 1.0, 64: 1.0 + 64 * slope}
     verify = {n: 10 + chooser.choice([0.05, 0.5]) * n for n in (1, 64)}
-    return StepSeconds.from_points(verify, draft, chooser.choice([0.0, 1.0]))
+    return seconds_of(verify, draft, chooser.choice([0.0, 1.0]))
 
 
 @pytest.mark.parametrize("rising", [False, True], ids=["heap", "tables"])
@@ -62,7 +76,7 @@ def seconds_of(chooser: random.Random, is_flat: bool) -> StepSeconds:
 def test_no_tree_is_faster_where_a_level_costs_the_same_for_any_rows(seed, rising):
     """Then the family of optimal trees by size and depth holds the optimum of all trees."""
     chooser = random.Random(seed)
-    rows, seconds = random_rows(chooser, rising), seconds_of(chooser, is_flat=True)
+    rows, seconds = random_rows(chooser, rising), random_seconds(chooser, is_flat=True)
     max_depth = chooser.randint(1, 6)
     trees = [tree for n in range(2, 8) for tree in all_trees(n) if tree.max_depth <= max_depth]
     want = max(expected_tokens(tree, rows) / seconds.of(tree) for tree in trees)
@@ -76,7 +90,7 @@ def test_no_tree_is_faster_where_a_level_costs_the_same_for_any_rows(seed, risin
 def test_the_best_of_the_optimal_trees(seed, rising):
     """Where rows cost something, too: the best of all sizes and depths, each tree as it is."""
     chooser = random.Random(seed)
-    rows, seconds = random_rows(chooser, rising), seconds_of(chooser, is_flat=False)
+    rows, seconds = random_rows(chooser, rising), random_seconds(chooser, is_flat=False)
     trees = [best_tree(rows, n, depth) for n in range(2, 25) for depth in range(1, 7)]
     want = max(expected_tokens(tree, rows) / seconds.of(tree) for tree in trees)
     choice = best_plan(rows, seconds, 24, 6)
@@ -87,23 +101,23 @@ def test_the_best_of_the_optimal_trees(seed, rising):
 
 
 def test_figures_by_hand():
-    seconds = StepSeconds.from_points({1: 10, 3: 12}, {1: 1.0, 2: 3.0}, overhead=0.5)
+    seconds = seconds_of({1: 10, 3: 12}, {1: 1.0, 2: 3.0}, overhead=0.5)
     choice = best_plan([[0.5]], seconds, 3, 2)
-    #                 1 + .5 of 11 + .5 + 1;  1 + .5 + .25 of 12 + .5 + 1 + 1
+    # the first level reads two tokens: 1 + .5 of 11 + .5 + 3;  1 + .5 + .25 of 12 + .5 + 3 + 1
     assert choice.speculative.tree == TokenTree.chain(2)
     assert choice.speculative.expected_tokens == 1.75
-    assert choice.speculative.seconds == 14.5
-    assert choice.speculative.tokens_per_s == 1.75 / 14.5
-    assert choice.speculative.break_even_length == 1.45
-    assert choice.speculative.speedup == pytest.approx(1.75 / 1.45)
+    assert choice.speculative.seconds == 16.5
+    assert choice.speculative.tokens_per_s == 1.75 / 16.5
+    assert choice.speculative.break_even_length == 1.65
+    assert choice.speculative.speedup == pytest.approx(1.75 / 1.65)
     assert choice.best is choice.speculative
     assert choice.off.tokens_per_s == 0.1
     assert (choice.off.break_even_length, choice.off.speedup) == (1, 1)
-    assert best_plan([[0.5]], seconds, 2, 2).speculative.seconds == 12.5
+    assert best_plan([[0.5]], seconds, 2, 2).speculative.seconds == 14.5
 
 
 def test_off_wins_against_a_useless_draft():
-    seconds = StepSeconds.from_points(VERIFY, {1: 1.0})
+    seconds = seconds_of(VERIFY, {1: 1.0})
     choice = best_plan([[0.05, 0.01]], seconds, 32, 4)
     assert choice.best is choice.off
     assert choice.best.tree == TokenTree.chain(0)
@@ -112,7 +126,7 @@ def test_off_wins_against_a_useless_draft():
 
 
 def test_off_wins_a_tie_and_where_nothing_is_accepted():
-    free = StepSeconds.from_points({1: 10.0, 2: 15.0}, {1: 0.0})
+    free = seconds_of({1: 10.0, 2: 15.0}, {1: 0.0})
     tie = best_plan([[0.5]], free, 2, 1)
     assert tie.speculative.speedup == 1
     assert tie.best is tie.off
@@ -127,9 +141,9 @@ def test_off_wins_a_tie_and_where_nothing_is_accepted():
 def test_costs_shape_the_tree():
     """Free drafts make the tree deep; dear ones make it wide; dear nodes make it small."""
     table = [[0.6, 0.15, 0.08, 0.04]]
-    deep = best_plan(table, StepSeconds.from_points(VERIFY, {1: 0.0}), 64, 16)
-    wide = best_plan(table, StepSeconds.from_points(VERIFY, {1: 4.0, 64: 4.0}), 64, 16)
-    small = best_plan(table, StepSeconds.from_points({1: 10, 64: 640}, {1: 0.0}), 64, 16)
+    deep = best_plan(table, seconds_of(VERIFY, {1: 0.0}), 64, 16)
+    wide = best_plan(table, seconds_of(VERIFY, {1: 4.0, 64: 4.0}), 64, 16)
+    small = best_plan(table, seconds_of({1: 10, 64: 640}, {1: 0.0}), 64, 16)
     assert deep.speculative.tree.max_depth > wide.speculative.tree.max_depth
     assert small.speculative.tree.num_nodes < wide.speculative.tree.num_nodes
 
@@ -178,7 +192,6 @@ def rising_distance(values: list[float], levels: list[float]) -> float:
 
 BAD = {
     "no point": ({}, {1: 1.0}, 0.0),
-    "no 1": ({2: 1.0}, {1: 1.0}, 0.0),
     "size 0": ({1: 1.0}, {0: 1.0}, 0.0),
     "no draft": ({1: 1.0}, {}, 0.0),
     "negative": ({1: 1.0, 2: -1.0}, {1: 1.0}, 0.0),
@@ -192,11 +205,23 @@ BAD = {
 def test_bad_seconds(name):
     verify, draft, overhead = BAD[name]
     with pytest.raises(ConfigError):
-        StepSeconds.from_points(verify, draft, overhead)
+        seconds_of(verify, draft, overhead)
+
+
+@pytest.mark.parametrize("requests", [1, 6])
+def test_a_step_costs_what_an_iteration_of_the_table_does(requests):
+    """Also trees; and of a lookup no pass but the target's."""
+    table = dataclasses.replace(roofline(), step_s=1e-4)
+    for draft, source in (("draft_0", "draft_0"), (None, "suffix")):
+        seconds = StepSeconds(table, draft, requests, 300.0)
+        for tree in (TokenTree.chain(0), TokenTree.chain(5), TokenTree.from_widths((3, 2, 1))):
+            plan = SpecPlan.from_tree(tree, (source,)) if tree.num_nodes > 1 else OFF
+            iteration = table.iteration([StepShape(plan, requests, 300.0 * requests)])
+            assert seconds.of(tree) == pytest.approx(iteration)
 
 
 def test_bad_sizes():
-    seconds = StepSeconds.from_points(VERIFY, {1: 1.0})
+    seconds = seconds_of(VERIFY, {1: 1.0})
     with pytest.raises(TreeError):
         best_plan([[0.5]], seconds, 1025, 4)
     with pytest.raises(ConfigError):

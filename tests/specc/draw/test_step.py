@@ -27,9 +27,9 @@ PLANS = {
     "lookup": SpecPlan.from_widths((1, 1, 1, 1), ("lookup-3",)),
 }
 FOLDED = {
-    *("reshape", "slice", "unsqueeze", "expand", "repeat", "_to_copy", "clamp", "select"),
-    *("full_like", "arange", "sym_size", "permute", "view", "clone", "contiguous"),
-}
+    "reshape", "slice", "unsqueeze", "expand", "repeat", "_to_copy", "clamp", "select",
+    "full_like", "arange", "sym_size", "permute", "view", "clone", "contiguous",
+}  # fmt: skip
 
 
 @pytest.fixture(params=list(PLANS), scope="module")

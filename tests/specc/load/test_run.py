@@ -13,7 +13,7 @@ from specc.load.arrivals import Arrivals
 from specc.load.decisions import DecisionTrace
 from specc.load.lengths import LengthDistribution
 from specc.load.request import LoadRequest, Workload
-from specc.load.run import Answer, LoadLimits, difference, run_load
+from specc.load.run import LoadLimits, Reply, difference, run_load
 from specc.load.service_client import ServiceClient
 from specc.load.subject import EngineSubject
 from specc.runtime.core import EngineCore
@@ -53,7 +53,7 @@ class FakeClient:
             end = self.fails.get(request.index, "length")
             if isinstance(end, Exception):
                 raise end
-            return Answer(end, 7, queue_s=0.001)
+            return Reply(end, 7, queue_s=0.001)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
@@ -105,7 +105,7 @@ def test_a_late_client_counts_as_latency():
     assert run.results[1].ttft_s >= 0.15 + 0.02
 
 
-def test_places_are_given_in_order_and_who_waits_is_timed_from_its_place_on():
+def test_places_are_given_in_order_and_waits_are_timed_from_the_place_on():
     client = FakeClient(((0.03, 1),))
     run = serve(load(*[0.0] * 6), client, max_concurrency=2)
     assert client.most == 2
@@ -236,7 +236,7 @@ def test_chunks_hold_what_the_library_generates(idle):
         ],
     )
     core = EngineCore(idle, "chain-4")
-    with Service(core=core) as service:
+    with Service(core) as service:
         run = serve(requests, ServiceClient(service))
     for output, one in zip(outputs, run.results, strict=True):
         assert len(output.outputs[0].token_ids) == one.num_output_tokens
@@ -253,7 +253,7 @@ def test_an_engine_that_is_too_slow_is_rid_of_its_requests(idle):
         return advance()
 
     core.advance = slowly  # type: ignore[method-assign]
-    with Service(core=core) as service:
+    with Service(core) as service:
         run = serve(load(0.0, 0.0, 0.0, tokens=40), ServiceClient(service), timeout_s=0.3)
         assert service.drain(10)
     assert [one.error for one in run.results] == ["timeout"] * 3
@@ -263,7 +263,7 @@ def test_an_engine_that_is_too_slow_is_rid_of_its_requests(idle):
 
 def test_a_request_that_never_fits_is_a_failure_and_the_others_go_on(idle):
     requests = [LoadRequest(0, 0.0, [1] * 500, 500, 4), *load(0.0, 0.0)[1:]]
-    with Service(core=EngineCore(idle, "off")) as service:
+    with Service(EngineCore(idle, "off")) as service:
         run = serve(requests, ServiceClient(service))
     assert "500 tokens" in run.results[0].error
     assert run.results[1].is_ok

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from specc.cli.main import app
 from specc.cost.latency_table import LatencyTable, PassSeconds
-from specc.draw.load import is_wide, lines_of, write_load_plot
+from specc.draw.load import draw_load, is_wide, lines_of
 from specc.errors import RequestError
 from specc.load.arrivals import Arrivals
 from specc.load.decisions import DecisionTrace
@@ -21,9 +22,10 @@ from specc.load.request import Workload
 from specc.load.result import LoadRun, RequestResult
 from specc.load.simulated import SimulatedSubject, plans_of
 from specc.load.sweep import Sweep, run_sweep
+from specc.simulate.comparison import compare
 from specc.simulate.load import Drafting, Load, SimulatedRequest
 from specc.simulate.simulator import Limits
-from specc.simulate.sweep import sweep as simulated_sweep
+from specc.system.extras import install_command
 from tests.specc.draw.read_svg import Svg
 from tests.specc.server.serving import serve
 
@@ -79,7 +81,7 @@ def test_every_round_serves_all_policies_in_turn_with_the_same_requests():
     assert seen[0] == (0, 8 * 12)
     assert seen[-1] == (8 * 12, 8 * 12)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert set(result.runs) == set(sweep.places())
+    assert set(result.runs) == set(sweep.run_keys())
 
 
 def test_ratios_are_taken_within_a_round():
@@ -103,12 +105,12 @@ def test_a_simulation_is_that_of_the_simulator():
     drafting = Drafting({"draft_0": ACCEPTANCE})
     direct = Load(
         [
-            SimulatedRequest(r.arrival_s, 20, r.num_output_tokens, drafting, place=i / 29)
+            SimulatedRequest(r.arrival_s, 20, r.num_output_tokens, drafting, load_share=i / 29)
             for i, r in enumerate(requests)
         ],
         3,
     )
-    wanted = simulated_sweep({"one": direct}, TABLE, plans, limits)[0].reports
+    wanted = compare({"one": direct}, TABLE, plans, limits)[0].reports
     for policy in ("off", "chain-2", "goodput"):
         run = subject.run(policy, requests, lambda done, total: None, None)
         mean = sum(one.latency_s for one in run.results) / len(requests)
@@ -157,10 +159,10 @@ def test_a_machine_that_has_changed_is_told(drift, is_told):
 
 
 def test_plans_without_an_engine_are_told_by_their_names():
-    plans = plans_of(["chain-3", "tree-3-2-1", "goodput"])
+    plans = plans_of(["chain-3", "tree-3-2-1", "goodput", "adaptive"])
     assert list(plans) == ["off", "chain-3", "tree-3-2-1"]
     assert (plans["chain-3"].num_nodes, plans["tree-3-2-1"].num_nodes) == (4, 16)
-    for name in ("adaptive", "chain-", "chain-1-1", "tree", "tree-0", "dynamic-16-4-4"):
+    for name in ("best", "chain-", "chain-1-1", "tree", "tree-0", "dynamic-16-4-4"):
         with pytest.raises(RequestError, match="without an engine"):
             plans_of([name])
 
@@ -191,20 +193,20 @@ def table(tmp_path: Path) -> Path:
 
 def test_the_command_simulates_a_sweep(table, tmp_path):
     arguments = [
-        *("--simulate", table, "--acceptance", "0.8,0.1", "--prompt-tokens", "20"),
-        *("--output-tokens", "uniform:8-24", "--num-requests", 12, "--request-rate", "2,40,inf"),
-        *("--policies", "off,chain-2,goodput", "--rounds", 2, "--max-num-seqs", 8),
-        *("--goodput", "ttft:100 tpot:20"),
-        *("--trace", tmp_path / "t.jsonl", "--details", tmp_path / "d.jsonl"),
-        *("--plot", tmp_path / "p.svg"),
-    ]
+        "--simulate", table, "--acceptance", "0.8,0.1", "--prompt-tokens", "20",
+        "--output-tokens", "uniform:8-24", "--num-requests", 12, "--request-rate", "2,40,inf",
+        "--policies", "off,chain-2,goodput", "--rounds", 2, "--max-num-seqs", 8,
+        "--goodput", "ttft:100 tpot:20",
+        "--trace", tmp_path / "t.jsonl", "--details", tmp_path / "d.jsonl",
+        "--plot", tmp_path / "p.svg",
+    ]  # fmt: skip
     done = invoke(*arguments, "--json", tmp_path / "r.json")
     assert done.exit_code == 0, done.output
     assert "simulated seconds" in done.stdout
     assert "chain-2" in done.stdout
     report = json.loads((tmp_path / "r.json").read_text())
-    places = [(cell["request_rate"], cell["policy"]) for cell in report["cells"]]
-    assert places == [(r, p) for r in (2, 40, None) for p in ("off", "chain-2", "goodput")]
+    keys = [(cell["request_rate"], cell["policy"]) for cell in report["cells"]]
+    assert keys == [(r, p) for r in (2, 40, None) for p in ("off", "chain-2", "goodput")]
     assert report["is_virtual"]
     assert report["settings"]["burstiness"] == 1.0
     assert report["latency_table"] == TABLE.to_json()
@@ -228,11 +230,11 @@ def test_the_command_simulates_a_sweep(table, tmp_path):
 
 def test_the_command_serves_an_engine(tiny_engine, tmp_path):
     done = invoke(
-        *(tiny_engine, "--request-rate", 100, "--num-requests", 6, "--output-tokens", 8),
-        *("--policies", "off,chain-3,goodput", "--warmup", 1, "--no-verify"),
-        *("--prompt-tokens", "uniform:3-9", "--measure-table", tmp_path / "table.json"),
-        *("--compare-simulation", "--trace", tmp_path / "t.jsonl", "--json", tmp_path / "r.json"),
-    )
+        tiny_engine, "--request-rate", 100, "--num-requests", 6, "--output-tokens", 8,
+        "--policies", "off,chain-3,goodput", "--warmup", 1, "--no-verify",
+        "--prompt-tokens", "uniform:3-9", "--measure-table", tmp_path / "table.json",
+        "--compare-simulation", "--trace", tmp_path / "t.jsonl", "--json", tmp_path / "r.json",
+    )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "chain-3 at 100/s: simulated mean latency" in done.stdout
     report = json.loads((tmp_path / "r.json").read_text())
@@ -257,9 +259,9 @@ def test_the_command_asks_a_server(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with serve(api_keys=("secret",)) as server:
         done = invoke(
-            *("--base-url", server.base, "--num-requests", 4, "--output-tokens", 8),
-            *("--prompts", _prompts(tmp_path), "--json", tmp_path / "r.json", "--warmup", 1),
-        )
+            "--base-url", server.base, "--num-requests", 4, "--output-tokens", 8,
+            "--prompts", _prompts(tmp_path), "--json", tmp_path / "r.json", "--warmup", 1,
+        )  # fmt: skip
         server.wait_until_idle()
     assert done.exit_code == 0, done.output
     assert "Successful requests:                    4" in done.stdout
@@ -267,6 +269,18 @@ def test_the_command_asks_a_server(tmp_path, monkeypatch):
     text = (tmp_path / "r.json").read_text()
     assert json.loads(text)["subject"] == server.base
     assert "secret" not in text
+
+
+@pytest.mark.parametrize("package", ["aiohttp", "prometheus_client"])
+def test_a_server_without_the_extra_of_the_client(package, monkeypatch):
+    for name in ("specc.load.http_client", "specc.load.server_counters", f"{package}.parser"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    done = invoke("--base-url", "http://localhost:1", "--num-requests", 4)
+    assert done.exit_code == 2, done.output
+    found, _, do = done.stderr.strip().split("\n")[-3:]
+    assert package in found
+    assert install_command("bench") in do
 
 
 def _prompts(folder: Path) -> Path:
@@ -335,7 +349,7 @@ def test_the_axis_begins_at_zero_unless_latencies_are_far_apart(tmp_path, most, 
     assert is_wide(lines_of(cells)) is is_log
     settings = {"num_requests": 2, "prompt_tokens": None, "output_tokens": "8"}
     out = tmp_path / "plot.svg"
-    write_load_plot({"cells": cells, "is_virtual": True, "settings": settings}, out)
+    draw_load({"cells": cells, "is_virtual": True, "settings": settings}, out)
     text = out.read_text()
     assert ("(logarithmic)" in text) is is_log
     # tick labels of both axes

@@ -49,8 +49,8 @@ def test_a_bias_may_name_its_tokens_by_strings() -> None:
         (
             "logit_bias",
             (
-                *([1], "1", {-1: 1}, {1.0: 1}, {True: 1}, {"x": 1}, {"01": 1}, {"١": 1}),
-                *({1: 100.1}, {1: -math.inf}, {1: math.nan}, {1: "1"}, {1: True}, {1: 10**400}),
+                [1], "1", {-1: 1}, {1.0: 1}, {True: 1}, {"x": 1}, {"01": 1}, {"١": 1},
+                {1: 100.1}, {1: -math.inf}, {1: math.nan}, {1: "1"}, {1: True}, {1: 10**400},
                 {1: 1, "1": 2},
             ),
         ),
@@ -58,13 +58,13 @@ def test_a_bias_may_name_its_tokens_by_strings() -> None:
         (
             "bad_words",
             (
-                *("word", [1], [""], ["  "], ["\ud800"], {"a"}),
+                "word", [1], [""], ["  "], ["\ud800"], {"a"},
                 ["x"] * (MAX_BAD_WORDS + 1),
                 ["x" * (MAX_BAD_WORD_CHARACTERS + 1)],
             ),
         ),
     ],
-)
+)  # fmt: skip
 def test_wrong_values(name: str, values: tuple[Any, ...]) -> None:
     for value in values:
         with pytest.raises(RequestError) as caught:

@@ -14,9 +14,9 @@ from specc.sampling.params import MAX_LOGPROBS, SamplingParams
 from specc.sampling.rows import RULES, Rule
 
 NUMBERS = (
-    *("temperature", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+    "temperature", "top_p", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 LARGEST_INT64 = (1 << 63) - 1
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
@@ -35,8 +35,8 @@ def test_defaults_change_nothing():
     assert not params.has_penalties
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0, 1, 0, 0)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
-        *(1, 0, 0),
-    )
+        1, 0, 0,
+    )  # fmt: skip
     assert params.seed is params.rule is params.logprobs is None
     assert params.rule_id == Rule.COUPLED
     assert params.stop_strings == params.stop_token_ids == ()
@@ -104,11 +104,11 @@ def test_numbers_next_to_their_ranges(name, value):
 @pytest.mark.parametrize(
     "value",
     [
-        *(math.nan, -math.nan, math.inf, -math.inf, True, False, "0.5", "nan", b"1", None, [0.5]),
-        *(1j, torch.tensor(0.5), decimal.Decimal("0.5")),
+        math.nan, -math.nan, math.inf, -math.inf, True, False, "0.5", "nan", b"1", None, [0.5],
+        1j, torch.tensor(0.5), decimal.Decimal("0.5"),
     ],
     ids=repr,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", NUMBERS)
 def test_no_numbers(name, value):
     with pytest.raises(RequestError) as caught:

@@ -34,10 +34,10 @@ WRONG = {
     "json-object-is-text": {"json_object": "yes"},
     "white-space-of-a-regex": {"regex": "a", "disable_any_whitespace": True},
     "two-kinds-of-white-space": {
-        **{"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " ?"}
+        "json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " ?"
     },
     "white-space-is-no-text": {"json_object": True, "whitespace_pattern": 3},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", WRONG.values(), ids=WRONG)

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 
+from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.runtime.service.service import Service
@@ -98,7 +99,7 @@ def serve(
     limits = options.pop("limits", ConnectionLimits())
     plan, max_waiting = options.pop("plan", "chain-4"), options.pop("max_waiting", 64)
     config = ServeConfig(**{"model_names": (MODEL, "other"), "log_every_s": 0.0} | options)
-    with Service(engine, plan, max_waiting=max_waiting) as service:
+    with Service(EngineCore(engine, plan), max_waiting) as service:
         is_source = isinstance(template, str)
         chat = ChatTemplate(template, {"eos_token": "<eos>"}) if is_source else template
         app = create_app(service, config, chat)

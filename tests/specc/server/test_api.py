@@ -164,7 +164,7 @@ def test_usage_in_every_chunk(server) -> None:
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {2}
 
 
-def test_n_choices_are_seeded_one_behind_the_other(server, library) -> None:
+def test_n_choices_are_seeded_one_after_the_other(server, library) -> None:
     answer = server.complete(prompt=PROMPT, n=3, best_of=3, seed=7, temperature=1.5, max_tokens=16)
     texts = [choice["text"] for choice in answer["choices"]]
     want = [

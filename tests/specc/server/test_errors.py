@@ -29,7 +29,7 @@ USER = [{"role": "user", "content": "hi"}]
 def server() -> Iterator[Server]:
     with serve(max_body_bytes=4 << 20, body_timeout_s=0.2) as running:
         yield running
-        # behind all of it
+        # after all of it
         assert running.get("/health").status_code == 200
         assert running.complete(prompt="ab", **GREEDY)["choices"][0]["text"] == greedy_text(
             running.engine, "ab", 12

@@ -36,7 +36,7 @@ USER = [{"role": "user", "content": "hi"}]
 def server() -> Iterator[Server]:
     with serve() as running:
         yield running
-        # behind all of it
+        # after all of it
         assert running.get("/health").status_code == 200
         assert running.complete(prompt="ab", **GREEDY)["choices"][0]["text"] == greedy_text(
             running.engine, "ab", 12
@@ -50,7 +50,7 @@ def nothing_is_left(server) -> Iterator[None]:
 
 
 class Fault:
-    """Makes passes fail, `count` of them behind `after` that do not."""
+    """Makes passes fail, `count` of them after `after` that do not."""
 
     def __init__(self, server: Server, count: int, after: int = 0) -> None:
         runner = server.service.core.runner
@@ -274,7 +274,7 @@ def test_a_client_that_vanishes_while_it_does_not_read(server, n: int) -> None:
 
 
 async def _blocked_stream(server: Server, body: Any, *, reads_on: bool) -> list[bytes]:
-    """Parts of a stream whose reader stops behind the first one: until all is done, or for good."""
+    """Parts of a stream whose reader stops after the first one: until all is done, or for good."""
     parts: list[bytes] = []
     is_blocked = asyncio.Event()
     sent = [{"type": "http.request", "body": json.dumps(body).encode()}]

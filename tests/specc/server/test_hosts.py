@@ -36,7 +36,7 @@ def test_which_names_are_known() -> None:
     assert choose_hosts("0.0.0.0", "0.0.0.0", [], has_keys=False) is None
     assert choose_hosts("10.1.2.3", "box", [], has_keys=False) is None
     assert choose_hosts(*LOCAL, ["*"], has_keys=False) is None
-    # who names some wants these only
+    # a server that names some wants these only
     assert choose_hosts(*LOCAL, ["a.example"], has_keys=True) is not None
     for name in ("", "http://a", "a:80", "a/b", "*.a:1"):
         with pytest.raises(ConfigError, match="allowed host"):

@@ -15,10 +15,10 @@ from tests.specc.server.serving import Server, serve, slow_down, wait_for
 
 BODY = {"prompt": ["hello", "abc"], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 HISTOGRAMS = (
-    *("time_to_first_token_seconds", "inter_token_latency_seconds"),
-    *("time_per_output_token_seconds", "e2e_request_latency_seconds"),
-    *("request_prompt_tokens", "request_generation_tokens"),
-)
+    "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "time_per_output_token_seconds", "e2e_request_latency_seconds",
+    "request_prompt_tokens", "request_generation_tokens",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,10 @@ def test_rates_are_of_the_last_seconds() -> None:
     for second in range(2, 13):
         rates = window.look(state(150 + 50 * (second // 5), 20, 30), float(second))
         if second >= 7:
-            # the 50 tokens of the first second are behind the window, one burst is in it
+            # the 50 tokens of the first second are older than the window, one burst is in it
             assert rates.output_tokens == pytest.approx(10)
     assert rates.mean_acceptance_length == 0
-    # somebody who looks once a minute sees the minute's mean
+    # a scraper that looks once a minute sees the minute's mean
     assert window.look(state(850), 72.0).output_tokens == pytest.approx(10, abs=0.5)
     assert window.look(state(850), 140.0).output_tokens == 0
 
@@ -166,18 +166,18 @@ def test_latencies_and_prefix_hits_of_the_last_seconds() -> None:
         assert now["total"]["prefix_hit_rate"] == hits / asked
 
 
-def test_quantiles_are_of_the_last_minute() -> None:
+def test_percentiles_are_of_the_last_minute() -> None:
     recent = RecentLatencies()
-    assert recent.quantiles(0.5, now_s=0.0) == (0, [None])
+    assert recent.percentiles(50, now_s=0.0) == (0, [None])
     for i in range(200):
         recent.add(float(i), now_s=float(i))
     # those of the seconds 140 … 199
-    assert recent.quantiles(0.5, 0.99, 1.0, now_s=200.0) == (60, [169.0, 199.0, 199.0])
-    assert recent.quantiles(0.5, now_s=259.0) == (1, [199.0])
-    assert recent.quantiles(0.5, now_s=260.0) == (0, [None])
+    assert recent.percentiles(0, 50, 100, now_s=200.0) == (60, [140.0, 169.5, 199.0])
+    assert recent.percentiles(50, now_s=259.0) == (1, [199.0])
+    assert recent.percentiles(50, now_s=260.0) == (0, [None])
     for i in range(3 * MAX_VALUES):
         recent.add(float(i), now_s=300.0)
-    assert recent.quantiles(1e-9, now_s=300.0) == (MAX_VALUES, [2.0 * MAX_VALUES])
+    assert recent.percentiles(0, now_s=300.0) == (MAX_VALUES, [2.0 * MAX_VALUES])
 
 
 def test_lines_are_logged_while_there_is_work(caplog) -> None:
@@ -196,10 +196,11 @@ def test_the_page_needs_nothing_from_elsewhere(server) -> None:
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     # every figure that it reads is there
     now = server.get("/stats").json()
-    for name in (
-        *("output_tokens_per_s", "running", "waiting", "kv_cache_usage", "plans", "health"),
-        *("time_to_first_token", "inter_token_latency", "prefix_hit_rate"),
-    ):
+    names = (
+        "output_tokens_per_s", "running", "waiting", "kv_cache_usage", "plans", "health",
+        "time_to_first_token", "inter_token_latency", "prefix_hit_rate",
+    )  # fmt: skip
+    for name in names:
         assert f"now.{name}" in text
         assert name in now
 

@@ -22,11 +22,13 @@ from typer.testing import CliRunner
 
 from specc.cli.main import app
 from specc.errors import ConfigError
+from specc.runtime.core import EngineCore
+from specc.runtime.engine_args import AsyncEngineArgs
 from specc.runtime.service.service import Service
 from specc.server.app import create_app
-from specc.server.config import ServeConfig
+from specc.server.config import Place, ServeConfig
 from specc.server.listener import bind
-from specc.server.run import DEAD, Loading, Place, _Process, start_service
+from specc.server.run import DEAD, _Process, start_service
 from tests.runtime.conftest import build_engine
 from tests.specc.server.serving import slow_down, wait_for
 
@@ -39,7 +41,7 @@ class Run:
 
     def __init__(self, drain_timeout_s: float = 10.0, advance_s: float = 0.0) -> None:
         self.engine = build_engine()
-        self.service = Service(self.engine, "chain-4")
+        self.service = Service(EngineCore(self.engine, "chain-4"))
         if advance_s:
             slow_down(self, advance_s)  # type: ignore[arg-type]
         listener = bind("127.0.0.1", 0)
@@ -171,7 +173,7 @@ def test_a_port_that_two_bind_and_one_listens_at() -> None:
     first = bind("127.0.0.1", 0)
     second = bind("127.0.0.1", first.getsockname()[1])
     first.listen()
-    with Service(build_engine(), "off") as service:
+    with Service(EngineCore(build_engine(), "off")) as service:
         place = Place(port=second.getsockname()[1])
         web = create_app(service, ServeConfig(("tiny",)))
         with pytest.raises(ConfigError, match="in use"):
@@ -185,13 +187,15 @@ def test_a_port_that_two_bind_and_one_listens_at() -> None:
     [
         (["--port", "70000"], "port 70000"),
         (["--host", "256.1.1.1", "--port", "0"], "256.1.1.1"),
-        (["--log-level", "loud"], "loud"),
-        (["--drain-timeout", "-1"], "drain timeout"),
+        (["--log-level", "loud"], "--log-level loud"),
+        (["--drain-timeout", "-1"], "--drain-timeout -1"),
         (["--request-timeout", "0"], "--request-timeout 0"),
         (["--max-body-bytes", "0"], "--max-body-bytes 0"),
         (["--api-key", ""], "API key"),
         (["--served-model-name", ""], "model names"),
-        (["--threads", "0"], "threads"),
+        (["--threads", "0"], "--threads 0"),
+        (["--max-waiting", "0"], "--max-waiting 0"),
+        (["--max-connections", "0"], "--max-connections 0"),
         (["--port", "0"], "does not exist"),
     ],
 )
@@ -212,8 +216,8 @@ def test_help_has_examples() -> None:
 def test_which_policy_chooses(save_engine) -> None:
     from specc.runtime.policies.named import NAMES
 
-    free = start_service(save_engine, Loading())
-    fixed = start_service(save_engine, Loading(plan="chain-4"))
+    free = start_service(AsyncEngineArgs(save_engine))
+    fixed = start_service(AsyncEngineArgs(save_engine, plan="chain-4"))
     with free, fixed:
         kinds = [type(s.core.scheduler.policy).__name__ for s in (free, fixed)]
     assert kinds == ["GoodputPolicy" if "goodput" in NAMES else "FixedPolicy", "FixedPolicy"]

@@ -320,7 +320,7 @@ def test_large_prompts_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> 
             await threads.run(LARGE_BODY_BYTES, fail)
         last = asyncio.ensure_future(threads.run(LARGE_BODY_BYTES, work))
         await asyncio.sleep(0.05)
-        # it ends the rest, and who waits for what has not begun is told
+        # it ends the rest, and those that wait for what has not begun are told
         threads.close()
         threads.wait()
         with pytest.raises(asyncio.CancelledError):

@@ -15,9 +15,10 @@ from specc.cost.roofline import roofline
 from specc.errors import ConfigError, RequestError
 from specc.runtime.policies.base import FixedPolicy
 from specc.runtime.policies.goodput.policy import GoodputPolicy
+from specc.simulate.comparison import compare
 from specc.simulate.load import Drafting, Lengths, Load, SimulatedRequest, make_load, uniform
+from specc.simulate.policies import make_simulated_policy
 from specc.simulate.simulator import Iteration, Limits, SimulationReport, simulate
-from specc.simulate.sweep import sweep
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 
 CHAIN = SpecPlan.from_widths((1, 1, 1))
@@ -115,7 +116,7 @@ def test_trees_accept_as_their_rows_say(plan):
 
 
 def test_longer_plans_accept_what_shorter_ones_do_at_the_same_places():
-    """The dice belong to positions: they do not depend on who throws them."""
+    """The dice belong to positions: they do not depend on what throws them."""
     load = make_load(1.0, 4, [(1, GOOD)], Lengths(20), Lengths(30), seed=3)
     ranks = {
         (request, position): load.rank(request, "draft_0", 0, position)
@@ -213,11 +214,11 @@ def test_what_cannot_be_simulated_is_refused():
         Lengths(8, least=9, most=4)
 
 
-def test_the_sweep_compares_everyone_with_the_same_load():
+def test_a_comparison_serves_everyone_with_the_same_load():
     plans = {plan.name: plan for plan in (OFF, CHAIN)}
     # one at a time, a draft is worth it
     load = make_load(2.0, 25, [(1, Drafting({"draft_0": [[0.8]]}))], Lengths(64), Lengths(64))
-    (row,) = sweep({"idle": load}, roofline(), plans, Limits())
+    (row,) = compare({"idle": load}, roofline(), plans, Limits())
     data = row.to_json()
     assert (data["best_fixed"], data["worst_fixed"]) == (CHAIN.name, "off")
     assert data["goodput_over_best"] < 1.05
@@ -229,6 +230,17 @@ def test_the_sweep_compares_everyone_with_the_same_load():
 def test_at_saturation_goodput_is_not_worse_than_off():
     plans = {plan.name: plan for plan in (OFF, SpecPlan.from_widths((1,) * 4))}
     load = make_load(60.0, 240, [(1, GOOD)], Lengths(512, 0.5), Lengths(128, 0.5), seed=4)
-    (row,) = sweep({"busy": load}, roofline(), plans, Limits(max_num_seqs=64))
+    (row,) = compare({"busy": load}, roofline(), plans, Limits(max_num_seqs=64))
     assert row.latency("goodput") < 1.03 * row.latency("off")
     assert row.latency("chain-4") > 1.1 * row.latency("goodput")
+
+
+def test_adaptive_finds_the_length_that_pays():
+    """One request at a time: a draft that is right is used, one that never is goes off."""
+    chains = [OFF, *(SpecPlan.from_widths((1,) * length) for length in (2, 4))]
+    plans = {plan.name: plan for plan in chains}
+    for drafting, wanted in ((RIGHT, "chain-4"), (WRONG, "off")):
+        load = make_load(0.01, 6, [(1, drafting)], Lengths(8), Lengths(200))
+        policy = make_simulated_policy("adaptive", plans, table(), SMALL)
+        shares = simulate(load, table(), plans, policy, SMALL).to_json()["plan_shares"]
+        assert shares[wanted] > 0.7

@@ -1,4 +1,4 @@
-"""Plans that cannot be: errors of three lines, in front of a step that would be wrong."""
+"""Plans that cannot be: errors of three lines, before a step that would be wrong."""
 
 from __future__ import annotations
 

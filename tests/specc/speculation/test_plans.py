@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specc.artifact.manifest import PlanEntry
+from specc.artifact.manifest_entries import PlanEntry
 from specc.errors import ConfigError
 from specc.sampling.rows import Rule
 from specc.speculation.plans import (

@@ -14,7 +14,8 @@ from specc.cli.main import app
 from specc.errors import ConfigError, EngineError, OutputError
 from specc.sampling.params import SamplingParams
 from specc.triton import repository as triton_repository
-from specc.triton.repository import MODEL_PY, TritonConfig, write_backend, write_model
+from specc.triton.config import TritonConfig
+from specc.triton.repository import MODEL_PY, write_backend, write_model
 from specc.triton.tensors import INPUTS, OUTPUTS
 
 
@@ -178,7 +179,8 @@ def test_links_need_one_file_system(tiny_engine, tmp_path, monkeypatch):
         ({"name": ""}, "--name"),
         ({"layout": "flat"}, "--layout"),
         ({"kind": "tpu"}, "--kind"),
-        ({"instances": 0}, "--instances"),
+        ({"instances": 0}, "instances=0"),
+        ({"instances": 65}, "instances=65"),
         ({"gpus": "0,;1"}, "--gpus"),
         ({"gpus": "0", "kind": "cpu"}, "--kind cpu"),
         ({"gpus": "0;1;2", "instances": 2}, "--instances 2"),
@@ -206,7 +208,16 @@ def test_the_command(tiny_engine, tmp_path):
     assert Path(printed["backend"]) == tmp_path / "backends" / "specc"
     assert f"--model-repository={tmp_path / 'models'}" in printed["start"]
     assert "--http-address=127.0.0.1" in printed["start"]
-    for options in ([], ["--copy", "--link"], ["--name", "b", "--backends", "x"]):
+    config = (tmp_path / "models/specc/config.pbtxt").read_text()
+    # what nobody asked for is left to the model
+    assert 'key: "plan" value { string_value: "off" }' in config
+    assert not any(word in config for word in ("max_waiting", "verify", "on_fault"))
+    for options in (
+        [],
+        ["--copy", "--link"],
+        ["--name", "b", "--backends", "x"],
+        ["--threads", "0"],
+    ):
         done = run(app, [*common, *options])
         assert done.exit_code == 2
         assert done.stderr.startswith("found:  ")

@@ -18,20 +18,22 @@ from specc.compiler.extend import extend_engine
 from specc.config import CompileConfig
 from specc.cost.acceptance import expected_tokens
 from specc.cost.latency_table import LatencyTable
+from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, EngineError
 from specc.progress import Phases
-from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
+from specc.runtime.engine_args import EngineArgs
 from specc.runtime.llm import LLM
 from specc.runtime.policies.measured import ProfilePolicy
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, OFF, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from specc.tune.acceptance import Trajectory, acceptance_of, draft_acceptance, lookup_acceptance
-from specc.tune.run import TuneOptions, tune
-from specc.tune.seconds import measure_seconds
-from tests import models
+from specc.tune.latency import measure_latency
+from specc.tune.options import TuneOptions
+from specc.tune.run import tune
+from tests import engines, models
 from tests.lossless import Zoo, shared_zoo
 from tests.specc.cli.test_main import invoke
 
@@ -56,13 +58,8 @@ def compiled(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = CompileConfig(
         plans=plans, max_batch_size=2, max_seq_len=128, backend="eager", probe=False
     )
-    build(
-        zoo.checkpoint("llama"),
-        [zoo.checkpoint("llama", draft="noisy"), zoo.checkpoint("llama")],
-        path,
-        config,
-    )
-    return path
+    drafts = [zoo.checkpoint("llama", draft="noisy"), zoo.checkpoint("llama")]
+    return engines.build(zoo.checkpoint("llama"), drafts, path, config)
 
 
 @pytest.fixture
@@ -96,7 +93,7 @@ def trajectories(engine: Engine, params: SamplingParams) -> list[Trajectory]:
     prompts = [list(prompt) for prompt in models.prompts()[1:4]]
     outputs = LLM(engine, plan="off").generate(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
-        request = Sequence("0", prompt, params, max_seq_len=128)
+        request = Request("0", prompt, params, max_seq_len=128)
         request.token_ids += output.outputs[0].token_ids
         found.append(Trajectory(request, len(prompt)))
     return found
@@ -131,13 +128,13 @@ def test_tables_predict_what_steps_accept(compiled: Path):
 
 
 def test_lookups_are_tried_at_every_position():
-    request = Sequence("0", [1, 2, 3], SamplingParams(), max_seq_len=64)
+    request = Request("0", [1, 2, 3], SamplingParams(), max_seq_len=64)
     request.token_ids += [1, 2, 3, 1, 2, 3, 1, 2, 3]
     made = [Trajectory(request, 3)]
     # nothing is known of the first of the nine output tokens
     table = lookup_acceptance("lookup-2", made, 2)
     assert table == [[8 / 9], [7 / 7]]
-    other = Sequence("1", [1, 2], SamplingParams(), max_seq_len=64)
+    other = Request("1", [1, 2], SamplingParams(), max_seq_len=64)
     other.token_ids += [3, 1]
     alone = lookup_acceptance("suffix", [Trajectory(other, 2)], 1)
     assert alone == [[0.0]]
@@ -147,8 +144,9 @@ def test_lookups_are_tried_at_every_position():
 
 def test_seconds_rise_with_the_work(compiled: Path):
     engine = Engine.load(compiled)
-    seconds = measure_seconds(engine, 2, 16, 5)
+    seconds = StepSeconds(measure_latency(engine, budget_s=0.1), "draft_0", 2, 16)
     assert 0 < seconds.off <= seconds.verify(5)
+    assert seconds.level(1, 1) > 0
     assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
 
 
@@ -209,11 +207,12 @@ def test_tune_writes_a_family_that_the_engine_follows(engine_copy: Path):
     assert profile["plans"] == {str(b.batch_size): b.chosen.name for b in tuning.batches}
     # what the policy goodput reads
     assert set(LatencyTable.from_json(profile["latency"]).drafts) == {"draft_0", "draft_1"}
-    assert EngineCore.load(engine_copy, policy="goodput").scheduler.policy.decision.goodput == 0
+    core = EngineArgs(engine_copy, policy="goodput").make_core()
+    assert core.scheduler.policy.decision.goodput == 0
     llm = LLM(engine_copy)
     found = llm.generate(prompts, SamplingParams(max_tokens=20))
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
-    # of two sequences, and of one
+    # of two requests, and of one
     assert (llm.get_metrics().num_spec_steps > 0) == tuning.batches[1].chosen.speculates
     alone = LLM(engine_copy)
     alone.generate(prompts[0], SamplingParams(max_tokens=20))

@@ -11,7 +11,7 @@ import torch
 
 from specc.passes.lower.inductor import package as lower_aot_inductor
 from specc.passes.lower.inductor.package import BoundProgram, _content_key
-from specc.runtime.backends.program import read_json
+from specc.runtime.backends.program_files import read_json
 from specc.system.child_processes import ChildProcesses
 
 

@@ -158,7 +158,7 @@ def test_weights_lie_in_the_engines_file_and_nowhere_else(written: Written) -> N
     # the largest weight alone is of 24 KiB in 16 bits; names and shapes take the rest
     own = sum(tensor.ByteSize() for tensor in written.graph.initializer)
     assert own < SMALL_BYTES * len(names)
-    # the file has no data behind its graph either
+    # the file has no data after its graph either
     assert written.path.stat().st_size == written.model.ByteSize()
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from specc.passes.step.fuse_step import fuse_step
+from specc.runtime.backends.captured.backend import DeviceModel, DeviceOperators
 from specc.runtime.backends.captured.captured_step import CapturedStep
-from specc.runtime.backends.cuda.backend import DeviceModel, DeviceOperators, make_buffers
-from specc.runtime.backends.program import StepProgram, read_json
+from specc.runtime.backends.captured.engine_steps import make_buffers
+from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.execution.device_link import DeviceLink
 from specc.speculation.plans import SpecPlan

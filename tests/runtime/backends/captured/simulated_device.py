@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 # read values on the host, or make shapes of them
 _FORBIDDEN = {
-    *(aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.allclose),
-    *(aten.nonzero, aten.masked_select, aten.unique_dim, aten._unique2, aten.bincount),
-    *(aten.unique_consecutive, aten.repeat_interleave, aten.argwhere),
-}
+    aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.allclose,
+    aten.nonzero, aten.masked_select, aten.unique_dim, aten._unique2, aten.bincount,
+    aten.unique_consecutive, aten.repeat_interleave, aten.argwhere,
+}  # fmt: skip
 
 # say that they are views, and copy where they have to
 _COPYING_VIEWS = {aten.to, aten.contiguous, aten.reshape, aten.flatten}

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from specc.api import compile_with
 from specc.config import CompileConfig
-from specc.runtime import engine
+from specc.runtime.backends.captured import backend as captured_backend
+from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.captured_step import CaptureWarning
-from specc.runtime.backends.cuda.backend import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
-from tests import models
+from tests import engines, models
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
 # one after the other's first tokens; padding rows choose experts, too
@@ -46,14 +45,13 @@ def alone(target: Path) -> Path:
 def pair(target: Path) -> Path:
     """The same with a draft, which is the target disturbed."""
     draft = models.save_tiny("qwen3_moe", target.parent / "draft", noise=0.05, num_hidden_layers=1)
-    return compiled(target, [str(draft)], (SpecPlan.from_widths((2, 1)),))
+    return compiled(target, [draft], (SpecPlan.from_widths((2, 1)),))
 
 
-def compiled(target: Path, drafts: Sequence[str], plans: tuple[SpecPlan, ...]) -> Path:
+def compiled(target: Path, drafts: Sequence[Path], plans: tuple[SpecPlan, ...]) -> Path:
     path = target.parent / f"engine-{len(drafts)}"
     config = CompileConfig(plans=plans, max_seq_len=32, max_batch_size=2, backend="cuda")
-    compile_with(str(target), drafts, path, config)
-    return path
+    return engines.build(target, drafts, path, config)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +74,7 @@ def wanted(target: Path) -> list[list[int]]:
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     simulated = SimulatedDevice()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(engine, "cuda_device", lambda: simulated)
+    monkeypatch.setattr(captured_backend, "cuda_device", lambda: simulated)
     return simulated
 
 
@@ -107,8 +105,8 @@ def check_captured(path: Path, plan: str, wanted: list[list[int]], device: Simul
         num_captured = len(device.tapes)
         assert generate(llm, 3) == [tokens[:3] for tokens in wanted]
     assert len(device.tapes) <= num_captured + 1
-    found = {launch.name for launch in launches if launch.name.startswith("_experts")}
-    assert found == {f"_experts_{name}_kernel" for name in ("gate_up", "down", "sum")}
+    found = {launch.name for launch in launches if launch.name.startswith("experts_")}
+    assert found == {f"experts_{name}_kernel" for name in ("gate_up", "down", "sum")}
     assert {(x.name, name) for x in launches for name in x.folded} == set()
     # a root is the last column of a step's tokens, and is loaded alone
     assert {name for x in launches for name in x.unaligned} <= {"tokens"}

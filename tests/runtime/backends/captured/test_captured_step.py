@@ -16,7 +16,8 @@ from specc.errors import EngineError
 from specc.runtime.backends.captured.captured_step import CapturedStep, CaptureWarning
 from specc.runtime.backends.captured.step_buffers import PADDING, StepBuffers
 from specc.runtime.backends.failed_operator import OperatorError
-from specc.runtime.backends.program import StepInputs, StepResult, read_json
+from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.engine import Engine
 from tests.mixed_sampling import mixed_sampling
 from tests.runtime.backends.captured.simulated_device import LateDevice, SimulatedDevice
@@ -257,7 +258,7 @@ def test_a_step_that_cannot_be_captured_runs_anyway_and_says_why(rig) -> None:
     with graph.inserting_before(accept):
         graph.call_function(torch.ops.aten.equal.default, (accept.args[1], accept.args[1]))
     inputs = rig.state(3)
-    with pytest.warns(CaptureWarning, match=r"chain-3 for 4 sequences .* aten\.equal\.default"):
+    with pytest.warns(CaptureWarning, match=r"chain-3 for 4 requests .* aten\.equal\.default"):
         found = step.advance(inputs, rig.other.cache.environment)
     same(found, rig.advance_eager("chain-3", inputs))
     rig.assert_same_caches()
@@ -268,7 +269,7 @@ def test_a_step_that_cannot_be_captured_runs_anyway_and_says_why(rig) -> None:
 
 
 def call_before(graph: fx.Graph, target: Any, function: Any, *args: Any) -> fx.Node:
-    """Call a function with the first operand of an operator, in front of its last call."""
+    """Call a function with the first operand of an operator, before its last call."""
     node = graph.find_nodes(op="call_function", target=target)[-1]
     with graph.inserting_before(node):
         return graph.call_function(function, (node.args[0], *args))
@@ -297,7 +298,7 @@ def test_a_step_that_cannot_run_is_told_from_one_that_cannot_be_captured(rig, wh
     place = {"target": r"aten\.view\.default of target \(", "step": r"aten\.view\.default \("}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        message = f"chain-3 for 2 sequences cannot run: {place[where]}"
+        message = f"chain-3 for 2 requests cannot run: {place[where]}"
         with pytest.raises(EngineError, match=message):
             step.advance(inputs, rig.other.cache.environment)
     assert not rig.device.tapes
@@ -324,7 +325,7 @@ def test_a_whole_capture_keeps_no_values_of_its_stages(rig) -> None:
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_results_outlive_further_steps(tiny_engine, is_late) -> None:
-    """Who reads late reads the own results: another LLM may run its steps in between."""
+    """A late read gives the step's own results: another LLM may run its steps in between."""
     rig = make_rig(tiny_engine, LateDevice() if is_late else SimulatedDevice())
     inputs = rig.state(4)
     plans = ["chain-3", "off", "tree-2-1", "chain-3"]
@@ -337,7 +338,7 @@ def test_results_outlive_further_steps(tiny_engine, is_late) -> None:
 
 
 def test_the_device_runs_behind_the_host(late_rig) -> None:
-    """Nothing waits but who reads a result, and that for no more than its step."""
+    """Nothing waits but a read of a result, and that for no more than its step."""
     inputs = late_rig.state(2)
     step, device = late_rig.steps["chain-3"], late_rig.device
     assert isinstance(device, LateDevice)

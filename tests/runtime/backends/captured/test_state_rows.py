@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specc.runtime.backends.captured.step_buffers import PADDING, StepBuffers
-from specc.runtime.backends.program import StepInputs
+from specc.runtime.backends.step_io import StepInputs
 from tests.runtime.backends.captured.simulated_device import LateDevice
 
 MAX_BATCH, WIDTH = 4, 3
@@ -135,7 +135,7 @@ def test_a_slot_is_given_to_another_only_where_none_is_free() -> None:
 
 
 def test_steps_without_names_leave_no_state() -> None:
-    """Who passes inputs alone neither takes nor leaves anything; nor does it touch others."""
+    """A call with inputs alone neither takes nor leaves anything; nor does it touch others."""
     device = LateDevice()
     steps = Steps(device)
     steps.queue([(1, 2, 3)], ["a"], [False], 1)

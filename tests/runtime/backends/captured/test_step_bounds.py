@@ -29,7 +29,7 @@ def test_what_fits_passes() -> None:
         ([0, -1], "sequence 1 of a step with -1 committed rows"),
     ],
 )
-def test_rows_behind_the_blocks(lengths: list[int], found: str) -> None:
+def test_rows_beyond_the_blocks(lengths: list[int], found: str) -> None:
     with pytest.raises(EngineError, match=f"{found}(.|\n)*at most 12 rows together: 3 blocks of 4"):
         check(lengths)
 

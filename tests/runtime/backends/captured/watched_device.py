@@ -24,9 +24,9 @@ aten = torch.ops.aten
 HOST_READS = ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__")
 # make shapes of values
 _WAITING = {
-    *(aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select),
-    *(aten.unique_dim, aten._unique2, aten.bincount, aten.unique_consecutive),
-}
+    aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select,
+    aten.unique_dim, aten._unique2, aten.bincount, aten.unique_consecutive,
+}  # fmt: skip
 
 
 class WatchedDevice(SimulatedDevice):

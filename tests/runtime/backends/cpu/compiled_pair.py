@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from specc.runtime.backends.cpu.compiled_program import CompiledProgram
+from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from tests import models
 from tests.lossless import Zoo, layout_of
@@ -45,6 +49,19 @@ def engine_path(zoo: Zoo, name: str) -> Path:
 def load_pair(zoo: Zoo, name: str) -> Pair:
     path = engine_path(zoo, name)
     return Pair(path, Engine.load(path), Engine.load(path, backend="eager"))
+
+
+def load_program(
+    directory: Path, caches: Sequence[tuple[Tensor, Tensor]], sha256: str | None = None
+) -> CompiledProgram:
+    """The program of a model's directory, as the backend loads it."""
+    return CompiledProgram(
+        read_json(directory / "program.json"),
+        directory / "program.pt2",
+        MappedWeights(directory / "weights.safetensors"),
+        caches,
+        sha256,
+    )
 
 
 def block_table(engine: Engine, batch: int, seed: int) -> Tensor:

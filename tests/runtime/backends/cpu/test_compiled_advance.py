@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.program import StepInputs, StepResult, StepValues
+from specc.runtime.backends.step_io import StepInputs, StepResult, StepValues
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from tests.lossless import PLAN_IDS, Zoo
@@ -66,7 +66,7 @@ def test_results_equal_those_of_the_eager_step(pair: Pair, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", PLAN_IDS)
 def test_a_hook_that_only_looks_changes_nothing(pair: Pair, plan: str) -> None:
-    """Nor does the step behind it, which has none; all rows of the caches are the same, too."""
+    """Nor does the step after it, which has none; all rows of the caches are the same, too."""
     step, num_nodes = pair.compiled.steps[plan], pair.compiled.plans[plan].tree.num_nodes
     seen: list[tuple[torch.Size, torch.Size]] = []
 
@@ -96,7 +96,7 @@ def test_a_hook_that_only_looks_changes_nothing(pair: Pair, plan: str) -> None:
 @pytest.mark.parametrize("replaces", [False, True], ids=["edits", "replaces"])
 @pytest.mark.parametrize("plan", SPECULATIVE)
 def test_a_hook_decides_what_is_accepted(pair: Pair, plan: str, replaces: bool) -> None:
-    """The last child of the root, and token 7 behind it; as in the eager step."""
+    """The last child of the root, and token 7 after it; as in the eager step."""
     tree = pair.compiled.plans[plan].tree
     child = tree.levels[1][-1]
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from specc.runtime.backends.cpu.compiled_program import CompiledProgram, CompiledStep
+from specc.runtime.backends.cpu.compiled_program import CompiledProgram
+from specc.runtime.backends.cpu.compiled_step import CompiledStep
 from specc.speculation.plans import SpecPlan
 from tests import models
 from tests.lossless import (

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
+from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.program import ModelProgram, read_json
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.speculation.tree import TokenTree
 from tests import models
@@ -24,6 +25,7 @@ from tests.runtime.backends.cpu.compiled_pair import (
     Pair,
     block_table,
     load_pair,
+    load_program,
     step_inputs,
 )
 
@@ -209,7 +211,7 @@ def test_a_good_step_after_one_that_failed(
     ("pair", "threads", "plan"),
     [
         pytest.param(
-            *(name, threads, plan),
+            name, threads, plan,
             id=f"{name}-{threads}-threads-{plan}",
             marks=[pytest.mark.slow] if threads == 2 and (i + j) % 2 else [],
         )
@@ -218,7 +220,7 @@ def test_a_good_step_after_one_that_failed(
         for j, plan in enumerate(PLAN_IDS)
     ],
     indirect=["pair", "threads"],
-)
+)  # fmt: skip
 def test_steps_restore_the_threads(pair: Pair, threads: int, plan: str) -> None:
     run_both(pair, plan, MAX_BATCH, 0)
     assert torch.get_num_threads() == threads
@@ -329,7 +331,7 @@ def test_one_program_loaded_twice_writes_two_caches(pair: Pair) -> None:
     (slab,) = pair.compiled.cache.slabs["target"]
     other, before = torch.zeros_like(slab), slab.clone()
     caches = [(layer[0], layer[1]) for layer in other]
-    second = CompiledProgram.load(pair.path / "target", caches)
+    second = load_program(pair.path / "target", caches)
     assert torch.equal(second(*inputs), want)
     assert torch.equal(slab, before)
     assert other.count_nonzero() == 20 * other[:, :, 0, 0].numel()
@@ -384,7 +386,7 @@ def test_loading_keeps_the_file_mapped(pair: Pair) -> None:
     file = str((pair.path / "target/weights.safetensors").resolve())
     count = lambda: sum(line.endswith(file) for line in maps.read_text().splitlines())  # noqa: E731
     before = count()
-    program = CompiledProgram.load(pair.path / "target", target_caches(pair.compiled))
+    program = load_program(pair.path / "target", target_caches(pair.compiled))
     gc.collect()
     assert count() > before
     assert program.name == "target"

@@ -1,4 +1,4 @@
-"""Compiled passes on a GPU, with packages that compute by the graph: who is loaded, bound, run."""
+"""Compiled passes on a GPU, with packages that compute by the graph: loading, binding, running."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from torch import Tensor
 from specc.artifact.directory import read_manifest
 from specc.config import CompileConfig
 from specc.errors import EngineError
-from specc.passes.lower.cuda import aot as lower_aot_cuda
-from specc.runtime import engine
+from specc.passes.lower.experimental import aot_inductor
+from specc.runtime.backends.captured import backend as captured_backend
 from specc.runtime.backends.captured.captured_step import CaptureWarning
 from specc.runtime.backends.cuda import aot_program as aot_cuda_program
 from specc.runtime.backends.cuda.aot_program import CompiledCudaProgram, PackageWarning, load_model
-from specc.runtime.backends.program import ModelProgram, read_json
+from specc.runtime.backends.eager.program import ModelProgram
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -96,7 +97,7 @@ def aot_engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
         patch.setenv("SPECC_EXPERIMENTAL", "aot-inductor")
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        patch.setattr(lower_aot_cuda, "compile_package", write_package)
+        patch.setattr(aot_inductor, "compile_package", write_package)
         config = CompileConfig(
             plans=(SpecPlan.from_widths((2, 1)),),
             max_seq_len=48,
@@ -112,7 +113,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     """Stands for the GPU of this machine."""
     simulated = SimulatedDevice()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(engine, "cuda_device", lambda: simulated)
+    monkeypatch.setattr(captured_backend, "cuda_device", lambda: simulated)
     return simulated
 
 
@@ -176,11 +177,11 @@ def one_token(batch: int = 1) -> list[Tensor | None]:
     """Inputs of plain decoding."""
     i32 = torch.int32
     return [
-        *(torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)),
-        *(torch.arange(batch + 1, dtype=i32), torch.zeros(batch, dtype=i32)),
-        *(torch.zeros(batch, dtype=i32), None, torch.zeros(batch, 4, dtype=i32)),
+        torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64),
+        torch.arange(batch + 1, dtype=i32), torch.zeros(batch, dtype=i32),
+        torch.zeros(batch, dtype=i32), None, torch.zeros(batch, 4, dtype=i32),
         torch.arange(batch),
-    ]
+    ]  # fmt: skip
 
 
 def test_each_stream_has_a_runner_of_its_own(aot_engine, packages) -> None:
@@ -348,7 +349,7 @@ def test_the_check_for_a_gpu_compares_both(
     for name in ("SPECC_EXPERIMENTAL", "PYTHONPATH"):  # it sets them
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(lower_aot_cuda, "compile_package", write_package)
+    monkeypatch.setattr(aot_inductor, "compile_package", write_package)
     pair = (str(tiny_models.target), str(tiny_models.draft))
     found = compare(*pair, (2, 1), PROMPTS[:2], 9)
     assert found["aot_inductor_packages"] == 8

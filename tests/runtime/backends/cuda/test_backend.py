@@ -11,20 +11,22 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specc.api import compile_with, probe_engine
+from specc.api import probe_engine
 from specc.artifact.directory import read_manifest
 from specc.cli.stats import stats_rows
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
-from specc.runtime import engine
+from specc.runtime.backends.captured import backend as captured_backend
 from specc.runtime.backends.captured import captured_step
-from specc.runtime.backends.cuda.backend import CaptureLimits, capture_within, cuda_device
-from specc.runtime.backends.cuda.device_memory import fit_device
-from specc.runtime.backends.program import StepInputs
+from specc.runtime.backends.captured.capture_limits import CaptureLimits, fit_device
+from specc.runtime.backends.captured.engine_steps import capture_within
+from specc.runtime.backends.cuda.graphs import cuda_device
+from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
+from tests import engines
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7]
@@ -37,8 +39,7 @@ def cuda_engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> P
     path = tmp_path_factory.mktemp("engines") / "cuda"
     plans = (SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1)))
     config = CompileConfig(plans=plans, max_seq_len=48, max_batch_size=2, backend="cuda")
-    compile_with(str(tiny_models.target), str(tiny_models.draft), path, config)
-    return path
+    return engines.build(tiny_models.target, tiny_models.draft, path, config)
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     """Stands for the GPU of this machine."""
     simulated = SimulatedDevice()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(engine, "cuda_device", lambda: simulated)
+    monkeypatch.setattr(captured_backend, "cuda_device", lambda: simulated)
     return simulated
 
 

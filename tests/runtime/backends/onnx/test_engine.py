@@ -25,15 +25,15 @@ from specc.compiler import build as compiler
 from specc.config import CompileConfig
 from specc.errors import EngineError
 from specc.passes.step.fuse_step import STEP_OUTPUTS
+from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.onnx.program import OnnxProgram
-from specc.runtime.backends.program import ModelProgram
 from specc.runtime.backends.rectangular import model as rectangular_model
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
-from tests import drafts, models
+from tests import drafts, engines, models
 from tests.lossless import (
     FULL_MATRIX,
     PLAN_IDS,
@@ -93,7 +93,7 @@ def test_the_engine_runs_onnx(zoo: Zoo, name: str) -> None:
     assert {type(model) for model in (engine.target, *engine.drafts)} == {OnnxProgram}
     assert engine.manifest.rectangle is not None
     rows = engine.manifest.rectangle.rows
-    assert rows.front > 0, "a draft is fed tokens in front of a short sequence"
+    assert rows.front > 0, "a draft is fed tokens before a short sequence"
     # as long as it can get
     assert engine.cache.reserve(rows.slots + rows.scratch) == rows.total
     for model, slabs in engine.cache.slabs.items():
@@ -240,8 +240,8 @@ def mixed_path(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
         **ONNX,
     )
     path = tmp_path_factory.mktemp("mixed") / "engine"
-    compiler.build(zoo.checkpoint("gpt2"), zoo.checkpoint("gemma3", draft="noisy"), path, config)
-    return path
+    draft = zoo.checkpoint("gemma3", draft="noisy")
+    return engines.build(zoo.checkpoint("gpt2"), draft, path, config)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ BLOCKS = 6
 TOLERANCE = 1e-5
 LEVELS = TokenTree((-1, 0, 0, 0, 1, 1, 3, 3, 4, 6))
 CHOOSER = random.Random(3)
-# the window of tests/models.py is 16 rows: passes begin inside of one and behind one
+# the window of tests/models.py is 16 rows: passes begin inside of one and after one
 PASSES: dict[str, list[Inputs]] = {
     "prefill": [causal_pass([0], [40], [2]), causal_pass([40], [33], [2])],
     "one-token": [causal_pass([0], [1], [0]), causal_pass([9, 70, 15, 16], [1] * 4, [1, 2, 3, 4])],
@@ -59,7 +59,7 @@ PASSES: dict[str, list[Inputs]] = {
         tree_pass([9, PADDING, 0], [TokenTree.chain(3)] * 3, [0, 1, 2]),
         first_level([PADDING, 12], 2, [3, 4]),
     ],
-    # no room behind 252 rows to be filled up to 90 tokens
+    # 252 rows leave no room to be filled up to 90 tokens
     "near-the-end": [causal_pass([252, 2], [4, 90], [1, 2]), causal_pass([255], [1], [3])],
 }
 # what differs from one architecture to another; the others run in the slow tier
@@ -144,7 +144,7 @@ def test_words_of_no_ancestors_are_causal(small: tuple[Lowered, Path]) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("opt", marks=pytest.mark.slow)])
 def test_filling_up_stays_within_the_learned_positions(programs: Programs, name: str) -> None:
-    """A short span at the last positions beside a long one: 253 + 64 is behind the table."""
+    """A short span at the last positions beside a long one: 253 + 64 is beyond the table."""
     both = programs.both(name)
     last = models.POSITIONS - 3
     both.compare(causal_pass([0, last], [64, 3], [0, 1]), TOLERANCE)
@@ -162,7 +162,7 @@ def test_float16(programs: Programs, name: str) -> None:
 
 
 def test_a_write_past_the_end_is_refused(small: tuple[Lowered, Path]) -> None:
-    """What lies behind a cache is dropped by onnxruntime without a word."""
+    """What lies after a cache is dropped by onnxruntime without a word."""
     both = BothPrograms(*small, BLOCKS)
     last = ROWS.slots
     both.onnx(**causal_pass([last - 4], [4], [1]))

@@ -1,4 +1,4 @@
-"""Commits in caches with heads in front of rows, against those of flat caches."""
+"""Commits in caches with heads before rows, against those of flat caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specc.kernels.reference.core import commit_kv_reference
 from specc.runtime.backends.rectangular.head_major import commit_by_heads, place_commits
 
 ROWS = CacheRows(front=3, slots=24, scratch=5)
-LAYERS, SEQUENCES, DIM = 2, 5, 4
+LAYERS, REQUESTS, DIM = 2, 5, 4
 
 
 @pytest.fixture(scope="module", params=["reference", "native"])
@@ -31,7 +31,7 @@ def commit_kv(request: pytest.FixtureRequest) -> Any:
 
 
 def make_slab(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    shape = (LAYERS, 2, SEQUENCES, heads, ROWS.total, DIM)
+    shape = (LAYERS, 2, REQUESTS, heads, ROWS.total, DIM)
     return torch.randn(shape, generator=torch.Generator().manual_seed(heads)).to(dtype)
 
 
@@ -46,14 +46,14 @@ def committed_flat(slab: Tensor, moves: tuple[Tensor, Tensor], table: Tensor) ->
 
 
 def random_moves(chooser: random.Random, batch: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Distinct targets and any sources, some dead, of sequences in no order."""
+    """Distinct targets and any sources, some dead, of requests in no order."""
     width = chooser.randint(1, 8)
     sources, targets = [], []
     for _ in range(batch):
         sources.append([chooser.randrange(-1, ROWS.slots) for _ in range(width)])
         row = chooser.sample(range(ROWS.slots), width)
         targets.append([-1 if chooser.random() < 0.2 else slot for slot in row])
-    table = torch.tensor(chooser.sample(range(SEQUENCES), batch), dtype=torch.int32)[:, None]
+    table = torch.tensor(chooser.sample(range(REQUESTS), batch), dtype=torch.int32)[:, None]
     return (torch.tensor(sources).int(), torch.tensor(targets).int()), table
 
 
@@ -62,7 +62,7 @@ def random_moves(chooser: random.Random, batch: int) -> tuple[tuple[Tensor, Tens
 def test_random_overlapping_moves(commit_kv: Any, heads: int, dtype: torch.dtype) -> None:
     chooser = random.Random(heads)
     for _ in range(40):
-        moves, table = random_moves(chooser, chooser.randint(1, SEQUENCES))
+        moves, table = random_moves(chooser, chooser.randint(1, REQUESTS))
         slab = make_slab(heads, dtype)
         wanted = committed_flat(slab, moves, table)
         commit_by_heads(ROWS, commit_kv)(slab, *moves, table)
@@ -72,7 +72,7 @@ def test_random_overlapping_moves(commit_kv: Any, heads: int, dtype: torch.dtype
 def test_the_first_and_the_last_slot(commit_kv: Any) -> None:
     """Rows of the rim neither move nor change."""
     moves = torch.tensor([[0, ROWS.slots - 1, -1]]).int(), torch.tensor([[5, 0, 3]]).int()
-    table = torch.tensor([[SEQUENCES - 1]], dtype=torch.int32)
+    table = torch.tensor([[REQUESTS - 1]], dtype=torch.int32)
     slab = make_slab(2)
     wanted = slab.clone()
     front = ROWS.front

@@ -115,10 +115,10 @@ def test_random_trees(num_nodes: int) -> None:
 
 
 @pytest.mark.parametrize("num", [1, 2, 4])
-def test_tokens_in_front_of_a_sequence(num: int) -> None:
+def test_tokens_before_a_sequence(num: int) -> None:
     """Sequences that are shorter than what a draft is fed first; the first token may be dead."""
     made = check(first_level([0, 1, 2, 3, 50], num, [0, 1, 2, 3, 4]))
-    # a sequence without a committed row has its root in slot 0, behind the rim
+    # a sequence without a committed row has its root in slot 0, after the rim
     assert int(made.write_index[0]) + num - 1 == ROWS.front
 
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from specc.compiler import build as compiler
-from specc.compiler import tensorrt as compile_tensorrt
+from specc.compiler.backends import tensorrt as compile_tensorrt
 from specc.config import CompileConfig
 from specc.passes.lower.tensorrt.builder import BuildOptions
 from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
-from specc.runtime import engine as engine_module
-from specc.runtime.backends.cuda.backend import CaptureLimits
+from specc.runtime.backends.captured import backend as captured_backend
+from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.tensorrt.program import TensorRTProgram
 from specc.runtime.engine import Engine
 from specc.tensorrt import library as trt
-from tests import models
+from tests import engines, models
 from tests.onnx_models import Caches, Lowered
 from tests.runtime.backends.tensorrt.recorder import (
     ICudaEngine,
@@ -32,6 +32,11 @@ from tests.runtime.backends.tensorrt.recorder import (
 
 # float32, whose tokens are those of every other backend; a plan of it is never built for real
 FLOAT32 = {"backend": "tensorrt", "decomposable_attention": True, "probe": False}
+
+RECORDED_BY = tuple(
+    f"tests/runtime/backends/tensorrt/{name}.py"
+    for name in ("recorded_engines", "recorded_pass", "recorder")
+)
 
 
 @contextmanager
@@ -45,18 +50,24 @@ def on_recorder(name: str = "tensorrt_rtx") -> Iterator[Recorder]:
     with pytest.MonkeyPatch.context() as patch:
         _stand_in(recorder, patch)
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(engine_module, "cuda_device", lambda: recorder.device)
+        patch.setattr(captured_backend, "cuda_device", lambda: recorder.device)
         watch_addresses(recorder, patch)
         yield recorder
 
 
 def compile_recorded(target: Path, draft: Path | list[Path], path: Path, **options: Any) -> Path:
     """Write an engine with recorded plans; `options` are those of `CompileConfig`."""
+    config = CompileConfig(**(FLOAT32 | options))
+    return engines.build(target, draft, path, config, builder=_build_recorded, sources=RECORDED_BY)
+
+
+def _build_recorded(
+    target: Path, drafts: Sequence[Path], path: Path, config: CompileConfig
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         _stand_in(Recorder(RecordedDevice()), patch)
         patch.setattr(compile_tensorrt, "build_engine", record_engine)
-        compiler.build(target, draft, path, CompileConfig(**(FLOAT32 | options)))
-    return path
+        compiler.build(target, drafts, path, config)
 
 
 def _stand_in(recorder: Recorder, patch: pytest.MonkeyPatch) -> None:

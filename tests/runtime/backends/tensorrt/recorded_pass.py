@@ -131,7 +131,7 @@ class Pass:
         batch, nodes, _ = self.sizes
         ends = found["write_index"] + nodes
         if int(found["write_index"].min()) < 0:
-            self.recorder.fail("rows in front of a cache")
+            self.recorder.fail("rows before a cache")
         if LENGTHS in found and not torch.equal(found[LENGTHS].long(), ends):
             self.recorder.fail(f"{LENGTHS} {found[LENGTHS].tolist()}, rows up to {ends.tolist()}")
         rows = torch.arange(self._length())
@@ -142,7 +142,7 @@ class Pass:
                 self.recorder.fail(f"{name} with a row that is masked as a whole")
             # such keys are left out in the fast lane
             if bool((mask & (rows >= ends.view(batch, 1, 1, 1))).any()):
-                self.recorder.fail(f"{name} lets a token see rows behind those of the pass")
+                self.recorder.fail(f"{name} lets a token see rows beyond those of the pass")
 
     def _run(self, found: dict[str, Tensor]) -> None:
         session = self.engine._session
@@ -157,7 +157,7 @@ class Pass:
         session.run_with_iobinding(binding)
 
     def _run_dropping(self, found: dict[str, Tensor], length: int) -> None:
-        """Rows up to the end are written, and those behind it are not; the logits are anything."""
+        """Rows up to the end are written, and those after it are not; the logits are anything."""
         nodes = self.sizes[1]
         write_index = found["write_index"]
         staged = dict(found)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.step_buffers import StepBuffers
-from specc.runtime.backends.cuda.backend import CaptureLimits
-from specc.runtime.backends.program import ModelProgram
+from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.rectangular import model as rectangular_model
 from specc.runtime.backends.rectangular.model import WholeBatch
 from specc.runtime.backends.tensorrt.program import TensorRTProgram
@@ -176,7 +176,7 @@ def test_requests_join_and_leave_while_others_run(
 def test_the_order_of_a_batch_does_not_matter(
     zoo: Zoo, path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who comes later may get a row in front of the others'."""
+    """A request that comes later may get a row before the others'."""
     places, copy = [], StepBuffers.copy_from
 
     def copy_from(buffers: Any, inputs: Any, bucket: int, given: Any = None) -> None:

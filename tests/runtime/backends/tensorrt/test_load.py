@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from specc.artifact.manifest import TensorRTEntry
-from specc.compiler import tensorrt as compile_tensorrt
+from specc.artifact.manifest_entries import TensorRTEntry
+from specc.compiler.backends import tensorrt as compile_tensorrt
 from specc.errors import ConfigError, EngineError
 from specc.passes.lower.tensorrt.lower import build_engine
 from specc.runtime import engine as engine_module
-from specc.runtime.backends.cuda.backend import CaptureLimits
-from specc.runtime.backends.program import StepInputs, read_json
+from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.backends.tensorrt import backend as trt_backend
 from specc.runtime.backends.tensorrt.backend import check_tensorrt
 from specc.runtime.engine import Engine
@@ -183,7 +184,7 @@ def test_a_step_of_no_profile_is_refused(path: Path, recorder: Recorder, where: 
     limits = CaptureLimits(sizes=(2,)) if where == "load" else CaptureLimits.lazy()
     with pytest.raises(EngineError) as caught:
         load(path, limits).steps[PLAN.name].capture(2)
-    assert f"plan {PLAN.name} for 2 sequences cannot run" in caught.value.found
+    assert f"plan {PLAN.name} for 2 requests cannot run" in caught.value.found
     assert f"a pass of 2 sequences × {PLAN.num_rows} nodes" in caught.value.found
 
 

@@ -196,7 +196,7 @@ def test_a_write_past_the_end_is_refused(rig: Rig) -> None:
 
 
 def test_why_writes_past_the_end_are_refused(rig: Rig) -> None:
-    """TensorRT drops them, and says that all is well: here behind the rim of a sequence."""
+    """TensorRT drops them, and says that all is well: here after the rim of a sequence."""
     total = rig.both.rows.slots + rig.both.rows.scratch
     wanted = rig.both.flat_caches[0][0][1].clone()
     whole(rig.program, causal_pass([total - 3], [8], [0]) | {"logit_rows": torch.arange(8)})
@@ -238,7 +238,7 @@ def test_full_tensorrt_takes_a_strategy(any_rig: Rig) -> None:
         assert options._strategy is ExecutionContextAllocationStrategy.USER_MANAGED
 
 
-def test_capture_begins_behind_an_enqueue_with_the_same_shapes(rig: Rig) -> None:
+def test_capture_begins_after_an_enqueue_with_the_same_shapes(rig: Rig) -> None:
     """And a replay reads inputs where they lay: what Python made once is not made again."""
     inputs = tree_pass([30, 7], TREES[:2], [0, 1])
     wanted = whole(rig.program, inputs)

@@ -11,14 +11,13 @@ import pytest
 
 from specc.cost.latency_table import LatencyTable, PassSeconds, StepShape
 from specc.cost.roofline import roofline
-from specc.runtime.backends.program import StepResult
-from specc.runtime.policies.base import EachPolicy, WholePolicy
+from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.goodput.allocation import Option, allocate
+from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
 from specc.runtime.policies.goodput.policy import GoodputPolicy
-from specc.runtime.policies.goodput.seconds_ratio import SecondsRatio
-from specc.runtime.runner import RunResult
 from specc.runtime.scheduling.batch import Batch, Span, StepGroup
-from specc.runtime.scheduling.sequence import Sequence
+from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.run_result import RunResult
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
@@ -43,27 +42,26 @@ class Engine:
         self.seconds, self.probe_s = 0.0, 0.0
         self.plans: list[list[str]] = []
 
-    def step(self, sequences: list[Sequence], rates: list[float]) -> list[str]:
-        self.policy.choose(len(sequences), STATS)
-        names = self.policy.choose_each(sequences, STATS)
+    def step(self, requests: list[Request], rates: list[float]) -> list[str]:
+        self.policy.choose(len(requests), STATS)
+        names = self.policy.choose_each(requests, STATS)
         groups, steps = [], []
         for name in dict.fromkeys(names):
             mine = [i for i, own in enumerate(names) if own == name]
             plan = PLANS[name]
-            context = sum(sequences[i].cache_len for i in mine)
+            context = sum(requests[i].cache_len for i in mine)
             shape = StepShape(plan, len(mine), context)
             accepted = [self.accepted(plan.max_depth, rates[i]) for i in mine]
             stage_s = {"draft": self.table.draft_s(shape), "verify": self.table.target_s([shape])}
             for i, count in zip(mine, accepted, strict=True):
-                sequences[i].cache_len += count + 1
+                requests[i].cache_len += count + 1
                 if plan.speculates:
-                    sequences[i].draft_lens[0] = sequences[i].cache_len
-            after = [sequences[i].cache_len for i in mine]
-            groups.append(StepGroup(plan, [sequences[i] for i in mine]))
+                    requests[i].draft_lens[0] = requests[i].cache_len
+            after = [requests[i].cache_len for i in mine]
+            groups.append(StepGroup(plan, [requests[i] for i in mine]))
             steps.append(StepResult(accepted, [], after, {}, stage_s))
         shapes = [
-            StepShape(g.plan, len(g.sequences), sum(s.cache_len for s in g.sequences))
-            for g in groups
+            StepShape(g.plan, len(g.requests), sum(s.cache_len for s in g.requests)) for g in groups
         ]
         pass_s = self.table.target_s(shapes)
         result = RunResult(steps=steps, pass_s=pass_s)
@@ -84,14 +82,14 @@ class Engine:
         return count
 
 
-def requests(count: int, **params: object) -> list[Sequence]:
+def make_requests(count: int, **params: object) -> list[Request]:
     made = []
     for i in range(count):
         options = SamplingParams(max_tokens=100_000, **params)  # type: ignore[arg-type]
         name = f"{len(params)}-{i}-{params.get('rule')}"
-        sequence = Sequence(name, [0] * 8, options, max_seq_len=200_000, num_drafts=1)
-        sequence.cache_len, sequence.draft_lens = 300, [300]
-        made.append(sequence)
+        request = Request(name, [0] * 8, options, max_seq_len=200_000, num_drafts=1)
+        request.cache_len, request.draft_lens = 300, [300]
+        made.append(request)
     return made
 
 
@@ -158,7 +156,7 @@ def test_without_mixing_all_that_can_run_one_plan():
 
 
 def test_ratio_is_a_median_by_size():
-    ratio = SecondsRatio()
+    ratio = LatencyCorrection()
     for measured in [2.0] * 20 + [100.0] * 5:
         ratio.observe(8, 1.0, measured)
     assert ratio(8) == pytest.approx(2)
@@ -170,10 +168,9 @@ def test_ratio_is_a_median_by_size():
     assert ratio(8) == pytest.approx(2)
 
 
-def test_is_a_policy_of_each_and_of_whole_iterations():
+def test_chooses_for_each_request_and_may_do_so_late():
     policy = new_policy(PLANS, roofline())
-    assert isinstance(policy, EachPolicy)
-    assert isinstance(policy, WholePolicy)
+    assert policy.chooses_late
     assert policy.choose_each([], STATS) == []
 
 
@@ -192,23 +189,23 @@ def test_follows_the_load(count):
         assert last.count("off") > 0.5 * len(last)
 
 
-def requests_of(engine: Engine, count: int) -> list[Sequence]:
+def requests_of(engine: Engine, count: int) -> list[Request]:
     if not hasattr(engine, "sequences"):
-        engine.sequences = requests(count)  # type: ignore[attr-defined]
-    return engine.sequences  # type: ignore[attr-defined]
+        engine.requests = make_requests(count)  # type: ignore[attr-defined]
+    return engine.requests  # type: ignore[attr-defined]
 
 
 def test_a_useless_draft_is_given_up_and_costs_no_more_than_its_probes():
     table = roofline()
     engine = Engine(new_policy(PLANS, table), table)
-    sequences = requests(8)
+    requests = make_requests(8)
     for _ in range(600):
-        engine.step(sequences, [0.02] * 8)
+        engine.step(requests, [0.02] * 8)
     later = engine.plans[100:]
     off = sum(names.count("off") for names in later) / (8 * len(later))
     assert off > 0.95
     # plain decoding of the same tokens
-    tokens = sum(sequence.cache_len - 300 for sequence in sequences)
+    tokens = sum(request.cache_len - 300 for request in requests)
     plain_s = tokens / 8 * table.iteration([StepShape(OFF, 8, 8 * 600.0)])
     assert engine.seconds < 1.03 * plain_s
     assert engine.policy.decision.plans
@@ -218,10 +215,10 @@ def test_a_shorter_chain_than_those_in_use_is_not_tried():
     """What it would show, they show, too."""
     table = roofline()
     engine = Engine(new_policy(PLANS, table), table)
-    sequences = requests(4)
+    requests = make_requests(4)
     tried = []
     for _ in range(2000):
-        names = engine.step(sequences, [0.6] * 4)
+        names = engine.step(requests, [0.6] * 4)
         used = {PLANS[name].max_depth for name in engine.policy._settled.plans if "chain" in name}
         new = {PLANS[name].max_depth for name in names if "chain" in name} - used
         if new and used:
@@ -233,12 +230,12 @@ def test_a_shorter_chain_than_those_in_use_is_not_tried():
 def test_comes_back_when_a_draft_gets_better():
     table = roofline()
     engine = Engine(new_policy(PLANS, table), table)
-    sequences = requests(4)
+    requests = make_requests(4)
     for _ in range(200):
-        engine.step(sequences, [0.02] * 4)
+        engine.step(requests, [0.02] * 4)
     assert engine.plans[-5].count("off") >= 3
     for _ in range(600):
-        engine.step(sequences, [0.85] * 4)
+        engine.step(requests, [0.85] * 4)
     last = [name for names in engine.plans[-20:] for name in names]
     assert last.count("off") < 0.1 * len(last)
 
@@ -246,10 +243,10 @@ def test_comes_back_when_a_draft_gets_better():
 def test_good_requests_speculate_beside_useless_ones():
     table = roofline()
     engine = Engine(new_policy(PLANS, table), table)
-    sequences = requests(64)
+    requests = make_requests(64)
     rates = [0.9] * 32 + [0.02] * 32
     for _ in range(80):
-        engine.step(sequences, rates)
+        engine.step(requests, rates)
     tail = engine.plans[-20:]
     depth = [sum(PLANS[names[i]].max_depth for names in tail) / 20 for i in range(64)]
     assert sum(depth[:32]) / 32 > 1.5
@@ -259,9 +256,9 @@ def test_good_requests_speculate_beside_useless_ones():
 def test_plain_requests_are_load_and_no_more():
     table = roofline()
     engine = Engine(new_policy(PLANS, table), table)
-    sequences = requests(1) + requests(3, speculative=False)
+    requests = make_requests(1) + make_requests(3, speculative=False)
     for _ in range(40):
-        names = engine.step(sequences, [0.9] * 4)
+        names = engine.step(requests, [0.9] * 4)
         assert names[1:] == ["off"] * 3
     assert any(names[0] != "off" for names in engine.plans)
 
@@ -269,8 +266,8 @@ def test_plain_requests_are_load_and_no_more():
 def test_a_rule_that_a_plan_is_not_lossless_for_keeps_the_request_off_it():
     dynamic = SpecPlan.from_dynamic(DynamicTree(6, 2, 3))
     policy = new_policy({plan.name: plan for plan in (OFF, dynamic)}, roofline())
-    sequences = requests(1, temperature=1.0, rule="mss") + requests(1, temperature=1.0)
-    names = policy.choose_each(sequences, STATS)
+    requests = make_requests(1, temperature=1.0, rule="mss") + make_requests(1, temperature=1.0)
+    names = policy.choose_each(requests, STATS)
     assert names == ["off", dynamic.name]
 
 
@@ -278,14 +275,14 @@ def test_keeps_its_decision_for_some_steps_and_for_small_changes():
     table = roofline()
     policy = new_policy(PLANS, table)
     engine = Engine(policy, table)
-    sequences = requests(64)
+    requests = make_requests(64)
     assert policy.needs_results
-    engine.step(sequences, [0.8] * 64)
+    engine.step(requests, [0.8] * 64)
     assert not policy.needs_results
     decision = policy.decision
-    engine.step(sequences[1:], [0.8] * 63)
+    engine.step(requests[1:], [0.8] * 63)
     assert policy.decision is decision
-    engine.step(sequences[:32], [0.8] * 32)
+    engine.step(requests[:32], [0.8] * 32)
     assert policy.decision is not decision
     assert sum(policy.decision.plans.values()) == 32
 
@@ -293,7 +290,7 @@ def test_keeps_its_decision_for_some_steps_and_for_small_changes():
 def test_a_decision_says_what_was_expected():
     table = roofline()
     policy = new_policy(PLANS, table, {"draft_0": [[0.8]]})
-    policy.choose_each(requests(2), STATS)
+    policy.choose_each(make_requests(2), STATS)
     decision = policy.decision
     (name,) = decision.plans
     assert decision.acceptance == pytest.approx(0.8)
@@ -309,7 +306,7 @@ def test_a_decision_says_what_was_expected():
 def test_a_budget_bounds_the_nodes_of_a_step():
     table = roofline()
     policy = new_policy(PLANS, table, {"draft_0": [[0.9]]}, token_budget=20)
-    names = policy.choose_each(requests(8), STATS)
+    names = policy.choose_each(make_requests(8), STATS)
     assert sum(PLANS[name].num_nodes for name in names) <= 20
     assert set(names) != {"off"}
 
@@ -318,9 +315,9 @@ def test_groups_with_passes_of_their_own_run_one_plan():
     table = roofline()
     policy = new_policy(PLANS, table, shares_pass=False)
     engine = Engine(policy, table)
-    sequences = requests(16)
+    requests = make_requests(16)
     for _ in range(30):
-        engine.step(sequences, [0.9] * 8 + [0.05] * 8)
+        engine.step(requests, [0.9] * 8 + [0.05] * 8)
     assert all(len(set(names)) == 1 for names in engine.plans)
 
 
@@ -328,10 +325,10 @@ def test_what_a_draft_has_missed_counts_against_it():
     """Two alike requests, but one draft would have to read 100,000 tokens first."""
     table = roofline()
     policy = new_policy(PLANS, table, {"draft_0": [[0.8]]})
-    sequences = requests(2)
-    sequences[1].cache_len, sequences[1].draft_lens = 100_000, [0]
+    requests = make_requests(2)
+    requests[1].cache_len, requests[1].draft_lens = 100_000, [0]
     policy.choose(0, STATS)
-    names = policy.choose_each(sequences, STATS)
+    names = policy.choose_each(requests, STATS)
     assert names[0] != "off"
     assert names[1] == "off"
 
@@ -343,45 +340,45 @@ def test_a_division_that_promises_next_to_nothing_more_is_not_taken():
     plans = {plan.name: plan for plan in (OFF, CHAINS[1], CHAINS[2])}
     for in_use, chosen in ((None, CHAINS[2]), (1, CHAINS[1]), (0, CHAINS[2])):
         policy = new_policy(plans, LatencyTable(target, {"draft_0": draft}), {"draft_0": [[0.5]]})
-        sequences = requests(2)
+        requests = make_requests(2)
         if in_use is not None:
-            policy._chosen = dict.fromkeys((s.request_id for s in sequences), in_use)
-        assert policy.choose_each(sequences, STATS) == [chosen.name] * 2
+            policy._chosen = dict.fromkeys((s.request_id for s in requests), in_use)
+        assert policy.choose_each(requests, STATS) == [chosen.name] * 2
 
 
 def test_a_queue_is_seen_before_the_next_turn_of_looking():
     policy = new_policy(PLANS, roofline(), {"draft_0": [[0.8]]})
     engine = Engine(policy, roofline())
-    sequences = requests(4)
-    engine.step(sequences, [0.8] * 4)
+    requests = make_requests(4)
+    engine.step(requests, [0.8] * 4)
     assert policy.choose(4, STATS) != "off"
     for i in range(3):
-        late = Sequence(str(i), [0] * 500, SamplingParams(), max_seq_len=600, clock=lambda i=i: i)
+        late = Request(str(i), [0] * 500, SamplingParams(), max_seq_len=600, clock=lambda i=i: i)
         batch = Batch([Span(late, 0, 500)], num_unfinished=250)
         policy.observe_batch(batch, RunResult())
-    policy.choose_each(sequences[:3], STATS)
+    policy.choose_each(requests[:3], STATS)
     assert policy.choose(3, STATS) == "off"
 
 
 def test_a_new_request_does_not_inherit_the_end_of_the_last_one():
     """One token is left: off is best. Whoever comes next has many."""
     policy = new_policy(PLANS, roofline(), {"draft_0": [[0.8]]})
-    first = Sequence("first", [0] * 8, SamplingParams(max_tokens=1), max_seq_len=99, num_drafts=1)
+    first = Request("first", [0] * 8, SamplingParams(max_tokens=1), max_seq_len=99, num_drafts=1)
     first.cache_len, first.draft_lens = 8, [8]
     assert policy.choose_each([first], STATS) == ["off"]
-    assert policy.choose_each(requests(1), STATS) != ["off"]
+    assert policy.choose_each(make_requests(1), STATS) != ["off"]
 
 
 def test_a_draft_that_lags_stays_off_where_drafts_read_no_prompts():
     """It would catch up for one request, while prompts show that this does not pay."""
     policy = new_policy(PLANS, roofline(), {"draft_0": [[0.8]]})
-    sequences = requests(2)
-    sequences[1].draft_lens = [200]
+    requests = make_requests(2)
+    requests[1].draft_lens = [200]
     policy._next_load, policy._prepared = 1000, 0
-    assert [name == "off" for name in policy.choose_each(sequences, STATS)] == [False, True]
+    assert [name == "off" for name in policy.choose_each(requests, STATS)] == [False, True]
     policy = new_policy(PLANS, roofline(), {"draft_0": [[0.8]]})
     policy._next_load, policy._prepared = 1000, 1
-    assert "off" not in policy.choose_each(sequences, STATS)
+    assert "off" not in policy.choose_each(requests, STATS)
 
 
 @pytest.mark.parametrize("wrong", [0.25, 4.0])
@@ -389,11 +386,11 @@ def test_learns_seconds_that_the_table_has_wrong(wrong):
     truth = roofline()
     policy = new_policy(PLANS, truth.scaled(drafts=wrong), {"draft_0": [[0.8]]})
     engine = Engine(policy, truth)
-    sequences = requests(4)
+    requests = make_requests(4)
     for _ in range(200):
-        engine.step(sequences, [0.8] * 4)
+        engine.step(requests, [0.8] * 4)
     name = max(policy.decision.plans, key=lambda name: PLANS[name].max_depth)
-    shape = StepShape(PLANS[name], 4, sum(s.cache_len for s in sequences))
+    shape = StepShape(PLANS[name], 4, sum(s.cache_len for s in requests))
     found = policy._seconds.iteration([shape])
     assert found == pytest.approx(truth.iteration([shape]), rel=0.1)
 
@@ -403,18 +400,18 @@ def test_finished_and_aborted_requests_are_forgotten():
     policy = new_policy(PLANS, table)
     engine = Engine(policy, table)
     for number in range(300):
-        sequences = requests(2)
-        for sequence in sequences:
-            sequence.request_id += f"-{number}"
-        engine.step(sequences, [0.8] * 2)
+        requests = make_requests(2)
+        for request in requests:
+            request.request_id += f"-{number}"
+        engine.step(requests, [0.8] * 2)
     assert len(policy._acceptance) < 300
 
 
 def test_a_neutral_table_needs_no_profile():
     plans = {plan.name: plan for plan in (OFF, CHAINS[2])}
     policy = new_policy(plans)
-    assert set(policy.choose_each(requests(2), STATS)) <= set(plans)
+    assert set(policy.choose_each(make_requests(2), STATS)) <= set(plans)
     only = new_policy({"off": OFF}, LatencyTable(PassSeconds({1: 1.0}, {1: 0.0}, "target")))
-    assert only.choose_each(requests(2), STATS) == ["off", "off"]
+    assert only.choose_each(make_requests(2), STATS) == ["off", "off"]
     assert only.choose(0, STATS) == "off"
     only.observe_batch(Batch(), RunResult())

@@ -32,28 +32,29 @@ OFF = SpecPlan.from_widths(())
 CONTEXT = 128
 # from after one attention to the end of the next, which merges its splits itself
 LLAMA_LAYER = [
-    *("linear", "_add_norm_gate_up_kernel", "linear", "_add_norm_rope_write_kernel"),
+    "linear", "_add_norm_gate_up_kernel", "linear", "_add_norm_rope_write_kernel",
     "attend_kernel",
-]
+]  # fmt: skip
 # where the library's products were measured to be faster, or rows are many
 LIBRARY_LAYER = [
-    *("linear", "_rms_norm_kernel", "linear", "_act_and_mul_kernel", "linear"),
-    *("_rms_norm_kernel", "linear", "_rope_write_kernel", "attend_kernel"),
-]
+    "linear", "_rms_norm_kernel", "linear", "_act_and_mul_kernel", "linear",
+    "_rms_norm_kernel", "linear", "_rope_write_kernel", "attend_kernel",
+]  # fmt: skip
 
 
 @functools.cache
-def compiled(is_lowered: bool = True, batch_size: int = 1) -> BenchPrograms:
+def compiled(backend: str = "cuda", batch_size: int = 1) -> BenchPrograms:
     configs = [tiny_config("llama", num_hidden_layers=4), tiny_config("llama", num_hidden_layers=3)]
-    if not is_lowered:
+    has_draft = backend == "cuda"
+    if not has_draft:
         del configs[1:]
     options = ShapeOptions(
-        (CHAIN, TREE) if is_lowered else (),
+        (CHAIN, TREE) if has_draft else (),
         dtype="bfloat16",
         batch_size=batch_size,
         context=CONTEXT,
         tokens=24,
-        is_lowered=is_lowered,
+        backend=backend,
     )
     return compile_shapes("TD"[: len(configs)], configs, options, Phases())
 
@@ -123,7 +124,7 @@ def test_attention_is_one_node_whatever_its_splits(batch_size: int, num_sms: int
 
 def test_unfused_graphs_have_more_nodes() -> None:
     """The count follows the graph, not a formula."""
-    fused, plain = count(OFF), count(OFF, is_lowered=False)
+    fused, plain = count(OFF), count(OFF, backend="eager")
     assert min(nodes_per_layer(plain, "target")) > len(LLAMA_LAYER) + 5
     assert len(plain) > len(fused)
 

@@ -179,12 +179,15 @@ def test_weights_are_there_once(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "is_lowered"),
-    [("llama", False), ("gemma3", False), ("gpt2", True), ("qwen3", True), ("llama-llama3", True)],
-)
-def test_the_module_computes_what_the_programs_do(name, is_lowered):
+    ("name", "backend"),
+    [
+        ("llama", "eager"), ("gemma3", "eager"),
+        ("gpt2", "cuda"), ("qwen3", "cuda"), ("llama-llama3", "cuda"),
+    ],
+)  # fmt: skip
+def test_the_module_computes_what_the_programs_do(name, backend):
     """Rotary frequencies, norms, views into concatenated weights: one wrong and tokens differ."""
-    programs = compile_tiny(name, has_draft=False, is_lowered=is_lowered)
+    programs = compile_tiny(name, has_draft=False, backend=backend)
     weights = draw(programs)
     for model in programs.models:  # as drawn, models of this size hardly look at their context
         for tensor in model.module.parameters():
@@ -231,7 +234,7 @@ def test_a_device_that_captures_says_the_same(plan):
     for acceptance in (None, (0.6, 0.3)):
         found = []
         for device in (RepeatingDevice(), SimulatedDevice()):
-            programs = compile_tiny(is_lowered=True, acceptance=acceptance)
+            programs = compile_tiny(backend="cuda", acceptance=acceptance)
             engine = make_engine(programs, draw(programs), device, "cuda")
             outputs, stats = generate(engine, plan)
             found.append((outputs, stats.num_step_passes, stats.accepted_at_depth))
@@ -286,7 +289,7 @@ def test_bytes_of_a_published_pair():
         Shape(name, fields=SHAPES[name] | {"num_hidden_layers": layers}).make_config()
         for name, layers in zip(labels, (2, 1), strict=True)
     ]
-    options = ShapeOptions(PLANS[1:], "bfloat16", 1, 1024, 128, is_lowered=True)
+    options = ShapeOptions(PLANS[1:], "bfloat16", 1, 1024, 128, backend="cuda")
     programs = compile_shapes(labels, configs, options, Phases())
     models = {
         m.entry.name: ModelShape(m.program, m.entry.layers, "bfloat16") for m in programs.models

@@ -86,7 +86,7 @@ def report_of(*args: object) -> dict:
 
 
 def assert_refused(result, *words: str) -> None:
-    """Exit code 2 and three lines, behind those of progress; `words` are in them."""
+    """Exit code 2 and three lines, after those of progress; `words` are in them."""
     assert result.exit_code == 2, result.output
     lines = [line for line in result.stderr.splitlines() if " … " not in line or ":" in line[:8]]
     assert [line.partition(":")[0] for line in lines] == ["found", "needed", "do"], result.stderr
@@ -143,7 +143,7 @@ def test_against_transformers(tiny_engine, prompts, tmp_path):
     assert picture.tag.endswith("svg")
     text = "".join(picture.itertext())
     assert "transformers-assisted" in text
-    assert "speculative (chain-3)" in text
+    assert "speculative chain-3" in text
 
 
 def test_batches(tiny_engine, prompts):

@@ -16,8 +16,9 @@ from specc.bench import baseline as bench_transformers
 from specc.bench import device as bench_device
 from specc.bench.baseline import STATIC, TransformersContender, static_cache_options
 from specc.bench.synthetic import engine as bench_shapes_engine
-from specc.cli.bench.synthetic import ShapesOptions, choose_shape_plans
+from specc.cli.bench.synthetic import choose_shape_plans
 from specc.cli.main import app
+from specc.cli.options.bench import ShapesOptions
 from specc.passes.step.draw_acceptance import Draws
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.speculation.tree import TokenTree
@@ -27,9 +28,9 @@ from tests.specc.cli.bench.test_engine import RUN_FIELDS as ENGINE_RUN_FIELDS
 from tests.specc.cli.bench.test_engine import assert_refused
 
 REPORT_FIELDS = [
-    *("schema_version", "command", "date", "machine", "device", "versions", "engine", "settings"),
-    *("copy_bandwidth_gb_s", "copy_bandwidth", "runs", "notes"),
-]
+    "schema_version", "command", "date", "machine", "versions", "device", "engine", "settings",
+    "copy_bandwidth_gb_s", "copy_bandwidth", "runs", "notes",
+]  # fmt: skip
 BYTES = {"bytes_per_step", "bytes_per_step_parts", "read_bandwidth_share"}
 RUN_FIELDS = {k: v for k, v in ENGINE_RUN_FIELDS.items() if k not in BYTES}
 STEP_FIELDS = {
@@ -161,7 +162,7 @@ def test_the_whole_report(pair, device, tmp_path):
     assert any("real acceptance of random weights" in note for note in report["notes"])
     for word in ("× floor", "gap", "kernels", "draw", "copy bandwidth", "random weights"):
         assert word in result.stdout, word
-    assert "speculative (tree-2-1)" in plot.read_text()
+    assert "speculative tree-2-1" in plot.read_text()
 
 
 def test_one_graph_a_step(pair, monkeypatch):
@@ -169,9 +170,9 @@ def test_one_graph_a_step(pair, monkeypatch):
     simulated = SimulatedDevice()
     monkeypatch.setattr(bench_device, "open_device", lambda: (simulated, "cuda"))
     report = report_of(
-        *("--synthetic", pair, *QUICK, "--num-speculative-tokens", 2, "--rounds", 1),
-        *("--synthetic-acceptance", "1"),
-    )
+        "--synthetic", pair, *QUICK, "--num-speculative-tokens", 2, "--rounds", 1,
+        "--synthetic-acceptance", "1",
+    )  # fmt: skip
     whole = [tape for tape in simulated.tapes if "specc.draft_children.default" in tape.operators]
     whole = [tape for tape in whole if "specc.accept.default" in tape.operators]
     assert len(whole) == 1
@@ -186,9 +187,9 @@ def test_both_measures_draw_the_even_walk(pair):
     """Queued steps and rounds start where draws do: their lengths are those of its first steps."""
     tokens = 49
     report = report_of(
-        *("--synthetic", pair, "--context", 20, "--tokens", tokens, "--rounds", 1, "--warmup", 0),
-        *("--num-speculative-tokens", 3, "--synthetic-acceptance", "0.7"),
-    )
+        "--synthetic", pair, "--context", 20, "--tokens", tokens, "--rounds", 1, "--warmup", 0,
+        "--num-speculative-tokens", 3, "--synthetic-acceptance", "0.7",
+    )  # fmt: skip
     run = report["runs"][1]
     draws = Draws(TokenTree.chain(3), (0.7,), 1, tokens, start=20)
     lengths = [draws.ends.length(q) for q in islice(draws.quantiles(0, draws.shift), tokens)]
@@ -211,8 +212,8 @@ def test_a_target_alone(pair):
 def test_real_acceptance_is_compared_with_off(pair):
     """Without dice outputs are the target's own; several plans, a batch."""
     report = report_of(
-        *("--synthetic", pair, *QUICK, "--tree", "2,1", "--tree", "1,1", "--batch-size", 2)
-    )
+        "--synthetic", pair, *QUICK, "--tree", "2,1", "--tree", "1,1", "--batch-size", 2
+    )  # fmt: skip
     off, tree, chain = report["runs"]
     assert [run["plan"] for run in report["runs"]] == ["off", "tree-2-1", "chain-2"]
     for run in (tree, chain):

@@ -1,0 +1,76 @@
+"""What the runtime asks of a backend, and what it gets: the programs of an engine, ready to run.
+
+What is known of a backend without loading it is in `specc/artifact/backends.py`. A backend is a
+package of its name in this folder, whose module `backend` has a `BACKEND`; nothing imports that
+before an engine needs it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specc.artifact.manifest import Manifest
+from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.step import Model, Step
+from specc.runtime.execution.device_link import DeviceLink, HostLink
+from specc.runtime.scheduling.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class LoadLimits:
+    """What an engine may take here; None leaves it to the engine, or to the backend.
+
+    Args:
+        max_num_seqs: sequences that run together.
+        kv_cache_tokens: rows of the cache, for all sequences together.
+        capture: what capturing graphs may cost, for backends that capture.
+    """
+
+    max_num_seqs: int | None = None
+    kv_cache_tokens: int | None = None
+    capture: CaptureLimits | None = None
+
+
+@dataclass(frozen=True)
+class LoadedPrograms:
+    """An engine's programs, bound to weights and caches.
+
+    Args:
+        models: name → program, in the order of the manifest: the target, draft_0, …
+        steps: plan name → step.
+        cache: that all programs are bound to.
+        operators: namespace of the `specc::` operators for calls between steps.
+        link: to the device that the programs run on.
+        mapped_weights: files that the programs read while they run.
+    """
+
+    models: dict[str, Model]
+    steps: dict[str, Step]
+    cache: KVCache
+    operators: Any = torch.ops.specc
+    link: HostLink | DeviceLink = field(default_factory=HostLink)
+    mapped_weights: tuple[MappedWeights, ...] = ()
+
+
+class RuntimeBackend(ABC):
+    """Loads engines; what it loads is run by `Runner`, for which `Step` says what it can do."""
+
+    @abstractmethod
+    def load(self, path: Path, manifest: Manifest, limits: LoadLimits) -> LoadedPrograms:
+        """Bind the programs of an engine to its weights and to a cache.
+
+        Args:
+            path: the engine directory.
+            manifest: its manifest, which was compared with this machine and installation.
+            limits: of what the engine may take.
+        Raises:
+            EngineError: a file is absent, altered or malformed; a package or a device is missing;
+                or there is not enough memory.
+            ConfigError: limits that the engine does not allow.
+        """

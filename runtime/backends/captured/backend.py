@@ -1,0 +1,118 @@
+"""What backends share that capture their steps as graphs of a GPU."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from specc.artifact.manifest import Manifest
+from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
+from specc.runtime.backends.captured.capture_limits import CaptureLimits, fit_device
+from specc.runtime.backends.captured.engine_steps import load_steps
+from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.cuda.graphs import cuda_device
+from specc.runtime.backends.eager.program import ModelProgram
+from specc.runtime.backends.engine_cache import make_cache, rows_of
+from specc.runtime.backends.rectangular.model import RectangularModel
+from specc.runtime.execution.device_link import DeviceLink
+from specc.runtime.scheduling.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class DeviceModels:
+    """The models of an engine on a device, target first.
+
+    Args:
+        between: name → program, as passes between steps call it.
+        within: name → module, as steps call it.
+        adapt: called with the graph of each stage of a step, which it may change.
+    """
+
+    between: Mapping[str, ModelProgram | RectangularModel]
+    within: Mapping[str, nn.Module]
+    adapt: Callable[[fx.GraphModule], object] = lambda graph: None
+
+
+class CapturedBackend(RuntimeBackend):
+    """Loads the models of an engine; its steps are captured."""
+
+    @abstractmethod
+    def load_models(
+        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice
+    ) -> DeviceModels:
+        """The models of an engine on a device.
+
+        Args:
+            path: the engine directory.
+            manifest: its manifest.
+            cache: on the device.
+            graphs: the device.
+        Raises:
+            EngineError: a file is absent, cannot be read, or does not fit this machine.
+        """
+
+    def load(self, path: Path, manifest: Manifest, limits: LoadLimits) -> LoadedPrograms:
+        """See `RuntimeBackend.load`; what does not fit the GPU is refused before it is read."""
+        graphs = cuda_device()
+        capture = fit_device(
+            manifest,
+            graphs,
+            limits.capture or CaptureLimits(),
+            limits.max_num_seqs,
+            limits.kv_cache_tokens,
+        )
+        cache = make_cache(manifest, limits, graphs.device, rows_of(manifest))
+        models = self.load_models(path, manifest, cache, graphs)
+        steps = load_steps(path, manifest, models.within, cache, graphs, capture, models.adapt)
+        return LoadedPrograms(
+            {name: DeviceModel(model, graphs) for name, model in models.between.items()},
+            dict(steps),
+            cache,
+            DeviceOperators(graphs),
+            DeviceLink(graphs),
+        )
+
+
+class DeviceModel:
+    """A model's program for passes between steps: they launch on its device, whichever is current.
+
+    Args:
+        program: on the device.
+        graphs: the device.
+    """
+
+    def __init__(self, program: ModelProgram | RectangularModel, graphs: GraphDevice) -> None:
+        self.name = program.name
+        self.weights = program.weights
+        self._program = program
+        self._graphs = graphs
+
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
+        with self._graphs.active():
+            return self._program(*inputs)
+
+
+class DeviceOperators:
+    """The `specc::` operators for calls between steps: they launch on the engine's device.
+
+    Args:
+        graphs: the device.
+    """
+
+    def __init__(self, graphs: GraphDevice) -> None:
+        self._graphs = graphs
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operator = getattr(torch.ops.specc, name)
+
+        def launch(*args: Any) -> Any:
+            with self._graphs.active():
+                return operator(*args)
+
+        return launch

@@ -1,0 +1,99 @@
+"""The steps of an engine on a device: common buffers, and which graphs are captured at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from torch import fx, nn
+
+from specc.artifact.manifest import Manifest
+from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.captured.step_buffers import StepBuffers
+from specc.runtime.backends.program_files import read_json
+from specc.runtime.execution.batch_rows import last_tokens_of
+from specc.runtime.scheduling.kv_cache import KVCache
+from specc.speculation.plans import SUFFIX, VOTE, SpecPlan
+
+
+def load_steps(
+    path: Path,
+    manifest: Manifest,
+    models: Mapping[str, nn.Module],
+    cache: KVCache,
+    graphs: GraphDevice,
+    limits: CaptureLimits,
+    adapt: Callable[[fx.GraphModule], object] = lambda graph: None,
+) -> dict[str, CapturedStep]:
+    """The steps of an engine; what is captured at once is up to `limits`.
+
+    Args:
+        path: the engine directory.
+        manifest: its manifest.
+        models: name → program on the device, as steps call them.
+        cache: on the device.
+        graphs: the device.
+        limits: of capturing.
+        adapt: called with each stage's graph, which it may change.
+    Raises:
+        EngineError: a file is absent or malformed, or a step cannot run.
+    """
+    plans = [entry.plan for entry in manifest.plans]
+    buffers = make_buffers(graphs, cache, plans, len(models))
+    steps = {
+        entry.name: CapturedStep(
+            read_json(path / entry.file),
+            models,
+            cache.environment,
+            buffers,
+            graphs,
+            limits.buckets(cache.shape.max_num_seqs),
+            by_block=cache.rows is not None,
+            adapt=adapt,
+        )
+        for entry in manifest.plans
+    }
+    # the plan that most steps run comes first
+    order = sorted(steps, key=lambda name: name != manifest.default_plan)
+    capture_within(limits, [steps[name] for name in order], graphs)
+    return steps
+
+
+def make_buffers(
+    graphs: GraphDevice, cache: KVCache, plans: Sequence[SpecPlan], num_models: int
+) -> StepBuffers:
+    """Inputs and results that hold the steps of all these plans."""
+    depth = max(plan.max_depth for plan in plans)
+    return StepBuffers(
+        graphs,
+        cache.shape.max_num_seqs,
+        cache.shape.blocks_per_sequence,
+        2 + depth + 1 + num_models - 1,
+        num_last=last_tokens_of(plans),
+        num_votes=max(len(plan.drafts) if plan.combine == VOTE else 0 for plan in plans),
+        num_proposals=max(depth if SUFFIX in plan.drafts else 0 for plan in plans),
+    )
+
+
+def capture_within(
+    limits: CaptureLimits, steps: Sequence[CapturedStep], graphs: GraphDevice
+) -> int:
+    """Capture steps, large batches first so that smaller graphs fit into their memory.
+
+    Returns:
+        number of graphs; the remaining ones would exceed the limits and are captured when used.
+    """
+    seconds, free = 0.0, graphs.free_bytes()
+    count = 0
+    for size in sorted({bucket for step in steps for bucket in step.buckets}, reverse=True):
+        for step in steps:
+            if seconds > limits.max_seconds:
+                return count
+            if free - graphs.free_bytes() > limits.max_bytes:
+                return count
+            if size in step.buckets:
+                seconds += step.capture(size)
+                count += 1
+    return count

@@ -1,0 +1,43 @@
+"""The backend cpu: compiled programs and C++ operators of the engine, on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specc.artifact.manifest import Manifest
+from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
+from specc.runtime.backends.cpu.compiled_program import CompiledProgram
+from specc.runtime.backends.cpu.compiled_step import CompiledStep
+from specc.runtime.backends.engine_cache import caches_of, make_cache
+from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.native_operators import load_operators
+from specc.runtime.backends.program_files import read_json
+
+
+class CpuBackend(RuntimeBackend):
+    """See `RuntimeBackend`."""
+
+    def load(self, path: Path, manifest: Manifest, limits: LoadLimits) -> LoadedPrograms:
+        """See `RuntimeBackend.load`."""
+        cache = make_cache(manifest, limits)
+        operators = load_operators(path, manifest)
+        weights = {m.name: MappedWeights(path / m.weights_file) for m in manifest.models}
+        models = {
+            model.name: CompiledProgram(
+                read_json(path / model.program_file),
+                path / model.package_file,
+                weights[model.name],
+                caches_of(model, cache),
+                manifest.files[model.package_file].sha256,
+            )
+            for model in manifest.models
+        }
+        steps = {
+            plan.name: CompiledStep(read_json(path / plan.file), models) for plan in manifest.plans
+        }
+        return LoadedPrograms(
+            dict(models), dict(steps), cache, operators, mapped_weights=tuple(weights.values())
+        )
+
+
+BACKEND = CpuBackend()

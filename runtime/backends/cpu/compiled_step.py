@@ -1,0 +1,176 @@
+"""A plan's step without Python inside: the native runner goes from stage to stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.artifact.graph_io import graph_from_json
+from specc.runtime.backends.cpu.compiled_program import CompiledProgram
+from specc.runtime.backends.cpu.step_encoder import StepEncoder
+from specc.runtime.backends.program_files import plan_of
+from specc.runtime.backends.step import StagedStep
+from specc.runtime.backends.step_constants import step_constants
+from specc.runtime.backends.step_io import (
+    BeforeAccept,
+    Drafted,
+    StepInputs,
+    StepResult,
+    draft_lens_of,
+)
+
+
+class CompiledStep:
+    """One plan's step as instructions of the native runner: a `StagedStep`.
+
+    Args:
+        program: content of `steps/<plan>.json`.
+        models: name → program, for the stages' calls.
+    Raises:
+        EngineError: a malformed program.
+    """
+
+    def __init__(self, program: Mapping[str, Any], models: Mapping[str, CompiledProgram]) -> None:
+        self.plan = plan_of(program)
+        self.before_accept: BeforeAccept | None = None
+        stages = {
+            stage["name"]: graph_from_json(stage["graph"], modules=dict.fromkeys(models, _NOTHING))
+            for stage in program["stages"]
+        }
+        draft_lens = draft_lens_of(self.plan)
+        self._drafts = list(draft_lens)
+        constants = step_constants(program, self.plan)
+        self._encoder = StepEncoder(stages, constants, models, list(draft_lens.values()))
+        self._stages = list(stages)
+        self._accept = self._stages.index("accept_commit")
+        self._native = self._encoder.runner
+        self._values = _RunnerValues(self._native, self._encoder.slots_before(self._accept))
+        self._width = self.plan.max_depth + 1
+
+    @property
+    def runner(self) -> Any:
+        """The native runner: `seconds()` and `program_seconds()` of each stage, for profiles."""
+        return self._native
+
+    @torch.inference_mode()
+    def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
+        """Run all stages; results are added to the environment.
+
+        Returns:
+            seconds of each stage, by name.
+        """
+        encoder, native = self._encoder, self._native
+        encoder.unbind()
+        self._run_stages([environment[name] for name in encoder.inputs])
+        results = native.outputs(encoder.output_slots)
+        environment.update(zip(encoder.output_names, results, strict=True))
+        return dict(zip(self._stages, native.seconds(), strict=True))
+
+    @property
+    def staged(self) -> StagedStep | None:
+        """Itself: see `StagedStep`."""
+        return self
+
+    @property
+    def queued(self) -> None:
+        """The host runs it."""
+        return None
+
+    def advance(
+        self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
+    ) -> StepResult:
+        """See `Step.advance`."""
+        self._encoder.bind(slabs)
+        self._encoder.bind_rows(inputs)
+        # Python between two steps finds its code evicted by the weights: few calls, plain slices
+        rows, block_table = inputs.rows, inputs.block_table
+        flat_rows = [value for row in rows for value in row]
+        native, first = self._native, 0
+        if self.before_accept is not None:
+            first = self._accept
+            native.step(flat_rows, block_table, [], 0, first, [])
+            with torch.inference_mode():
+                self.before_accept(self._values)
+        return self._finish(flat_rows, block_table, first, reads)
+
+    def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
+        """Run what stands before the target's pass; see `Drafted`."""
+        self._encoder.bind(slabs)
+        self._encoder.bind_rows(inputs)
+        verify = self._stages.index("verify")
+        flat_rows = [value for row in inputs.rows for value in row]
+        self._native.step(flat_rows, inputs.block_table, [], 0, verify, [])
+
+        def accept(values: Mapping[str, Tensor], reads: Sequence[str]) -> StepResult:
+            for name, value in values.items():
+                self._values[name] = value
+            if self.before_accept is not None:
+                with torch.inference_mode():
+                    self.before_accept(self._values)
+            return self._finish(flat_rows, inputs.block_table, self._accept, reads)
+
+        return Drafted(self._values, accept)
+
+    def _finish(
+        self, flat_rows: list[int], block_table: Tensor, first: int, reads: Sequence[str]
+    ) -> StepResult:
+        """Run the stages that are left, and read the results."""
+        native = self._native
+        slots, last = self._encoder.host_slots, len(self._stages)
+        kept = [self._encoder.slot_of(name) for name in reads]
+        ints, seconds = native.step(flat_rows, block_table, slots, first, last, kept)
+        batch = block_table.shape[0]
+        width = self._width
+        end = batch * (1 + width)
+        if batch == 1:
+            outputs = [ints[1:end]]
+        else:
+            outputs = [ints[b : b + width] for b in range(batch, end, width)]
+        starts = range(end + batch, len(ints), batch)
+        return StepResult(
+            ints[:batch],
+            outputs,
+            ints[end : end + batch],
+            {
+                draft: ints[start : start + batch]
+                for draft, start in zip(self._drafts, starts)  # noqa: B905
+            },
+            dict(zip(self._stages, seconds)),  # noqa: B905
+            {name: native.get(slot) for name, slot in zip(reads, kept)},  # noqa: B905
+        )
+
+    def _run_stages(self, inputs: list[Tensor]) -> None:
+        native, last = self._native, len(self._stages)
+        if self.before_accept is None:
+            native.run(inputs, 0, last)
+            return
+        native.run(inputs, 0, self._accept)
+        self.before_accept(self._values)
+        native.run([], self._accept, last)
+
+
+class _RunnerValues:
+    """What the stages before a hook computed, where the runner keeps it.
+
+    A hook pays for the values that it looks at.
+    """
+
+    def __init__(self, runner: Any, slots: Mapping[str, int]) -> None:
+        self._runner = runner
+        self._slots = slots
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._runner.get(self._slots[name])
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._runner.set_constant(self._slots[name], value)
+
+
+class _Nothing(torch.nn.Module):
+    """Stands for a program while a step's graph is read."""
+
+
+_NOTHING = _Nothing()

@@ -1,0 +1,1 @@
+"""The graphs of any engine, run by torch operator by operator."""

@@ -1,0 +1,39 @@
+"""The backend eager: the graphs of any engine, on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specc.artifact.manifest import Manifest
+from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
+from specc.runtime.backends.eager.program import ModelProgram
+from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.engine_cache import caches_of, make_cache
+from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.program_files import read_json
+
+
+class EagerBackend(RuntimeBackend):
+    """See `RuntimeBackend`."""
+
+    def load(self, path: Path, manifest: Manifest, limits: LoadLimits) -> LoadedPrograms:
+        """See `RuntimeBackend.load`."""
+        cache = make_cache(manifest, limits)
+        weights = {m.name: MappedWeights(path / m.weights_file) for m in manifest.models}
+        models = {
+            model.name: ModelProgram(
+                read_json(path / model.program_file),
+                weights[model.name],
+                caches_of(model, cache),
+            )
+            for model in manifest.models
+        }
+        steps = {
+            plan.name: StepProgram(read_json(path / plan.file), models) for plan in manifest.plans
+        }
+        return LoadedPrograms(
+            dict(models), dict(steps), cache, mapped_weights=tuple(weights.values())
+        )
+
+
+BACKEND = EagerBackend()

@@ -1,0 +1,127 @@
+"""A model's graph as torch runs it, with its weights and caches bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from specc.artifact.graph_io import graph_from_json
+from specc.artifact.weight_layout import from_blocks
+from specc.errors import EngineError
+from specc.runtime.backends.place import place
+from specc.runtime.backends.program_files import bind_weights, check_program
+
+_DO = "compile the engine again"
+
+
+class ModelProgram(nn.Module):
+    """A model's graph with its weights and caches bound.
+
+    Args:
+        program: content of `program.json`.
+        weights: key → tensor of each weight and constant input.
+        caches: per layer, the k and v cache [blocks, block_size, HK, D].
+        device: that weights and caches lie on.
+    Raises:
+        EngineError: an input has no weight, or one of another shape or dtype.
+    """
+
+    def __init__(
+        self,
+        program: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        caches: Sequence[tuple[Tensor, Tensor]],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        check_program(program, len(caches))
+        self.name: str = program["name"]
+        self.weights = weights
+        # plain lists: as parameters or buffers, nn.Module would list and move the mapped file
+        self._weights: list[Tensor] = weights_in_rows(program, bind_weights(program, weights))
+        self._caches: list[Tensor] = [
+            caches[entry["layer"]][entry["part"] == "v"]
+            for entry in program["inputs"]
+            if entry["kind"] == "cache"
+        ]
+        graph = graph_from_json(program["graph"])
+        taken = len(graph.graph.find_nodes(op="placeholder"))
+        if taken != len(program["inputs"]):
+            raise EngineError(
+                f"{self.name} has {len(program['inputs'])} inputs, its graph takes {taken}",
+                "as many",
+                _DO,
+            )
+        self._graph = place(graph, torch.device(device))
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self._graph.graph
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights, constants and caches by the names of the graph's inputs."""
+        names = [node.target for node in self.graph.find_nodes(op="placeholder")]
+        first = len(names) - len(self._caches)
+        return {
+            **dict(zip(names, self._weights, strict=False)),
+            **dict(zip(names[first:], self._caches, strict=True)),
+        }
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        q_start: Tensor,
+        slot: Tensor,
+        cache_len: Tensor,
+        ancestors: Tensor | None,
+        block_table: Tensor,
+        logit_rows: Tensor,
+    ) -> Tensor:
+        """One pass over the flat tokens of all sequences; writes their K and V to the caches.
+
+        Args:
+            tokens: [Nt] int64.
+            positions: [Nt] int64.
+            q_start: [B + 1] int32; sequence b owns tokens q_start[b] … q_start[b + 1] - 1.
+            slot: [Nt] int32 cache row of each token, -1 for none.
+            cache_len: [B] int32 committed rows.
+            ancestors: [Nt, W] int64, or None for a causal pass.
+            block_table: [B, n] int32.
+            logit_rows: [R] int64 flat rows that get logits.
+        Returns:
+            [R, V] logits.
+        """
+        # not the call of the module, which drops the traceback of an error and prints it instead
+        return self._graph.forward(
+            *self._weights,
+            tokens,
+            positions,
+            q_start,
+            slot,
+            cache_len,
+            ancestors,
+            block_table,
+            logit_rows,
+            *self._caches,
+        )
+
+
+def weights_in_rows(program: Mapping[str, Any], bound: Sequence[Tensor]) -> list[Tensor]:
+    """What `bind_weights` returns, as the graph reads it.
+
+    The weights that a CPU engine stores in blocks are copied, which takes memory and time: eager
+    graphs of such engines are for looking into a result.
+    """
+    entries = [e for e in program["inputs"] if e["kind"] in ("weight", "constant")]
+    rows: dict[str, Tensor] = {}
+    for entry, weight in zip(entries, bound, strict=True):
+        # inputs of one key are one tensor
+        if entry["key"] not in rows:
+            is_packed = "blocks_of" in entry
+            rows[entry["key"]] = from_blocks(weight, entry["blocks_of"]) if is_packed else weight
+    return [rows[entry["key"]] for entry in entries]

@@ -1,0 +1,141 @@
+"""A plan's step as torch runs it: its stages one after the other, operator by operator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from specc.artifact.graph_io import graph_from_json
+from specc.runtime.backends.program_files import plan_of
+from specc.runtime.backends.step import StagedStep
+from specc.runtime.backends.step_constants import step_constants
+from specc.runtime.backends.step_io import (
+    BeforeAccept,
+    Drafted,
+    StepInputs,
+    StepResult,
+    draft_lens_of,
+)
+from specc.speculation.plans import SpecPlan
+
+
+class StepProgram:
+    """One plan's step: stages that read an environment of tensors and add to it.
+
+    Args:
+        program: content of `steps/<plan>.json`.
+        models: name → program, for the stages' calls.
+        adapt: called with each stage's graph, which it may change.
+    Raises:
+        EngineError: a malformed program.
+
+    `before_accept`, where set, is called with all values between verification and acceptance:
+    benchmarks read the tree's `tokens` there, and read or replace the target's `logits`, or, of
+    plans in tiles, its `winners`.
+    """
+
+    def __init__(
+        self,
+        program: Mapping[str, Any],
+        models: Mapping[str, nn.Module],
+        adapt: Callable[[fx.GraphModule], object] = lambda graph: None,
+    ) -> None:
+        self.plan = plan_of(program)
+        self.before_accept: BeforeAccept | None = None
+        self._constants = step_constants(program, self.plan)
+        self._stages: list[tuple[str, list[str], nn.Module]] = []
+        for stage in program["stages"]:
+            graph = graph_from_json(stage["graph"], modules=models)
+            adapt(graph)
+            names = [node.target for node in graph.graph.find_nodes(op="placeholder")]
+            # the module and its graph name each other: with that cycle, weights and caches would
+            # outlive the engine until the garbage collector comes by
+            graph.graph.owning_module = None
+            self._stages.append((stage["name"], names, graph))
+
+    @torch.inference_mode()
+    def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
+        """Run all stages; results are added to the environment.
+
+        Returns:
+            seconds of each stage, by name.
+        """
+        environment.update(self._constants)
+        return self._run_stages(environment, [name for name, *_ in self._stages])
+
+    def _run_stages(self, environment: dict[str, Tensor], names: Sequence[str]) -> dict[str, float]:
+        stage_s = {}
+        for name, inputs, graph in self._stages:
+            if name not in names:
+                continue
+            if name == "accept_commit" and self.before_accept is not None:
+                self.before_accept(environment)
+            begin = time.perf_counter()
+            environment.update(graph(*(environment[key] for key in inputs)))
+            stage_s[name] = time.perf_counter() - begin
+        return stage_s
+
+    @property
+    def staged(self) -> StagedStep | None:
+        """Itself: see `StagedStep`."""
+        return self
+
+    @property
+    def queued(self) -> None:
+        """The host runs it."""
+        return None
+
+    def advance(
+        self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
+    ) -> StepResult:
+        """See `Step.advance`."""
+        environment = _environment(inputs, slabs)
+        stage_s = self.run(environment)
+        return _result(self.plan, environment, stage_s, reads)
+
+    @torch.inference_mode()
+    def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
+        """Run what stands before the target's pass; see `Drafted`."""
+        environment = {**_environment(inputs, slabs), **self._constants}
+        stage_s = self._run_stages(environment, ["draft"])
+
+        def accept(values: Mapping[str, Tensor], reads: Sequence[str]) -> StepResult:
+            environment.update(values)
+            stage_s.update(self._run_stages(environment, ["accept_commit"]))
+            return _result(self.plan, environment, stage_s, reads)
+
+        return Drafted(environment, torch.inference_mode()(accept))
+
+
+def _environment(inputs: StepInputs, slabs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the first stage of a step reads, by name."""
+    return {
+        "last_tokens": torch.tensor([row[:-1] for row in inputs.rows]),
+        "cache_len": torch.tensor([row[-1] for row in inputs.rows], dtype=torch.int32),
+        "block_table": inputs.block_table,
+        "sampling_values": inputs.sampling_values,
+        "sampling_words": inputs.sampling_words,
+        **inputs.extra,
+        **slabs,
+    }
+
+
+def _result(
+    plan: SpecPlan,
+    environment: Mapping[str, Tensor],
+    stage_s: dict[str, float],
+    reads: Sequence[str],
+) -> StepResult:
+    """What the host reads of an environment after the last stage."""
+    return StepResult(
+        environment["num_accepted"].tolist(),
+        environment["output_tokens"].tolist(),
+        environment["next_cache_len"].tolist(),
+        {index: environment[name].tolist() for index, name in draft_lens_of(plan).items()},
+        stage_s,
+        {name: environment[name] for name in reads},
+    )

@@ -1,0 +1,89 @@
+"""The cache of an engine, as its manifest says, and the part of it that each layer has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specc.artifact.manifest import Manifest
+from specc.artifact.manifest_entries import ModelEntry
+from specc.artifact.rectangle import CacheRows
+from specc.errors import ConfigError
+from specc.runtime.backends.base import LoadLimits
+from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# k and v cache of each layer
+LayerCaches = Sequence[tuple[Tensor, Tensor]]
+
+
+def make_cache(
+    manifest: Manifest,
+    wanted: LoadLimits,
+    device: torch.device | str = "cpu",
+    rows: CacheRows | None = None,
+    grows: bool = False,
+) -> KVCache:
+    """The cache of all models of an engine.
+
+    Args:
+        manifest: of the engine.
+        wanted: sequences and tokens that it has room for.
+        device: that it lies on.
+        rows: of a sequence, for programs that take rectangles; None is a cache of flat rows.
+        grows: begin with few of these rows.
+    Raises:
+        ConfigError: more sequences or tokens than the engine allows, or too few tokens.
+    """
+    limits = manifest.limits
+    max_num_seqs = limits.max_batch_size if wanted.max_num_seqs is None else wanted.max_num_seqs
+    if not 1 <= max_num_seqs <= limits.max_batch_size:
+        raise ConfigError(
+            f"max_num_seqs {max_num_seqs}",
+            f"1 … {limits.max_batch_size}, the engine's max_batch_size",
+            "choose a number in this range, or compile with a larger --max-batch-size",
+        )
+    max_seq_len = min(limits.max_seq_len, manifest.models[0].max_position)
+    shape = CacheShape(max_seq_len, limits.max_nodes, limits.block_size, max_num_seqs)
+    if wanted.kv_cache_tokens is not None:
+        shape = _shape_of(shape, wanted.kv_cache_tokens)
+    specs = {
+        model.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.slabs]
+        for model in manifest.models
+    }
+    dtypes = {model.name: DTYPES[model.dtype] for model in manifest.models}
+    return KVCache(shape, specs, dtypes, device, rows, grows)
+
+
+def rows_of(manifest: Manifest) -> CacheRows | None:
+    """Rows of a sequence, where the engine's programs take rectangles."""
+    return None if manifest.rectangle is None else manifest.rectangle.rows
+
+
+def caches_of(model: ModelEntry, cache: KVCache) -> LayerCaches:
+    """A model's layers' k and v caches, as they are now."""
+    slabs = cache.slabs[model.name]
+    pairs = [slabs[layer.slab][layer.index] for layer in model.layers]
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+def _shape_of(shape: CacheShape, num_tokens: int) -> CacheShape:
+    """Raises ConfigError: a cache that has no blocks, or fewer or more than can be of use."""
+    most = shape.num_blocks * shape.rows_per_block
+    if not shape.block_size or not shape.block_size <= num_tokens <= most:
+        raise ConfigError(
+            f"kv_cache_tokens {num_tokens}"
+            + ("" if shape.block_size else ", and a cache of one block a sequence"),
+            f"{shape.block_size} … {most}, what {shape.max_num_seqs} sequences can need"
+            if shape.block_size
+            else "an engine whose cache has blocks: --block-size 16 at compile",
+            "choose a number in this range, or lower max_num_seqs",
+        )
+    return dataclasses.replace(shape, pool_blocks=num_tokens // shape.block_size)

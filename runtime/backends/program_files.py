@@ -1,0 +1,103 @@
+"""Files of programs: read, looked at, and bound to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specc.errors import EngineError
+from specc.speculation.plans import SpecPlan
+from specc.system import json_file
+
+STEP_SCHEMA_VERSIONS = (2,)
+# 2: weights may be stored in blocks
+PROGRAM_SCHEMA_VERSIONS = (1, 2)
+_DO = "compile the engine again"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises EngineError: the file is absent or no JSON object."""
+    data = json_file.read_json(path, EngineError, "a readable JSON file", _DO)
+    if not isinstance(data, dict):
+        raise EngineError(f"{path} is no JSON object", "a JSON object", _DO)
+    return data
+
+
+def plan_of(program: Mapping[str, Any]) -> SpecPlan:
+    """The plan of a step program.
+
+    Raises:
+        EngineError: a step program of another schema, or a malformed one.
+    """
+    check_schema(program, "a step program", STEP_SCHEMA_VERSIONS)
+    return SpecPlan.from_json(program.get("plan", {}))
+
+
+def check_program(program: Mapping[str, Any], num_layers: int) -> None:
+    """Look at the name and the inputs of a model's program.
+
+    Args:
+        program: content of `program.json`.
+        num_layers: of the model, each with two caches.
+    Raises:
+        EngineError: another schema, or an input that is none.
+    """
+    check_schema(program, "program.json", PROGRAM_SCHEMA_VERSIONS)
+    inputs = program.get("inputs")
+    if not isinstance(program.get("name"), str) or not isinstance(inputs, list):
+        raise EngineError("a program.json without name or inputs", "both", _DO)
+    for place_, entry in enumerate(inputs):
+        if not (isinstance(entry, Mapping) and _is_input(entry, num_layers)):
+            raise EngineError(
+                f"input {place_} of {program['name']} is {entry!r:.100}",
+                "a weight, a constant, a cache of one of the layers, or an input of the runtime",
+                _DO,
+            )
+
+
+def _is_input(entry: Mapping[str, Any], num_layers: int) -> bool:
+    kind = entry.get("kind")
+    if kind == "input":
+        return True
+    if kind == "cache":
+        layer = entry.get("layer")
+        return type(layer) is int and 0 <= layer < num_layers and entry.get("part") in ("k", "v")
+    shapes = (entry.get("shape"), entry.get("blocks_of", []))
+    has_shapes = all(isinstance(s, list) and all(type(n) is int for n in s) for s in shapes)
+    is_named = all(isinstance(entry.get(name), str) for name in ("key", "dtype"))
+    return kind in ("weight", "constant") and has_shapes and is_named
+
+
+def check_schema(program: Mapping[str, Any], name: str, versions: Sequence[int]) -> None:
+    """Raises EngineError: a program of another schema."""
+    version = program.get("schema_version")
+    if version not in versions:
+        needed = " or ".join(map(str, versions))
+        raise EngineError(f"{name} of schema {version}", f"schema {needed}", _DO)
+
+
+def bind_weights(program: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Tensors of a program's weight and constant inputs, in their order.
+
+    Raises:
+        EngineError: an input has no weight, or one of another shape or dtype.
+    """
+    return [
+        _bound_weight(program["name"], entry, weights)
+        for entry in program["inputs"]
+        if entry["kind"] in ("weight", "constant")
+    ]
+
+
+def _bound_weight(model: str, entry: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Tensor:
+    key, needed = entry["key"], f"{entry['dtype']}{list(entry['shape'])}"
+    if key not in weights:
+        raise EngineError(f"{model} has no weight {key}", needed, _DO)
+    weight = weights[key]
+    found = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}"
+    if found != needed:
+        raise EngineError(f"{model} weight {key} is {found}", needed, _DO)
+    return weight

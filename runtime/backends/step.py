@@ -1,0 +1,158 @@
+"""What the runner calls: models, and steps of plans, whatever backend has made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from specc.runtime.backends.captured.graph_device import Event
+from specc.runtime.backends.captured.step_extras import StepExtras
+from specc.runtime.backends.step_io import BeforeAccept, Drafted, StepInputs, StepResult
+from specc.speculation.plans import SpecPlan
+
+
+class Model(Protocol):
+    """A model's program; inputs and result as of `ModelProgram.forward`."""
+
+    def __call__(self, *inputs: Tensor | None) -> Tensor: ...
+
+
+class Step(Protocol):
+    """One plan's step.
+
+    What more can be done with it than to run it as a whole, and wait, it says itself: `staged` and
+    `queued` are the step again, or None.
+
+    `before_accept`, where set, is called with all values between verification and acceptance.
+    """
+
+    plan: SpecPlan
+    before_accept: BeforeAccept | None
+
+    @property
+    def staged(self) -> StagedStep | None:
+        """The step, where the host can run its stages apart; None where it cannot."""
+        ...
+
+    @property
+    def queued(self) -> QueuedStep | None:
+        """The step, where a device runs what is queued on it; None where the host runs it."""
+        ...
+
+    def advance(
+        self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
+    ) -> StepResult:
+        """Run the step for requests that are known on the host, and wait for it.
+
+        Args:
+            inputs: of the host.
+            slabs: caches and history under their names in the environment.
+            reads: names of values that the caller wants to see.
+        """
+        ...
+
+
+class StagedStep(Step, Protocol):
+    """A step over flat tokens, whose nodes somebody else can pass through the target."""
+
+    def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
+        """Run what comes before the target's pass; see `Drafted`."""
+        ...
+
+
+class QueuedStep(Step, Protocol):
+    """A step that a device replays as a whole, so that others can be queued after it."""
+
+    @property
+    def is_split(self) -> bool:
+        """A hook comes between its stages, which then are replayed one by one."""
+        ...
+
+    @property
+    def takes_masks(self) -> bool:
+        """Masks can be part of what is replayed."""
+        ...
+
+    def submit(
+        self,
+        inputs: StepInputs,
+        requests: Sequence[object] = (),
+        is_carried: Sequence[bool] = (),
+        extras: StepExtras | None = None,
+    ) -> PendingStep:
+        """Queue a step; nothing waits for the device, unless masks follow from what it drafts.
+
+        Args:
+            inputs: on the host. A carried row has any last tokens, and at least as many committed
+                rows as the device has.
+            requests: whose rows these are, where later steps are to go on from what this one
+                leaves; else ().
+            is_carried: which of them go on from what their last step leaves.
+            extras: what it does besides.
+        Raises:
+            EngineError: the step would leave the cache, or cannot run at all.
+        """
+        ...
+
+    def submit_next(self, batch: int, places: Sequence[int] | None = None) -> PendingStep:
+        """Queue a step that goes on where the last one ended, which the host may not know yet.
+
+        Args:
+            batch: requests, those of the step that was queued last.
+            places: their rows, as that step had them.
+        """
+        ...
+
+    def can_follow(
+        self, blocks: Sequence[int], carried: Sequence[object], extras: StepExtras | None = None
+    ) -> bool:
+        """Whether it can be queued while steps of its requests are on their way.
+
+        It has to be one replay, which reads nothing that the host would have to wait for.
+
+        Args:
+            blocks: the first block of each request.
+            carried: requests that go on from what a step leaves.
+            extras: what it would do besides.
+        """
+        ...
+
+    def capture(self, bucket: int) -> float:
+        """Have a graph for batches of this size, if one can be had; returns seconds."""
+        ...
+
+    def is_captured(self, bucket: int) -> bool:
+        """Whether a step of this size is a replay; False before `capture`."""
+        ...
+
+    def mark(self) -> Event:
+        """An event after everything that has been queued on the device."""
+        ...
+
+    def seconds_since(self, begin_s: float) -> float:
+        """Seconds up to now, or since the host saw the last step end where that is less."""
+        ...
+
+
+class PendingStep(Protocol):
+    """A step that was queued."""
+
+    @property
+    def places(self) -> Sequence[int] | None:
+        """Row of each request; None is their order."""
+        ...
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `QueuedStep.submit_next` is the step after this one."""
+        ...
+
+    def since(self, begin_s: float) -> PendingStep:
+        """The same, with seconds counted from here on."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for it; once."""
+        ...

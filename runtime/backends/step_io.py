@@ -1,0 +1,79 @@
+"""What goes into a step of any backend, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from specc.speculation.plans import SpecPlan
+
+
+class StepResult(NamedTuple):
+    """What one step did for its B sequences.
+
+    Args:
+        num_accepted: [B] accepted draft tokens.
+        output_tokens: [B][P] accepted tokens, bonus token, then -1.
+        next_cache_len: [B] committed rows of the target.
+        draft_lens: draft → [B] committed rows of it.
+        stage_s: seconds of each stage.
+        values: what was asked for by name, as it is before the next step.
+    """
+
+    num_accepted: list[int]
+    output_tokens: list[list[int]]
+    next_cache_len: list[int]
+    draft_lens: dict[int, list[int]]
+    stage_s: dict[str, float]
+    values: dict[str, Tensor] = {}  # noqa: RUF012  a tuple's default, never changed
+
+
+class StepInputs(NamedTuple):
+    """What the host brings to a step of B sequences.
+
+    Args:
+        rows: of each sequence, its last C tokens, and its committed rows.
+        block_table: [B, n] int32.
+        sampling_values: [B, 6] float32, see `specc.sampling.rows`.
+        sampling_words: [B, 4] int64.
+        extra: what only some plans read: `vote_weights` [B, S] float32, `proposals` [B, L] int64.
+    """
+
+    rows: Sequence[Sequence[int]]
+    block_table: Tensor
+    sampling_values: Tensor
+    sampling_words: Tensor
+    extra: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class Drafted(NamedTuple):
+    """A step whose tree is there, and whose nodes somebody else passes through the target.
+
+    Args:
+        values: what the stages so far have computed, by name.
+        accept: runs the rest, once; given `logits` [B * N, V] of the nodes (and `tokens` [B, 1]
+            of off), and names of values that the caller wants to see.
+    """
+
+    values: Mapping[str, Tensor] | StepValues
+    accept: Callable[[Mapping[str, Tensor], Sequence[str]], StepResult]
+
+
+class StepValues(Protocol):
+    """Named values of a step in progress, for hooks: read them, or put others in their place."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+    def __setitem__(self, name: str, value: Tensor, /) -> None: ...
+
+
+# called between verification and acceptance
+BeforeAccept = Callable[[StepValues], object]
+
+
+def draft_lens_of(plan: SpecPlan) -> dict[int, str]:
+    """Draft → environment name of its committed rows after a step of this plan."""
+    return {int(model.removeprefix("draft_")): f"{model}_len" for model in plan.models}

@@ -1,0 +1,226 @@
+"""How an engine is opened and run: said once for Python, the servers and the command line.
+
+Nothing here imports torch before an engine is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from specc.errors import ConfigError, EngineError
+from specc.option import check_ranges, option
+from specc.system.machine import check_threads
+
+if TYPE_CHECKING:
+    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.core import EngineCore
+    from specc.runtime.engine import Engine
+    from specc.runtime.policies.base import Policy
+
+_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
+_DTYPES |= {"fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """What `LLM` takes, by the names that it has there; `LLM` says more of each.
+
+    Args:
+        engine: engine directory, or an `Engine` that was loaded before: what says how to load is
+            then left out.
+        capture: what capturing CUDA graphs may cost here; None is the default.
+        dtype: of the target; anything else than the engine's is refused.
+        enforce_eager: capture nothing, which is so on every host.
+        max_logprobs: at most 20 in any case.
+    Raises:
+        ConfigError: a value that no engine has.
+    """
+
+    engine: str | Path | Engine | None = None
+    plan: str | None = option(None, "One plan for every step, e.g. off or chain-4.")
+    policy: Policy | str | None = option(
+        None,
+        "What chooses plans: adaptive (learns how long a chain pays), best, profile, fixed;"
+        " without it, as compiled or tuned.",
+        type=str,
+    )
+    max_num_seqs: int | None = option(
+        None, "Requests that run together; else as compiled.", least=1
+    )
+    kv_cache_tokens: int | None = option(
+        None,
+        "Rows of the KV cache, for all requests together: where they run out, the newest gives"
+        " way. Else the worst case.",
+        shows_default=False,
+        least=1,
+    )
+    backend: str | None = option(
+        None, "Run with another backend: eager takes the graphs of any engine."
+    )
+    num_threads: int | None = option(
+        None, "Threads that torch uses; without it, as torch decides.", "--threads"
+    )
+    verify: bool | None = option(
+        None,
+        "Compare all files with their hashes, or none; else all but the weights.",
+        "--verify/--no-verify",
+    )
+    shares_prefixes: bool = option(
+        True,
+        "Share rows of prompts that begin with the same tokens.",
+        "--prefix-caching/--no-prefix-caching",
+    )
+    max_model_len: int | None = None
+    seed: int | None = None
+    capture: CaptureLimits | None = None
+    dtype: Any = None
+    enforce_eager: bool | None = None
+    max_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        check_threads(self.num_threads, "num_threads")
+        if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
+            raise ConfigError(f"seed={self.seed!r}", "an integer, 0 or more, or None", "correct it")
+        if self.max_logprobs is not None and self.max_logprobs > 20:
+            raise ConfigError(
+                f"max_logprobs={self.max_logprobs}", "at most 20", "lower it, or leave it out"
+            )
+
+    @classmethod
+    def from_names(cls, **given: Any) -> Self:
+        """From what a caller passed by name, in vLLM's words, too.
+
+        Args:
+            given: fields; `model` and `enable_prefix_caching`, as vLLM calls two of them; and
+                further options of vLLM's, taken where an engine is what they ask for.
+        Raises:
+            ConfigError: an option that specc has not got, with what to do about it; two engines.
+        """
+        from specc.runtime.requests.vllm_options import answer_options
+
+        taken = answer_options(given, [field.name for field in fields(cls)])
+        model, shares = taken.pop("model", None), taken.pop("enable_prefix_caching", None)
+        engine = taken.pop("engine", None)
+        if (engine is None) == (model is None):
+            raise ConfigError(
+                "neither engine nor model" if engine is None else f"engine={engine}, model={model}",
+                "one engine directory",
+                'pass it alone, as in LLM("engine/")',
+            )
+        if shares is not None:
+            taken["shares_prefixes"] = shares
+        return cls(engine=model if engine is None else engine, **taken)
+
+    @property
+    def directory(self) -> Path:
+        """Of the engine, which is not loaded yet.
+
+        Raises:
+            ConfigError: it is no path.
+            EngineError: it is a checkpoint, or the name of one.
+        """
+        found = self.engine
+        if not isinstance(found, str | Path):
+            raise ConfigError(
+                f"an engine of type {type(found).__name__}",
+                "an engine directory, or an Engine",
+                "pass one of these",
+            )
+        path = Path(found)
+        is_checkpoint = (path / "config.json").is_file() and not (path / "manifest.json").is_file()
+        if is_checkpoint or (not path.exists() and _is_hub_id(str(found))):
+            what = "a Hugging Face checkpoint" if is_checkpoint else "which does not exist"
+            command = f"specc compile --target {found} --draft DRAFT -o engine/"
+            raise EngineError(
+                f"{found}, {what}",
+                "an engine directory, which specc compile writes",
+                f"compile it first: {command}"
+                if is_checkpoint
+                else f"correct the path; a model of the hub is compiled first: {command}",
+            )
+        return path
+
+    def load(self) -> Engine:
+        """Open the engine, unless it is.
+
+        Raises:
+            EngineError: the engine cannot be loaded; it is a checkpoint, or the name of one.
+            ConfigError: it is another one than these options ask for.
+        """
+        from specc.runtime.engine import Engine
+
+        engine = self.engine
+        if not isinstance(engine, Engine):
+            engine = Engine.load(
+                self.directory,
+                verify=self.verify,
+                num_threads=self.num_threads,
+                max_num_seqs=self.max_num_seqs,
+                backend=self.backend,
+                capture=self.capture,
+                kv_cache_tokens=self.kv_cache_tokens,
+            )
+        self._check(engine)
+        return engine
+
+    def make_core(self) -> EngineCore:
+        """Open the engine, and put together what moves its requests.
+
+        Raises:
+            EngineError: see `load`.
+            ConfigError: see `load`.
+            RequestError: the engine has no such plan, or not the plans that the policy needs.
+        """
+        from specc.runtime.core import EngineCore
+
+        return EngineCore(
+            self.load(),
+            self.plan,
+            self.policy,
+            shares_prefixes=self.shares_prefixes,
+            max_seq_len=self.max_model_len,
+        )
+
+    def _check(self, engine: Engine) -> None:
+        """Raises ConfigError: the engine is another one than these options ask for."""
+        name = str(self.dtype).removeprefix("torch.")
+        name = _DTYPES.get(name, name)
+        own = engine.manifest.dtype if engine.manifest else name
+        if self.dtype not in (None, "auto") and name != own:
+            raise ConfigError(
+                f"dtype={name}, and an engine of {own}",
+                f"{own}, or auto",
+                "leave dtype out, or compile the engine again with --dtype",
+            )
+        most = engine.max_seq_len
+        length = self.max_model_len
+        if length is not None and (type(length) is not int or not 2 <= length <= most):
+            raise ConfigError(
+                f"max_model_len={length!r}",
+                f"2 … {most}, the engine's max_seq_len",
+                "choose a number in this range, or compile with a larger --max-seq-len",
+            )
+        if self.enforce_eager and engine.facts.is_on_gpu:
+            raise ConfigError(
+                f"enforce_eager=True, and an engine of the backend {engine.backend}",
+                "steps that are captured: there is no other way to run them on a GPU here",
+                'leave it out; backend="eager" runs any engine without compiled code, on the host',
+            )
+
+
+@dataclass(frozen=True)
+class AsyncEngineArgs(EngineArgs):
+    """What `AsyncLLM` and the servers take: requests come at any time, and some have to wait."""
+
+    max_waiting: int = option(
+        1024, "Requests that wait at most; more are refused (over HTTP: 503).", least=1
+    )
+
+
+def _is_hub_id(name: str) -> bool:
+    """`owner/name`, as models of the hub are called."""
+    owner, slash, rest = name.partition("/")
+    return bool(slash and owner and rest) and "/" not in rest and owner not in (".", "..", "~")

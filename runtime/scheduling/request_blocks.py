@@ -1,0 +1,171 @@
+"""Which blocks a request has: given at its admission, more as it grows, taken back at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from specc.errors import RequestError
+from specc.runtime.scheduling.kv_cache import KVCache
+from specc.runtime.scheduling.prefix_cache import Hit, PrefixCache
+from specc.runtime.scheduling.request import Request
+from specc.speculation.plans import SpecPlan
+
+
+class RequestBlocks:
+    """Hands out the blocks of one cache.
+
+    Args:
+        cache: whose blocks.
+        shares_prefixes: look for the rows of a prompt among those of earlier requests. Not where a
+            block is a whole request.
+    """
+
+    def __init__(self, cache: KVCache, shares_prefixes: bool = True) -> None:
+        self._pool = cache.allocator
+        self._shape = cache.shape
+        is_paged = bool(cache.shape.block_size) and cache.rows is None
+        self._size = cache.shape.rows_per_block
+        self._shares_prefixes = shares_prefixes and is_paged
+        self._prefixes = PrefixCache(self._pool, self._size)
+        # batches in flight that use the blocks of a request; and those that left meanwhile
+        self._held: Counter[Request] = Counter()
+        self._left: dict[Request, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    def check_fits(self, request: Request) -> None:
+        """Raises RequestError: it needs more blocks at its end than the cache has."""
+        needed, available = self._most_for(request), self._pool.num_blocks
+        if needed > available:
+            raise RequestError(
+                f"request {request.request_id} needs {needed} KV cache blocks",
+                f"at most {available}",
+                "lower max_tokens, or shorten the prompt; or give the cache more blocks",
+            )
+
+    def admit(self, request: Request, running: Sequence[Request]) -> bool:
+        """Give a request the blocks of its prompt and of a first plain step, if they are free.
+
+        A block stays free for every request that runs and may still grow, else the next steps
+        would take away what was given.
+        """
+        hit = self._find(request)
+        if not self._is_free(request, hit, running):
+            return False
+        for block in hit.blocks:
+            self._pool.share(block)
+        needed = self._blocks_of(request.prefill_end + 2) - len(hit.blocks)
+        request.admit([*hit.blocks, *self._pool.allocate(needed)], hit.num_rows, hit.draft_lens)
+        request.num_published = len(hit.blocks)
+        request.num_published_of = [length // self._size for length in hit.draft_lens]
+        return True
+
+    def can_share(self, request: Request) -> bool:
+        """Whether rows of another request of the same prompt could be of use."""
+        is_long = request.num_prompt_tokens > self._size
+        return self._shares_prefixes and is_long and not request.is_scored
+
+    def grow(self, request: Request, plan: SpecPlan, num_ahead: int = 0) -> bool:
+        """Have the blocks of a step of this plan; False, and nothing changed, if they are not free.
+
+        Args:
+            request: admitted.
+            plan: of the step.
+            num_ahead: tokens that may have been committed by the time of the step.
+        """
+        missing = self.missing(request, plan, num_ahead)
+        if missing > self.num_free:
+            return False
+        request.blocks += self._pool.allocate(max(0, missing))
+        return True
+
+    def trim(self, request: Request, plan: SpecPlan) -> None:
+        """Give back what a step of this plan does not need."""
+        if (surplus := -self.missing(request, plan)) > 0:
+            self._pool.free(request.blocks[-surplus:])
+            del request.blocks[-surplus:]
+            request.num_kept_blocks = min(request.num_kept_blocks, len(request.blocks))
+
+    def missing(self, request: Request, plan: SpecPlan, num_ahead: int = 0) -> int:
+        """Blocks that a step needs more than the request has; negative where it has more."""
+        rows = max(request.cache_len, request.prefill_end) + num_ahead + rows_behind(plan)
+        return self._blocks_of(rows) - len(request.blocks)
+
+    def holds(self, request: Request, plan: SpecPlan, cache_len: int) -> bool:
+        """Whether the blocks of a request are enough for a step of this plan from there on."""
+        return cache_len + rows_behind(plan) <= len(request.blocks) * self._size
+
+    def publish(self, request: Request) -> None:
+        """Let later requests find what a request has committed."""
+        if self._shares_prefixes and request.blocks:
+            self._prefixes.publish(request)
+
+    def hold(self, requests: Iterable[Request]) -> None:
+        """A batch in flight uses the blocks of these requests, whatever becomes of them."""
+        self._held.update(requests)
+
+    def let_go(self, requests: Iterable[Request]) -> None:
+        """The batch is done: blocks of those that left are free, unless another one uses them."""
+        for request in requests:
+            if (count := self._held[request]) > 1:
+                self._held[request] = count - 1
+                continue
+            del self._held[request]
+            if request in self._left:
+                self._free(request)
+
+    def let_all_go(self) -> None:
+        """Nothing is in flight any more."""
+        self._held.clear()
+        for request in list(self._left):
+            self._free(request)
+
+    @property
+    def left(self) -> Collection[Request]:
+        """Those that left while a batch in flight uses their blocks."""
+        return self._left.keys()
+
+    def leave(self, request: Request) -> None:
+        """Give back all blocks of a request, as soon as no batch in flight uses them."""
+        self._left[request] = None
+        if not self._held[request]:
+            self._free(request)
+
+    def release(self, blocks: list[int]) -> None:
+        """Give back blocks that no batch in flight uses."""
+        self._pool.free(blocks)
+
+    def _free(self, request: Request) -> None:
+        del self._left[request]
+        self._pool.free(request.blocks)
+        request.blocks = []
+
+    def _is_free(self, request: Request, hit: Hit, running: Sequence[Request]) -> bool:
+        needed = self._blocks_of(request.prefill_end + 2) - len(hit.blocks)
+        # a request that shares a block of no other takes it from the free ones
+        needed += sum(not self._pool.is_used(block) for block in hit.blocks)
+        growing = sum(len(other.blocks) < self._most_for(other) for other in running)
+        return needed + growing <= self.num_free
+
+    def _find(self, request: Request) -> Hit:
+        if not self._shares_prefixes or request.is_scored:
+            # whose prompt is scored needs the logits of all of it
+            return Hit([], 0, [0] * len(request.draft_lens))
+        return self._prefixes.find(request)
+
+    def _blocks_of(self, num_rows: int) -> int:
+        return min(-(-num_rows // self._size), self._shape.blocks_per_sequence)
+
+    def _most_for(self, request: Request) -> int:
+        return self._shape.blocks_for(request.num_prompt_tokens, request.max_tokens)
+
+
+def rows_behind(plan: SpecPlan) -> int:
+    """Rows from the committed ones on that a step reaches.
+
+    These are its nodes, and in the history the root, the accepted tokens and the bonus token.
+    """
+    return max(plan.num_rows, plan.max_depth + 2)

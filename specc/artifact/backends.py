@@ -1,0 +1,124 @@
+"""What is known of a backend without loading it: facts that compiler and runtime share.
+
+What a backend does is said elsewhere: how it is compiled in `specc/compiler/backends/`, how it is
+loaded and run in `runtime/backends/`. Both are found by the name that is written here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BackendFacts:
+    """What a backend can do.
+
+    Args:
+        name: as `--backend` and `specc.json` have it.
+        dtypes: arithmetic and weight types that it is compiled for.
+        device: `cpu` or `cuda`, where its caches and programs are.
+        passes: `flat` programs take tokens [Nt] of any requests; `rectangular` ones take
+            [batch, nodes] and need dense caches.
+        is_captured: a step is replayed as a whole, so that steps are queued ahead.
+        shares_pass: prompt chunks and the trees of all plans are one pass of the target.
+        scores_prompts: a pass may give logits of every token, not only of as many as there are
+            requests.
+        native: whether an engine brings a library of C++ operators.
+        model_files: fields of `ModelEntry` that name the files of a model beside its program and
+            weights.
+        by_default: chosen where the user names none; others have to be asked for.
+        unrun_dtypes: those of `dtypes` that its runtime does not compute in: such an engine's files
+            are for other readers.
+        runs_all: it runs the graphs that every engine has, whichever backend the engine is for.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    device: Literal["cpu", "cuda"]
+    passes: Literal["flat", "rectangular"]
+    is_captured: bool = False
+    shares_pass: bool = False
+    scores_prompts: bool = True
+    native: Literal["always", "sometimes", "never"] = "never"
+    model_files: tuple[str, ...] = ()
+    by_default: bool = False
+    unrun_dtypes: tuple[str, ...] = ()
+    runs_all: bool = False
+
+    @property
+    def is_rectangular(self) -> bool:
+        """Its programs take [batch, nodes] tokens."""
+        return self.passes == "rectangular"
+
+    @property
+    def has_plan_files(self) -> bool:
+        """Its models are TensorRT engines, which TensorRT calls plans."""
+        return "plan_file" in self.model_files
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Its caches and programs are in a GPU's memory."""
+        return self.device == "cuda"
+
+
+_TWO_DTYPES = ("float32", "bfloat16")
+_DTYPES = (*_TWO_DTYPES, "float16")
+_known: dict[str, BackendFacts] = {}
+
+
+def register(facts: BackendFacts) -> BackendFacts:
+    """Make a backend known by its name.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if facts.name in _known:
+        raise ConfigError(f"a second backend {facts.name}", "a name of its own", "rename it")
+    _known[facts.name] = facts
+    return facts
+
+
+def facts_of(name: str) -> BackendFacts:
+    """Facts of a known backend.
+
+    Raises:
+        ConfigError: no backend has this name.
+    """
+    if name not in _known:
+        names = ", ".join(_known)
+        raise ConfigError(f"backend {name!r}", f"one of {names}", "choose one of them")
+    return _known[name]
+
+
+def backend_names() -> tuple[str, ...]:
+    """Names of all known backends, in the order in which messages list them."""
+    return tuple(sorted(_known))
+
+
+register(
+    BackendFacts(
+        "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
+        model_files=("package_file",), by_default=True,
+    )
+)  # fmt: skip
+register(BackendFacts("cuda", _DTYPES, "cuda", "flat", is_captured=True))
+register(
+    BackendFacts(
+        "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, by_default=True, runs_all=True
+    )
+)
+register(
+    BackendFacts(
+        "onnx", _DTYPES, "cpu", "rectangular", native="sometimes", model_files=("onnx_file",),
+        unrun_dtypes=("bfloat16",),
+    )
+)  # fmt: skip
+register(
+    BackendFacts(
+        "tensorrt", _DTYPES, "cuda", "rectangular", is_captured=True, scores_prompts=False,
+        model_files=("onnx_file", "plan_file", "build_file"),
+    )
+)  # fmt: skip

@@ -1,0 +1,211 @@
+"""What the types of a manifest cannot say: paths, references, and sizes that go together."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from specc.artifact.backends import BackendFacts, backend_names, facts_of
+from specc.artifact.manifest_decode import invalid
+from specc.artifact.manifest_entries import (
+    FileEntry,
+    LimitsEntry,
+    MemoryEntry,
+    ModelEntry,
+    NativeEntry,
+    PlanEntry,
+    RectangleEntry,
+    TensorRTEntry,
+)
+from specc.errors import EngineError, SpeccError
+
+# what chooses the plan of a step
+POLICIES = ("fixed", "best", "profile")
+
+
+def check_models(models: Sequence[ModelEntry]) -> None:
+    """Models, and caches that their layers have a place in.
+
+    Raises:
+        EngineError: no model, a path that leaves the directory, or a layer outside of its slab.
+    """
+    if not models:
+        raise invalid("models is empty", "the target, then drafts")
+    for model in models:
+        check_relative(model.dir)
+        for layer in model.layers:
+            if not 0 <= layer.slab < len(model.slabs):
+                raise invalid(
+                    f"{model.name}.{layer.name} has slab {layer.slab}",
+                    f"one of {len(model.slabs)} slabs",
+                )
+            slab = model.slabs[layer.slab]
+            geometry = (layer.num_kv_heads, layer.head_dim)
+            if (slab.num_kv_heads, slab.head_dim) != geometry or not (
+                0 <= layer.index < slab.num_layers
+            ):
+                raise invalid(
+                    f"{model.name}.{layer.name} does not fit slab {layer.slab}",
+                    f"{slab.num_layers} layers of {slab.num_kv_heads} heads, "
+                    f"head_dim {slab.head_dim}",
+                )
+
+
+def check_backend(
+    name: str,
+    native: NativeEntry | None,
+    rectangle: RectangleEntry | None,
+    tensorrt: TensorRTEntry | None,
+) -> None:
+    """Parts that only some backends have.
+
+    Raises:
+        EngineError: a backend that this version does not know, a part that its engines have and
+            this one lacks, or one that they do not have.
+    """
+    if name not in backend_names():
+        raise EngineError(
+            f"an engine for backend {name}",
+            f"one of {', '.join(backend_names())}",
+            "compile the engine again on this installation",
+        )
+    facts = facts_of(name)
+    _check_part(facts, "native", native, facts.native)
+    _check_part(facts, "rectangle", rectangle, _whether(facts.is_rectangular))
+    _check_part(facts, "tensorrt", tensorrt, _whether(facts.has_plan_files))
+    if native is not None:
+        check_relative(native.library)
+
+
+def check_rectangle(rectangle: RectangleEntry | None, limits: LimitsEntry) -> None:
+    """Rows of rectangular caches, which are dense.
+
+    Raises:
+        EngineError: rows for other limits than the engine's.
+    """
+    if rectangle is None:
+        return
+    check_non_negative(rectangle, "rectangle")
+    needed = limits.max_seq_len + limits.max_nodes
+    if rectangle.slots != needed or limits.block_size:
+        raise invalid(
+            f"rectangle.slots is {rectangle.slots}, limits.block_size is {limits.block_size}",
+            f"{needed} slots, max_seq_len and max_nodes together, and dense caches",
+        )
+
+
+def check_plans(
+    plans: Sequence[PlanEntry], models: Sequence[ModelEntry], limits: LimitsEntry
+) -> None:
+    """Plans of different names, each for this engine's models and limits.
+
+    Raises:
+        EngineError: no such plan can be, or it asks for what the engine does not have.
+    """
+    names = [plan.name for plan in plans]
+    if len(set(names)) < len(names):
+        raise invalid(f"plans are {', '.join(names)}", "plans of different names")
+    for plan in plans:
+        _check_plan(plan, [model.name for model in models], limits.max_nodes)
+
+
+def check_choice(default_plan: str, policy: str, plans: Sequence[PlanEntry]) -> None:
+    """The plan of a step where nobody says which, and what chooses it.
+
+    Raises:
+        EngineError: a plan that the engine does not have, or a policy that nobody knows.
+    """
+    names = [plan.name for plan in plans]
+    if default_plan not in names:
+        raise invalid(f"default_plan is {default_plan}", f"one of {', '.join(names)}")
+    if policy not in POLICIES:
+        raise invalid(f"policy is {policy}", f"one of {', '.join(POLICIES)}")
+
+
+def check_sizes(
+    models: Sequence[ModelEntry], memory_plan: Mapping[str, MemoryEntry], limits: LimitsEntry
+) -> None:
+    """Limits, and the memory of each model.
+
+    Raises:
+        EngineError: a negative size, or a model without memory.
+    """
+    unplanned = {model.name for model in models} ^ set(memory_plan)
+    if unplanned:
+        raise invalid(
+            f"memory_plan and models disagree about {', '.join(sorted(unplanned))}",
+            "one entry for each model",
+        )
+    check_non_negative(limits, "limits")
+    for name, memory in memory_plan.items():
+        check_non_negative(memory, f"memory_plan.{name}")
+
+
+def check_files(files: Mapping[str, FileEntry], required: Sequence[str], own: str) -> None:
+    """The list of files.
+
+    Args:
+        files: path → content.
+        required: paths that have to be among them.
+        own: the manifest's, which is not.
+    Raises:
+        EngineError: a path that leaves the directory, no hash, or a file that is not listed.
+    """
+    for path, entry in files.items():
+        check_relative(path)
+        if path == own or not re.fullmatch("[0-9a-f]{64}", entry.sha256):
+            raise invalid(f"files.{path} is {entry}", "the sha256 and size of another file")
+        check_non_negative(entry, f"files.{path}")
+    for path in required:
+        if path not in files:
+            raise invalid(f"{path} is used but not listed in files", "every file, with hash")
+
+
+def check_relative(path: str) -> None:
+    """Accept paths inside the engine directory only: `a/b.json`, no `..`, not absolute.
+
+    Raises:
+        EngineError: the path could name a file elsewhere.
+    """
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path:
+        raise invalid(f"the path {path!r}", "a path inside the engine directory")
+
+
+def check_non_negative(entry: Any, where: str) -> None:
+    """Raises EngineError: a number of the entry is negative."""
+    for field in dataclasses.fields(entry):
+        value = getattr(entry, field.name)
+        if isinstance(value, int) and value < 0:
+            raise invalid(f"{where}.{field.name} is {value}", "0 or more")
+
+
+def _whether(has_it: bool) -> str:
+    return "always" if has_it else "never"
+
+
+def _check_part(facts: BackendFacts, name: str, part: object, when: str) -> None:
+    """Compare a part of the manifest with `always`, `sometimes` or `never`."""
+    if part is None and when == "always":
+        raise invalid(f"backend {facts.name} with {name} None", f"{name}, which its engines have")
+    if part is not None and when == "never":
+        raise invalid(
+            f"backend {facts.name} with {name} {part}", f"null: its engines have no {name}"
+        )
+
+
+def _check_plan(entry: PlanEntry, models: Sequence[str], max_nodes: int) -> None:
+    try:
+        plan = entry.plan
+    except SpeccError as error:
+        raise invalid(f"plan {entry.name} is {error.found}", error.needed) from error
+    if missing := [model for model in plan.models if model not in models]:
+        raise invalid(f"plan {entry.name} asks {missing[0]}", f"one of {', '.join(models)}")
+    if plan.num_rows > max_nodes:
+        raise invalid(
+            f"plan {entry.name} takes {plan.num_rows} rows, limits.max_nodes is {max_nodes}",
+            "rows for every plan",
+        )

@@ -1,0 +1,204 @@
+"""Entries of a manifest: models, plans, limits, memory, files."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from specc.artifact.rectangle import CacheRows
+from specc.speculation.plans import SpecPlan
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """One attention layer; its cache is row `index` of slab `slab`. window 0 is no limit."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    slab: int
+    index: int
+
+
+@dataclass(frozen=True)
+class SlabEntry:
+    """Caches of equal geometry: [num_layers, 2, blocks, block_size, num_kv_heads, head_dim]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """The target or a draft: `dir` holds program.json and weights.safetensors.
+
+    Args:
+        source: what the user called it: a path, a hub id, or the class of a module.
+        location: absolute path of the checkpoint, where `source` is a path; else None.
+        unread_tensors: of the checkpoint, which no graph reads.
+        nonfinite_weights: weights that are NaN or infinite, which the user has allowed.
+    """
+
+    name: str
+    dir: str
+    architecture: str
+    model_type: str
+    vocab_size: int
+    num_parameters: int
+    max_position: int
+    layers: tuple[LayerEntry, ...]
+    slabs: tuple[SlabEntry, ...]
+    source: str
+    dtype: str
+    location: str | None = None
+    unread_tensors: tuple[str, ...] = ()
+    nonfinite_weights: int = 0
+
+    @property
+    def checkpoint(self) -> str:
+        """Where to load the original from, whatever the working directory is."""
+        return self.location or self.source
+
+    @property
+    def program_file(self) -> str:
+        return f"{self.dir}/program.json"
+
+    @property
+    def package_file(self) -> str:
+        """The compiled program, in engines of a compiled backend."""
+        return f"{self.dir}/program.pt2"
+
+    @property
+    def onnx_file(self) -> str:
+        """The rectangular program, in engines of a backend that runs rectangles."""
+        return f"{self.dir}/model.onnx"
+
+    @property
+    def plan_file(self) -> str:
+        """The TensorRT engine, which TensorRT calls a plan."""
+        return f"{self.dir}/model.plan"
+
+    @property
+    def build_file(self) -> str:
+        """What the TensorRT builder said of it."""
+        return f"{self.dir}/build.json"
+
+    @property
+    def weights_file(self) -> str:
+        return f"{self.dir}/weights.safetensors"
+
+
+@dataclass(frozen=True)
+class DynamicEntry:
+    """See `specc.speculation.plans.DynamicTree`."""
+
+    num_nodes: int
+    top_k: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """A plan, see `specc.speculation.plans.SpecPlan`, and the file of its step program."""
+
+    name: str
+    widths: tuple[int, ...]
+    parents: tuple[int, ...]
+    dynamic: DynamicEntry | None
+    drafts: tuple[str, ...]
+    combine: str
+    tile: int | None
+    file: str
+
+    @classmethod
+    def of(cls, plan: SpecPlan, file: str) -> PlanEntry:
+        dynamic = DynamicEntry(**dataclasses.asdict(plan.dynamic)) if plan.dynamic else None
+        shape = (plan.name, plan.widths, plan.parents, dynamic)
+        return cls(*shape, plan.drafts, plan.combine, plan.tile, file)
+
+    @property
+    def plan(self) -> SpecPlan:
+        """Raises SpeccError: no such plan can be."""
+        return SpecPlan.from_json(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
+class LimitsEntry:
+    """Sizes that the engine was compiled for; block_size 0 is dense, one block a sequence.
+
+    Plans whose logits would take more than max_logits_mb are in tiles.
+    """
+
+    max_batch_size: int
+    max_seq_len: int
+    block_size: int
+    prefill_chunk: int
+    max_nodes: int
+    max_logits_mb: int
+
+
+@dataclass(frozen=True)
+class TokenizerEntry:
+    """The tokenizer; file None where the engine takes token ids only."""
+
+    file: str | None
+    map_sha256: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    add_bos: bool
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """Bytes that one model takes at run time."""
+
+    weights: int
+    cache: int
+    logits: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.logits + self.workspace
+
+
+@dataclass(frozen=True)
+class NativeEntry:
+    """Compiled code for CPUs: the operators' library, and the instruction sets that it may use."""
+
+    library: str
+    isa_flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RectangleEntry:
+    """ONNX files of the models: their opset, and the rows of a cache, see `CacheRows`."""
+
+    opset: int
+    front: int
+    slots: int
+    scratch: int
+
+    @property
+    def rows(self) -> CacheRows:
+        return CacheRows(self.front, self.slots, self.scratch)
+
+
+@dataclass(frozen=True)
+class TensorRTEntry:
+    """What built the TensorRT engines, and for which GPU; None is every GPU that it supports."""
+
+    name: str
+    version: str
+    compute_capability: str | None
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Content of one file of the engine."""
+
+    sha256: str
+    bytes: int

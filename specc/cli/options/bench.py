@@ -1,0 +1,140 @@
+"""Options of `specc bench`: of every benchmark, and of shapes with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from specc.cli.options.prompts import PromptFile
+from specc.cli.options.report import ReportOptions
+from specc.errors import ConfigError
+from specc.option import check_ranges, option
+from specc.runtime.engine_args import EngineArgs
+
+if TYPE_CHECKING:
+    from specc.bench.report import Settings
+
+BUILT_IN = "built-in"
+DEFAULT_CONTEXT = 1024
+TRANSFORMERS = "transformers"
+
+
+@dataclass(frozen=True)
+class BenchOptions(PromptFile, ReportOptions):
+    """What every benchmark is asked for.
+
+    Args:
+        args: how the engine is opened.
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    tokens: int = option(
+        128, "Output tokens to generate for each prompt; EOS does not end an output.", least=2
+    )
+    batch_size: int = option(1, "Prompts that are decoded together.", least=1)
+    plans: tuple[str, ...] = option(
+        (), "Measure this plan instead of the engine's default one; repeatable.", "--plan"
+    )
+    against: str | None = option(
+        None, "Also measure another program: transformers, its plain and assisted generation."
+    )
+    target_checkpoint: str | None = option(
+        None, "Checkpoint for transformers; without it, the one that was compiled."
+    )
+    draft_checkpoint: str | None = option(
+        None, "Checkpoint for transformers; without it, the one that was compiled."
+    )
+    synthetic_acceptance: str | None = option(
+        None,
+        "Draw acceptance by sibling rank: what a step costs, apart from the draft.",
+        metavar="P1,P2,…",
+    )
+    rounds: int = option(5, "Rounds that are measured.", least=1)
+    warmup: int = option(1, "Rounds that run before them and do not count.", least=0)
+    args: EngineArgs = field(default_factory=EngineArgs)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.against not in (None, TRANSFORMERS):
+            raise ConfigError(
+                f"--against {self.against}", TRANSFORMERS, f"--against {TRANSFORMERS}"
+            )
+
+    def named(self) -> dict[str, object]:
+        """Options that only an engine has, by name."""
+        return {
+            "--plan": self.plans,
+            "--prompts": self.prompts,
+            "--num-prompts": self.num_prompts,
+            "--target-checkpoint": self.target_checkpoint,
+            "--draft-checkpoint": self.draft_checkpoint,
+            "--verify": self.args.verify,
+        }
+
+    def settings(self) -> Settings:
+        """The part of the options that the report repeats."""
+        from specc.bench.report import Settings
+        from specc.cost.acceptance import parse_ranks
+
+        text = self.synthetic_acceptance
+        return Settings(
+            rounds=self.rounds,
+            warmup=self.warmup,
+            tokens=self.tokens,
+            batch_size=self.batch_size,
+            prompts=BUILT_IN if self.prompts is None else str(self.prompts),
+            synthetic_acceptance=None
+            if text is None
+            else parse_ranks(text, "--synthetic-acceptance"),
+        )
+
+
+@dataclass(frozen=True)
+class ShapesOptions:
+    """What `--synthetic` adds to the options of every benchmark.
+
+    Args:
+        synthetic: shapes of the target and, after a slash or a comma, of the draft; None measures
+            an engine.
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    synthetic: str | None = option(
+        None,
+        "Shapes of published models with random weights, instead of an engine.",
+        metavar="TARGET[/DRAFT]",
+    )
+    context: int | None = option(
+        None, "With --synthetic: tokens of a prompt; 1024 unless it is given.", least=1
+    )
+    trees: tuple[str, ...] = option(
+        (), "With --synthetic: a tree, in the form that specc compile takes.", "--tree"
+    )
+    num_speculative_tokens: int | None = option(None, "With --synthetic: a chain of this length.")
+    dtype: str | None = option(
+        None, "With --synthetic: dtype of the weights; without it, what suits the device."
+    )
+    estimate: bool = option(
+        False,
+        "With --synthetic: nodes, bytes and estimated time of a step on an H200; needs no GPU and"
+        " measures nothing.",
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    @property
+    def num_context(self) -> int:
+        return DEFAULT_CONTEXT if self.context is None else self.context
+
+    def named(self) -> dict[str, object]:
+        """Options that only shapes have, by name."""
+        return {
+            "--context": self.context,
+            "--tree": self.trees,
+            "--num-speculative-tokens": self.num_speculative_tokens,
+            "--dtype": self.dtype,
+            "--estimate": self.estimate or None,
+        }

@@ -1,0 +1,115 @@
+"""Options of `specc compile`: what the models become, and how drafts work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specc.option import option
+
+if TYPE_CHECKING:
+    from specc.config import CompileConfig
+    from specc.speculation.plans import SpecPlan
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What proposes tokens, and in which shape."""
+
+    drafts: tuple[str, ...] = option(
+        (),
+        "What proposes tokens: a draft model; lookup:N, which repeats what followed the last N"
+        " tokens earlier in the request; or suffix, which searches earlier outputs, too. Repeat the"
+        " option for several. Without it, the engine does not speculate.",
+        "--draft",
+        metavar="DRAFT",
+    )
+    combine: str | None = option(
+        None,
+        "How several drafts work together: merge verifies all proposals as one tree (the default),"
+        " vote verifies the chain that most drafts agree on, best asks for each sequence the model"
+        " or the lookup, whichever promises more.",
+    )
+    trees: tuple[str, ...] = option(
+        (),
+        "Shape of the proposals: how many children each node of a level gets, or"
+        " dynamic:NODES,CHILDREN,LEVELS for a tree that the draft chooses anew at every step."
+        " Repeat the option for several plans; the first is the default.",
+        "--tree",
+        metavar="W1,W2,…",
+    )
+    num_speculative_tokens: int | None = option(
+        None,
+        "Propose a chain of this many tokens instead of a tree. The default is 4, and 8 for"
+        " lookups.",
+    )
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of `CompileConfig`, which validates them."""
+
+    dtype: str = option(
+        "float32",
+        "Type of weights and arithmetic: float32, bfloat16 (bf16), float16 (fp16, half; not for the"
+        " backends cpu and eager), or auto, the type of the checkpoint.",
+    )
+    draft_dtypes: tuple[str, ...] = option(
+        (),
+        "The same for the draft models: once for all of them, or once for each. The default is the"
+        " type of the target.",
+        "--draft-dtype",
+    )
+    max_batch_size: int = option(8, "How many sequences can decode together.")
+    max_seq_len: int | None = option(
+        None,
+        "How many tokens a prompt and its output can have together. The default is what the models"
+        " allow, at most 4096.",
+    )
+    block_size: int = option(
+        16,
+        "How many tokens a block of the KV cache holds; 0 makes one block for each sequence.",
+    )
+    prefill_chunk: int | None = option(
+        None,
+        "How many tokens of prompts one pass takes at most. The default is 2048 for cuda, where the"
+        " memory of such a pass is no more than --max-logits-mb, and 512 for others.",
+    )
+    max_logits_mb: int = option(
+        512,
+        "How many MiB of logits a step may hold. Trees that need more are verified in tiles, which"
+        " the rules mss and swor do not allow.",
+    )
+    backend: str | None = option(
+        None,
+        "What will run the engine: cpu (code compiled for this machine), eager (compiles in seconds"
+        " and runs several times slower), onnx (onnxruntime), tensorrt or cuda (both experimental)."
+        " The default is cpu where there is a C++ compiler, else eager.",
+    )
+    compute_capability: str | None = option(
+        None,
+        "Compute capability of the GPU that a TensorRT engine is for, such as 8.9. The default is"
+        " every GPU that TensorRT-RTX builds for, or the one that TensorRT finds.",
+        metavar="X.Y",
+    )
+    decomposable_attention: bool = option(
+        False,
+        "Let TensorRT compute attention by several kernels where it has no fused one, as for"
+        " float32.",
+    )
+    allow_nonfinite_weights: bool = option(
+        False,
+        "Compile weights that are NaN or infinite, or too large for --dtype; without it they are"
+        " refused.",
+    )
+    probe: bool = option(
+        True,
+        "Generate a few dozen tokens at the end and report how many are accepted.",
+        "--probe/--no-probe",
+    )
+
+    def config(self, plans: tuple[SpecPlan, ...], policy: str) -> CompileConfig:
+        """Raises ConfigError: a value outside its range, or options that exclude each other."""
+        from specc.config import CompileConfig
+
+        return CompileConfig(plans=plans, policy=policy, **vars(self))

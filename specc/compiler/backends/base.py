@@ -1,0 +1,168 @@
+"""What the compiler asks of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from specc.artifact.backends import BackendFacts
+from specc.artifact.engine_writer import EngineWriter
+from specc.artifact.manifest import Manifest
+from specc.artifact.manifest_entries import LimitsEntry, NativeEntry, RectangleEntry, TensorRTEntry
+from specc.compiler.compiled_model import CompiledModel
+from specc.compiler.model_entries import LEAST_PREFILL_CHUNK
+from specc.config import CompileConfig
+from specc.errors import SpeccError
+from specc.passes.memory import ModelMemory
+from specc.passes.pipeline import PassRecord
+from specc.passes.pipeline import Phases as Layout
+from specc.progress import Phases
+from specc.speculation.plans import SpecPlan
+
+
+@dataclass(frozen=True)
+class UnfinishedEngine:
+    """An engine whose graphs and weights are written: what a backend makes the rest from.
+
+    Args:
+        writer: of the engine's directory.
+        models: after their last pass, the target first.
+        plans: of the engine, the default first.
+        limits: of the engine.
+        config: options, as the backend has adapted them.
+        phases: tells the listener how far this is.
+        dump: directory that gets each program's graph after each phase, or None.
+    """
+
+    writer: EngineWriter
+    models: Sequence[CompiledModel]
+    plans: Sequence[SpecPlan]
+    limits: LimitsEntry
+    config: CompileConfig
+    phases: Phases
+    dump: Path | None = None
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What a backend has added to an engine.
+
+    Args:
+        native: of engines that bring compiled operators.
+        rectangle: of engines whose programs take rectangles of tokens.
+        tensorrt: of engines for TensorRT.
+        records: what its passes did.
+        warnings: what the user should know.
+    """
+
+    native: NativeEntry | None = None
+    rectangle: RectangleEntry | None = None
+    tensorrt: TensorRTEntry | None = None
+    records: list[PassRecord] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+class CompilerBackend:
+    """How engines of one backend are compiled.
+
+    A backend overrides what is different for it; a compilation calls the methods in the order in
+    which they stand here. Its object holds no state, so that one serves all compilations.
+
+    Attributes:
+        facts: of the backend that the engine names, and that runs it.
+        aliases: what people and other programs call it; an error then says the right name.
+        options: fields of `CompileConfig` that it takes and others do not; see `BACKEND_OPTIONS`.
+        prefill_chunk: tokens of a prefill pass where nobody says how many.
+    """
+
+    facts: BackendFacts
+    aliases: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    prefill_chunk: int = LEAST_PREFILL_CHUNK
+
+    @property
+    def name(self) -> str:
+        """As `--backend` has it."""
+        return self.facts.name
+
+    def check_machine(self) -> None:
+        """Ask, before anything else, whether this machine can compile for it.
+
+        Raises:
+            SpeccError: it cannot; what is missing, and where to get it.
+        """
+
+    def instead_of(self, error: SpeccError) -> str:
+        """What to tell a user who named no backend, and for whom a better one cannot compile.
+
+        Args:
+            error: why that one cannot.
+        """
+        return f"{error.found}, so the engine is for the backend {self.name}; {error.do}"
+
+    def adapt(self, config: CompileConfig) -> CompileConfig:
+        """Options as engines of this backend have them.
+
+        Raises:
+            ConfigError: packages are missing that it compiles with.
+        """
+        return config
+
+    def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
+        """Refuse options before anything is traced.
+
+        Args:
+            config: options.
+            dtypes: of the models, each among those of the facts.
+        Raises:
+            SpeccError: a combination that it cannot compile here.
+        """
+
+    def phases(self, max_seq_len: int) -> Layout:
+        """Phases of the pipeline after those of every backend; what they leave is written.
+
+        Args:
+            max_seq_len: positions that the engine serves.
+        """
+        return ()
+
+    def model_memory(
+        self, memory: ModelMemory, limits: LimitsEntry, plans: Sequence[SpecPlan]
+    ) -> ModelMemory:
+        """Memory of a model at run time.
+
+        Args:
+            memory: with caches of as many rows as the limits say.
+            limits: of the engine.
+            plans: of the engine.
+        """
+        return memory
+
+    def emit(self, engine: UnfinishedEngine) -> Emitted:
+        """Compile and write what the engine has besides graphs and weights.
+
+        Raises:
+            SpeccError: a program that it cannot compile, or a file that cannot be written.
+        """
+        return Emitted()
+
+    def probe_refusal(self, manifest: Manifest) -> str | None:
+        """Why the engine cannot be tried on this machine; None where it can."""
+        if self.facts.is_on_gpu and not torch.cuda.is_available():
+            return "this machine has no GPU that torch can use"
+        return None
+
+    def extended_nodes(self, manifest: Manifest, plans: Sequence[SpecPlan], max_nodes: int) -> int:
+        """Rows after committed ones of a finished engine that gets other plans.
+
+        Args:
+            manifest: of the engine.
+            plans: that it is to have.
+            max_nodes: rows that they need.
+        Raises:
+            ConfigError: what is compiled cannot run them.
+        """
+        return max_nodes

@@ -1,0 +1,37 @@
+"""The backend cpu: programs compiled for this machine, and the library of C++ operators."""
+
+from __future__ import annotations
+
+from specc.artifact.backends import facts_of
+from specc.artifact.manifest_entries import NativeEntry
+from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
+from specc.passes.lower.cpu import lower as lower_cpu
+from specc.passes.pipeline import Phases as Layout
+
+
+class CpuBackend(CompilerBackend):
+    """Compiles each program without its weights, and brings the operators that it calls."""
+
+    facts = facts_of("cpu")
+
+    def check_machine(self) -> None:
+        if (missing := lower_cpu.missing_compiler()) is not None:
+            raise missing
+
+    def phases(self, max_seq_len: int) -> Layout:
+        return lower_cpu.LAYOUT_PHASES
+
+    def emit(self, engine: UnfinishedEngine) -> Emitted:
+        library = lower_cpu.LIBRARY_FILE
+        packages = [
+            lower_cpu.CpuPackage(model.program, engine.writer.path(model.entry.package_file))
+            for model in engine.models
+        ]
+        with engine.phases.phase("compile programs") as advance:
+            records, isa_flags = lower_cpu.lower_cpu(
+                packages, engine.writer.path(library), engine.dump, advance
+            )
+        return Emitted(native=NativeEntry(library, isa_flags), records=records)
+
+
+BACKEND = CpuBackend()

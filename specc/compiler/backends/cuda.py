@@ -1,0 +1,24 @@
+"""The backend cuda: graphs whose operators are Triton kernels, captured where they run."""
+
+from __future__ import annotations
+
+from specc.artifact.backends import facts_of
+from specc.compiler.backends.base import CompilerBackend
+from specc.passes.lower.cuda.phases import cuda_phases
+from specc.passes.pipeline import Phases as Layout
+
+
+class CudaBackend(CompilerBackend):
+    """Rewrites the graphs; kernels are compiled by the GPU's machine when it loads the engine."""
+
+    facts = facts_of("cuda")
+    aliases = ("gpu",)
+    # what a pass costs besides its tokens (launches, weights) is to be a small part of it: 2048
+    # tokens of an 8B model are some 30 TFLOP, against 16 GB of weights
+    prefill_chunk = 2048
+
+    def phases(self, max_seq_len: int) -> Layout:
+        return cuda_phases(max_seq_len)
+
+
+BACKEND = CudaBackend()

@@ -1,0 +1,27 @@
+"""The backend aot-inductor: an engine for cuda, with code that AOTInductor compiles."""
+
+from __future__ import annotations
+
+from specc.compiler.backends.base import Emitted, UnfinishedEngine
+from specc.compiler.backends.cuda import CudaBackend
+from specc.passes.lower.experimental import aot_inductor
+
+
+class AotInductorBackend(CudaBackend):
+    """Adds a package for each size that passes of steps have."""
+
+    @property
+    def name(self) -> str:
+        return aot_inductor.BACKEND
+
+    def check_machine(self) -> None:
+        aot_inductor.check_machine()
+
+    def emit(self, engine: UnfinishedEngine) -> Emitted:
+        with engine.phases.phase("compile packages"):
+            models = [(model.entry, model.program) for model in engine.models]
+            aot_inductor.lower_aot_inductor(models, engine.plans, engine.limits, engine.writer)
+        return Emitted()
+
+
+BACKEND = AotInductorBackend()

@@ -1,0 +1,78 @@
+"""Models through the pipeline: traced, rewritten, and described for the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from specc.artifact.manifest_entries import ModelEntry
+from specc.compiler.checks import advice_for
+from specc.compiler.model_entries import check_windows, describe_model
+from specc.passes.frontend.model_source import ModelSource
+from specc.passes.frontend.position_limit import position_limit
+from specc.passes.frontend.trace_flat import trace
+from specc.passes.pipeline import PHASES, PassRecord, Pipeline
+from specc.passes.pipeline import Phases as Layout
+from specc.passes.program import Program
+from specc.passes.rewrite.fit_vocabulary import FitVocabulary
+from specc.passes.step.step_graph import TARGET
+from specc.progress import Phases
+from specc.speculation.plans import SpecPlan
+
+
+@dataclass
+class CompiledModel:
+    """A model after its last pass, and what the manifest says about it."""
+
+    source: ModelSource
+    program: Program
+    entry: ModelEntry
+    # over rectangles, where the backend takes those
+    rectangular: Program | None = None
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+
+def compile_models(
+    sources: Sequence[ModelSource],
+    plans: Sequence[SpecPlan],
+    max_seq_len: int,
+    lowering: Layout,
+    phases: Phases,
+    dump: Path | None = None,
+) -> tuple[list[CompiledModel], list[PassRecord]]:
+    """Trace and rewrite the models of an engine; no weight is read.
+
+    Args:
+        sources: the target first.
+        plans: of the engine.
+        max_seq_len: positions that the engine serves.
+        lowering: phases of the backend, after those of every engine.
+        phases: tells the listener how far this is.
+        dump: directory that gets each program's graph after each phase, or None.
+    Returns:
+        the models, and what each pass did.
+    Raises:
+        SpeccError: a model that specc does not compile, or a plan that it cannot verify.
+    """
+    models: list[CompiledModel] = []
+    records: list[PassRecord] = []
+    for source in sources:
+        author = source.module if source.is_given else source.label
+        with phases.phase(f"trace {source.name}"), advice_for(author):
+            program = trace(source.module, source.name)
+            source.position_rows = position_limit(program)
+        layout = PHASES
+        if source.name != TARGET:
+            num_ids = models[0].entry.vocab_size
+            layout = (*layout, ("vocabulary", (partial(FitVocabulary, num_ids),)))
+        with phases.phase(f"rewrite {source.name}"), advice_for(author):
+            records += Pipeline((*layout, *lowering), dump).run(program)
+        entry = describe_model(source, program, max_seq_len)
+        models.append(CompiledModel(source, program, entry))
+        check_windows(entry, plans)
+    return models, records

@@ -1,0 +1,74 @@
+"""Files of an engine that do not depend on its backend: graphs, tokenizer, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from specc.artifact.engine_writer import EngineWriter
+from specc.artifact.manifest_entries import PlanEntry
+from specc.compiler.compiled_model import CompiledModel
+from specc.compiler.tokenizer import EngineTokenizer
+from specc.passes.lower.emit import program_to_json
+from specc.passes.pipeline import PassRecord
+from specc.passes.step.fuse_step import fuse_step
+from specc.speculation.plans import SpecPlan
+
+_TOKENIZER_FILES = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+
+
+def step_file(plan: SpecPlan) -> str:
+    """Where an engine has the step program of a plan."""
+    return f"steps/{plan.name}.json"
+
+
+def write_steps(
+    writer: EngineWriter,
+    plans: Sequence[SpecPlan],
+    slabs: dict[str, int],
+    is_rectangular: bool,
+) -> tuple[PlanEntry, ...]:
+    """Fuse and write the step program of each plan.
+
+    Args:
+        writer: of the engine.
+        plans: of the engine.
+        slabs: model name → number of its slabs.
+        is_rectangular: the engine's programs take rectangles of tokens.
+    Returns:
+        what the manifest says of the plans.
+    """
+    for plan in plans:
+        writer.write_json(step_file(plan), fuse_step(plan, slabs, is_rectangular).to_json())
+    return tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
+
+
+def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> None:
+    """Write the graph of each model."""
+    for model in models:
+        writer.write_json(model.entry.program_file, program_to_json(model.program))
+
+
+def write_configurations(
+    writer: EngineWriter, models: Sequence[CompiledModel], tokens: EngineTokenizer
+) -> None:
+    """Copy the configurations of models that come from directories, and the tokenizer's files."""
+    for model in models:
+        if model.source.directory is not None:
+            config = model.source.directory / "config.json"
+            writer.copy_file(config, f"{model.entry.dir}/config.json")
+    if tokens.file is not None:
+        writer.write_bytes(tokens.file.name, tokens.data)
+        for name in _TOKENIZER_FILES:
+            if (tokens.file.parent / name).is_file():
+                writer.copy_file(tokens.file.parent / name, name)
+
+
+def write_report(
+    writer: EngineWriter, records: Sequence[PassRecord], seconds: Mapping[str, float]
+) -> None:
+    """Write what each pass did, and how long each phase took."""
+    report = {
+        "passes": [record.to_json() for record in records],
+        "phases": {name: round(value, 3) for name, value in seconds.items()},
+    }
+    writer.write_json("report.json", report)

@@ -1,0 +1,106 @@
+"""Directories that tests make once: kept in specc's cache by all that they are made of.
+
+Workers share them, and so do later runs, until a source, a package, or what they are made of
+changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import io
+import os
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from specc.system.file_cache import FileCache
+from specc.system.machine import isa_flags
+
+ROOT = Path(__file__).resolve().parents[1]
+# what compiles, which imports nothing else of this repository (make lint)
+COMPILER = ("specc", "passes", "kernels")
+# of all directories in the cache; those that nobody asked for longest are removed
+MAX_BYTES = 1 << 30
+_FOLDER = "tests"
+
+
+def keep(path: Path, make: Callable[[Path], object], *key: Any, sources: tuple[str, ...]) -> Path:
+    """Make a directory, or write the one that was made of the same before.
+
+    Args:
+        path: where it shall be; what is there stays.
+        make: called with a path, writes the directory there.
+        key: what it is made of, besides sources, packages and processor; told apart by `repr`.
+        sources: files and folders of this repository that make it.
+    Returns:
+        `path`.
+    """
+    cache = FileCache()
+    parts = (key, *map(_source_hash, sources), _environment())
+    name = f"{_FOLDER}/{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.tar"
+
+    def pack(scratch: Path) -> Path:
+        make(scratch / "made")
+        with tarfile.open(scratch / "made.tar", "w") as archive:
+            archive.add(scratch / "made", ".")
+        return scratch / "made.tar"
+
+    data = cache.obtain(name, pack)
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(cache.path(name))
+    remove_oldest(cache.root / _FOLDER, MAX_BYTES)
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        archive.extractall(path, filter="data")
+    return path
+
+
+def content_hash(path: Path) -> str:
+    """Hash of a file, or of all files of a directory with their names."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        if "__pycache__" not in file.parts:
+            digest.update(f"{file.relative_to(path)}\0".encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def remove_oldest(directory: Path, max_bytes: int) -> None:
+    """Remove what nobody asked for longest, until the others have room."""
+    found = []
+    for file in directory.glob("*.tar"):
+        # another process may be removing it, too
+        with contextlib.suppress(FileNotFoundError):
+            status = file.stat()
+            found.append((status.st_mtime, status.st_size, file))
+    total = sum(size for _, size, _ in found)
+    for _, size, file in sorted(found):
+        if total <= max_bytes:
+            return
+        total -= size
+        file.unlink(missing_ok=True)
+        file.with_name(f"{file.name}.sha256").unlink(missing_ok=True)
+
+
+# sources do not change while tests run; a mutant is in them before its process first asks
+@functools.cache
+def _source_hash(part: str) -> str:
+    return content_hash(ROOT / part)
+
+
+@functools.cache
+def _environment() -> tuple[Any, ...]:
+    """Packages, processor and settings."""
+    packages = sorted((d.name, d.version) for d in importlib.metadata.distributions())
+    settings = sorted(
+        (key, value)
+        for key, value in os.environ.items()
+        if key in ("CXX", "TRITON_INTERPRET")
+        or (key.startswith("SPECC_") and key != "SPECC_CACHE_DIR")
+    )
+    return sys.version, *isa_flags(), *packages, *settings

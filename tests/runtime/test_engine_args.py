@@ -1,0 +1,105 @@
+"""How an engine is opened: one dataclass, whoever asks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from specc.errors import ConfigError, EngineError, RequestError
+from specc.runtime.engine_args import AsyncEngineArgs, EngineArgs
+from specc.runtime.llm import LLM
+from specc.sampling.params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"num_threads": 0}, "num_threads 0"),
+        ({"num_threads": 1 + len(os.sched_getaffinity(0))}, "num_threads "),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"kv_cache_tokens": 0}, "kv_cache_tokens=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": True}, "seed=True"),
+        ({"max_logprobs": 21}, "max_logprobs=21"),
+        ({"max_waiting": 0}, "max_waiting=0"),
+    ],
+)
+def test_a_value_that_no_engine_has_is_refused_before_it_loads(values, found):
+    with pytest.raises(ConfigError) as caught:
+        AsyncEngineArgs("/no/such/engine", **values)
+    assert caught.value.found.startswith(found)
+
+
+def test_vllms_names_are_taken():
+    args = EngineArgs.from_names(
+        model="engine/", enable_prefix_caching=False, trust_remote_code=True, dtype="auto"
+    )
+    assert args == EngineArgs("engine/", shares_prefixes=False, dtype="auto")
+    # None is what it is without the name
+    assert EngineArgs.from_names(engine="e", enable_prefix_caching=None).shares_prefixes
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "neither engine nor model"),
+        ({"engine": "a", "model": "b"}, "engine=a, model=b"),
+        ({"engine": "a", "tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"engine": "a", "max_waiting": 5}, "max_waiting=5"),
+        ({"engine": "a", "capture": 5}, "capture=5"),
+    ],
+)
+def test_what_there_is_not_is_answered(given, found):
+    with pytest.raises(ConfigError, match=found):
+        EngineArgs.from_names(**given)
+
+
+def test_a_checkpoint_is_no_engine(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineError, match="compile it first"):
+        EngineArgs(tmp_path).load()
+    with pytest.raises(EngineError, match="a model of the hub"):
+        EngineArgs("owner/model").load()
+    with pytest.raises(ConfigError, match="an engine of type int"):
+        EngineArgs(5).load()  # type: ignore[arg-type]
+
+
+def test_a_core_runs_as_the_options_say(saved_engine):
+    args = EngineArgs(
+        saved_engine.path, "chain-4", max_num_seqs=1, shares_prefixes=False, max_model_len=40
+    )
+    core = args.make_core()
+    assert core.engine.cache.shape.max_num_seqs == 1
+    core.requests.make([1] * 38, SamplingParams(max_tokens=2))
+    with pytest.raises(RequestError, match="max_seq_len is 40"):
+        core.requests.make([1] * 40, SamplingParams(max_tokens=1))
+    with pytest.raises(ConfigError, match="max_model_len=4000"):
+        EngineArgs(saved_engine.path, max_model_len=4000).load()
+
+
+def test_llm_opens_what_the_options_name(saved_engine):
+    with LLM.from_engine_args(EngineArgs(saved_engine.path, "off", max_num_seqs=1)) as llm:
+        assert llm.engine.cache.shape.max_num_seqs == 1
+        assert not llm.get_metrics().num_spec_steps
+
+
+def test_every_option_of_llm_is_a_field():
+    import inspect
+
+    of_vllm = {"model", "enable_prefix_caching", "vllm"}
+    names = inspect.signature(LLM).parameters.keys() - of_vllm
+    assert names <= {field.name for field in fields(EngineArgs)}
+
+
+def test_options_are_read_without_torch():
+    """Triton settles the devices of a process, and --help answers, before torch loads."""
+    code = (
+        "import sys; from specc.runtime.engine_args import AsyncEngineArgs;"
+        "AsyncEngineArgs('e', num_threads=1); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

@@ -1,0 +1,15 @@
+"""What compiles here traces models that are alike once: tests of tracing are in tests/passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.traces import shared_traces
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _traces() -> Iterator[None]:
+    with shared_traces():
+        yield

@@ -1,0 +1,130 @@
+"""Traces of models that are alike, and their ONNX files: made once in a process, in seconds each.
+
+Only models of transformers are known by what they are made of; of others every trace is new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specc.artifact.graph_io import graph_to_json
+from specc.compiler import compiled_model
+from specc.passes.frontend.trace_flat import trace
+from specc.passes.frontend.trace_rectangular import trace_rectangular
+from specc.passes.lower.onnx import lower
+from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
+from specc.passes.program import Program
+from specc.passes.rewrite import rectangular
+
+Trace = Callable[[nn.Module, str], Program]
+
+_LIBRARIES = ("transformers.", "torch.nn.")
+# where a model came from, which a trace does not read
+_ORIGINS = ("_name_or_path", "name_or_path")
+_known: dict[Hashable, Program] = {}
+_written: dict[Hashable, tuple[bytes, OnnxFile]] = {}
+
+
+def trace_once(model: nn.Module, name: str, how: Trace = trace) -> Program:
+    """What `how` makes of a model, for the caller to change."""
+    key = fingerprint(model)
+    if key is None:
+        return how(model, name)
+    if (how, key) not in _known:
+        _known[how, key] = how(model, name)
+    known = _known[how, key]
+    return Program(
+        name,
+        copy.deepcopy(known.graph_module),
+        dict(known.weights),
+        {key: value.clone() for key, value in known.constants.items()},
+        runtime_inputs=known.runtime_inputs,
+    )
+
+
+def write_once(program: Program, path: Path, weights: Path) -> OnnxFile:
+    """What `lower_onnx` writes: a model's name, and places of its weights, but no weight."""
+    with weights.open("rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    constants = [(key, _bytes_of(value)) for key, value in program.constants.items()]
+    described = repr((program.weights, program.caches, program.layers, program.runtime_inputs))
+    key = json.dumps(graph_to_json(program.graph)), described, header, weights.name, *constants
+    if key not in _written:
+        made = lower_onnx(program, path, weights)
+        _written[key] = path.read_bytes(), made
+        return made
+    # not on every machine that reads this file: tests/gpu/output.py
+    import onnx
+
+    data, made = _written[key]
+    model = onnx.ModelProto.FromString(data)
+    model.graph.name = program.name
+    path.write_bytes(model.SerializeToString())
+    return made
+
+
+@contextlib.contextmanager
+def shared_traces() -> Iterator[None]:
+    """Let the compiler trace models that are alike once, and write their ONNX files once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_model, "trace", trace_once)
+        rectangle = functools.partial(trace_once, how=trace_rectangular)
+        patch.setattr(rectangular, "trace_rectangular", rectangle)
+        patch.setattr(lower, "lower_onnx", write_once)
+        yield
+
+
+def fingerprint(model: nn.Module) -> Hashable | None:
+    """All of a model that a trace can see, but for the values of its parameters.
+
+    None is a model with parts that are neither of transformers nor of torch, or that were changed.
+    """
+    modules: list[Hashable] = []
+    for path, module in model.named_modules():
+        kind, hooks = type(module), (module._forward_hooks, module._forward_pre_hooks)
+        if not kind.__module__.startswith(_LIBRARIES) or "forward" in vars(module) or any(hooks):
+            return None
+        modules.append((path, kind, module.training, _attributes(module)))
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): key for key, parameter in reversed(parameters)}
+    kinds = [(key, first[id(parameter)], *_kind_of(parameter)) for key, parameter in parameters]
+    buffers = [
+        (key, *_kind_of(buffer), None if buffer.is_meta else _bytes_of(buffer))
+        for key, buffer in model.named_buffers(remove_duplicate=False)
+    ]
+    config: Any = getattr(model, "config", None)
+    fields = {} if config is None else vars(config)
+    described = repr({key: fields[key] for key in sorted(fields) if key not in _ORIGINS})
+    return tuple(modules), tuple(kinds), tuple(buffers), described
+
+
+def _kind_of(value: Tensor) -> tuple[Hashable, ...]:
+    return value.dtype, value.device, tuple(value.shape), value.stride()
+
+
+def _bytes_of(value: Tensor) -> bytes:
+    return value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _attributes(module: nn.Module) -> tuple[Hashable, ...]:
+    """Numbers, names, lists and functions that a module computes with."""
+    kinds = (bool, int, float, str, list, tuple, torch.dtype, type(None))
+    return tuple(
+        # two partial functions never equal each other
+        (
+            key,
+            value if callable(value) and not isinstance(value, functools.partial) else repr(value),
+        )
+        for key, value in sorted(vars(module).items())
+        if key not in _ORIGINS and (isinstance(value, kinds) or callable(value))
+    )
