@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 SEED = 42
+
+
+def pytest_configure() -> None:
+    # a shell that starts the tests in the background has them ignore Ctrl-C, and all children too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
