@@ -16,6 +16,7 @@ from specc.kernels.reference import core as reference
 from specc.kernels.reference import experts as reference_experts
 from specc.kernels.reference import fused as reference_fused
 from specc.kernels.reference import products as reference_products
+from specc.kernels.reference import ranks as reference_ranks
 from specc.kernels.reference import rectangular as reference_rectangular
 from specc.kernels.reference import sampling as reference_sampling
 from specc.kernels.reference import trees as reference_trees
@@ -239,3 +240,4 @@ masked_attention = _define(
     reference_rectangular.masked_attention_reference,
     fakes.masked_attention,
 )
+all_reduce = _define("all_reduce(Tensor x) -> Tensor", reference_ranks.all_reduce, fakes.all_reduce)

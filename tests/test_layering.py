@@ -42,6 +42,7 @@ LAYER_OF = {
     "progress": "facts",
     "runtime": "runtime",
     "sampling": "facts",
+    "sharding": "facts",
     "server": "serve",
     "simulate": "bench",
     "speculation": "facts",

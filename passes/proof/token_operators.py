@@ -48,6 +48,7 @@ POINTWISE = frozenset(
     (
         "floor_divide", "hardswish", "log_sigmoid", "__and__", "__or__", "repeat", "stack",
         "zeros_like", "ones_like", "full_like",
+        "all_reduce",  # the same element of every rank
     )
 )  # fmt: skip
 # may take the number of tokens as an argument, which can only name a size of the result

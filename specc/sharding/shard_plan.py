@@ -1,0 +1,230 @@
+"""A tensor-parallel cut as data: intervals of dimensions, a rank's piece of each, collectives.
+
+A dimension is cut by intervals: the rows of a fused `[q | k | v]` are three, and each rank holds a
+piece of every one. The plan says nothing about how it was found; `specc inspect --sharding` shows
+it, and `weight_pieces.py` cuts weights by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIRST_ROW, PADDING = "first_row", "padding"
+ALL_REDUCE = "all_reduce"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A run of a dimension that is cut as a whole, or not at all.
+
+    Args:
+        start: first index.
+        stop: index after the last one; more than the dimension has where its end is padded.
+        parts: pieces of equal size; 1 is whole on every rank.
+        copies: neighbouring ranks that hold the same piece: key and value heads that are fewer
+            than ranks. parts * copies is the number of ranks where parts is more than 1.
+    """
+
+    start: int
+    stop: int
+    parts: int = 1
+    copies: int = 1
+
+    @property
+    def local_size(self) -> int:
+        """Of a rank's piece."""
+        return (self.stop - self.start) // self.parts
+
+    def piece(self, rank: int) -> tuple[int, int]:
+        """First index of a rank's piece, and the one after its last."""
+        if self.parts == 1:
+            return self.start, self.stop
+        first = self.start + rank // self.copies * self.local_size
+        return first, first + self.local_size
+
+
+Cut = tuple[Interval, ...]
+
+
+def local_size(cut: Cut) -> int:
+    """Of a rank's part of a dimension."""
+    return sum(interval.local_size for interval in cut)
+
+
+def local_offset(cut: Cut, index: int) -> int:
+    """Where an index between two intervals of a dimension is in a rank's part of it."""
+    offset = 0
+    for interval in cut:
+        if interval.stop <= index:
+            offset += interval.local_size
+    return offset
+
+
+@dataclass(frozen=True)
+class WeightCut:
+    """What ranks hold of a weight.
+
+    Args:
+        key: name in the engine's weight files.
+        dtype: of torch, such as `float32`.
+        shape: of the whole weight.
+        cuts: intervals of each dimension.
+        is_first_only: added to a sum over ranks, so that only rank 0 holds its values; the others
+            hold zeros.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    is_first_only: bool = False
+
+    @property
+    def is_cut(self) -> bool:
+        return any(interval.parts > 1 for cut in self.cuts for interval in cut)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(local_size(cut) for cut in self.cuts)
+
+    @property
+    def local_bytes(self) -> int:
+        return math.prod(self.local_shape) * getattr(torch, self.dtype).itemsize
+
+    @property
+    def whole_bytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's part of the whole weight, zeros where it is padded."""
+        if self.is_first_only and rank:
+            return whole.new_zeros(self.local_shape)
+        for dim, cut in enumerate(self.cuts):
+            if missing := cut[-1].stop - whole.shape[dim]:
+                shape = (*whole.shape[:dim], missing, *whole.shape[dim + 1 :])
+                whole = torch.cat((whole, whole.new_zeros(shape)), dim)
+            pieces = [interval.piece(rank) for interval in cut]
+            whole = torch.cat([whole.narrow(dim, a, b - a) for a, b in pieces], dim)
+        return whole
+
+
+@dataclass(frozen=True)
+class RankConstant:
+    """A small input whose values follow from the rank.
+
+    Args:
+        name: of the input.
+        kind: `first_row`: [1] int64, the first row of a table that the rank holds. `padding`:
+            [rows], 0 for columns of logits that there are, -inf for those after the last one.
+        rows: that each rank holds.
+        total: that there are.
+        dtype: of the input.
+    """
+
+    name: str
+    kind: str
+    rows: int
+    total: int
+    dtype: str = "int64"
+
+    def value(self, rank: int) -> Tensor:
+        first = rank * self.rows
+        if self.kind == FIRST_ROW:
+            return torch.tensor([first])
+        value = torch.zeros(self.rows, dtype=getattr(torch, self.dtype))
+        value[max(0, self.total - first) :] = -torch.inf
+        return value
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A meeting of all ranks in each pass.
+
+    Args:
+        node: in the graph.
+        kind: `all_reduce`.
+        after: the node whose values are summed.
+        layer: attention layers before it.
+        bytes_per_token: of the values of one token.
+    """
+
+    node: str
+    kind: str
+    after: str
+    layer: int
+    bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How one model is cut.
+
+    Args:
+        num_ranks: of the tensor-parallel group.
+        weights: of the graph, in the order of its inputs, each once.
+        collectives: in the order of execution.
+        constants: inputs that differ from rank to rank.
+        vocab_size: columns of the whole logits.
+        local_vocab_size: columns of a rank's; equal to `vocab_size` where they are not cut.
+    """
+
+    num_ranks: int
+    weights: tuple[WeightCut, ...]
+    collectives: tuple[Collective, ...]
+    constants: tuple[RankConstant, ...]
+    vocab_size: int
+    local_vocab_size: int
+
+    @property
+    def cuts_vocabulary(self) -> bool:
+        return self.local_vocab_size != self.vocab_size
+
+    @property
+    def local_bytes(self) -> int:
+        """Of a rank's weights; the same for every rank."""
+        return sum(weight.local_bytes for weight in self.weights)
+
+    @property
+    def whole_bytes(self) -> int:
+        return sum(weight.whole_bytes for weight in self.weights)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all sums of a pass."""
+        return sum(item.bytes_per_token for item in self.collectives)
+
+    @property
+    def by_key(self) -> dict[str, WeightCut]:
+        return {weight.key: weight for weight in self.weights}
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ShardPlan:
+        """Raises KeyError, TypeError: it is no plan."""
+        weights = tuple(
+            WeightCut(
+                item["key"],
+                item["dtype"],
+                tuple(item["shape"]),
+                tuple(tuple(Interval(**part) for part in cut) for cut in item["cuts"]),
+                item["is_first_only"],
+            )
+            for item in data["weights"]
+        )
+        return cls(
+            data["num_ranks"],
+            weights,
+            tuple(Collective(**item) for item in data["collectives"]),
+            tuple(RankConstant(**item) for item in data["constants"]),
+            data["vocab_size"],
+            data["local_vocab_size"],
+        )
