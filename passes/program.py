@@ -12,6 +12,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from specc.artifact.weight_layout import blocks_shape
 from specc.errors import UnsupportedGraphError
+from specc.sharding.shard_plan import ShardPlan
 
 # inputs of every model program, in order, before the caches; shapes in kernels/reference/core.py
 RUNTIME_INPUTS = (
@@ -88,6 +89,7 @@ class Program:
         layers: filled by the tree-attention rewrite.
         windows: attention node name → window (0 = none); filled by mask classification.
         runtime_inputs: names of the inputs that a runtime brings to every pass.
+        shard: how it was cut, where it is that of one rank of several.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Program:
     layers: list[AttentionLayer] = field(default_factory=list)
     windows: dict[str, int] = field(default_factory=dict)
     runtime_inputs: tuple[str, ...] = RUNTIME_INPUTS
+    shard: ShardPlan | None = None
 
     @property
     def graph(self) -> fx.Graph:

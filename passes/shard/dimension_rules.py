@@ -1,0 +1,396 @@
+"""What each operator says about the dimensions of its operands and results.
+
+A rule that is missing costs memory: the operator's dimensions stay whole. A rule that is wrong
+costs correctness; `shard.py` checks every shape after the cut.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from specc.passes.program import Program, bind_args
+from specc.passes.proof import token_operators
+from specc.passes.proof.token_routing import name_of
+from specc.passes.shard.relations import Relations, is_tensor
+
+# element by element, beside those that torch tags so
+_POINTWISE = (
+    token_operators.POINTWISE | token_operators.CONVERSIONS | {"empty_like", "expand"}
+) - {"repeat", "stack"}
+
+
+def relations_of(program: Program) -> Relations:
+    """What all operators of a program say; linear in its nodes."""
+    found = Relations()
+    by_key: dict[str, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            _input(program, found, node, by_key)
+        elif node.op == "call_function":
+            _call(found, node)
+    return found
+
+
+def _input(program: Program, found: Relations, node: fx.Node, by_key: dict[str, fx.Node]) -> None:
+    if node.target in program.weights:
+        # inputs of one key are one tensor of the weight file
+        first = by_key.setdefault(program.weights[node.target].key, node)
+        if first is not node:
+            for dim in range(node.meta["val"].dim()):
+                found.same(first, dim, node, dim)
+    elif node.target not in program.caches:
+        found.block_all(node, f"{node.target} is the same on every rank")
+
+
+def _call(found: Relations, node: fx.Node) -> None:
+    if node.target is operator.getitem:
+        _getitem(found, node)
+        return
+    if not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
+        return
+    name = name_of(node)
+    if name in _RULES:
+        _RULES[name](found, node)
+    elif name in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        _pointwise(found, node)
+    else:
+        for item in (*node.all_input_nodes, node):
+            found.block_all(item, f"no rule says how {name} could be cut")
+
+
+def _getitem(found: Relations, node: fx.Node) -> None:
+    source, index = node.args
+    if name_of(source) in ("split", "chunk", "split_with_sizes"):
+        whole, dim, bounds = parts_of(source)
+        found.part(whole, node, dim, *bounds[index])
+    elif is_tensor(node):
+        found.block_all(node, f"{name_of(source)} has several results")
+
+
+def parts_of(node: fx.Node) -> tuple[fx.Node, int, list[tuple[int, int]]]:
+    """Of a split or chunk: what it cuts, along which dimension, and where."""
+    given = bind_args(node)
+    whole, dim = given["self"], given["dim"]
+    values = node.meta["val"]
+    bounds, start = [], 0
+    for value in values:
+        size = value.shape[dim]
+        bounds.append((start, start + size))
+        start += size
+    return whole, dim, bounds
+
+
+def _pointwise(found: Relations, node: fx.Node) -> None:
+    rank = node.meta["val"].dim()
+    for item in node.all_input_nodes:
+        if is_tensor(item):
+            shape = item.meta["val"].shape
+            for dim, size in enumerate(shape):
+                # a dimension of size 1 is spread over whatever the others have
+                if isinstance(size, int) and size > 1:
+                    found.same(item, dim, node, dim + rank - len(shape))
+
+
+def _slice(found: Relations, node: fx.Node) -> None:
+    given = bind_args(node)
+    size = given["self"].meta["val"].shape[given["dim"]]
+    if not isinstance(size, int):
+        _pointwise(found, node)
+    elif given["step"] == 1 and isinstance(given["start"], int | None):
+        stop = size if given["end"] is None else min(given["end"], size)
+        found.part(given["self"], node, given["dim"], given["start"] or 0, stop)
+    else:
+        found.block_all(given["self"], "a slice with steps")
+        found.block_all(node, "a slice with steps")
+
+
+def _moved(order: Callable[[fx.Node, dict[str, Any]], Sequence[int]]) -> Callable:
+    """A rule for operators whose result's dimension i is their operand's order[i]."""
+
+    def rule(found: Relations, node: fx.Node) -> None:
+        given = bind_args(node)
+        for dim, source in enumerate(order(node, given)):
+            if source >= 0:
+                found.same(given["self"], source, node, dim)
+
+    return rule
+
+
+def _transposed(node: fx.Node, given: dict[str, Any]) -> list[int]:
+    rank = node.meta["val"].dim()
+    order = list(range(rank))
+    a, b = given["dim0"] % rank, given["dim1"] % rank
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _permuted(node: fx.Node, given: dict[str, Any]) -> list[int]:
+    return [dim % node.meta["val"].dim() for dim in given["dims"]]
+
+
+def _reversed(node: fx.Node, given: dict[str, Any]) -> list[int]:
+    return list(range(node.meta["val"].dim()))[::-1]
+
+
+def _unsqueezed(node: fx.Node, given: dict[str, Any]) -> list[int]:
+    rank = node.meta["val"].dim()
+    dim = given["dim"] % rank
+    return [-1 if i == dim else i - (i > dim) for i in range(rank)]
+
+
+def _squeezed(node: fx.Node, given: dict[str, Any]) -> list[int]:
+    before = given["self"].meta["val"].shape
+    rank = node.meta["val"].dim()
+    if len(before) == rank:
+        return list(range(rank))
+    gone = given["dim"] % len(before)
+    return [i + (i >= gone) for i in range(rank)]
+
+
+def _view(found: Relations, node: fx.Node) -> None:
+    """Dimensions that become others one to one keep their class, as do the outermost of groups."""
+    source = node.args[0]
+    for before, after in _groups(source.meta["val"].shape, node.meta["val"].shape):
+        if len(before) == len(after) == 1:
+            found.same(source, before[0], node, after[0])
+            continue
+        sizes = [source.meta["val"].shape[i] for i in before]
+        sizes += [node.meta["val"].shape[i] for i in after]
+        if not all(isinstance(size, int) for size in sizes):
+            _block(found, source, before, "it becomes one dimension with tokens")
+            _block(found, node, after, "it becomes one dimension with tokens")
+        elif len(before) == 1:
+            _nest(found, source, before[0], node, after)
+        elif len(after) == 1:
+            _nest(found, node, after[0], source, before)
+        else:
+            _block(found, source, before, "dimensions become others")
+            _block(found, node, after, "dimensions become others")
+
+
+def _nest(found: Relations, joined: fx.Node, dim: int, apart: fx.Node, dims: Sequence[int]) -> None:
+    """One dimension is several: the outermost has its class, the inner ones stay whole."""
+    shape = apart.meta["val"].shape
+    inner = math.prod(int(shape[i]) for i in dims[1:])
+    large, small = found.element(joined, dim), found.element(apart, dims[0])
+    # groups have no dimensions of size 1
+    assert large is not None
+    assert small is not None
+    found.nested(large, small, inner)
+    _block(found, apart, dims[1:], "it is the inner part of a dimension")
+
+
+def _block(found: Relations, node: fx.Node, dims: Sequence[int], why: str) -> None:
+    for dim in dims:
+        found.block(node, dim, why)
+
+
+def _groups(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
+    """Least runs of dimensions of equal product, those of size 1 left out."""
+    a = [(i, size) for i, size in enumerate(before) if str(size) != "1"]
+    b = [(i, size) for i, size in enumerate(after) if str(size) != "1"]
+    groups = []
+    while a and b:
+        (i, size_a), (j, size_b) = a.pop(0), b.pop(0)
+        left, right, product_a, product_b = [i], [j], size_a, size_b
+        while str(product_a) != str(product_b) and (a or b):
+            # tokens and numbers do not compare: whichever side has more to give, gives
+            gives_a = bool(a) and (
+                not b
+                or (
+                    product_a < product_b
+                    if isinstance(product_a, int) and isinstance(product_b, int)
+                    else isinstance(product_a, int) or not isinstance(product_b, int)
+                )
+            )
+            index, size = (a if gives_a else b).pop(0)
+            if gives_a:
+                left, product_a = [*left, index], product_a * size
+            else:
+                right, product_b = [*right, index], product_b * size
+        groups.append((left, right))
+    return groups
+
+
+def _linear(found: Relations, node: fx.Node) -> None:
+    given = bind_args(node)
+    x, weight, bias = given["input"], given["weight"], given["bias"]
+    last = node.meta["val"].dim() - 1
+    for dim in range(last):
+        found.same(x, dim, node, dim)
+    found.same(weight, 0, node, last)
+    _contract(found, node, x, last, weight, 1)
+    if bias is not None:
+        found.same(bias, 0, node, last)
+
+
+def _addmm(found: Relations, node: fx.Node) -> None:
+    given = bind_args(node)
+    bias, x, weight = given["self"], given["mat1"], given["mat2"]
+    if given["beta"] != 1 or given["alpha"] != 1:
+        for item in (bias, x, weight, node):
+            found.block_all(item, "a product with factors")
+        return
+    found.same(x, 0, node, 0)
+    found.same(weight, 1, node, 1)
+    _contract(found, node, x, 1, weight, 0)
+    found.same(bias, bias.meta["val"].dim() - 1, node, 1)
+
+
+def _grouped_mm(found: Relations, node: fx.Node) -> None:
+    """[T, K] by experts [E, K, N], rows of an expert after each other."""
+    x, weight, ends = node.args[:3]
+    found.same(x, 0, node, 0)
+    found.same(weight, 2, node, 1)
+    _contract(found, node, x, 1, weight, 1)
+    found.block(weight, 0, "experts are chosen by tokens")
+    found.block_all(ends, "experts are chosen by tokens")
+
+
+def _contract(
+    found: Relations, node: fx.Node, x: fx.Node, dim: int, weight: fx.Node, weight_dim: int
+) -> None:
+    found.same(x, dim, weight, weight_dim)
+    if (element := found.element(x, dim)) is not None:
+        found.contracted[node] = element
+
+
+def _embedding(found: Relations, node: fx.Node) -> None:
+    table, ids = node.args[:2]
+    found.same(table, 1, node, node.meta["val"].dim() - 1)
+    for dim in range(ids.meta["val"].dim()):
+        found.same(ids, dim, node, dim)
+    if (element := found.element(table, 0)) is not None:
+        found.looked_up[node] = element
+
+
+def _index_select(found: Relations, node: fx.Node) -> None:
+    given = bind_args(node)
+    chosen = given["dim"] % node.meta["val"].dim()
+    for dim in range(node.meta["val"].dim()):
+        if dim == chosen:
+            found.block(given["self"], dim, "its indices are chosen")
+            found.block(node, dim, "its indices are chosen")
+        else:
+            found.same(given["self"], dim, node, dim)
+
+
+def _index(found: Relations, node: fx.Node) -> None:
+    source, indices = node.args
+    if len(indices) != 1 or indices[0].meta["val"].dim() != 1:
+        for item in (source, node):
+            found.block_all(item, "its indices are chosen")
+        return
+    found.block(source, 0, "its indices are chosen")
+    found.block(node, 0, "its indices are chosen")
+    for dim in range(1, source.meta["val"].dim()):
+        found.same(source, dim, node, dim)
+
+
+def _reduce(found: Relations, node: fx.Node) -> None:
+    given = bind_args(node)
+    source, dims = given["self"], given["dim"]
+    rank = source.meta["val"].dim()
+    dims = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = {dim % rank for dim in dims}
+    keeps, place = node.meta["val"].dim() == rank, 0
+    for dim in range(rank):
+        if dim in gone:
+            found.block(source, dim, f"{name_of(node)} goes over it")
+            place += keeps
+        else:
+            found.same(source, dim, node, place)
+            place += 1
+
+
+def _along(found: Relations, node: fx.Node) -> None:
+    """Operators that go along one dimension and keep the shape."""
+    given = bind_args(node)
+    source, along = given["self"], given["dim"] % given["self"].meta["val"].dim()
+    for dim in range(source.meta["val"].dim()):
+        if not is_tensor(node):
+            found.block(source, dim, f"{name_of(node)} has several results")
+        elif dim == along:
+            found.block(source, dim, f"{name_of(node)} goes along it")
+            found.block(node, dim, f"{name_of(node)} goes along it")
+        else:
+            found.same(source, dim, node, dim)
+
+
+def _cat(found: Relations, node: fx.Node) -> None:
+    given = bind_args(node)
+    rank = node.meta["val"].dim()
+    along = given["dim"] % rank
+    found.block(node, along, "several values are joined along it")
+    for item in given["tensors"]:
+        for dim in range(rank):
+            if dim == along:
+                found.block(item, dim, "several values are joined along it")
+            else:
+                found.same(item, dim, node, dim)
+
+
+def _layer_norm(found: Relations, node: fx.Node) -> None:
+    given = bind_args(node)
+    x = given["input"]
+    rank, kept = x.meta["val"].dim(), x.meta["val"].dim() - len(given["normalized_shape"])
+    for dim in range(rank):
+        if dim < kept:
+            found.same(x, dim, node, dim)
+        else:
+            found.block(x, dim, "a norm goes over it")
+            found.block(node, dim, "a norm goes over it")
+    for parameter in (given["weight"], given["bias"]):
+        if parameter is not None:
+            found.block_all(parameter, "a norm goes over it")
+
+
+def _attention(found: Relations, node: fx.Node) -> None:
+    """Queries [H, T, D], keys and values [HK, T, D], caches [blocks, rows, HK, D]."""
+    q, k, v, k_cache, v_cache = node.args[:5]
+    found.same(q, 0, node, 0)
+    for item, dim in ((v, 0), (k_cache, 2), (v_cache, 2)):
+        found.same(k, 0, item, dim)
+    for item, dim in ((q, 2), (k, 2), (v, 2), (k_cache, 3), (v_cache, 3), (node, 2)):
+        found.block(item, dim, "attention goes over it")
+    found.heads.append(((q, 0), (k, 0)))
+
+
+def _nothing(found: Relations, node: fx.Node) -> None:
+    """Its parts are looked at one by one, see `_getitem`."""
+
+
+_RULES: dict[str, Callable[[Relations, fx.Node], None]] = {
+    "slice": _slice,
+    "split": _nothing,
+    "split_with_sizes": _nothing,
+    "chunk": _nothing,
+    "transpose": _moved(_transposed),
+    "permute": _moved(_permuted),
+    "t": _moved(_reversed),
+    "unsqueeze": _moved(_unsqueezed),
+    "squeeze": _moved(_squeezed),
+    "view": _view,
+    "reshape": _view,
+    "_unsafe_view": _view,
+    "linear": _linear,
+    "addmm": _addmm,
+    "grouped_mm": _grouped_mm,
+    "embedding": _embedding,
+    "index_select": _index_select,
+    "index": _index,
+    "mean": _reduce,
+    "sum": _reduce,
+    "softmax": _along,
+    "cumsum": _along,
+    "topk": _along,
+    "cat": _cat,
+    "layer_norm": _layer_norm,
+    "tree_attention": _attention,
+}

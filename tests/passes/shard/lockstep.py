@@ -1,0 +1,158 @@
+"""A model as one program and as those of all ranks, which run as threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.kernels.reference.ranks import LockstepGroup, Rank, gather
+from specc.passes.lower.emit import constant_key, program_to_json
+from specc.passes.pipeline import PHASES, Phases, Pipeline
+from specc.passes.program import Program
+from specc.passes.shard.shard import Shard
+from specc.runtime.backends.eager.program import ModelProgram
+from specc.sharding.shard_plan import ShardPlan
+from specc.speculation.plans import SpecPlan
+from tests import models
+from tests.traces import trace_once
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 8
+Inputs = tuple[Tensor | None, ...]
+
+
+def shard_phases(num_ranks: int) -> Phases:
+    return (*PHASES, ("shard", (partial(Shard, num_ranks),)))
+
+
+def whole_weights(model: torch.nn.Module, program: Program) -> dict[str, Tensor]:
+    """Key → weight of a program that is not cut."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    return {
+        weight.key: torch.cat([tensors[name].detach() for name in weight.parameters])
+        for weight in program.weights.values()
+    }
+
+
+@dataclass
+class Both:
+    """One program and its cut.
+
+    Args:
+        whole: the model as it is.
+        ranks: the same program for each rank, with its weights and caches.
+        plan: of the cut.
+        caches: of the whole one and of each rank: k and v of each layer.
+    """
+
+    whole: ModelProgram
+    ranks: list[ModelProgram]
+    plan: ShardPlan
+    caches: list[list[tuple[Tensor, Tensor]]]
+
+    @classmethod
+    def make(cls, name: str, num_ranks: int, **changes: Any) -> Both:
+        """`changes` replace fields of the model's configuration."""
+        model = models.build_model(name, **changes)
+        whole, cut = trace_once(model, "target"), trace_once(model, "target")
+        Pipeline(PHASES).run(whole)
+        Pipeline(shard_phases(num_ranks)).run(cut)
+        plan = cut.shard
+        assert plan is not None
+        weights = whole_weights(model, whole)
+        kept = {constant_key(key): value for key, value in whole.constants.items()}
+        caches = [make_caches(whole)]
+        programs = [ModelProgram(program_to_json(whole), weights | kept, caches[0])]
+        for rank in range(num_ranks):
+            own = {key: plan.by_key[key].take(value, rank) for key, value in weights.items()}
+            own |= kept | {constant_key(c.name): c.value(rank) for c in plan.constants}
+            caches.append(make_caches(cut))
+            programs.append(ModelProgram(program_to_json(cut), own, caches[-1]))
+        return cls(programs[0], programs[1:], plan, caches)
+
+    def run_ranks(self, inputs: Inputs) -> list[Tensor]:
+        """The logits of each rank: its columns."""
+        group = LockstepGroup(len(self.ranks))
+        found: list[Tensor | BaseException] = [torch.empty(0)] * len(self.ranks)
+
+        def run(rank: int) -> None:
+            try:
+                with Rank(group, rank), torch.inference_mode():
+                    found[rank] = self.ranks[rank](*inputs)
+            except BaseException as error:
+                found[rank] = error
+                group.abort()
+
+        threads = [threading.Thread(target=run, args=(r,)) for r in range(len(self.ranks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        errors = [item for item in found if isinstance(item, BaseException)]
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return [item for item in found if isinstance(item, Tensor)]
+
+    def logits(self, inputs: Inputs) -> Tensor:
+        """Of all ranks together [R, V]."""
+        parts = self.run_ranks(inputs)
+        if not self.plan.cuts_vocabulary:
+            for part in parts[1:]:
+                # who sees all columns has to see the same ones as rank 0
+                assert torch.equal(part, parts[0])
+            return parts[0]
+        return gather(parts)
+
+
+def make_caches(program: Program) -> list[tuple[Tensor, Tensor]]:
+    """Of a program's own heads; rows that nobody has written are no zeros."""
+    made = []
+    for layer in program.layers:
+        shape = (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+        made.append((torch.full(shape, 30.0), torch.full(shape, 30.0)))
+    return made
+
+
+def prompt_inputs(prompts: Sequence[Sequence[int]]) -> Inputs:
+    """Causal passes over whole prompts, logits of every token."""
+    counts = [len(prompt) for prompt in prompts]
+    positions = torch.cat([torch.arange(count) for count in counts])
+    return (
+        torch.tensor([token for prompt in prompts for token in prompt]),
+        positions,
+        torch.tensor([0, *counts]).cumsum(0).int(),
+        positions.int(),
+        torch.zeros(len(prompts), dtype=torch.int32),
+        None,
+        block_table(len(prompts)),
+        torch.arange(sum(counts)),
+    )
+
+
+def tree_inputs(plan: SpecPlan, tokens: Tensor, committed: Sequence[int]) -> Inputs:
+    """A pass over the nodes [B, N] of a static tree for each sequence, after its rows."""
+    batch, count = tokens.shape
+    lengths = torch.tensor(committed, dtype=torch.int32)
+    depths = torch.tensor(plan.tree.depths, dtype=torch.int32)
+    slots = lengths[:, None] + torch.arange(count, dtype=torch.int32)
+    return (
+        tokens.reshape(-1),
+        (lengths[:, None] + depths).reshape(-1).long(),
+        torch.arange(0, batch * count + 1, count, dtype=torch.int32),
+        slots.reshape(-1),
+        lengths,
+        plan.tree.ancestor_words().repeat(batch, 1),
+        block_table(batch),
+        torch.arange(batch * count),
+    )
+
+
+def block_table(batch: int) -> Tensor:
+    """Blocks of sequences, not in order."""
+    return torch.arange(NUM_BLOCKS, dtype=torch.int32).flip(0).view(-1, batch).t().contiguous()

@@ -1,0 +1,123 @@
+"""Ranks in lockstep: what all of them compute together is what the whole model computes."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from specc.errors import ConfigError
+from specc.speculation.plans import SpecPlan
+from tests import models
+from tests.passes.shard.lockstep import Both, prompt_inputs, tree_inputs
+
+ARCHITECTURES = (*models.ARCHITECTURES, "gemma3-tied")
+CHAIN, TREE = SpecPlan.from_widths((1, 1, 1, 1)), SpecPlan.from_widths((3, 2, 1))
+PROMPTS = [models.prompts()[3], models.prompts()[1]]
+# float32 sums in another order: about a hundred times less than what a wrong piece makes
+TOLERANCE = 5e-5
+
+
+both = cache(Both.make)
+
+
+def assert_alike(found: Tensor, wanted: Tensor) -> None:
+    """Equal but for rounding, and the same winner wherever it wins by more than that."""
+    scale = wanted.abs().max().item()
+    assert (found[:, : wanted.shape[1]] - wanted).abs().max().item() < TOLERANCE * scale
+    best = wanted.topk(2).values
+    is_clear = best[:, 0] - best[:, 1] > 2 * TOLERANCE * scale
+    assert is_clear.any()
+    # columns that pad the vocabulary are among those that could win
+    assert torch.equal(found.argmax(1)[is_clear], wanted.argmax(1)[is_clear])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_all_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
+    """A prompt, then a token, a chain and a tree over the rows that it left."""
+    models_ = both(name, num_ranks)
+    generator = torch.Generator().manual_seed(7)
+    committed = [len(prompt) for prompt in PROMPTS]
+    passes = [prompt_inputs(PROMPTS)]
+    for plan in (SpecPlan.from_widths((1,)), CHAIN, TREE):
+        tokens = torch.randint(models.VOCAB, (2, plan.num_nodes), generator=generator)
+        passes.append(tree_inputs(plan, tokens, committed))
+    for inputs in passes:
+        with torch.inference_mode():
+            wanted = models_.whole(*inputs)
+        assert_alike(models_.logits(inputs), wanted)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_sums_and_bytes_are_as_few_as_they_can_be(name: str, num_ranks: int) -> None:
+    found = both(name, num_ranks)
+    layers = len(found.caches[0])
+    # the two branches of a parallel residual are summed together
+    each = 1 if name in ("phi", "gpt_neox") else 2
+    assert [item.layer for item in found.plan.collectives] == sorted(
+        [0, *range(1, layers + 1), *(range(1, layers + 1) if each == 2 else ())]
+    )
+    assert {item.bytes_per_token for item in found.plan.collectives} == {64 * 4}
+    for rank, program in enumerate(found.ranks):
+        taken = {
+            cut.key: cut.take(torch.empty(cut.shape), rank).numel() * 4
+            for cut in found.plan.weights
+        }
+        assert sum(taken.values()) == found.plan.local_bytes
+        assert program.weights.keys() >= taken.keys()
+    share = found.plan.local_bytes * num_ranks / found.plan.whole_bytes
+    # two heads of keys and values are copied for four ranks
+    assert share < (1.05 if num_ranks == 2 or name in ("phi", "gpt2", "opt", "gpt_neox") else 1.15)
+    assert found.plan.local_vocab_size * num_ranks == found.plan.vocab_size == models.VOCAB
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_has_the_heads_of_its_caches(num_ranks: int) -> None:
+    """What ranks have written, side by side, is what the whole model has."""
+    found = both("qwen3", num_ranks)
+    inputs = prompt_inputs(PROMPTS)
+    with torch.inference_mode():
+        found.whole(*inputs)
+    found.run_ranks(inputs)
+    copies = max(1, num_ranks // 2)
+    for layer, wanted in enumerate(found.caches[0]):
+        for part in (0, 1):
+            pieces = [caches[layer][part] for caches in found.caches[1:]]
+            for rank, piece in enumerate(pieces):
+                assert torch.equal(piece, pieces[rank // copies * copies])
+            joined = torch.cat(pieces[::copies], 2)
+            assert torch.allclose(joined, wanted[part], atol=1e-5)
+
+
+def test_a_vocabulary_is_padded_and_its_padding_never_wins() -> None:
+    """129 tokens on 4 ranks are 33 columns each, the last 3 of which no token has."""
+    found = Both.make("qwen3", 4, vocab_size=129)
+    assert (found.plan.local_vocab_size, found.plan.vocab_size) == (33, 129)
+    inputs = prompt_inputs(PROMPTS)
+    with torch.inference_mode():
+        wanted = found.whole(*inputs)
+    logits = found.logits(inputs)
+    assert_alike(logits, wanted)
+    assert logits.shape[1] == 132
+    assert logits[:, 129:].max() == -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, "6 attention heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, "3 key and value heads"),
+        ({"intermediate_size": 90}, "90 inner features"),
+    ],
+    ids=["heads", "kv-heads", "inner"],
+)
+def test_what_cannot_be_divided_is_told_before_anything_is_cut(
+    changes: dict[str, int], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{told} in target, for 4 ranks") as error:
+        Both.make("qwen3", 4, **changes)
+    assert "a number of ranks that divides them: " in str(error.value)
