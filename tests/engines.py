@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specc.api import probe_engine
+from specc.artifact.manifest import MANIFEST_FILE
 from specc.compiler import build as compiler
 from specc.config import CompileConfig
 from tests.kept import COMPILER, content_hash, keep
@@ -49,4 +51,15 @@ def build(
 
     probed_by = ("runtime",) if is_probed else ()
     hashes = [content_hash(checkpoint) for checkpoint in checkpoints]
-    return keep(path, make, config, *hashes, sources=(*COMPILER, *probed_by, *sources))
+    keep(path, make, config, *hashes, sources=(*COMPILER, *probed_by, *sources))
+    _say_where(path / MANIFEST_FILE, checkpoints)
+    return path
+
+
+def _say_where(manifest: Path, checkpoints: Sequence[Path]) -> None:
+    """Let a manifest name the checkpoints of now: those that it was made of may be gone."""
+    data = json.loads(manifest.read_bytes())
+    for model, checkpoint in zip(data["models"], checkpoints, strict=False):
+        if model.get("location") is not None:
+            model |= {"source": str(checkpoint), "location": str(checkpoint.resolve())}
+    manifest.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests import kept, models
+from specc.artifact.directory import open_engine
+from specc.config import CompileConfig
+from tests import engines, kept, models
 from tests.traces import fingerprint
 
 
@@ -95,3 +99,17 @@ def test_changed_models_are_traced_anew() -> None:
     patched.model.norm.forward = lambda x: x
     other.model.norm = type("Norm", (torch.nn.Identity,), {"__module__": __name__})()
     assert [fingerprint(model) for model in (hooked, patched, other)] == [None] * 3
+
+
+def test_an_engine_names_the_checkpoint_of_now(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was compiled of first may be gone: pytest removes directories of earlier runs."""
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
+    config = CompileConfig(max_seq_len=32, max_batch_size=1)
+    for name in ("first", "second"):
+        checkpoint = shutil.copytree(tiny_models.target, tmp_path / name)
+        engine = engines.build(checkpoint, [], tmp_path / f"engine-{name}", config)
+        (entry,) = open_engine(engine, True).models
+        assert (entry.source, entry.location) == (str(checkpoint), str(checkpoint))
+        shutil.rmtree(checkpoint)

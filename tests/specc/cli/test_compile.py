@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,9 @@ def test_commands_heed_the_width(command, tiny_engine, monkeypatch):
         monkeypatch.setenv("COLUMNS", width)
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0
-        letters.append("".join(sorted("".join(result.stdout.split()))))
+        # what doctor counts, such as free memory, changes from one call to the next
+        words = re.sub(r"[\d.]", "", "".join(result.stdout.split()))
+        letters.append("".join(sorted(words)))
     assert letters[0] == letters[1]
 
 
