@@ -87,10 +87,13 @@ def plan_memory(
 
 
 def logit_row_bytes(program: Program) -> int:
-    """Bytes of the logits after one token."""
+    """Bytes of the logits after one token; of a rank's columns and of all, where they are cut."""
     (output,) = program.graph.find_nodes(op="output")
     logits = output.args[0].meta["val"]
-    return int(logits.shape[-1]) * logits.dtype.itemsize
+    columns = int(logits.shape[-1])
+    if program.shard is not None and program.shard.cuts_vocabulary:
+        columns += columns * program.shard.num_ranks
+    return columns * logits.dtype.itemsize
 
 
 def _stored_elements(program: Program) -> int:

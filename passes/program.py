@@ -118,7 +118,18 @@ class Program:
     def num_parameters(self) -> int:
         """Parameters, each counted once where models tie them."""
         unique = {weight.key: weight.shape for weight in self.weights.values()}
+        if self.shard is not None:
+            # a rank's part of a model says nothing about the model
+            unique = {cut.key: cut.shape for cut in self.shard.weights}
         return sum(torch.Size(shape).numel() for shape in unique.values())
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits, of all ranks together."""
+        if self.shard is not None:
+            return self.shard.vocab_size
+        (output,) = self.graph.find_nodes(op="output")
+        return int(output.args[0].meta["val"].shape[-1])
 
 
 def emit_call(graph: fx.Graph, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:

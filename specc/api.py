@@ -46,6 +46,7 @@ def compile(
     backend: str | None = None,
     probe: bool = True,
     allow_nonfinite_weights: bool = False,
+    tensor_parallel_size: int = 1,
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
     """Compile a target and a draft into an engine directory.
@@ -79,6 +80,7 @@ def compile(
         probe: generate a few dozen tokens at the end and report acceptance.
         allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`;
             otherwise they are refused.
+        tensor_parallel_size: ranks that share the target, each with a weight file of its own.
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.
@@ -100,6 +102,7 @@ def compile(
         backend=backend,
         probe=probe,
         allow_nonfinite_weights=allow_nonfinite_weights,
+        tensor_parallel_size=tensor_parallel_size,
     )
     return compile_with(
         target,

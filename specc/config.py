@@ -20,12 +20,14 @@ _DTYPE_ALIASES = {
 # the upper ends are those of traced dimensions (passes/frontend/trace_flat.py), or beyond any use
 _RANGES = (
     ("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16),
-    ("max_logits_mb", 1, 1 << 20),
+    ("max_logits_mb", 1, 1 << 20), ("tensor_parallel_size", 1, 256),
 )  # fmt: skip
 DEFAULT_MAX_LOGITS_MB = 512
 # options that not every backend takes, and what says that nobody gave them; the compiler's backends
 # say which they take
-BACKEND_OPTIONS = {"compute_capability": None, "decomposable_attention": False}
+BACKEND_OPTIONS = {
+    "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class CompileConfig:
             the builder supports, or the one that it finds.
         decomposable_attention: let TensorRT take attention apart where it has no fused kernel.
         allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`.
+        tensor_parallel_size: ranks that share the target, each with a part of its weights.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -72,6 +75,7 @@ class CompileConfig:
     compute_capability: str | None = None
     decomposable_attention: bool = False
     allow_nonfinite_weights: bool = False
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))

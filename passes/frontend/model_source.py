@@ -109,7 +109,7 @@ class ModelSource:
         return min(known, default=None)
 
     def weight_specs(self, program: Program) -> list[WeightSpec]:
-        """What to write for each weight and constant of a program.
+        """What to write for each weight and constant of a program, whole where it is cut.
 
         Raises:
             WeightError: a parameter has no tensor in the checkpoint.
@@ -121,12 +121,12 @@ class ModelSource:
             checkpoint = CheckpointMap(module, self.reader)
             sources_of = checkpoint.sources
         specs = []
+        cuts = program.shard.by_key if program.shard else {}
         for weight in program.weights.values():
             sources = tuple(s for name in weight.parameters for s in sources_of(name))
+            shape = cuts[weight.key].shape if weight.key in cuts else weight.shape
             specs.append(
-                WeightSpec(
-                    weight.key, weight.dtype, weight.shape, sources, in_blocks=weight.in_blocks
-                )
+                WeightSpec(weight.key, weight.dtype, shape, sources, in_blocks=weight.in_blocks)
             )
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))

@@ -30,11 +30,13 @@ class LoadLimits:
         max_num_seqs: sequences that run together.
         kv_cache_tokens: rows of the cache, for all sequences together.
         capture: what capturing graphs may cost, for backends that capture.
+        rank: whose part of the models that are cut is loaded.
     """
 
     max_num_seqs: int | None = None
     kv_cache_tokens: int | None = None
     capture: CaptureLimits | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True)

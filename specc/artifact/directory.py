@@ -62,7 +62,7 @@ def open_engine(
     for name, entry in manifest.files.items():
         _check_file(path, name, entry)
     if verify is not False:
-        weights = () if verify else [model.weights_file for model in manifest.models]
+        weights = () if verify else manifest.weights_files
         hashed = {name: e for name, e in manifest.files.items() if name not in weights}
         _check_hashes(path, hashed, progress)
     return manifest

@@ -12,6 +12,7 @@ from specc.artifact.manifest_checks import (
     check_choice,
     check_files,
     check_models,
+    check_parallel,
     check_plans,
     check_rectangle,
     check_sizes,
@@ -23,6 +24,7 @@ from specc.artifact.manifest_entries import (
     MemoryEntry,
     ModelEntry,
     NativeEntry,
+    ParallelEntry,
     PlanEntry,
     RectangleEntry,
     TensorRTEntry,
@@ -68,6 +70,7 @@ class Manifest:
     native: NativeEntry | None = None
     rectangle: RectangleEntry | None = None
     tensorrt: TensorRTEntry | None = None
+    parallel: ParallelEntry | None = None
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -85,6 +88,9 @@ class Manifest:
         """Return JSON-ready data, `schema_version` first."""
         data = {"schema_version": self.schema_version} | _plain(dataclasses.asdict(self))
         data["memory_plan"]["total"] = self.total_memory
+        if self.parallel is None:
+            # engines of one rank are as they were before there were others
+            del data["parallel"]
         return data
 
     @classmethod
@@ -116,7 +122,9 @@ class Manifest:
         if not isinstance(memory, dict) or "total" not in memory:
             raise invalid("memory_plan has no total", "an object with a total")
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
-        manifest = decode(cls, data | {"memory_plan": models_memory}, "")
+        # engines of one rank do not say so
+        fields = {"parallel": None} | data | {"memory_plan": models_memory}
+        manifest = decode(cls, fields, "")
         if memory["total"] != manifest.total_memory:
             raise invalid(
                 f"memory_plan.total is {memory['total']!r}", f"the sum {manifest.total_memory}"
@@ -136,13 +144,37 @@ class Manifest:
         check_plans(self.plans, self.models, self.limits)
         check_choice(self.default_plan, self.policy, self.plans)
         check_sizes(self.models, self.memory_plan, self.limits)
+        check_parallel(self.parallel, self.models)
         check_files(self.files, self.required_files, MANIFEST_FILE)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.parallel.tensor_parallel_size if self.parallel else 1
+
+    def is_cut(self, model: ModelEntry) -> bool:
+        """Whether each rank has a part of this model; else each rank that runs it has all."""
+        return self.parallel is not None and model.name in self.parallel.models
+
+    def weights_file(self, model: ModelEntry, rank: int = 0) -> str:
+        """The weights of a model that a rank reads."""
+        return model.rank_file(rank) if self.is_cut(model) else model.weights_file
+
+    @property
+    def weights_files(self) -> tuple[str, ...]:
+        """Of all models and ranks."""
+        ranks = range(self.num_ranks)
+        return tuple(
+            dict.fromkeys(self.weights_file(model, r) for model in self.models for r in ranks)
+        )
 
     @property
     def required_files(self) -> tuple[str, ...]:
         """Files that the runtime opens; each is listed in `files`."""
-        fields = ("program_file", "weights_file", *facts_of(self.backend).model_files)
+        fields = ("program_file", *facts_of(self.backend).model_files)
         files = [getattr(model, field) for model in self.models for field in fields]
+        files += self.weights_files
+        cut = [model for model in self.models if self.is_cut(model)]
+        files += [file for model in cut for file in (model.shard_file, model.whole_file)]
         files += [plan.file for plan in self.plans]
         if self.native is not None:
             files.append(self.native.library)

@@ -16,6 +16,7 @@ from specc.artifact.manifest_entries import (
     MemoryEntry,
     ModelEntry,
     NativeEntry,
+    ParallelEntry,
     PlanEntry,
     RectangleEntry,
     TensorRTEntry,
@@ -123,6 +124,21 @@ def check_choice(default_plan: str, policy: str, plans: Sequence[PlanEntry]) -> 
         raise invalid(f"default_plan is {default_plan}", f"one of {', '.join(names)}")
     if policy not in POLICIES:
         raise invalid(f"policy is {policy}", f"one of {', '.join(POLICIES)}")
+
+
+def check_parallel(parallel: ParallelEntry | None, models: Sequence[ModelEntry]) -> None:
+    """Ranks, and the models that are cut.
+
+    Raises:
+        EngineError: one rank alone, or models that the engine does not have.
+    """
+    if parallel is None:
+        return
+    if parallel.tensor_parallel_size < 2:
+        raise invalid(f"tensor_parallel_size is {parallel.tensor_parallel_size}", "2 or more")
+    names = [model.name for model in models]
+    if not parallel.models or not set(parallel.models) <= set(names):
+        raise invalid(f"parallel.models is {list(parallel.models)}", f"some of {', '.join(names)}")
 
 
 def check_sizes(

@@ -90,6 +90,28 @@ class ModelEntry:
     def weights_file(self) -> str:
         return f"{self.dir}/weights.safetensors"
 
+    def rank_file(self, rank: int) -> str:
+        """Weights of one rank, where the model is cut."""
+        return f"{self.dir}/rank-{rank}.weights.safetensors"
+
+    @property
+    def shard_file(self) -> str:
+        """How the model is cut, see `specc.sharding.shard_plan.ShardPlan`."""
+        return f"{self.dir}/shard.json"
+
+    @property
+    def whole_file(self) -> str:
+        """The graph before it was cut, for other cuts."""
+        return f"{self.dir}/whole.json"
+
+
+@dataclass(frozen=True)
+class ParallelEntry:
+    """Ranks that run an engine together, and the models that are cut for them."""
+
+    tensor_parallel_size: int
+    models: tuple[str, ...]
+
 
 @dataclass(frozen=True)
 class DynamicEntry:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specc.artifact.tensor_part import TensorPart, new_buffer, read_part
 from specc.errors import ModelNotFoundError, WeightError
 from specc.system.json_file import parse_json
 
@@ -78,6 +78,16 @@ class TensorReader(Protocol):
         order is that of the transpose of those rows. A chunk is valid until the next one is asked
         for, since buffers are reused.
         """
+        ...
+
+    def read_part(
+        self,
+        key: str,
+        part: TensorPart,
+        transpose: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Iterator[Buffer]:
+        """The same of some of a tensor's vectors and columns; with `transpose`, of that part's."""
         ...
 
 
@@ -179,7 +189,10 @@ class SafetensorsReader:
             return
         file = self._open(entry.file)
         if transpose:
-            yield from _read_transposed(file, entry, begin, end, item_bytes, chunk_bytes)
+            first = (rows or (0, 0))[0]
+            vectors = (first, first + (end - begin) // (entry.shape[1] * item_bytes))
+            part = TensorPart((vectors,), ((0, entry.shape[1]),))
+            yield from self.read_part(key, part, transpose, chunk_bytes)
             return
         chunk_bytes = max(item_bytes, chunk_bytes - chunk_bytes % item_bytes)
         buffer = new_buffer(min(chunk_bytes, end - begin))
@@ -187,6 +200,22 @@ class SafetensorsReader:
             chunk = buffer[: end - offset]
             _read_exactly(file, chunk, offset, entry.file)
             yield chunk
+
+    def read_part(
+        self,
+        key: str,
+        part: TensorPart,
+        transpose: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Iterator[Buffer]:
+        entry, item_bytes = self._entry(key), self.dtype(key).itemsize
+        file = self._open(entry.file)
+
+        def read(offset: int, target: memoryview) -> None:
+            _read_exactly(file, target, entry.begin + offset, entry.file)
+
+        width = entry.shape[-1] if entry.shape else 1
+        yield from read_part(read, width, item_bytes, part, transpose, chunk_bytes)
 
     def _entry(self, key: str) -> _Entry:
         if key not in self._entries:
@@ -297,36 +326,6 @@ def _read_exactly(file: BinaryIO, target: memoryview, offset: int, path: Path) -
         if num_bytes == 0:
             raise _malformed(path, f"it ends at byte {offset + done}")
         done += num_bytes
-
-
-def _read_transposed(
-    file: BinaryIO, entry: _Entry, begin: int, end: int, item_bytes: int, chunk_bytes: int
-) -> Iterator[Buffer]:
-    columns = entry.shape[1]
-    rows = (end - begin) // (columns * item_bytes)
-    # source columns, i.e. output rows, a chunk
-    step = min(columns, max(1, chunk_bytes // (rows * item_bytes)))
-    buffer = new_buffer(rows * step * item_bytes)
-    output = torch.frombuffer(new_buffer(rows * step * item_bytes), dtype=torch.uint8)
-    for first in range(0, columns, step):
-        count = min(step, columns - first)
-        width = count * item_bytes
-        for row in range(rows):
-            offset = begin + (row * columns + first) * item_bytes
-            _read_exactly(file, buffer[row * width : (row + 1) * width], offset, entry.file)
-        items = torch.frombuffer(buffer[: rows * width], dtype=torch.uint8)
-        turned = output[: rows * width].view(count, rows, item_bytes)
-        turned.copy_(items.view(rows, count, item_bytes).transpose(0, 1))
-        yield tensor_bytes(turned)
-
-
-def new_buffer(num_bytes: int) -> memoryview:
-    """Allocate a large buffer whose memory goes back to the system when it is freed.
-
-    Allocators keep freed blocks of this size, which add up to 100 MB and more over a checkpoint.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return memoryview(mmap.mmap(-1, num_bytes, flags=flags))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

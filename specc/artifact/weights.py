@@ -21,6 +21,7 @@ from specc.artifact.safetensors_io import (
     tensor_bytes,
 )
 from specc.artifact.safetensors_writer import OutputTensor, convert_chunks, write_safetensors
+from specc.artifact.tensor_part import TensorPart
 from specc.artifact.weight_layout import blocks_of_stream, blocks_shape
 from specc.errors import WeightError
 
@@ -33,11 +34,16 @@ class Source:
         name: tensor name in the checkpoint.
         rows: take rows start … stop - 1 along dim 0; None takes all.
         transpose: take the transpose of those rows; for 2-D tensors.
+        part: take these of the whole tensor's vectors and columns, in place of rows; with
+            `transpose`, the transpose of that.
+        zeros: so many zeros, and no tensor at all.
     """
 
     name: str
     rows: tuple[int, int] | None = None
     transpose: bool = False
+    part: TensorPart | None = None
+    zeros: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,31 @@ class MemoryReader:
         rows: tuple[int, int] | None = None,
         transpose: bool = False,
     ) -> Iterator[Buffer]:
+        tensor = self._values(key)
+        if rows is not None:
+            tensor = tensor[rows[0] : rows[1]]
+        yield from _tensor_chunks(tensor.t() if transpose else tensor, chunk_bytes)
+
+    def read_part(
+        self,
+        key: str,
+        part: TensorPart,
+        transpose: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Iterator[Buffer]:
+        tensor = self._values(key)
+        flat = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+        if transpose:
+            flat, part = flat.t(), TensorPart(part.columns, part.vectors)
+        row_bytes = max(1, part.num_columns * tensor.element_size())
+        step = max(1, chunk_bytes // row_bytes)
+        for start, stop in part.vectors:
+            for first in range(start, stop, step):
+                rows = flat[first : min(first + step, stop)]
+                taken = torch.cat([rows[:, a:b] for a, b in part.columns], 1)
+                yield tensor_bytes(taken.cpu())
+
+    def _values(self, key: str) -> Tensor:
         tensor = self._tensor(key).detach()
         if tensor.is_meta:
             raise WeightError(
@@ -119,9 +150,7 @@ class MemoryReader:
                 "a tensor with values",
                 "load the module's weights first, or pass the path of its checkpoint",
             )
-        if rows is not None:
-            tensor = tensor[rows[0] : rows[1]]
-        yield from _tensor_chunks(tensor.t() if transpose else tensor, chunk_bytes)
+        return tensor
 
     def _tensor(self, key: str) -> Tensor:
         if key not in self._tensors:
@@ -185,6 +214,9 @@ def check_spec(spec: WeightSpec, reader: TensorReader) -> None:
         return
     num_elements = 0
     for source in spec.sources:
+        if source.zeros:
+            num_elements += source.zeros
+            continue
         shape, dtype = reader.shape(source.name), reader.dtype(source.name)
         _check_source(source, shape)
         if dtype != spec.dtype and not (dtype.is_floating_point and spec.dtype.is_floating_point):
@@ -195,11 +227,14 @@ def check_spec(spec: WeightSpec, reader: TensorReader) -> None:
             )
         if source.rows is not None:
             shape = (source.rows[1] - source.rows[0], *shape[1:])
+        if (part := source.part) is not None:
+            shape = (part.num_vectors, part.num_columns)[2 - min(2, len(shape)) :]
         if source.transpose:
             shape = (shape[1], shape[0])
         num_elements += math.prod(shape)
         inner = spec.shape[len(spec.shape) - len(shape) + 1 :]
-        whole = len(spec.sources) > 1 or shape == spec.shape
+        # vectors of a part may be those of a stack
+        whole = len(spec.sources) > 1 or part is not None or shape == spec.shape
         if len(shape) > len(spec.shape) or shape[1:] != inner or not whole:
             raise _shape_error(spec, reader, f"{source.name} {list(shape)}", source.name)
     if num_elements != math.prod(spec.shape):
@@ -209,6 +244,15 @@ def check_spec(spec: WeightSpec, reader: TensorReader) -> None:
 
 
 def _check_source(source: Source, shape: tuple[int, ...]) -> None:
+    if source.part is not None:
+        vectors, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
+        for ranges, size in ((source.part.vectors, vectors), (source.part.columns, columns)):
+            if not all(0 <= start <= stop <= size for start, stop in ranges):
+                raise WeightError(
+                    f"{source.name} has shape {list(shape)}",
+                    f"{source.part.vectors[-1][1]} vectors of {source.part.columns[-1][1]}",
+                    "pass a checkpoint that fits this model's config.json",
+                )
     start, stop = source.rows or (0, 0)
     if source.rows is not None and not (shape and 0 <= start <= stop <= shape[0]):
         raise WeightError(
@@ -248,10 +292,21 @@ def _spec_chunks(spec: WeightSpec, reader: TensorReader, nonfinite: Report) -> I
 def _source_chunks(
     source: Source, spec: WeightSpec, reader: TensorReader, nonfinite: Report
 ) -> Iterator[Buffer]:
-    chunks = reader.read_chunks(source.name, rows=source.rows, transpose=source.transpose)
+    if source.zeros:
+        return _zeros(source.zeros * spec.dtype.itemsize)
+    if source.part is not None:
+        chunks = reader.read_part(source.name, source.part, source.transpose)
+    else:
+        chunks = reader.read_chunks(source.name, rows=source.rows, transpose=source.transpose)
     converted = convert_chunks(chunks, reader.dtype(source.name), spec.dtype)
     # what is finite after the conversion was so before: one look at the result is enough
     return watch(converted, spec.dtype, lambda: _find(source, spec, reader), nonfinite)
+
+
+def _zeros(num_bytes: int) -> Iterator[Buffer]:
+    chunk = bytes(min(num_bytes, CHUNK_BYTES))
+    for done in range(0, num_bytes, CHUNK_BYTES):
+        yield chunk[: num_bytes - done]
 
 
 def _find(source: Source, spec: WeightSpec, reader: TensorReader) -> NonFinite:

@@ -12,7 +12,7 @@ from typing import Any
 from specc.artifact.directory import available_memory_bytes, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import MemoryEntry, PlanEntry
+from specc.artifact.manifest_entries import MemoryEntry, ParallelEntry, PlanEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.choice import check_options, choose_backend
 from specc.compiler.checked_models import CheckedModels
@@ -26,6 +26,7 @@ from specc.compiler.engine_files import (
 )
 from specc.compiler.engine_plans import engine_plans, tile_plans
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
+from specc.compiler.rank_checks import check_tiles
 from specc.compiler.tokenizer import EngineTokenizer
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
@@ -130,12 +131,15 @@ def _compile(
     # what can be refused before tracing
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     lowering = backend.phases(limits.max_seq_len)
-    models, records = compile_models(sources, plans, limits.max_seq_len, lowering, phases, dump)
+    models, records = compile_models(
+        sources, plans, limits.max_seq_len, lowering, phases, dump, config.tensor_parallel_size
+    )
     # the graphs may hold fewer positions
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     typed = [(model.program, model.source.dtype) for model in models]
     limits = fit_prefill_chunk(limits, config, typed)
     plans = tile_plans(plans, [model.program for model in models], config)
+    check_tiles(config, plans)
     return UnfinishedEngine(writer, models, plans, limits, config, phases, dump), records
 
 
@@ -183,7 +187,13 @@ def _describe(
         native=emitted.native,
         rectangle=emitted.rectangle,
         tensorrt=emitted.tensorrt,
+        parallel=_parallel(engine),
     )
+
+
+def _parallel(engine: UnfinishedEngine) -> ParallelEntry | None:
+    cut = tuple(model.name for model in engine.models if model.program.shard is not None)
+    return ParallelEntry(engine.config.tensor_parallel_size, cut) if cut else None
 
 
 def _probe(
@@ -195,6 +205,8 @@ def _probe(
 ) -> tuple[Manifest, list[str]]:
     """Try the engine, or say why not; returns the manifest with what was found, and warnings."""
     refusal, available = backend.probe_refusal(manifest), available_memory_bytes()
+    if manifest.parallel is not None:
+        refusal = "the engine needs its ranks"
     if refusal is None and available is not None and manifest.total_memory > available:
         refusal = (
             f"the engine needs {format_bytes(manifest.total_memory)},"

@@ -19,6 +19,7 @@ from specc.compiler.checks import (
     errors_of,
     open_models,
 )
+from specc.compiler.rank_checks import check_ranks
 from specc.compiler.tokenizer import EngineTokenizer, check_tokenizers
 from specc.config import CompileConfig
 from specc.passes.frontend.model_source import ModelSource
@@ -65,6 +66,7 @@ class CheckedModels:
         backend.check_config(config, dtypes)
         check_lengths(config, candidates)
         check_logits(config, candidates[0], dtypes[0])
+        check_ranks(config, candidates[0].config)
         tokens = check_tokenizers(candidates, tokenizer)
         return cls(candidates, dtypes, tokens, [*tokens.warnings, *told])
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from specc.artifact.manifest_entries import ModelEntry
 from specc.compiler.checks import advice_for
@@ -13,13 +14,18 @@ from specc.compiler.model_entries import check_windows, describe_model
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace_flat import trace
+from specc.passes.lower.emit import program_to_json
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
 from specc.passes.pipeline import Phases as Layout
 from specc.passes.program import Program
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
+from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import Phases
 from specc.speculation.plans import SpecPlan
+
+# the phase that cuts
+_CUT = "shard"
 
 
 @dataclass
@@ -31,6 +37,8 @@ class CompiledModel:
     entry: ModelEntry
     # over rectangles, where the backend takes those
     rectangular: Program | None = None
+    # the program before it was cut for ranks
+    whole: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -44,6 +52,7 @@ def compile_models(
     lowering: Layout,
     phases: Phases,
     dump: Path | None = None,
+    num_ranks: int = 1,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     """Trace and rewrite the models of an engine; no weight is read.
 
@@ -54,6 +63,7 @@ def compile_models(
         lowering: phases of the backend, after those of every engine.
         phases: tells the listener how far this is.
         dump: directory that gets each program's graph after each phase, or None.
+        num_ranks: that share the target.
     Returns:
         the models, and what each pass did.
     Raises:
@@ -70,9 +80,17 @@ def compile_models(
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size
             layout = (*layout, ("vocabulary", (partial(FitVocabulary, num_ids),)))
+        elif num_ranks > 1:
+            layout = (*layout, (_CUT, (partial(Shard, num_ranks),)))
+        whole: list[dict[str, Any]] = []
+
+        def keep_whole(_: str, phase: str, program: Program = program, kept: list = whole) -> None:
+            if phase == _CUT:
+                kept.append(program_to_json(program))
+
         with phases.phase(f"rewrite {source.name}"), advice_for(author):
-            records += Pipeline((*layout, *lowering), dump).run(program)
+            records += Pipeline((*layout, *lowering), dump, keep_whole).run(program)
         entry = describe_model(source, program, max_seq_len)
-        models.append(CompiledModel(source, program, entry))
+        models.append(CompiledModel(source, program, entry, whole=whole[0] if whole else None))
         check_windows(entry, plans)
     return models, records

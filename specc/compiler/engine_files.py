@@ -43,9 +43,12 @@ def write_steps(
 
 
 def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> None:
-    """Write the graph of each model."""
+    """Write the graph of each model; of one that is cut the plan, and the whole graph, too."""
     for model in models:
         writer.write_json(model.entry.program_file, program_to_json(model.program))
+        if model.program.shard is not None:
+            writer.write_json(model.entry.shard_file, model.program.shard.to_json())
+            writer.write_json(model.entry.whole_file, model.whole)
 
 
 def write_configurations(

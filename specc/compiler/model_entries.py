@@ -38,13 +38,12 @@ def cache_layout(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEn
 def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> ModelEntry:
     """The manifest's entry of a model after its last pass."""
     layers, slabs = cache_layout(program)
-    (result,) = program.graph.find_nodes(op="output")
     return ModelEntry(
         name=source.name,
         dir=source.name.replace("_", "-"),
         architecture=source.architecture,
         model_type=source.model_type,
-        vocab_size=int(result.args[0].meta["val"].shape[-1]),
+        vocab_size=program.vocab_size,
         num_parameters=program.num_parameters,
         max_position=source.max_position or max_seq_len,
         layers=layers,

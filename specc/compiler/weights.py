@@ -11,6 +11,7 @@ from specc.artifact.weights import write_weights
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.model_entries import describe_unread
 from specc.config import CompileConfig
+from specc.sharding.weight_pieces import rank_specs
 
 # tensors with NaN that are named one by one
 _MOST_NAMES = 3
@@ -35,13 +36,29 @@ def write_model_weights(
         WeightError: a tensor is absent, does not fit, or is not finite.
         OutputError: the file cannot be written.
     """
-    file = model.entry.weights_file
-    found: list[NonFinite] = []
-    report = found.append if config.allow_nonfinite_weights else refuse
+    # a tensor that several ranks read is named once
+    by_name: dict[str, NonFinite] = {}
+
+    def keep(item: NonFinite) -> None:
+        by_name.setdefault(item.name, item)
+
+    report = keep if config.allow_nonfinite_weights else refuse
     specs = model.source.weight_specs(model.program)
-    path = writer.path(file)
-    written = write_weights(specs, model.source.reader, path, progress=advance, nonfinite=report)
-    writer.record(file, *written)
+    reader, plan = model.source.reader, model.program.shard
+    files = {model.entry.weights_file: specs}
+    if plan is not None:
+        files = {
+            model.entry.rank_file(rank): list(rank_specs(specs, plan, rank, reader))
+            for rank in range(plan.num_ranks)
+        }
+    for place, (file, own) in enumerate(files.items()):
+
+        def advance_all(done: int, total: int, place: int = place) -> None:
+            advance(place * total + done, len(files) * total)
+
+        written = write_weights(own, reader, writer.path(file), None, advance_all, report)
+        writer.record(file, *written)
+    found = list(by_name.values())
     unread = model.source.unread_tensors
     model.entry = dataclasses.replace(
         model.entry,

@@ -21,7 +21,10 @@ class CpuBackend(RuntimeBackend):
         """See `RuntimeBackend.load`."""
         cache = make_cache(manifest, limits)
         operators = load_operators(path, manifest)
-        weights = {m.name: MappedWeights(path / m.weights_file) for m in manifest.models}
+        weights = {
+            model.name: MappedWeights(path / manifest.weights_file(model, limits.rank))
+            for model in manifest.models
+        }
         models = {
             model.name: CompiledProgram(
                 read_json(path / model.program_file),

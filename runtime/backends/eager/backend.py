@@ -19,7 +19,10 @@ class EagerBackend(RuntimeBackend):
     def load(self, path: Path, manifest: Manifest, limits: LoadLimits) -> LoadedPrograms:
         """See `RuntimeBackend.load`."""
         cache = make_cache(manifest, limits)
-        weights = {m.name: MappedWeights(path / m.weights_file) for m in manifest.models}
+        weights = {
+            model.name: MappedWeights(path / manifest.weights_file(model, limits.rank))
+            for model in manifest.models
+        }
         models = {
             model.name: ModelProgram(
                 read_json(path / model.program_file),

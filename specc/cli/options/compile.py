@@ -97,6 +97,13 @@ class CompileOptions:
         "Let TensorRT compute attention by several kernels where it has no fused one, as for"
         " float32.",
     )
+    tensor_parallel_size: int = option(
+        1,
+        "How many ranks share the target: each holds a part of its heads, inner features and"
+        " vocabulary, in a weight file of its own.",
+        "--tensor-parallel-size",
+        "-tp",
+    )
     allow_nonfinite_weights: bool = option(
         False,
         "Compile weights that are NaN or infinite, or too large for --dtype; without it they are"

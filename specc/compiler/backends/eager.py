@@ -12,6 +12,7 @@ class EagerBackend(CompilerBackend):
 
     facts = facts_of("eager")
     aliases = ("torch",)
+    options = ("tensor_parallel_size",)
 
     def instead_of(self, error: SpeccError) -> str:
         return (

@@ -1,0 +1,118 @@
+"""Weight files of ranks: streamed from the checkpoint, each is what the cut takes of the whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specc.artifact.directory import read_manifest
+from specc.compiler.build import build
+from specc.config import CompileConfig
+from specc.errors import ConfigError, EngineError
+from specc.runtime.engine import Engine
+from specc.sharding.shard_plan import ShardPlan
+from specc.speculation.plans import SpecPlan
+from tests import models
+from tests.traces import shared_traces
+
+# rows of q | k | v, columns of c_attn, stacks of experts, one fused projection, biases of sums
+SOME = (("qwen3", 4), ("gpt2", 2), ("mixtral", 2), ("phi3", 4), ("opt", 4))
+REST = [
+    pytest.param(name, ranks, marks=pytest.mark.slow)
+    for name in models.ARCHITECTURES
+    for ranks in (2, 4)
+    if (name, ranks) not in SOME
+]
+
+
+def config_for(num_ranks: int, **options: Any) -> CompileConfig:
+    return CompileConfig(
+        max_seq_len=64, backend="eager", probe=False, tensor_parallel_size=num_ranks, **options
+    )
+
+
+def compiled(checkpoint: Path, path: Path, num_ranks: int) -> Path:
+    with shared_traces():
+        build(checkpoint, None, path, config_for(num_ranks))
+    return path
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [*SOME, *REST])
+def test_files_of_ranks_are_pieces_of_the_whole(tmp_path: Path, name: str, num_ranks: int) -> None:
+    # 126 tokens are padded for 4 ranks
+    changes = {"vocab_size": 126} if name == "phi3" else {}
+    checkpoint = models.save_tiny(name, tmp_path / "checkpoint", **changes)
+    one = compiled(checkpoint, tmp_path / "whole", 1)
+    cut = compiled(checkpoint, tmp_path / "cut", num_ranks)
+    whole = load_file(one / "target" / "weights.safetensors")
+    plan = ShardPlan.from_json(json.loads((cut / "target" / "shard.json").read_text()))
+    constants = {f"constant.{item.name}": item for item in plan.constants}
+    for rank in range(num_ranks):
+        own = load_file(cut / "target" / f"rank-{rank}.weights.safetensors")
+        assert own.keys() == whole.keys() | constants.keys()
+        for key, value in own.items():
+            if key in plan.by_key:
+                assert torch.equal(value, plan.by_key[key].take(whole[key], rank)), (key, rank)
+            elif key in constants:
+                assert torch.equal(value, constants[key].value(rank))
+            else:
+                assert torch.equal(value, whole[key])
+        assert sum(own[key].nbytes for key in plan.by_key) == plan.local_bytes
+    manifest = read_manifest(cut)
+    entry = manifest.models[0]
+    assert (entry.vocab_size, manifest.num_ranks) == (changes.get("vocab_size", 128), num_ranks)
+    assert entry.num_parameters == read_manifest(one).models[0].num_parameters
+    files = {f"target/rank-{rank}.weights.safetensors" for rank in range(num_ranks)}
+    assert files == {name for name in manifest.files if name.endswith(".safetensors")}
+
+
+def test_one_rank_says_nothing_of_ranks(tmp_path: Path) -> None:
+    checkpoint = models.save_tiny("qwen3", tmp_path / "checkpoint")
+    one = compiled(checkpoint, tmp_path / "whole", 1)
+    assert "parallel" not in json.loads((one / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_ranks", "told"),
+    [
+        ({}, 3, "--tensor-parallel-size 3, and 4 attention heads"),
+        ({"intermediate_size": 90}, 4, "--tensor-parallel-size 4, and 90 inner features"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            4,
+            "--tensor-parallel-size 4, and 3 key and value heads",
+        ),
+        ({}, 0, "--tensor-parallel-size 0"),
+    ],
+    ids=["heads", "inner", "kv-heads", "none"],
+)
+def test_sizes_that_do_not_divide_are_told_before_anything_is_traced(
+    tmp_path: Path, changes: dict[str, int], num_ranks: int, told: str
+) -> None:
+    checkpoint = models.save_tiny("qwen3", tmp_path / "checkpoint", **changes)
+    heard: list[Any] = []
+    with pytest.raises(ConfigError) as error:
+        build(checkpoint, None, tmp_path / "engine", config_for(num_ranks), listen=heard.append)
+    assert error.value.found.startswith(told)
+    assert not [event for event in heard if "trace" in str(event)]
+    assert not (tmp_path / "engine").exists()
+
+
+def test_trees_in_tiles_are_told(tmp_path: Path) -> None:
+    checkpoint = models.save_tiny("qwen3", tmp_path / "checkpoint", vocab_size=4096)
+    config = config_for(2, plans=(SpecPlan.from_widths((8, 4)),), max_logits_mb=1)
+    with pytest.raises(ConfigError, match="not verified in tiles"):
+        build(checkpoint, checkpoint, tmp_path / "engine", config)
+
+
+def test_a_rank_that_is_absent_is_told(tmp_path: Path) -> None:
+    checkpoint = models.save_tiny("qwen3", tmp_path / "checkpoint")
+    cut = compiled(checkpoint, tmp_path / "cut", 2)
+    (cut / "target" / "rank-1.weights.safetensors").unlink()
+    with pytest.raises(EngineError, match=r"rank-1\.weights\.safetensors"):
+        Engine.load(cut)
