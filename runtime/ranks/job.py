@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specc.errors import FaultError, SpeccError
+from specc.errors import RankError, SpeccError
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.lost_rank import lost
 from specc.runtime.ranks.orders import Kind, Message, encode, json_message
@@ -165,7 +165,7 @@ class Job:
                 follower.orders.shut()
         return True
 
-    def fault_of(self, error: BaseException) -> FaultError:
+    def fault_of(self, error: BaseException) -> RankError:
         """The error of rank 0's own part in an order, which the others have done or wait in."""
         return lost(f"rank 0 (pid {self._owner}) failed in order {self.sent}: {_first_line(error)}")
 

@@ -36,7 +36,7 @@ class Leader:
         return [follower.pid for follower in self._job.followers]
 
     def check(self) -> None:
-        """Raises FaultError: a rank is lost."""
+        """Raises RankError: a rank is lost."""
         self._job.check()
 
     def run_pass(
@@ -51,7 +51,7 @@ class Leader:
         Returns:
             [R, V] logits.
         Raises:
-            FaultError: a rank is lost, this one included.
+            RankError: a rank is lost, this one included.
         """
         job = self._job
         with uninterrupted():
@@ -68,7 +68,7 @@ class Leader:
         """Have the others keep what a step of this rank has kept in its caches.
 
         Raises:
-            FaultError: a rank is lost.
+            RankError: a rank is lost.
         """
         with uninterrupted():
             self._job.order(Kind.COMMIT, tuple(commit), model)
@@ -79,7 +79,7 @@ class Leader:
         Args:
             slabs: of rank 0.
         Raises:
-            FaultError: a rank is lost.
+            RankError: a rank is lost.
         """
         number = self._job.order(Kind.CHECKSUM)
         return [checksum(slabs), *self._job.wait_sums(number)]

@@ -26,6 +26,6 @@ class LedModel:
         """Inputs and result as of `ModelProgram.forward`.
 
         Raises:
-            FaultError: a rank is lost.
+            RankError: a rank is lost.
         """
         return self.leader.run_pass(self.number, inputs, self.program)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from specc.errors import FaultError
+from specc.errors import RankError
 
 # of /proc/PID/stat, those that say why a process does nothing
 _STATES = {"T": "it is stopped", "t": "a debugger holds it", "D": "it waits for the disk"}
 
 
-def lost(found: str) -> FaultError:
+def lost(found: str) -> RankError:
     """The error of every request from now on.
 
     Args:
         found: which rank, and what happened to it.
     """
-    return FaultError(
+    return RankError(
         found,
         "all ranks of the engine",
         "start it again; see what the rank wrote before, and the machine's memory",

@@ -21,12 +21,14 @@ from specc.runtime.ranks.ticks import Ticks
 # yields the followers as they come; until all are there, or the job is to end
 OpenFollowers = Callable[[Job], Iterator[Follower]]
 
+# without a sign of a rank, more than it takes to send one
+_QUIET_S = 1.0
 # seconds until a process whose connection has ended is gone, too
 _GONE_S = 2.0
 # for ranks that were told to end
 _END_S = 5.0
 # for open requests to be answered, before the process ends
-_ANSWER_S = 3.0
+_ANSWER_S = 2.0
 _log = logging.getLogger("specc.ranks")
 
 
@@ -164,7 +166,10 @@ class Watch(threading.Thread):
         self._look_for_silent(now)
         if job.is_started:
             self._look_for_hung(now)
-        elif now - self._begin_s > job.options.start_timeout_s:
+            return
+        for follower in job.followers:
+            follower.moved_s = now
+        if now - self._begin_s > job.options.start_timeout_s:
             names = ", ".join(one.name for one in job.followers if not one.is_ready)
             raise EngineError(
                 f"{names or 'rank 0'}: not ready after {job.options.start_timeout_s:g} s",
@@ -186,6 +191,9 @@ class Watch(threading.Thread):
             if follower.done >= job.sent or follower.done != follower.last_done:
                 follower.moved_s = now
                 follower.last_done = follower.done
+        if any(now - one.beat_s > _QUIET_S for one in job.followers):
+            # soon it counts as silent, and the others may wait for it
+            return
         hung = [one for one in job.followers if now - one.moved_s > job.options.timeout_s]
         if hung:
             # the others may wait for this one
