@@ -1,7 +1,7 @@
 """Rank 0 of a led engine, for tests that kill and stop ranks: `led_process.py ENGINE OPTIONS`.
 
 It says on standard output, as JSON, who its ranks are and where it stands, and there waits for a
-line; a line of "garbage" is sent to its followers. What it ends with is what is tested.
+line, which may name what is wrong with its next orders. What it ends with is what is tested.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def wait(stage: str, engine: Engine) -> None:
     if answer == "garbage":
         for follower in job.followers:
             follower.orders.send_bytes(b"GET / HTTP/1.1\r\n" * 8)
+    elif answer == "gap":
+        job.sent += 1
     elif answer == "wrong block":
         inputs = [torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)]
         inputs += [torch.tensor([0, 1], dtype=torch.int32)]

@@ -71,6 +71,15 @@ def test_a_rank_that_is_stopped(engine_path: Path, num_ranks: int, rank: int, st
         assert f"{found}: it is stopped" in led.errors()
 
 
+def test_a_rank_that_stands_still_does_not_outlive_rank_0(engine_path: Path) -> None:
+    """It cannot see that its connection has ended."""
+    with LedProcess(engine_path, {"num_ranks": 2}, stage="idle") as led:
+        led.expect("at")
+        os.kill(led.pids[1], signal.SIGSTOP)
+        os.kill(led.pids[0], signal.SIGKILL)
+        assert led.ends(ENDS_S) == -signal.SIGKILL
+
+
 def test_an_idle_job_outlives_its_time_limits(engine_path: Path) -> None:
     ranks = {"num_ranks": 2, "timeout_s": 1.0}
     with LedProcess(engine_path, ranks, stage="idle", idle_s=2.5, end_s=0) as led:
@@ -100,6 +109,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(engine_path: Path) -> None:
     ("what", "found"),
     [
         ("garbage", "bytes that are no message of a rank: b'GET / HTTP/1.1"),
+        ("gap", "order "),
         pytest.param("wrong block", "index", marks=pytest.mark.slow),
     ],
 )
