@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -205,6 +206,29 @@ def test_ranks_end_with_the_engine(engine_path: Path, how: str) -> None:
         gc.collect()
     assert all(map(is_gone, pids))
     assert time.monotonic() - begin_s < 8
+
+
+def test_ranks_outlive_the_thread_that_loads_the_engine(engine_path: Path) -> None:
+    """Linux counts the thread that starts a process as its parent."""
+    loaded: list[Engine] = []
+    thread = threading.Thread(target=lambda: loaded.append(Engine.load(engine_path, ranks=OPTIONS)))
+    thread.start()
+    thread.join()
+    (engine,) = loaded
+    time.sleep(0.3)
+    assert generate(LLM(engine, plan="chain-3"), params(1))
+    check_caches(engine)
+    engine.target.leader.close()
+
+
+def test_a_child_that_is_forked_ends_no_ranks(led: Engine) -> None:
+    pid = os.fork()
+    if pid == 0:
+        led.target.leader.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not any(map(is_gone, led.target.leader.pids))
+    check_caches(led)
 
 
 def test_drafts_and_history_are_of_rank_0(led: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
