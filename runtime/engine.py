@@ -19,7 +19,7 @@ from specc.errors import EngineError
 
 # importing this registers the operators that programs call
 from specc.kernels import ops as _ops  # noqa: F401
-from specc.runtime.backends.base import LoadLimits
+from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.engine_cache import DTYPES
 from specc.runtime.backends.mapped_weights import MappedWeights
@@ -35,6 +35,7 @@ from specc.system.machine import check_threads
 
 if TYPE_CHECKING:
     from specc.artifact.manifest import Manifest
+    from specc.runtime.ranks.rank_options import RankOptions
 
 _DO = "compile the engine again"
 
@@ -130,6 +131,7 @@ class Engine:
         backend: str | None = None,
         capture: CaptureLimits | None = None,
         kv_cache_tokens: int | None = None,
+        ranks: RankOptions | None = None,
     ) -> Engine:
         """Open an engine directory; weights stay in the memory-mapped files.
 
@@ -145,10 +147,11 @@ class Engine:
             capture: what capturing CUDA graphs may cost here; None is the default.
             kv_cache_tokens: rows of the cache, for all sequences together: where they run out,
                 requests give way to others. None is the worst case of `max_num_seqs` sequences.
+            ranks: processes that run it together, of which this one leads; None is this one alone.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime or more
-                memory.
-            ConfigError: more sequences or fewer threads than possible.
+                memory; or a rank cannot load it.
+            ConfigError: more sequences or fewer threads than possible; ranks that cannot be.
         """
         path = Path(path)
         with unreplaced(path):
@@ -160,12 +163,18 @@ class Engine:
             if num_threads is not None:
                 torch.set_num_threads(num_threads)
             limits = LoadLimits(max_num_seqs, kv_cache_tokens, capture)
-            return cls._bind(path, manifest, backend or manifest.backend, limits)
+            backend = backend or manifest.backend
+            if ranks is None or ranks.num_ranks == 1:
+                loaded = backend_of(backend).load(path, manifest, limits)
+            else:
+                from specc.runtime.ranks.launch import load_led
+
+                loaded = load_led(path, manifest, backend, limits, ranks, verify, num_threads)
+            return cls._bind(path, manifest, backend, loaded)
 
     @classmethod
-    def _bind(cls, path: Path, manifest: Manifest, backend: str, limits: LoadLimits) -> Engine:
-        """Load the programs and what goes with them."""
-        loaded = backend_of(backend).load(path, manifest, limits)
+    def _bind(cls, path: Path, manifest: Manifest, backend: str, loaded: LoadedPrograms) -> Engine:
+        """Add what goes with the programs."""
         _check_plans(manifest, loaded.steps)
         target, *drafts = loaded.models.values()
         tokenizer = manifest.tokenizer

@@ -1,7 +1,8 @@
 """Errors that users see: what was found, what was needed, what to do.
 
 Every bad input ends in one of these classes. The command line prints the three lines and exits
-with code 2. `assert` and built-in exceptions are for specc's own bugs only.
+with code 2, or with 1 where the engine is lost (`RankError`). `assert` and built-in exceptions are
+for specc's own bugs only.
 """
 
 from __future__ import annotations
@@ -84,6 +85,10 @@ class OverloadError(SpeccError):
 
 class FaultError(SpeccError):
     """The engine failed while it worked on a request, which was not to blame."""
+
+
+class RankError(FaultError):
+    """A process that runs a part of the engine is lost, and with it the engine."""
 
 
 class InputFileError(SpeccError):

@@ -174,7 +174,7 @@ def _accept_commit_stage(
     path, num_accepted, output_tokens = _walk(g, plan)
     outputs = {"path": path, "num_accepted": num_accepted, "output_tokens": output_tokens}
 
-    moves_rows = not _is_chain(plan)
+    moves_rows = not plan.is_in_place
     if moves_rows:
         width = g.arange(0, max_depth + 1, 1, torch.int32)
         targets = g.call(aten.add.Tensor, g.call(aten.unsqueeze.default, g["cache_len"], 1), width)
@@ -191,18 +191,6 @@ def _accept_commit_stage(
     g.call(specc.record_tokens.default, g[HISTORY], g["block_table"], g["cache_len"], *run)
     outputs["next_last_tokens"] = g.call(specc.next_tokens.default, *run)
     return g.finish(**outputs)
-
-
-def _is_chain(plan: SpecPlan) -> bool:
-    """Whether node d of a path is always node d of the tree: its rows lie where they have to be.
-
-    A model holds node d in row d after the committed ones, or in none, also where the tree is
-    data: a lookup's chain ends early, and of a voted one a draft has the nodes up to where it
-    proposed another.
-    """
-    if plan.dynamic is not None or plan.combine == MERGE:
-        return False
-    return list(plan.shape.parents) == list(range(-1, plan.num_nodes - 1))
 
 
 def _walk(g: StepGraph, plan: SpecPlan) -> list[fx.Node]:

@@ -15,8 +15,9 @@ from typer.core import TyperGroup
 
 from specc.cli.options.with_options import with_options
 from specc.cli.synonyms import in_words_of, synonym
-from specc.errors import SpeccError
+from specc.errors import RankError, SpeccError
 
+_LOST = 1  # of several processes; nothing that the user passed
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
 
@@ -66,7 +67,7 @@ class _Commands(TyperGroup):
                 traceback.print_exc()
             else:
                 typer.echo(str(self._for_command_line(error, ctx)), err=True)
-            raise typer.Exit(2) from None
+            raise typer.Exit(_LOST if isinstance(error, RankError) else 2) from None
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(_INTERRUPTED) from None

@@ -226,6 +226,18 @@ class SpecPlan:
         """The topology is known when the engine is compiled: one draft model, no reranking."""
         return self.dynamic is None and not self.combine and not is_lookup(self.drafts[0])
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether node d of a path is always node d of the tree: its rows need not be moved.
+
+        A model holds node d in row d after the committed ones, or in none, also where the tree is
+        data: a lookup's chain ends early, and of a voted one a draft has the nodes up to where it
+        proposed another.
+        """
+        if self.dynamic is not None or self.combine == MERGE:
+            return False
+        return list(self.shape.parents) == list(range(-1, self.num_nodes - 1))
+
     @cached_property
     def num_nodes(self) -> int:
         """N of the verified tree, root included; of data trees the most that can be alive."""

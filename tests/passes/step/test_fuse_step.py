@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import specc.passes.step.fuse_step
 from specc.artifact.graph_io import graph_from_json
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.passes.step.fuse_step import STEP_OUTPUTS, fuse_step
@@ -393,7 +392,7 @@ def moves_of(plan: SpecPlan, seed: int, steps: int = 2) -> Moves:
 def test_a_chain_has_nothing_to_move(plan, monkeypatch):
     """With its commits left in, no step of it changes a cache by them; so none are made."""
     assert moves_of(plan, 1).commits == 0
-    monkeypatch.setattr(specc.passes.step.fuse_step, "_is_chain", lambda plan: False)
+    monkeypatch.setattr(SpecPlan, "is_in_place", property(lambda plan: False))
     moves = moves_of(plan, 1)
     assert moves.commits == 2 * (1 + len(plan.models))
     assert moves.changes == 0

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from specc.artifact.manifest import SCHEMA_VERSION
 from specc.cli.main import app
+from specc.errors import RankError
 
 MAIN = [sys.executable, "-P", "-c", "from specc.cli.main import main; main()"]
 
@@ -53,6 +54,18 @@ def test_help_has_every_command():
     lines = invoke("--help").stdout.partition("Commands:\n")[2].splitlines()
     assert {line.partition("  ")[0] for line in map(str.strip, lines) if line} >= COMMANDS
     assert "Did you mean" in invoke("servee").stderr
+
+
+def test_a_lost_rank_exits_with_1(monkeypatch):
+    """Nothing that the user passed; what starts the process may start it again."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise RankError("rank 1 was killed by signal 9", "all ranks", "start it again")
+
+    monkeypatch.setattr("specc.cli.run.run_request", fail)
+    result = invoke("run", "engine/", "text")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("found:  rank 1 was killed")
 
 
 def test_usage_errors_exit_with_2():

@@ -1,0 +1,220 @@
+"""A rank that follows: it loads its part of the engine, and does what rank 0 orders until the end.
+
+It has no scheduler, no tokenizer, no drafts and no sampling: a pass comes with all inputs, and what
+rank 0 accepted comes as rows that the caches keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specc.artifact.backends import backend_names
+from specc.artifact.directory import open_engine
+from specc.artifact.manifest import MANIFEST_FILE
+from specc.artifact.unreplaced import unreplaced
+from specc.errors import SpeccError
+
+# importing this registers the operators that programs call
+from specc.kernels import ops as _ops  # noqa: F401
+from specc.runtime.backends.base import LoadedPrograms, LoadLimits
+from specc.runtime.backends.registry import backend_of
+from specc.runtime.ranks.channel import Channel
+from specc.runtime.ranks.checksum import checksum
+from specc.runtime.ranks.order_checks import commit_of, pass_inputs
+from specc.runtime.ranks.orders import Kind, Message, json_message, json_of, refused
+from specc.runtime.ranks.rank_group import RankGroup, open_group
+from specc.runtime.ranks.signs import Signs
+from specc.version import __version__
+
+_ORDERS_BETWEEN_CHECKS = 64
+
+
+def facts_about(path: Path) -> dict[str, str]:
+    """What all ranks have to share: versions, and the engine.
+
+    Raises:
+        OSError: there is no manifest.
+    """
+    manifest = hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest()
+    return {
+        "specc": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "engine": manifest[:16],
+    }
+
+
+class FollowedEngine:
+    """The programs of a rank that follows, and its caches.
+
+    Args:
+        loaded: the models that it has a part of, target first.
+        group: of this rank.
+    """
+
+    def __init__(self, loaded: LoadedPrograms, group: RankGroup) -> None:
+        self._loaded = loaded
+        self._models = list(loaded.models.items())
+        self._slabs = loaded.cache.slabs
+        self._operators = loaded.operators
+        self._group = group
+        self._num_orders = 0
+
+    @torch.inference_mode()
+    def follow(self, order: Message) -> None:
+        """Do what is ordered.
+
+        Raises:
+            FaultError: it is no order of this engine.
+            RuntimeError: an operator refuses its inputs.
+        """
+        self._num_orders += 1
+        if self._num_orders % _ORDERS_BETWEEN_CHECKS == 0:
+            for weights in self._loaded.mapped_weights:
+                weights.check()
+        if order.model >= len(self._models):
+            raise refused(f"an order for model {order.model} of {len(self._models)}")
+        name, model = self._models[order.model]
+        if order.kind is Kind.PASS:
+            self._group.gather(model(*pass_inputs(order)))
+        elif order.kind is Kind.COMMIT:
+            self._commit(name, order)
+        else:
+            raise refused(f"{order.kind.name} among orders")
+
+    def checksum(self) -> bytes:
+        """Of the target's caches; see `checksum`."""
+        return checksum(self._slabs[self._models[0][0]])
+
+    def _commit(self, name: str, order: Message) -> None:
+        """As the last stage of a step does, see `passes/step/fuse_step.py`."""
+        commit = commit_of(order)
+        source, _ = self._operators.commit_rows(commit.path, commit.cache_len, commit.slots)
+        places = torch.arange(commit.path.shape[1], dtype=torch.int32)
+        target = commit.cache_len[:, None] + places
+        for slab in self._slabs[name]:
+            self._operators.commit_kv(slab, source, target, commit.block_table)
+
+
+def follow(
+    orders: Channel,
+    signs: Channel,
+    rank: int,
+    parent: int | None = None,
+    path: Path | None = None,
+) -> int:
+    """Load what rank 0 says, and follow its orders until the end.
+
+    Args:
+        orders: from rank 0.
+        signs: of life, to and from it, and reports.
+        rank: of this process.
+        parent: process id of rank 0, where that has started this process.
+        path: the engine directory; None is where rank 0 has it.
+    Returns:
+        the exit code of the process.
+    """
+    try:
+        return _follow(orders, signs, rank, parent, path)
+    except BaseException as error:
+        if not isinstance(error, SpeccError | KeyboardInterrupt):
+            traceback.print_exc()
+        _report(signs, error)
+        return 1
+
+
+def follow_descriptors(rank: int, orders: int, signs: int) -> int:
+    """Follow rank 0, which has started this process; see `follow`."""
+    channels = [Channel(socket.socket(fileno=number)) for number in (orders, signs)]
+    return follow(channels[0], channels[1], rank, os.getppid())
+
+
+def _follow(
+    orders: Channel, signs: Channel, rank: int, parent: int | None, path: Path | None
+) -> int:
+    # rank 0 gets them too, ends open requests in its own time, and then says so
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+    first = orders.receive()
+    if first is None:
+        return 1
+    if first.kind is not Kind.SETUP:
+        raise refused(f"{first.kind.name} before SETUP")
+    setup = json_of(first)
+    torch.set_num_threads(setup["num_threads"])
+    thread = Signs(signs, rank, setup["timeout_s"], parent)
+    thread.start()
+    path = Path(setup["path"]) if path is None else path
+    facts = {"pid": os.getpid(), "host": platform.node(), **facts_about(path)}
+    signs.send(json_message(Kind.HELLO, facts))
+    group = open_group(setup["group"], rank, setup["num_ranks"])
+    thread.group = group
+    engine = FollowedEngine(load_part(path, setup), group)
+    signs.send(Message(Kind.READY))
+    while True:
+        order = orders.receive()
+        if order is None:
+            # of rank 0's end, or of the job's, the other thread knows more
+            thread.join()
+            return 1
+        if order.sequence != thread.done + 1:
+            raise refused(f"order {order.sequence} after order {thread.done}")
+        if order.kind is Kind.END:
+            group.close()
+            return 0
+        if order.kind is Kind.CHECKSUM:
+            parts = (torch.frombuffer(bytearray(engine.checksum()), dtype=torch.uint8),)
+            signs.send(Message(Kind.SUM, parts, sequence=order.sequence))
+        else:
+            engine.follow(order)
+        thread.done = order.sequence
+
+
+def load_part(path: Path, setup: Mapping[str, Any]) -> LoadedPrograms:
+    """A follower's programs and caches: those of the target alone.
+
+    Args:
+        path: the engine directory.
+        setup: as rank 0 says.
+    Raises:
+        EngineError: see `Engine.load`.
+    """
+    with unreplaced(path):
+        manifest = open_engine(
+            path,
+            setup["verify"],
+            backend=setup["backend"],
+            backends=backend_names(),
+            max_num_seqs=setup["max_num_seqs"],
+        )
+        part = replace(manifest, models=manifest.models[:1], plans=())
+        limits = LoadLimits(setup["max_num_seqs"], setup["kv_cache_tokens"])
+        return backend_of(setup["backend"]).load(path, part, limits)
+
+
+def _report(signs: Channel, error: BaseException) -> None:
+    """Tell rank 0 why this rank ends."""
+    if isinstance(error, SpeccError):
+        data = {"found": error.found, "needed": error.needed, "do": error.do}
+    else:
+        lines = str(error).strip().splitlines()
+        found = ": ".join([type(error).__name__, *lines[:1]])
+        data = {"found": found, "needed": "a rank that works", "do": "see what it wrote before"}
+    try:
+        signs.send(json_message(Kind.ERROR, data))
+    except OSError:
+        print(f"rank 0 is gone; this rank ends with {data['found']}", file=sys.stderr)

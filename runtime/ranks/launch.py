@@ -1,0 +1,163 @@
+"""How an engine of several ranks is loaded: as rank 0, which starts the others, or as one of them.
+
+Where a launcher has started all ranks (`torchrun`), nobody is started here: RANK 0 leads, and the
+others follow it over TCP, see `rendezvous.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from specc.artifact.backends import backend_names, facts_of
+from specc.artifact.manifest import Manifest
+from specc.errors import ConfigError, EngineError
+from specc.runtime.backends.base import LoadedPrograms, LoadLimits
+from specc.runtime.backends.registry import backend_of
+from specc.runtime.backends.step import Model, Step
+from specc.runtime.processes.interpreter import interpreter
+from specc.runtime.ranks.channel import Channel
+from specc.runtime.ranks.follower import facts_about, follow
+from specc.runtime.ranks.job import Follower, Job
+from specc.runtime.ranks.leader import Leader, end_job
+from specc.runtime.ranks.led_model import LedModel
+from specc.runtime.ranks.led_step import LedStep
+from specc.runtime.ranks.rank_group import Copies
+from specc.runtime.ranks.rank_options import RankOptions
+from specc.runtime.ranks.rendezvous import Launched, Rendezvous
+from specc.runtime.ranks.watch import Watch
+from specc.system.machine import num_usable_cores
+
+_MODULE = "specc.runtime.ranks"
+
+
+def load_led(
+    path: Path,
+    manifest: Manifest,
+    backend: str,
+    limits: LoadLimits,
+    options: RankOptions,
+    verify: bool | None = None,
+    num_threads: int | None = None,
+) -> LoadedPrograms:
+    """Load an engine on all ranks; returns on rank 0 alone.
+
+    Args:
+        path: the engine directory.
+        manifest: its manifest.
+        backend: that runs it.
+        limits: of what the engine may take, on each rank.
+        options: of the ranks.
+        verify: see `Engine.load`.
+        num_threads: of each rank; None is the cores of this machine by the ranks on it.
+    Returns:
+        models and steps whose passes and commits all ranks run.
+    Raises:
+        ConfigError: a backend that has no ranks, or a launch of another number of processes.
+        EngineError: a rank cannot load the engine, has another one, or does not come.
+        SystemExit: this was another rank than 0, and its work is done.
+    """
+    _check_backend(backend)
+    launched = Launched.from_environment()
+    if launched is not None:
+        launched.check(options.num_ranks)
+        if launched.rank > 0:
+            _follow_launched(launched, options, path)
+    num_local = launched.num_local if launched is not None else options.num_ranks
+    num_threads = num_threads or _threads(num_local)
+    torch.set_num_threads(num_threads)
+    setup = {
+        "path": str(path.resolve()),
+        "backend": backend,
+        "verify": verify,
+        "max_num_seqs": limits.max_num_seqs,
+        "kv_cache_tokens": limits.kv_cache_tokens,
+        "num_threads": num_threads,
+        "num_ranks": options.num_ranks,
+        "timeout_s": options.timeout_s,
+    }
+    job = Job(options, facts_about(path), setup, Copies(0, options.num_ranks))
+    watch = Watch(job, _start_all if launched is None else Rendezvous(launched, options).accept)
+    watch.start()
+    try:
+        loaded = backend_of(backend).load(path, manifest, limits)
+        job.wait_ready()
+        return _led(loaded, Leader(job, watch))
+    except BaseException:
+        end_job(job, watch)
+        raise
+
+
+def _led(loaded: LoadedPrograms, leader: Leader) -> LoadedPrograms:
+    """The programs of rank 0, with orders before what all ranks do."""
+    (name, program), *drafts = loaded.models.items()
+    target = LedModel(leader, 0, program)
+    models: dict[str, Model] = {name: target, **dict(drafts)}
+    steps: dict[str, Step] = {}
+    for plan, step in loaded.steps.items():
+        staged = step.staged
+        assert staged is not None, "steps of these backends run stage by stage"
+        steps[plan] = LedStep(staged, target, loaded.operators, loaded.cache.history)
+    return LoadedPrograms(
+        models, steps, loaded.cache, loaded.operators, loaded.link, loaded.mapped_weights
+    )
+
+
+def _start_all(job: Job) -> Iterator[Follower]:
+    """Start the other ranks on this machine."""
+    for rank in range(1, job.options.num_ranks):
+        yield _start(rank, job.setup)
+
+
+def _start(rank: int, setup: dict[str, Any]) -> Follower:
+    pairs = [socket.socketpair() for _ in range(2)]
+    own, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    numbers = [one.fileno() for one in theirs]
+    try:
+        process = subprocess.Popen(
+            [interpreter(), "-P", "-m", _MODULE, *map(str, (rank, os.getpid(), *numbers))],
+            stdin=subprocess.DEVNULL,
+            # standard output is for what rank 0 generates
+            stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
+            pass_fds=numbers,
+            env={**os.environ, "OMP_NUM_THREADS": str(setup["num_threads"])},
+        )
+    except OSError as error:
+        for one in own:
+            one.close()
+        raise EngineError(
+            f"rank {rank} cannot be started: {error}",
+            "a Python, and memory and processes for another one",
+            "look at the machine's memory and number of processes",
+        ) from error
+    finally:
+        for one in theirs:
+            one.close()
+    return Follower(rank, Channel(own[0]), Channel(own[1]), process)
+
+
+def _follow_launched(launched: Launched, options: RankOptions, path: Path) -> NoReturn:
+    orders, signs = Rendezvous(launched, options).connect()
+    raise SystemExit(follow(orders, signs, launched.rank, path=path))
+
+
+def _threads(num_local: int) -> int:
+    """Threads of each rank: more than there are cores would wait for each other."""
+    return min(torch.get_num_threads(), max(1, num_usable_cores() // num_local))
+
+
+def _check_backend(backend: str) -> None:
+    able = [name for name in backend_names() if facts_of(name).shares_pass]
+    if backend not in able:
+        raise ConfigError(
+            f"several ranks of an engine of the backend {backend}",
+            f"an engine of {' or '.join(able)}",
+            "compile it for one of them, or run it with one rank",
+        )

@@ -1,0 +1,95 @@
+"""Rank 0's side of an engine that several ranks run: what it runs, it orders."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor
+
+from specc.runtime.ranks.checksum import checksum
+from specc.runtime.ranks.job import Job
+from specc.runtime.ranks.orders import Commit, Kind
+from specc.runtime.ranks.uninterrupted import uninterrupted
+from specc.runtime.ranks.watch import Watch
+
+# more than `Watch` takes for ranks that do not end
+_JOIN_S = 15.0
+
+
+class Leader:
+    """Gives orders; when nobody has it any more, the other ranks end.
+
+    Args:
+        job: whose ranks are ready.
+        watch: of the job.
+    """
+
+    def __init__(self, job: Job, watch: Watch) -> None:
+        self._job = job
+        self._end = weakref.finalize(self, end_job, job, watch)
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Process ids of the other ranks, rank 1 first."""
+        return [follower.pid for follower in self._job.followers]
+
+    def check(self) -> None:
+        """Raises RankError: a rank is lost."""
+        self._job.check()
+
+    def run_pass(
+        self, model: int, inputs: tuple[Tensor | None, ...], run: Callable[..., Tensor]
+    ) -> Tensor:
+        """A pass of all ranks.
+
+        Args:
+            model: number of the model.
+            inputs: of its program.
+            run: the program of this rank.
+        Returns:
+            [R, V] logits.
+        Raises:
+            RankError: a rank is lost, this one included.
+        """
+        job = self._job
+        with uninterrupted():
+            try:
+                job.order(Kind.PASS, inputs, model)
+                return job.group.gather(run(*inputs))
+            except BaseException as error:
+                # the others have done it, or wait in it: nobody can do it again
+                job.fail(job.fault_of(error))
+                job.check()
+                raise
+
+    def commit(self, model: int, commit: Commit) -> None:
+        """Have the others keep what a step of this rank has kept in its caches.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        with uninterrupted():
+            self._job.order(Kind.COMMIT, tuple(commit), model)
+
+    def checksums(self, slabs: list[Tensor]) -> list[bytes]:
+        """[32] sha256 of the target's caches of all ranks.
+
+        Args:
+            slabs: of rank 0.
+        Raises:
+            RankError: a rank is lost.
+        """
+        number = self._job.order(Kind.CHECKSUM)
+        return [checksum(slabs), *self._job.wait_sums(number)]
+
+    def close(self) -> None:
+        """End the other ranks, and wait for that."""
+        self._end()
+
+
+def end_job(job: Job, watch: Watch) -> None:
+    """Tell all ranks to end, and wait until they have."""
+    if job.end() and threading.current_thread() is not watch:
+        watch.join(_JOIN_S)

@@ -1,0 +1,86 @@
+"""Orders as what they have to be: tensors of the dtypes and shapes that go together.
+
+Numbers in them (blocks, slots, rows) are compared with the caches by the operators that use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specc.runtime.ranks.orders import Commit, Message, refused
+
+# of the inputs of a pass, see `ModelProgram.forward`: dtype and shape, where letters are sizes
+_PASS = (
+    ("tokens", torch.int64, "T"),
+    ("positions", torch.int64, "T"),
+    ("q_start", torch.int32, "S"),
+    ("slot", torch.int32, "T"),
+    ("cache_len", torch.int32, "B"),
+    ("ancestors", torch.int64, "TW"),
+    ("block_table", torch.int32, "Bn"),
+    ("logit_rows", torch.int64, "R"),
+)
+_COMMIT = (
+    ("path", torch.int32, "BP"),
+    ("num_accepted", torch.int32, "B"),
+    ("cache_len", torch.int32, "B"),
+    ("block_table", torch.int32, "Bn"),
+    ("slots", torch.int32, None),
+)
+
+
+def pass_inputs(message: Message) -> tuple[Tensor | None, ...]:
+    """The eight inputs of a model that a PASS holds.
+
+    Raises:
+        FaultError: they are others.
+    """
+    sizes = _check(message, _PASS, optional="ancestors")
+    if sizes["S"] != sizes["B"] + 1:
+        raise refused(f"a pass of {sizes['B']} sequences with {sizes['S']} starts")
+    return message.tensors
+
+
+def commit_of(message: Message) -> Commit:
+    """What a COMMIT holds.
+
+    Raises:
+        FaultError: it is no commit, or its paths are not as long as it says.
+    """
+    sizes = _check(message, _COMMIT)
+    commit = Commit(*message.tensors)  # type: ignore[arg-type]
+    slots = tuple(commit.slots.shape)
+    if len(slots) not in (1, 2) or slots[:-1] not in ((), (sizes["B"],)):
+        raise refused(f"a commit of {sizes['B']} sequences with slots of shape {slots}")
+    # a path is the root, what was accepted after it, and then nothing
+    if not torch.equal((commit.path >= 0).sum(dim=1).int(), commit.num_accepted + 1):
+        raise refused("a commit whose paths are not as long as it says")
+    return commit
+
+
+def _check(
+    message: Message,
+    wanted: Sequence[tuple[str, torch.dtype, str | None]],
+    optional: str = "",
+) -> dict[str, int]:
+    """Sizes by letter."""
+    name = message.kind.name
+    if len(message.tensors) != len(wanted):
+        raise refused(f"{name} with {len(message.tensors)} tensors, not {len(wanted)}")
+    sizes: dict[str, int] = {}
+    for tensor, (key, dtype, letters) in zip(message.tensors, wanted, strict=True):
+        if tensor is None:
+            if key != optional:
+                raise refused(f"{name} without {key}")
+            continue
+        shape = tuple(tensor.shape)
+        found = dict(zip(letters or "", shape, strict=False))
+        is_odd = letters is not None and len(shape) != len(letters)
+        clash = any(sizes.get(letter, size) != size for letter, size in found.items())
+        if tensor.dtype != dtype or is_odd or clash:
+            raise refused(f"{name} with {key} of {tensor.dtype} and shape {shape}")
+        sizes |= found
+    return sizes

@@ -1,0 +1,214 @@
+"""What ranks say to each other: a fixed header, and raw tensors. Nothing in it is ever executed.
+
+A message is a header, a table of its tensors, and their bytes, each from a multiple of 64 on. All
+of it is compared with what it can be before it is used: a rank that gets anything else says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specc.errors import FaultError
+
+MAGIC = b"spcR"
+VERSION = 1
+# magic, version, kind, tensors, model, 0, sequence number, bytes of the table and of the tensors
+_HEADER = struct.Struct("<4sBBHIIQQ")
+HEADER_BYTES = _HEADER.size
+# code of the dtype, dimensions, sizes
+_ENTRY = struct.Struct("<BB6x4Q")
+_ALIGNMENT = 64
+_MOST_DIMS = 4
+MOST_TENSORS = 16
+# a pass of 100,000 tokens takes less
+MOST_BYTES = 1 << 28
+_ABSENT = 0
+_DTYPES = {1: torch.int32, 2: torch.int64, 3: torch.float32, 4: torch.uint8}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+class Kind(enum.IntEnum):
+    """What a message is.
+
+    Orders of rank 0: SETUP (what to load, as JSON), PASS (a model's eight inputs), COMMIT (of a
+    step, see `Commit`), CHECKSUM (of the caches), END. Reports of the others: HELLO (what they
+    are, as JSON), READY, ERROR (as JSON; also from rank 0, which then ends), SUM (32 bytes). BEAT
+    goes both ways: the sender is alive, and has done the order of this number.
+    """
+
+    SETUP = 1
+    PASS = 2
+    COMMIT = 3
+    CHECKSUM = 4
+    END = 5
+    HELLO = 16
+    READY = 17
+    ERROR = 18
+    SUM = 19
+    BEAT = 20
+
+
+class Message(NamedTuple):
+    """One message.
+
+    Args:
+        kind: of it.
+        tensors: on the host, contiguous or not; None where an input is left out.
+        model: number of the model in the engine: 0 is the target, 1 is draft_0.
+        sequence: orders are numbered from 1 on.
+    """
+
+    kind: Kind
+    tensors: tuple[Tensor | None, ...] = ()
+    model: int = 0
+    sequence: int = 0
+
+
+class Commit(NamedTuple):
+    """Tensors of a COMMIT: which rows of a model's cache a step keeps.
+
+    Args:
+        path: [B, P] int32 accepted nodes from the root on, then -1.
+        num_accepted: [B] int32 accepted draft tokens.
+        cache_len: [B] int32 committed rows before the step.
+        block_table: [B, n] int32.
+        slots: [N] or [B, N] int32 row after the committed ones that holds each node, or -1.
+    """
+
+    path: Tensor
+    num_accepted: Tensor
+    cache_len: Tensor
+    block_table: Tensor
+    slots: Tensor
+
+
+class Header(NamedTuple):
+    """What comes before a payload; `num_bytes` of it follow."""
+
+    kind: Kind
+    num_tensors: int
+    model: int
+    sequence: int
+    num_bytes: int
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message."""
+    table, parts = [], []
+    end = _ENTRY.size * len(message.tensors)
+    for tensor in message.tensors:
+        if tensor is None:
+            table.append(_ENTRY.pack(_ABSENT, 0, 0, 0, 0, 0))
+            continue
+        sizes = (*tensor.shape, *[0] * (_MOST_DIMS - tensor.ndim))
+        table.append(_ENTRY.pack(_CODES[tensor.dtype], tensor.ndim, *sizes))
+        begin = _aligned(end)
+        data = bytes_of(tensor)
+        parts += [bytes(begin - end), data]
+        end = begin + len(data)
+    fields = (message.kind, len(message.tensors), message.model, 0, message.sequence, end)
+    return b"".join([_HEADER.pack(MAGIC, VERSION, *fields), *table, *parts])
+
+
+def decode_header(data: bytes | bytearray | memoryview) -> Header:
+    """Read the first `HEADER_BYTES` bytes of a message.
+
+    Raises:
+        FaultError: they are none.
+    """
+    magic, version, kind, count, model, zero, sequence, num_bytes = _HEADER.unpack(data)
+    if magic != MAGIC:
+        raise refused(f"bytes that are no message of a rank: {bytes(data[:16])!r} …")
+    if version != VERSION:
+        raise refused(f"a message of version {version}, not {VERSION}")
+    if kind not in Kind.__members__.values():
+        raise refused(f"a message of kind {kind}")
+    if zero or count > MOST_TENSORS or not count * _ENTRY.size <= num_bytes <= MOST_BYTES:
+        raise refused(f"a message of {count} tensors in {num_bytes} bytes")
+    return Header(Kind(kind), count, model, sequence, num_bytes)
+
+
+def decode(header: Header, payload: Tensor) -> Message:
+    """Read what follows a header; the tensors of the result are parts of it.
+
+    Args:
+        header: of the message.
+        payload: [num_bytes] uint8.
+    Raises:
+        FaultError: a tensor is not what its entry says, or bytes are left over.
+    """
+    tensors: list[Tensor | None] = []
+    end = _ENTRY.size * header.num_tensors
+    table = bytes_of(payload[:end])
+    for code, ndim, *sizes in _ENTRY.iter_unpack(table):
+        if code == _ABSENT:
+            tensors.append(None)
+            continue
+        if code not in _DTYPES or ndim > _MOST_DIMS or any(sizes[ndim:]):
+            raise refused(f"a tensor of dtype {code} with {ndim} dimensions of sizes {sizes}")
+        dtype, shape = _DTYPES[code], sizes[:ndim]
+        begin = _aligned(end)
+        end = begin + math.prod(shape) * dtype.itemsize
+        if end > header.num_bytes:
+            raise refused(f"a tensor of shape {shape} in a message of {header.num_bytes} bytes")
+        tensors.append(payload[begin:end].view(dtype).view(shape))
+    if end != header.num_bytes:
+        raise refused(f"{header.num_bytes} bytes, of which tensors take {end}")
+    return Message(header.kind, tuple(tensors), header.model, header.sequence)
+
+
+def beat(done: int, position: int) -> Message:
+    """A sign of life: the last order that was done, and collectives since the start."""
+    return Message(Kind.BEAT, (torch.tensor([done, position]),))
+
+
+def json_message(kind: Kind, data: Mapping[str, Any]) -> Message:
+    """A message that holds JSON."""
+    text = json.dumps(data).encode()
+    return Message(kind, (torch.frombuffer(bytearray(text), dtype=torch.uint8),))
+
+
+def json_of(message: Message) -> dict[str, Any]:
+    """What `json_message` put into a message.
+
+    Raises:
+        FaultError: it holds something else.
+    """
+    (tensor,) = message.tensors if len(message.tensors) == 1 else (None,)
+    try:
+        if tensor is None or tensor.dtype != torch.uint8:
+            raise ValueError("one tensor of bytes was expected")
+        data = json.loads(bytes_of(tensor))
+        if not isinstance(data, dict):
+            raise ValueError("it is no object")
+    except ValueError as error:
+        raise refused(f"a message {message.kind.name} without JSON: {error}") from error
+    return data
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """A tensor's memory, in the order of its elements."""
+    tensor = tensor.contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
+
+
+def refused(found: str) -> FaultError:
+    """The error of a rank that cannot follow what it was sent."""
+    return FaultError(
+        found,
+        "messages of the ranks of one engine, all of the same specc",
+        "start all ranks with the same installation, and see that nothing else uses their port",
+    )
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT

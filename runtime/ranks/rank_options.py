@@ -1,0 +1,43 @@
+"""How many ranks run an engine, and how long they wait for each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """Of an engine that several processes run.
+
+    Args:
+        num_ranks: processes; 1 is this one alone.
+        timeout_s: seconds after which a rank that gives no sign of life, or does not get on with
+            an order, counts as hung.
+        start_timeout_s: seconds until all ranks have to be there and to have loaded the engine.
+        ends_process: where a rank is lost, this process ends too, with exit code 1, when open
+            requests have had time to get their errors. Else every call raises the error.
+        draft_ranks: ranks that run the drafts.
+    Raises:
+        ConfigError: a number that cannot be.
+    """
+
+    num_ranks: int
+    timeout_s: float = 30.0
+    start_timeout_s: float = 300.0
+    ends_process: bool = True
+    draft_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.num_ranks) is not int or self.num_ranks < 1:
+            raise ConfigError(f"{self.num_ranks} ranks", "1 or more", "correct the number")
+        for name in ("timeout_s", "start_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(
+                    f"{name} {getattr(self, name)}", "seconds, more than 0", "correct the number"
+                )
+        if self.draft_ranks != 1:
+            raise ConfigError(
+                f"drafts on {self.draft_ranks} ranks", "drafts on rank 0 alone", "leave it at 1"
+            )

@@ -1,0 +1,45 @@
+"""Numbers of ranks and seconds that cannot be, and engines that have no ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specc.errors import ConfigError
+from specc.runtime.engine import Engine
+from specc.runtime.ranks.led_model import LedModel
+from specc.runtime.ranks.rank_options import RankOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"num_ranks": 0}, "0 ranks"),
+        ({"num_ranks": True}, "True ranks"),
+        ({"num_ranks": 2.0}, "2.0 ranks"),
+        ({"num_ranks": 2, "timeout_s": 0}, "timeout_s 0"),
+        ({"num_ranks": 2, "timeout_s": float("nan")}, "timeout_s nan"),
+        ({"num_ranks": 2, "start_timeout_s": -1}, "start_timeout_s -1"),
+        ({"num_ranks": 2, "draft_ranks": 2}, "drafts on 2 ranks"),
+    ],
+)
+def test_numbers_that_cannot_be(options: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RankOptions(**options)
+    assert caught.value.found == found
+
+
+def test_one_rank_is_led_by_nobody(engine_path: Path) -> None:
+    engine = Engine.load(engine_path, ranks=RankOptions(1))
+    assert not isinstance(engine.target, LedModel)
+
+
+def test_only_programs_of_flat_tokens_have_ranks() -> None:
+    from specc.runtime.ranks.launch import _check_backend
+
+    _check_backend("cpu")
+    _check_backend("eager")
+    with pytest.raises(ConfigError, match="several ranks of an engine of the backend onnx"):
+        _check_backend("onnx")
