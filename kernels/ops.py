@@ -16,6 +16,7 @@ from specc.kernels.reference import core as reference
 from specc.kernels.reference import experts as reference_experts
 from specc.kernels.reference import fused as reference_fused
 from specc.kernels.reference import products as reference_products
+from specc.kernels.reference import ranks as reference_ranks
 from specc.kernels.reference import rectangular as reference_rectangular
 from specc.kernels.reference import sampling as reference_sampling
 from specc.kernels.reference import trees as reference_trees
@@ -238,4 +239,19 @@ masked_attention = _define(
     "masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",
     reference_rectangular.masked_attention_reference,
     fakes.masked_attention,
+)
+# of the ranks of a sharded engine
+all_reduce = _define(
+    "all_reduce(Tensor x) -> Tensor", reference_ranks.all_reduce_reference, fakes.all_reduce
+)
+gather_rows = _define(
+    "gather_rows(Tensor x) -> Tensor", reference_ranks.gather_rows_reference, fakes.gather_rows
+)
+from_first = _define(
+    "from_first(Tensor x) -> Tensor", reference_ranks.from_first_reference, fakes.from_first
+)
+best_of_ranks = _define(
+    "best_of_ranks(Tensor score, Tensor token) -> Tensor",
+    reference_ranks.best_of_ranks_reference,
+    fakes.best_of_ranks,
 )

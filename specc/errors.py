@@ -86,6 +86,10 @@ class FaultError(SpeccError):
     """The engine failed while it worked on a request, which was not to blame."""
 
 
+class RankError(FaultError):
+    """A process that runs a part of the engine is lost, and with it the engine."""
+
+
 class InputFileError(SpeccError):
     """A file of prompts cannot be read."""
 
