@@ -57,14 +57,14 @@ _EXACT_FLAGS = (
 )
 _EXACT_SOURCES = (
     "accept.cpp", "draft_children.cpp", "filters.cpp", "node_winners.cpp", "noise.cpp",
-    "penalties.cpp",
+    "penalties.cpp", "ranks_math.cpp",
 )  # fmt: skip
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
     "tree_attention", "linear", "embedding_of_blocks", "tree_expand", "accept_winners",
     "commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children", "accept",
     "merge_trees", "rerank_tree", "ancestor_words", "image_slots", "vote_chain", "lookup",
-    "record_tokens", "node_winners",
+    "record_tokens", "node_winners", "all_reduce", "gather_rows", "from_first", "best_of_ranks",
 )  # fmt: skip
 # operator → declaration of the C function that AOTInductor's code calls in its place
 C_SHIMS = {
@@ -76,12 +76,14 @@ C_SHIMS = {
     " AtenTensorHandle*, int64_t, AtenTensorHandle*)",
     "embedding_of_blocks": "AOTITorchError aoti_torch_cpu_embedding_of_blocks(AtenTensorHandle,"
     " AtenTensorHandle, int64_t, int64_t, AtenTensorHandle*)",
+    "all_reduce": "AOTITorchError aoti_torch_cpu_all_reduce(AtenTensorHandle, AtenTensorHandle*)",
 }
 # the sources that define what Python, compiled programs and steps call; kernels after the same
 # operators may change, and an engine that carries older ones still loads
 _INTERFACE = (
-    "programs.cpp", "programs.h", "register.cpp", "sampling_operators.cpp",
-    "step_operators.cpp", "tensors.h", "tree_operators.cpp",
+    "programs.cpp", "programs.h", "ranks_functions.cpp", "ranks_operators.cpp", "ranks_segment.h",
+    "register.cpp", "sampling_operators.cpp", "shims.h", "step_operators.cpp", "tensors.h",
+    "tree_operators.cpp",
 )  # fmt: skip
 _INTERFACE_MARK = b"specc-interface:"
 # a line that is one, or the end of one; these sources have no string with two slashes
@@ -196,6 +198,12 @@ def _check_interface(library: Path, data: bytes) -> None:
 
 def is_loaded() -> bool:
     return _loaded is not None
+
+
+def c_functions() -> ctypes.CDLL:
+    """The loaded library, for those who call its C functions."""
+    assert _loaded is not None, "load() first"
+    return _loaded[1]
 
 
 def kernel_threads() -> int:

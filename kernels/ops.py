@@ -240,4 +240,18 @@ masked_attention = _define(
     reference_rectangular.masked_attention_reference,
     fakes.masked_attention,
 )
-all_reduce = _define("all_reduce(Tensor x) -> Tensor", reference_ranks.all_reduce, fakes.all_reduce)
+# of the ranks of a sharded engine
+all_reduce = _define(
+    "all_reduce(Tensor x) -> Tensor", reference_ranks.all_reduce_reference, fakes.all_reduce
+)
+gather_rows = _define(
+    "gather_rows(Tensor x) -> Tensor", reference_ranks.gather_rows_reference, fakes.gather_rows
+)
+from_first = _define(
+    "from_first(Tensor x) -> Tensor", reference_ranks.from_first_reference, fakes.from_first
+)
+best_of_ranks = _define(
+    "best_of_ranks(Tensor score, Tensor token) -> Tensor",
+    reference_ranks.best_of_ranks_reference,
+    fakes.best_of_ranks,
+)

@@ -5,13 +5,12 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <limits>
 #include <optional>
 
 #include "bus_errors.h"
-#include "failure.h"
 #include "kernels.h"
+#include "shims.h"
 #include "tensors.h"
 #include "threads.h"
 
@@ -195,21 +194,6 @@ Tensor boxed_embedding(Tensor weight, Tensor tokens, int64_t num_embeddings, int
   return Tensor(embedding(weight.get(), tokens.get(), num_embeddings, width));
 }
 
-// AOTInductor's code reads a code, not an exception.
-template <typename F>
-AOTITorchError guarded(F&& body) {
-  try {
-    body();
-    return 0;
-  } catch (const std::exception& error) {
-    if (specc::failure_text != nullptr)
-      *specc::failure_text = error.what();
-    else
-      std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
-
 }  // namespace
 
 // A namespace of their own: loading this library changes nothing for the eager graphs, which call
@@ -240,7 +224,7 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_tree_attent
     AtenTensorHandle slot, AtenTensorHandle cache_len, AtenTensorHandle* ancestors,
     AtenTensorHandle block_table, double scale, int64_t window, int64_t sink,
     AtenTensorHandle* result) {
-  return guarded([&] {
+  return specc::guarded([&] {
     *result = tree_attention(q, k, v, k_cache, v_cache, q_start, position, slot, cache_len,
                              ancestors == nullptr ? nullptr : *ancestors, block_table, scale,
                              window, sink);
@@ -250,14 +234,14 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_tree_attent
 __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_linear(
     AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, int64_t out_features,
     AtenTensorHandle* result) {
-  return guarded(
+  return specc::guarded(
       [&] { *result = linear(x, weight, bias == nullptr ? nullptr : *bias, out_features); });
 }
 
 __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_embedding_of_blocks(
     AtenTensorHandle weight, AtenTensorHandle tokens, int64_t num_embeddings, int64_t width,
     AtenTensorHandle* result) {
-  return guarded([&] { *result = embedding(weight, tokens, num_embeddings, width); });
+  return specc::guarded([&] { *result = embedding(weight, tokens, num_embeddings, width); });
 }
 
 __attribute__((visibility("default"))) float specc_sum_floats(const float* data, int64_t count,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.kernels.reference.ranks import LockstepGroup, Rank, gather
+from specc.kernels.reference.ranks import LockstepGroup, use_group
 from specc.passes.lower.emit import constant_key, program_to_json
 from specc.passes.pipeline import PHASES, Phases, Pipeline
 from specc.passes.program import Program
@@ -38,6 +38,68 @@ def whole_weights(model: torch.nn.Module, program: Program) -> dict[str, Tensor]
         weight.key: torch.cat([tensors[name].detach() for name in weight.parameters])
         for weight in program.weights.values()
     }
+
+
+class ThreadRanks:
+    """Ranks that are threads of this process: each call waits for all of them; see `Ranks`.
+
+    Args:
+        num_ranks: threads that call every operator in the same order, by `run`.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.group = LockstepGroup(num_ranks)
+        self._rank = threading.local()
+        self._given: list[tuple[Tensor, ...]] = [()] * num_ranks
+        self._barrier = threading.Barrier(num_ranks, timeout=60.0)
+
+    def all_reduce(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        return self._meet(self.group.all_reduce, *xs)
+
+    def gather_rows(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        return self._meet(self.group.gather_rows, *xs)
+
+    def from_first(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        return self._meet(self.group.from_first, *xs)
+
+    def best_of_ranks(self, scores: Sequence[Tensor], tokens: Sequence[Tensor]) -> list[Tensor]:
+        return self._meet(self.group.best_of_ranks, *scores, *tokens)
+
+    def _meet(self, call: Callable[..., list[Tensor]], *own: Tensor) -> list[Tensor]:
+        rank = self._rank.value
+        self._given[rank] = own
+        self._barrier.wait()
+        found = call(*(list(values) for values in zip(*self._given, strict=True)))
+        # nobody gives the next values before all have read these
+        self._barrier.wait()
+        return [found[rank]]
+
+    def run(self, calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """What each rank's call returns; the error of the first that fails."""
+        found: list[Tensor | BaseException] = [torch.empty(0)] * len(calls)
+
+        def run(rank: int) -> None:
+            self._rank.value = rank
+            try:
+                with torch.inference_mode():
+                    found[rank] = calls[rank]()
+            except BaseException as error:
+                found[rank] = error
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(calls))]
+        use_group(self)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            use_group(None)
+        errors = [item for item in found if isinstance(item, BaseException)]
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return [item for item in found if isinstance(item, Tensor)]
 
 
 @dataclass
@@ -78,26 +140,8 @@ class Both:
 
     def run_ranks(self, inputs: Inputs) -> list[Tensor]:
         """The logits of each rank: its columns."""
-        group = LockstepGroup(len(self.ranks))
-        found: list[Tensor | BaseException] = [torch.empty(0)] * len(self.ranks)
-
-        def run(rank: int) -> None:
-            try:
-                with Rank(group, rank), torch.inference_mode():
-                    found[rank] = self.ranks[rank](*inputs)
-            except BaseException as error:
-                found[rank] = error
-                group.abort()
-
-        threads = [threading.Thread(target=run, args=(r,)) for r in range(len(self.ranks))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        errors = [item for item in found if isinstance(item, BaseException)]
-        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-            raise error
-        return [item for item in found if isinstance(item, Tensor)]
+        calls = [partial(program, *inputs) for program in self.ranks]
+        return ThreadRanks(len(calls)).run(calls)
 
     def logits(self, inputs: Inputs) -> Tensor:
         """Of all ranks together [R, V]."""
@@ -107,7 +151,7 @@ class Both:
                 # who sees all columns has to see the same ones as rank 0
                 assert torch.equal(part, parts[0])
             return parts[0]
-        return gather(parts)
+        return torch.cat(parts, 1)
 
 
 def make_caches(program: Program) -> list[tuple[Tensor, Tensor]]:

@@ -1,0 +1,96 @@
+"""A group of ranks on several hosts, over gloo.
+
+Only who calls `join_gloo` imports torch.distributed. The collectives are the same as those of
+ranks that share memory, sums included, bit for bit; a call of one costs some hundred microseconds
+(docs/sharding.md).
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from specc.errors import RankError
+from specc.kernels import ranks
+from specc.runtime.ranks.group import TIME_LIMIT_S, RankGroup
+
+
+class GlooRankGroup(RankGroup):
+    """This process's rank in a group over gloo; `join_gloo` makes it.
+
+    What `states` knows of others is what came with their last message.
+
+    Args:
+        rank: of this process.
+        num_ranks: of the group.
+        ticket: the address that all ranks join at.
+        owns_processes: whether closing it ends torch.distributed in this process.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, ticket: str, owns_processes: bool) -> None:
+        super().__init__(rank, num_ranks, ticket, None)
+        self._owns_processes = owns_processes
+
+    def close(self) -> None:
+        """Leave the group: others that wait for this rank fail. More than once is once."""
+        super().close()
+        if self._owns_processes:
+            import torch.distributed as dist
+
+            self._owns_processes = False
+            dist.destroy_process_group()
+
+
+def join_gloo(
+    address: str, rank: int, num_ranks: int, time_limit: float = TIME_LIMIT_S
+) -> GlooRankGroup:
+    """Meet the other ranks at an address; returns when all are there.
+
+    A process that has torch.distributed running already, with as many ranks, gets a group of gloo
+    beside what it has; all of its ranks have to call this then.
+
+    Args:
+        address: `tcp://HOST:PORT` of rank 0, or `env://` for MASTER_ADDR and MASTER_PORT, as
+            torchrun sets them. Which network gloo takes is for GLOO_SOCKET_IFNAME to say.
+        rank: of this process, 0 … num_ranks - 1.
+        num_ranks: of the engine.
+        time_limit: seconds to meet, and to wait for the others in a collective.
+    Raises:
+        RankError: not all came in time, torch has no gloo, or this process has a group.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise RankError(
+            "a torch without gloo", "torch.distributed with gloo", "install another build of torch"
+        )
+    limit = timedelta(seconds=time_limit)
+    is_ours = not dist.is_initialized()
+    try:
+        if is_ours:
+            dist.init_process_group(
+                "gloo", init_method=address, rank=rank, world_size=num_ranks, timeout=limit
+            )
+            processes = dist.group.WORLD
+        else:
+            processes = dist.new_group(backend="gloo", timeout=limit)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RankError(
+            f"rank {rank} of {num_ranks} did not meet the others at {address}:"
+            f" {str(error).strip().splitlines()[0]}",
+            f"all ranks at this address within {time_limit:g} s",
+            "see that rank 0 runs and that its host and port can be reached",
+        ) from error
+    assert processes is not None
+    try:
+        if (processes.rank(), processes.size()) != (rank, num_ranks):
+            raise RankError(
+                f"torch.distributed with rank {processes.rank()} of {processes.size()}",
+                f"rank {rank} of {num_ranks}",
+                "start as many processes as the engine has ranks",
+            )
+        ranks.open_gloo(processes.group_name, time_limit)
+    except BaseException:
+        if is_ours:
+            dist.destroy_process_group()
+        raise
+    return GlooRankGroup(rank, num_ranks, address, is_ours)
