@@ -28,6 +28,7 @@ from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.constraints.grammars import Grammars
 from specc.runtime.execution.device_link import DeviceLink, HostLink
+from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.shared_loop import FairLock
 from specc.speculation.plans import OFF, SpecPlan
@@ -35,7 +36,6 @@ from specc.system.machine import check_threads
 
 if TYPE_CHECKING:
     from specc.artifact.manifest import Manifest
-    from specc.runtime.ranks.rank_options import RankOptions
 
 _DO = "compile the engine again"
 
@@ -132,6 +132,7 @@ class Engine:
         capture: CaptureLimits | None = None,
         kv_cache_tokens: int | None = None,
         ranks: RankOptions | None = None,
+        rank_timeout_s: float = 30.0,
     ) -> Engine:
         """Open an engine directory; weights stay in the memory-mapped files.
 
@@ -147,7 +148,10 @@ class Engine:
             capture: what capturing CUDA graphs may cost here; None is the default.
             kv_cache_tokens: rows of the cache, for all sequences together: where they run out,
                 requests give way to others. None is the worst case of `max_num_seqs` sequences.
-            ranks: processes that run it together, of which this one leads; None is this one alone.
+            ranks: processes that run it together, of which this one leads; None is as many as it
+                was cut for.
+            rank_timeout_s: after which a rank that does not get on counts as lost, where `ranks`
+                is None.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime or more
                 memory; or a rank cannot load it.
@@ -164,7 +168,9 @@ class Engine:
                 torch.set_num_threads(num_threads)
             limits = LoadLimits(max_num_seqs, kv_cache_tokens, capture)
             backend = backend or manifest.backend
-            if ranks is None or ranks.num_ranks == 1:
+            if ranks is None and manifest.parallel is not None:
+                ranks = RankOptions(manifest.num_ranks, rank_timeout_s)
+            if ranks is None or (ranks.num_ranks == 1 and manifest.parallel is None):
                 loaded = backend_of(backend).load(path, manifest, limits)
             else:
                 from specc.runtime.ranks.launch import load_led

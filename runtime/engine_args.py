@@ -56,6 +56,12 @@ class EngineArgs:
         shows_default=False,
         least=1,
     )
+    rank_timeout_s: float = option(
+        30.0,
+        "Seconds after which a rank of a sharded engine that does not get on counts as lost.",
+        "--rank-timeout",
+        above=0,
+    )
     backend: str | None = option(
         None, "Run with another backend: eager takes the graphs of any engine."
     )
@@ -162,6 +168,7 @@ class EngineArgs:
                 backend=self.backend,
                 capture=self.capture,
                 kv_cache_tokens=self.kv_cache_tokens,
+                rank_timeout_s=self.rank_timeout_s,
             )
         self._check(engine)
         return engine

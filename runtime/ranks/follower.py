@@ -23,19 +23,21 @@ import torch
 
 from specc.artifact.backends import backend_names
 from specc.artifact.directory import open_engine
-from specc.artifact.manifest import MANIFEST_FILE
+from specc.artifact.manifest import MANIFEST_FILE, Manifest
 from specc.artifact.unreplaced import unreplaced
 from specc.errors import SpeccError
 
 # importing this registers the operators that programs call
 from specc.kernels import ops as _ops  # noqa: F401
+from specc.kernels.ranks import rank_error
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
+from specc.runtime.backends.native_operators import load_operators
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.order_checks import commit_of, pass_inputs
 from specc.runtime.ranks.orders import Kind, Message, json_message, json_of, refused
-from specc.runtime.ranks.rank_group import RankGroup, open_group
+from specc.runtime.ranks.rank_group import RankGroup, open_group, whole_logits
 from specc.runtime.ranks.signs import Signs
 from specc.version import __version__
 
@@ -63,9 +65,11 @@ class FollowedEngine:
     Args:
         loaded: the models that it has a part of, target first.
         group: of this rank.
+        vocab_size: columns of the target's logits, of all ranks together.
     """
 
-    def __init__(self, loaded: LoadedPrograms, group: RankGroup) -> None:
+    def __init__(self, loaded: LoadedPrograms, group: RankGroup, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._loaded = loaded
         self._models = list(loaded.models.items())
         self._slabs = loaded.cache.slabs
@@ -89,7 +93,7 @@ class FollowedEngine:
             raise refused(f"an order for model {order.model} of {len(self._models)}")
         name, model = self._models[order.model]
         if order.kind is Kind.PASS:
-            self._group.gather(model(*pass_inputs(order)))
+            whole_logits(self._group, model(*pass_inputs(order)), self._vocab_size)
         elif order.kind is Kind.COMMIT:
             self._commit(name, order)
         else:
@@ -161,9 +165,11 @@ def _follow(
     path = Path(setup["path"]) if path is None else path
     facts = {"pid": os.getpid(), "host": platform.node(), **facts_about(path)}
     signs.send(json_message(Kind.HELLO, facts))
-    group = open_group(setup["group"], rank, setup["num_ranks"])
+    manifest = open_part(path, setup)
+    group = open_group(setup["group"], rank, setup["num_ranks"], setup["timeout_s"])
     thread.group = group
-    engine = FollowedEngine(load_part(path, setup), group)
+    loaded = load_part(path, manifest, setup)
+    engine = FollowedEngine(loaded, group, manifest.models[0].vocab_size)
     signs.send(Message(Kind.READY))
     while True:
         order = orders.receive()
@@ -184,8 +190,8 @@ def _follow(
         thread.done = order.sequence
 
 
-def load_part(path: Path, setup: Mapping[str, Any]) -> LoadedPrograms:
-    """A follower's programs and caches: those of the target alone.
+def open_part(path: Path, setup: Mapping[str, Any]) -> Manifest:
+    """The manifest, compared with this machine; a cut engine's operators are loaded.
 
     Args:
         path: the engine directory.
@@ -201,13 +207,32 @@ def load_part(path: Path, setup: Mapping[str, Any]) -> LoadedPrograms:
             backends=backend_names(),
             max_num_seqs=setup["max_num_seqs"],
         )
-        part = replace(manifest, models=manifest.models[:1], plans=())
-        limits = LoadLimits(setup["max_num_seqs"], setup["kv_cache_tokens"])
+        if manifest.parallel is not None:
+            # collectives are among them
+            load_operators(path, manifest)
+    return manifest
+
+
+def load_part(path: Path, manifest: Manifest, setup: Mapping[str, Any]) -> LoadedPrograms:
+    """A follower's programs and caches: its part of the target alone.
+
+    Args:
+        path: the engine directory.
+        manifest: of the engine.
+        setup: as rank 0 says.
+    Raises:
+        EngineError: see `Engine.load`.
+    """
+    part = replace(manifest, models=manifest.models[:1], plans=())
+    limits = LoadLimits(setup["max_num_seqs"], setup["kv_cache_tokens"], rank=setup["rank"])
+    with unreplaced(path):
         return backend_of(setup["backend"]).load(path, part, limits)
 
 
 def _report(signs: Channel, error: BaseException) -> None:
     """Tell rank 0 why this rank ends."""
+    # what a collective says inside a program comes as torch's error
+    error = rank_error(error) or error
     if isinstance(error, SpeccError):
         data = {"found": error.found, "needed": error.needed, "do": error.do}
     else:

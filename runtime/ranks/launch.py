@@ -20,6 +20,7 @@ from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.manifest import Manifest
 from specc.errors import ConfigError, EngineError
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
+from specc.runtime.backends.native_operators import load_operators
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.processes.interpreter import interpreter
@@ -29,7 +30,7 @@ from specc.runtime.ranks.job import Follower, Job
 from specc.runtime.ranks.leader import Leader, end_job
 from specc.runtime.ranks.led_model import LedModel
 from specc.runtime.ranks.led_step import LedStep
-from specc.runtime.ranks.rank_group import Copies
+from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, make_group
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.ranks.rendezvous import Launched, Rendezvous
 from specc.runtime.ranks.watch import Watch
@@ -65,6 +66,7 @@ def load_led(
         SystemExit: this was another rank than 0, and its work is done.
     """
     _check_backend(backend)
+    _check_size(manifest, options)
     launched = Launched.from_environment()
     if launched is not None:
         launched.check(options.num_ranks)
@@ -73,6 +75,14 @@ def load_led(
     num_local = launched.num_local if launched is not None else options.num_ranks
     num_threads = num_threads or _threads(num_local)
     torch.set_num_threads(num_threads)
+    group: RankGroup = Copies(0, options.num_ranks)
+    if manifest.parallel is not None:
+        # collectives are among the operators
+        load_operators(path, manifest)
+        address = None
+        if launched is not None and launched.num_local < launched.size:
+            address = launched.free_address()
+        group = make_group(options.num_ranks, options.timeout_s, address)
     setup = {
         "path": str(path.resolve()),
         "backend": backend,
@@ -83,13 +93,15 @@ def load_led(
         "num_ranks": options.num_ranks,
         "timeout_s": options.timeout_s,
     }
-    job = Job(options, facts_about(path), setup, Copies(0, options.num_ranks))
+    job = Job(options, facts_about(path), setup, group)
     watch = Watch(job, _start_all if launched is None else Rendezvous(launched, options).accept)
     watch.start()
     try:
+        if isinstance(group, Gathering):
+            job.group = group.meet(options.start_timeout_s)
         loaded = backend_of(backend).load(path, manifest, limits)
         job.wait_ready()
-        return _led(loaded, Leader(job, watch))
+        return _led(loaded, Leader(job, watch, manifest.models[0].vocab_size))
     except BaseException:
         end_job(job, watch)
         raise
@@ -151,6 +163,16 @@ def _follow_launched(launched: Launched, options: RankOptions, path: Path) -> No
 def _threads(num_local: int) -> int:
     """Threads of each rank: more than there are cores would wait for each other."""
     return min(torch.get_num_threads(), max(1, num_usable_cores() // num_local))
+
+
+def _check_size(manifest: Manifest, options: RankOptions) -> None:
+    """A cut engine has as many ranks as it was cut for; copies of a whole one are for tests."""
+    if manifest.parallel is not None and options.num_ranks != manifest.num_ranks:
+        raise ConfigError(
+            f"{options.num_ranks} ranks, and an engine that was cut for {manifest.num_ranks}",
+            f"{manifest.num_ranks} ranks",
+            "leave the number to the engine, or make another one with specc reshard",
+        )
 
 
 def _check_backend(backend: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.job import Job
 from specc.runtime.ranks.orders import Commit, Kind
+from specc.runtime.ranks.rank_group import whole_logits
 from specc.runtime.ranks.uninterrupted import uninterrupted
 from specc.runtime.ranks.watch import Watch
 
@@ -24,10 +25,12 @@ class Leader:
     Args:
         job: whose ranks are ready.
         watch: of the job.
+        vocab_size: columns of the target's logits.
     """
 
-    def __init__(self, job: Job, watch: Watch) -> None:
+    def __init__(self, job: Job, watch: Watch, vocab_size: int) -> None:
         self._job = job
+        self._vocab_size = vocab_size
         self._end = weakref.finalize(self, end_job, job, watch)
 
     @property
@@ -57,7 +60,7 @@ class Leader:
         with uninterrupted():
             try:
                 job.order(Kind.PASS, inputs, model)
-                return job.group.gather(run(*inputs))
+                return whole_logits(job.group, run(*inputs), self._vocab_size)
             except BaseException as error:
                 # the others have done it, or wait in it: nobody can do it again
                 job.fail(job.fault_of(error))

@@ -73,14 +73,83 @@ class Copies:
         """It holds nothing."""
 
 
-def open_group(ticket: str, rank: int, size: int) -> RankGroup:
+class Gathering(Copies):
+    """Stands for a group over gloo while rank 0 waits for the others to come to its address.
+
+    Args:
+        ticket: the address, `tcp://HOST:PORT`.
+        size: ranks.
+    """
+
+    def __init__(self, ticket: str, size: int) -> None:
+        super().__init__(0, size)
+        self.ticket = ticket
+
+    def meet(self, timeout_s: float) -> RankGroup:
+        """The group, when all are there; the others open its ticket meanwhile."""
+        return _join_gloo(self.ticket, 0, self.size, timeout_s)
+
+
+def make_group(size: int, timeout_s: float, address: str | None = None) -> RankGroup:
+    """A group of ranks that share a cut model, as its rank 0; the operators' library is loaded.
+
+    Args:
+        size: ranks.
+        timeout_s: that a rank waits for the others in a collective.
+        address: where ranks of several hosts meet; None: all are on this host, and share memory.
+    Raises:
+        RankError: no memory.
+    """
+    if address is not None:
+        return Gathering(address, size)
+    from specc.runtime.ranks.group import RankGroup as SharedGroup
+
+    return SharedGroup.create(size, timeout_s)
+
+
+def open_group(ticket: str, rank: int, size: int, timeout_s: float) -> RankGroup:
     """The group that rank 0 has made.
 
+    Args:
+        ticket: rank 0's.
+        rank: of this process.
+        size: ranks.
+        timeout_s: see `make_group`.
     Raises:
         FaultError: a group of a kind that is not known here.
+        RankError: rank 0 is gone, or the group has another size.
     """
     if ticket == Copies.ticket:
         return Copies(rank, size)
-    raise FaultError(
-        f"a group {ticket!r}", "a group of this specc", "start all ranks with one installation"
-    )
+    if ticket.startswith("tcp://"):
+        return _join_gloo(ticket, rank, size, timeout_s)
+    if not ticket.startswith("/proc/"):
+        raise FaultError(
+            f"a group {ticket!r}", "a group of this specc", "start all ranks with one installation"
+        )
+    from specc.runtime.ranks.group import RankGroup as SharedGroup
+
+    return SharedGroup.open(ticket, rank, size)
+
+
+def _join_gloo(address: str, rank: int, size: int, timeout_s: float) -> RankGroup:
+    # loaded nowhere else: engines on one host need no torch.distributed
+    from specc.runtime.ranks.gloo import join_gloo
+
+    return join_gloo(address, rank, size, timeout_s)
+
+
+def whole_logits(group: RankGroup, logits: Tensor, vocab_size: int) -> Tensor:
+    """The logits of a pass, of all ranks; each of them has to call this after the same pass.
+
+    Args:
+        group: of this rank.
+        logits: [R, C], this rank's columns, or all.
+        vocab_size: V. Columns after it pad the last rank's part.
+    Returns:
+        [R, V] on rank 0; what the others get is for nobody.
+    """
+    if logits.shape[1] == vocab_size:
+        return logits
+    found = group.gather(logits)
+    return found if found.shape[1] <= vocab_size else found[:, :vocab_size].contiguous()

@@ -93,6 +93,16 @@ class Launched:
             f"{run}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         )
 
+    def free_address(self) -> str:
+        """`tcp://HOST:PORT` of this machine, towards the store's, where nobody listens yet.
+
+        Raises:
+            EngineError: there is no way to the store's machine.
+        """
+        with listen_towards(self) as listener:
+            host, port = listener.getsockname()[:2]
+        return f"tcp://{host}:{port}"
+
     def check(self, num_ranks: int) -> None:
         """Raises ConfigError: the engine is for another number of ranks."""
         if self.size != num_ranks:
@@ -129,7 +139,7 @@ class Rendezvous:
         found: dict[tuple[int, int], socket.socket] = {}
         wanted = {(rank, kind) for rank in range(1, self._launched.size) for kind in (0, 1)}
         try:
-            with self._listen() as listener:
+            with listen_towards(self._launched) as listener:
                 host, port = listener.getsockname()[:2]
                 where = {"host": host, "port": port, "secret": secret.hex()}
                 store.set(self._key, json.dumps(where))
@@ -197,19 +207,24 @@ class Rendezvous:
             raise _absent(found, launched) from error
         return self._store
 
-    def _listen(self) -> socket.socket:
-        """On the address that this machine has towards the store's."""
-        address = self._launched.address, self._launched.port
-        try:
-            info = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
-                probe.connect(info[4])
-                host = probe.getsockname()[0]
-            listener = socket.create_server((host, 0), family=info[0])
-        except OSError as error:
-            raise _absent(f"no way to {address[0]}: {error}", self._launched) from error
-        listener.settimeout(_LOOK_S)
-        return listener
+
+def listen_towards(launched: Launched) -> socket.socket:
+    """Listen on the address that this machine has towards the store's.
+
+    Raises:
+        EngineError: there is no way to it.
+    """
+    address = launched.address, launched.port
+    try:
+        info = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(info[4])
+            host = probe.getsockname()[0]
+        listener = socket.create_server((host, 0), family=info[0])
+    except OSError as error:
+        raise _absent(f"no way to {address[0]}: {error}", launched) from error
+    listener.settimeout(_LOOK_S)
+    return listener
 
 
 def _greeted(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:

@@ -107,9 +107,10 @@ register(
 register(BackendFacts("cuda", _DTYPES, "cuda", "flat", is_captured=True))
 register(
     BackendFacts(
-        "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, by_default=True, runs_all=True
+        "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
+        by_default=True, runs_all=True,
     )
-)
+)  # fmt: skip
 register(
     BackendFacts(
         "onnx", _DTYPES, "cpu", "rectangular", native="sometimes", model_files=("onnx_file",),

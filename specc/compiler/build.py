@@ -26,7 +26,6 @@ from specc.compiler.engine_files import (
 )
 from specc.compiler.engine_plans import engine_plans, tile_plans
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
-from specc.compiler.rank_checks import check_tiles
 from specc.compiler.tokenizer import EngineTokenizer
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
@@ -139,7 +138,6 @@ def _compile(
     typed = [(model.program, model.source.dtype) for model in models]
     limits = fit_prefill_chunk(limits, config, typed)
     plans = tile_plans(plans, [model.program for model in models], config)
-    check_tiles(config, plans)
     return UnfinishedEngine(writer, models, plans, limits, config, phases, dump), records
 
 
@@ -205,8 +203,6 @@ def _probe(
 ) -> tuple[Manifest, list[str]]:
     """Try the engine, or say why not; returns the manifest with what was found, and warnings."""
     refusal, available = backend.probe_refusal(manifest), available_memory_bytes()
-    if manifest.parallel is not None:
-        refusal = "the engine needs its ranks"
     if refusal is None and available is not None and manifest.total_memory > available:
         refusal = (
             f"the engine needs {format_bytes(manifest.total_memory)},"

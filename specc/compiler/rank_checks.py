@@ -6,7 +6,6 @@ from typing import Any
 
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.speculation.plans import SpecPlan
 
 # what has to be divisible, by the names that configurations have for it
 _SIZES = {
@@ -40,18 +39,6 @@ def check_ranks(config: CompileConfig, model: Any) -> None:
     kv_heads = _size(model, _KV_HEADS)
     if kv_heads and kv_heads % num_ranks and num_ranks % kv_heads:
         raise _indivisible(num_ranks, f"{kv_heads} key and value heads", list(found.values()))
-
-
-def check_tiles(config: CompileConfig, plans: list[SpecPlan]) -> None:
-    """Raises ConfigError: a plan whose logits are looked at tile by tile, on one rank."""
-    for plan in plans:
-        if config.tensor_parallel_size > 1 and plan.tile is not None:
-            raise ConfigError(
-                f"plan {plan.name}, whose logits exceed --max-logits-mb {config.max_logits_mb},"
-                f" and --tensor-parallel-size {config.tensor_parallel_size}",
-                "logits that fit: trees of sharded engines are not verified in tiles",
-                "raise --max-logits-mb, or lower --max-batch-size or --tree",
-            )
 
 
 def _size(model: Any, name: str) -> int | None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specc.artifact.backends import facts_of
-from specc.compiler.backends.base import CompilerBackend
+from specc.artifact.manifest_entries import NativeEntry
+from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
+from specc.config import CompileConfig
 from specc.errors import SpeccError
+from specc.passes.lower.cpu import lower as lower_cpu
 
 
 class EagerBackend(CompilerBackend):
@@ -13,6 +18,19 @@ class EagerBackend(CompilerBackend):
     facts = facts_of("eager")
     aliases = ("torch",)
     options = ("tensor_parallel_size",)
+
+    def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
+        super().check_config(config, dtypes)
+        missing = lower_cpu.missing_compiler() if config.tensor_parallel_size > 1 else None
+        if missing is not None:
+            raise missing
+
+    def emit(self, engine: UnfinishedEngine) -> Emitted:
+        if engine.config.tensor_parallel_size == 1:
+            return Emitted()
+        # collectives of ranks
+        isa_flags = lower_cpu.copy_operators(engine.writer.path(lower_cpu.LIBRARY_FILE))
+        return Emitted(native=NativeEntry(lower_cpu.LIBRARY_FILE, isa_flags))
 
     def instead_of(self, error: SpeccError) -> str:
         return (

@@ -16,7 +16,6 @@ from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.runtime.engine import Engine
 from specc.sharding.shard_plan import ShardPlan
-from specc.speculation.plans import SpecPlan
 from tests import models
 from tests.traces import shared_traces
 
@@ -101,13 +100,6 @@ def test_sizes_that_do_not_divide_are_told_before_anything_is_traced(
     assert error.value.found.startswith(told)
     assert not [event for event in heard if "trace" in str(event)]
     assert not (tmp_path / "engine").exists()
-
-
-def test_trees_in_tiles_are_told(tmp_path: Path) -> None:
-    checkpoint = models.save_tiny("qwen3", tmp_path / "checkpoint", vocab_size=4096)
-    config = config_for(2, plans=(SpecPlan.from_widths((8, 4)),), max_logits_mb=1)
-    with pytest.raises(ConfigError, match="not verified in tiles"):
-        build(checkpoint, checkpoint, tmp_path / "engine", config)
 
 
 def test_a_rank_that_is_absent_is_told(tmp_path: Path) -> None:
