@@ -194,13 +194,14 @@ class Watch(threading.Thread):
         if any(now - one.beat_s > _QUIET_S for one in job.followers):
             # soon it counts as silent, and the others may wait for it
             return
-        hung = [one for one in job.followers if now - one.moved_s > job.options.timeout_s]
-        if hung:
-            # the others may wait for this one
-            first = min(hung, key=lambda one: (one.done, one.position))
+        limit_s = job.options.timeout_s
+        if any(now - one.moved_s > limit_s for one in job.followers):
+            # those that wait for each other stood still at about the same time
+            still = [one for one in job.followers if now - one.moved_s > limit_s / 2]
+            first = min(still, key=lambda one: (one.done, one.position))
             raise lost(
                 f"{first.name} does not get on with order {first.done + 1} of {job.sent},"
-                f" {job.options.timeout_s:g} s after it was given"
+                f" {limit_s:g} s after it was given"
             )
 
     def _gone(self, follower: Follower) -> SpeccError:
