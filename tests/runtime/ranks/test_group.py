@@ -70,7 +70,9 @@ def test_a_rank_that_is_gone_or_hangs(number, transport):
             assert seconds > 1.0
     if transport == "shared":
         # the heart of a process that is stopped or dead does not beat
-        ages = [float(x) for text, _, _ in answers for x in re.findall(r"heartbeat ([\d.]+) s", text)]
+        ages = [
+            float(x) for text, _, _ in answers for x in re.findall(r"heartbeat ([\d.]+) s", text)
+        ]
         assert ages
         assert min(ages) > 0.5
 
@@ -302,9 +304,7 @@ else:
 
 def join(address: str, rank: int, limit: float) -> subprocess.Popen[str]:
     command = [sys.executable, "-P", "-c", JOIN, address, str(rank), str(limit)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def free_port() -> int:
