@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from specc.runtime.ranks.group import RankGroup
 
 _FORK = multiprocessing.get_context("fork")
 # of a test as a whole: what hangs is a failure, not a wait
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
 
 
 class RankProcesses:
@@ -49,8 +49,11 @@ class RankProcesses:
         options.setdefault("time_limit", PATIENCE_S)
         tickets = [_FORK.Pipe() for _ in range(num_ranks)]
         if transport == "gloo":
+            # a store in a file: in a fork of a process of tests, torch's of TCP may not answer
+            self._store = tempfile.TemporaryDirectory()
+            address = f"file://{self._store.name}/store"
             for _, theirs in tickets:
-                theirs.send(f"tcp://127.0.0.1:{_free_port()}")
+                theirs.send(address)
         for rank in range(num_ranks):
             mine, theirs = _FORK.Pipe()
             process = _FORK.Process(
@@ -123,12 +126,6 @@ def timed_error(function: Callable[..., Any], *arguments: Any) -> tuple[str, flo
     except RuntimeError as error:
         return str(error), time.monotonic() - begin
     raise AssertionError("no error")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _run(

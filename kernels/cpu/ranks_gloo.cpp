@@ -26,7 +26,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using WorkPointer = c10::intrusive_ptr<c10d::Work>;
 
-constexpr int kTag = 0;
+constexpr int kTag = 0, kFarewellTag = 1;
+// gloo sends when the other side has asked for it, so who ends waits for others to hear why
+constexpr auto kFarewell = std::chrono::milliseconds(1000);
 // up to here every rank gets all data of all ranks; above, its part of them, and then all sums
 constexpr int64_t kDirectBytes = 65536;
 constexpr size_t kTextBytes = 600;
@@ -64,6 +66,8 @@ class GlooGroup : public Group {
   GlooGroup(const std::string& name, double time_limit)
       : processes_(c10d::resolve_process_group(name)),
         backend_(processes_->getBackend(c10::DeviceType::CPU)),
+        rank_(backend_->getRank()),
+        size_(backend_->getSize()),
         time_limit_(time_limit) {
     if (backend_->getBackendName() != "gloo")
       refuse("a process group of " + backend_->getBackendName(), "one of gloo",
@@ -72,8 +76,8 @@ class GlooGroup : public Group {
     heard_[rank()].pid = ::getpid();
   }
 
-  int rank() const override { return backend_->getRank(); }
-  int size() const override { return backend_->getSize(); }
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
 
   void all_reduce(Call call, Element element, const void* x, void* y) override {
     const std::lock_guard lock(busy_);
@@ -154,7 +158,12 @@ class GlooGroup : public Group {
       if (waiting_ != nullptr) waiting_->abort();
     }
     const std::lock_guard lock(busy_);
+    if (backend_ == nullptr) return;
+    farewell();
+    told_.clear();
+    ends_.clear();
     processes_.reset();
+    backend_.reset();
   }
 
   // torch.distributed connects all before there is a process group.
@@ -181,28 +190,62 @@ class GlooGroup : public Group {
   void exchange(const std::vector<Part>& sent, const std::vector<char*>& targets,
                 const std::vector<int64_t>& sizes) {
     std::vector<WorkPointer> sending;
-    std::vector<Message> messages(size());
+    // kept after an error: others are still to learn what this rank called
+    told_.clear();
+    messages_.assign(size(), {});
     {
       // an abort of another thread comes before or after data, not between them and their message
       const std::lock_guard lock(sending_);
       if (!ended_.empty()) throw std::runtime_error(ended_);
       for (int r = 0; r < size(); ++r) {
         if (r == rank()) continue;
-        messages[r] = message(Word::kCall, sent[r].bytes);
-        guarded(r, [&] {
-          sending.push_back(send(r, &messages[r], sizeof(Message)));
+        messages_[r] = message(Word::kCall, sent[r].bytes);
+        try {
+          told_.push_back(send(r, &messages_[r], sizeof(Message)));
           if (sent[r].bytes > 0) sending.push_back(send(r, sent[r].data, sent[r].bytes));
-        });
+        } catch (const std::exception&) {
+          // that one is gone, which receive says better
+        }
       }
     }
+    // all calls before any data: who strayed is seen even if another waits for data in vain
     for (int r = 0; r < size(); ++r) {
       if (r == rank()) continue;
       Message got;
       receive(r, &got, sizeof got);
       check(r, got, sizes[r]);
-      if (sizes[r] > 0) receive(r, targets[r], sizes[r]);
     }
+    for (int r = 0; r < size(); ++r)
+      if (r != rank() && sizes[r] > 0) receive(r, targets[r], sizes[r]);
+    for (const WorkPointer& work : told_) guarded(-1, [&] { wait(work); });
     for (const WorkPointer& work : sending) guarded(-1, [&] { wait(work); });
+  }
+
+  // Waits until the others close it, too, or have had the time for it.
+  void farewell() {
+    const auto end = Clock::now() + kFarewell;
+    char bye = 0;
+    std::vector<char> byes(size());
+    std::vector<WorkPointer> works;
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank()) continue;
+      try {
+        std::vector<at::Tensor> mine{bytes_at(&bye, 1)}, theirs{bytes_at(&byes[r], 1)};
+        works.push_back(backend_->send(mine, r, kFarewellTag));
+        works.push_back(backend_->recv(theirs, r, kFarewellTag));
+      } catch (const std::exception&) {
+        // gone
+      }
+    }
+    for (const WorkPointer& work : works) {
+      const auto left =
+          std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
+      try {
+        work->wait(std::max(left, std::chrono::milliseconds(1)));
+      } catch (const std::exception&) {
+        // gone, or busy elsewhere
+      }
+    }
   }
 
   Message message(Word word, int64_t bytes) const {
@@ -313,7 +356,7 @@ class GlooGroup : public Group {
     for (int r = 0; r < size(); ++r) {
       if (r == rank()) continue;
       try {
-        told_.push_back(send(r, &last_, sizeof last_));
+        ends_.push_back(send(r, &last_, sizeof last_));
       } catch (const std::exception&) {
         // that one is gone
       }
@@ -322,15 +365,18 @@ class GlooGroup : public Group {
 
   c10::intrusive_ptr<c10d::ProcessGroup> processes_;
   c10::intrusive_ptr<c10d::Backend> backend_;
+  const int rank_, size_;
   const double time_limit_;
   std::mutex busy_;
   int64_t num_calls_ = 0;
   Call call_;
   std::vector<char> received_;
+  std::vector<Message> messages_;
+  std::vector<WorkPointer> told_;
   std::mutex sending_;
   std::string ended_;
   Message last_{};
-  std::vector<WorkPointer> told_;
+  std::vector<WorkPointer> ends_;
   std::mutex waiting_lock_;
   WorkPointer waiting_;
   std::mutex heard_lock_;

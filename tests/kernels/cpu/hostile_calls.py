@@ -439,6 +439,23 @@ def _record_tokens(rng: random.Random) -> Arguments:
     }
 
 
+def _all_reduce(rng: random.Random) -> Arguments:
+    return {"x": _floats(rng, rng.choice((0, 1, 3)), rng.choice(_WIDTHS))}
+
+
+def _gather_rows(rng: random.Random) -> Arguments:
+    return {"x": _floats(rng, rng.choice((0, 1, 3)), rng.choice((0, 1, 7, 5000)))}
+
+
+def _from_first(rng: random.Random) -> Arguments:
+    return {"x": _tokens(rng, rng.choice((0, 1, 3)), rng.choice(_WIDTHS)).to(rng.choice(_DTYPES))}
+
+
+def _best_of_ranks(rng: random.Random) -> Arguments:
+    shape = rng.choice((0, 1, 3)), rng.choice(_WIDTHS)
+    return {"score": torch.randn(shape), "token": torch.randint(0, 9, shape)}
+
+
 _BUILDERS: dict[str, Callable[[random.Random], Arguments]] = {
     "tree_attention": _tree_attention,
     "linear": _linear,
@@ -459,4 +476,9 @@ _BUILDERS: dict[str, Callable[[random.Random], Arguments]] = {
     "vote_chain": _vote_chain,
     "lookup": _lookup,
     "record_tokens": _record_tokens,
+    # in a group of one rank
+    "all_reduce": _all_reduce,
+    "gather_rows": _gather_rows,
+    "from_first": _from_first,
+    "best_of_ranks": _best_of_ranks,
 }

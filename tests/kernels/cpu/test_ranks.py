@@ -1,4 +1,4 @@
-"""Collectives of several processes, over shared memory and gloo, against the lockstep group."""
+"""Collectives of processes, over shared memory and over gloo, against the lockstep group."""
 
 from __future__ import annotations
 

@@ -568,7 +568,7 @@ class TestManifest:
             (("backend",), "abacus", "an engine for backend abacus"),
             (("backend",), "cpu", "backend cpu with native None"),
             (("backend",), "onnx", "backend onnx with rectangle None"),
-            (("native",), {"library": "a.so", "isa_flags": []}, "backend eager with native Native"),
+            (("native",), {"library": "a.so", "isa_flags": []}, r"a\.so is used but not listed"),
             (
                 ("tensorrt",),
                 {"name": "a", "version": "1", "compute_capability": None},

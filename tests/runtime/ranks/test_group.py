@@ -1,0 +1,327 @@
+"""Groups of ranks: who opens them, and what the others are told when one dies, hangs or strays."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specc.errors import RankError
+from specc.kernels import native
+from specc.kernels.ranks import rank_error
+from specc.runtime.ranks.group import RankGroup
+from tests.rank_processes import rank_processes, run_ranks, timed_error
+
+TRANSPORTS = ("shared", "gloo")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _library() -> None:
+    native.load(native.build())
+
+
+def add(*values: float) -> Any:
+    return torch.ops.specc_cpu.all_reduce(torch.tensor(values))
+
+
+def wait_for_one_that_never_comes(group: RankGroup) -> tuple[str, float, str]:
+    """Rank 2 sleeps after the first collective; what the others are told, and when."""
+    add(1.0)
+    if group.rank == 2:
+        time.sleep(60)
+    text, seconds = timed_error(add, 2.0)
+    # nobody goes on with a group that has failed
+    again, _ = timed_error(add, 3.0)
+    return text, seconds, again
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_a_rank_that_is_gone_or_hangs(number, transport):
+    """The time limit ends the wait and names the rank; gloo sees at once that one has died."""
+    options = {"transport": transport, "time_limit": 1.5}
+    with rank_processes(3, wait_for_one_that_never_comes, **options) as ranks:
+        time.sleep(0.7)
+        ranks.signal(2, number)
+        answers = [ranks.result(rank, 20) for rank in (0, 1)]
+        pid = ranks.processes[2].pid
+    for text, seconds, again in answers:
+        error = rank_error(RuntimeError(text))
+        assert error is not None
+        assert "rank 2" in error.found
+        assert "rank 1" not in error.found
+        assert "all_reduce of float32 [1, 1] (collective 2)" in error.found
+        assert "last collective 1" in error.found
+        assert f"pid {pid}" in error.found
+        assert "1.5 s" in error.needed
+        assert again == text
+        assert seconds < 3.5
+        if number == signal.SIGSTOP:
+            assert seconds > 1.0
+    if transport == "shared":
+        # the heart of a process that is stopped or dead does not beat
+        ages = [
+            float(x) for text, _, _ in answers for x in re.findall(r"heartbeat ([\d.]+) s", text)
+        ]
+        assert ages
+        assert min(ages) > 0.5
+
+
+def wait_for_a_watcher(group: RankGroup) -> tuple[str, float]:
+    """Rank 1 hangs; a thread of rank 0, as a watcher would, ends the wait of all."""
+    begin = time.monotonic()
+    if group.rank == 0:
+        threading.Timer(0.5, group.abort, ("rank 1 (pid 4711) was killed by signal 9",)).start()
+    if group.rank == 1:
+        time.sleep(60)
+    text, _ = timed_error(add, 1.0)
+    return text, time.monotonic() - begin
+
+
+def test_an_abort_wakes_all():
+    with rank_processes(3, wait_for_a_watcher, time_limit=50.0) as ranks:
+        answers = [ranks.result(rank, 10) for rank in (0, 2)]
+    for text, seconds in answers:
+        assert text.startswith("found:  rank 1 (pid 4711) was killed by signal 9\nneeded: ")
+        assert 0.4 < seconds < 1.5
+
+
+def test_an_abort_wakes_this_rank_and_is_told_over_gloo():
+    with rank_processes(2, wait_for_a_watcher, transport="gloo", time_limit=50.0) as ranks:
+        text, seconds = ranks.result(0, 10)
+    assert "rank 1 (pid 4711) was killed by signal 9" in text
+    assert 0.4 < seconds < 1.5
+
+
+def leave_early(group: RankGroup) -> str | None:
+    """Rank 1 ends in an error of its own."""
+    add(1.0)
+    if group.rank == 1:
+        return None
+    return timed_error(add, 2.0)[0]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_closes_the_group(transport):
+    with rank_processes(3, leave_early, transport=transport, time_limit=50.0) as ranks:
+        texts = [ranks.result(rank, 10) for rank in (0, 2)]
+        pid = ranks.processes[1].pid
+    for text in texts:
+        assert f"rank 1 (pid {pid}) has closed the group" in text
+
+
+def disagree(group: RankGroup, kind: str) -> tuple[str, float]:
+    """Rank 1 calls something else; the last rank agrees with rank 0."""
+    operators = torch.ops.specc_cpu
+    add(1.0)
+    x = torch.ones(4, 8)
+    strayed = {
+        "size": lambda: operators.all_reduce(torch.ones(4, 9)),
+        "shape": lambda: operators.all_reduce(torch.ones(8, 4)),
+        "dtype": lambda: operators.all_reduce(torch.ones(4, 16, dtype=torch.bfloat16)),
+        "kind": lambda: operators.gather_rows(x),
+        "large": lambda: operators.all_reduce(torch.ones(512, 512)),
+    }
+    if group.rank == 1:
+        return timed_error(strayed[kind])
+    return timed_error(operators.all_reduce, x)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", ["size", "shape", "dtype", "kind", "large"])
+def test_ranks_that_disagree(kind, transport):
+    answers = run_ranks(3, disagree, kind, transport=transport, time_limit=20.0)
+    for text, seconds in answers:
+        assert seconds < 5
+        error = rank_error(RuntimeError(text))
+        assert error is not None
+        assert "rank 1 calls" in error.found
+        assert error.found.count(" calls ") == 2
+        assert error.needed == "the same collective on every rank"
+    if transport == "shared":
+        assert len({text for text, _ in answers}) == 1
+
+
+def count_calls(group: RankGroup) -> list[Any]:
+    for _ in range(5):
+        add(1.0)
+    time.sleep(0.5)
+    return group.states()
+
+
+def test_what_ranks_know_of_each_other():
+    for states in run_ranks(2, count_calls):
+        assert [state.rank for state in states] == [0, 1]
+        assert [state.num_collectives for state in states] == [5, 5]
+        assert len({state.pid for state in states}) == 2
+        assert all(state.heartbeat_age_s < 0.45 for state in states)
+
+
+@pytest.fixture
+def alone() -> Any:
+    """A group of two whose rank 1 never comes."""
+    group = RankGroup.create(2, time_limit=0.3)
+    yield group
+    group.close()
+
+
+def test_ranks_that_do_not_open_it(alone):
+    with pytest.raises(RankError, match=r"rank 1 not there after 0\.2 s"):
+        alone.wait_for_all(0.2)
+
+
+def test_one_group_at_a_time(alone):
+    with pytest.raises(RankError, match="a second group of ranks in this process"):
+        RankGroup.create(1)
+    assert alone.position == 0
+
+
+def test_a_closed_group(alone):
+    alone.close()
+    alone.close()
+    with pytest.raises(RuntimeError, match="a process that is no rank"):
+        add(1.0)
+    with pytest.raises(RankError, match="a process that is no rank"):
+        torch.ops.specc.all_reduce(torch.ones(1))
+    again = RankGroup.create(1)
+    assert torch.ops.specc.all_reduce(torch.ones(1)).tolist() == [1.0]
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((0, 1.0, 4096), "0 ranks"),
+        ((65, 1.0, 4096), "65 ranks"),
+        ((2, 0.0, 4096), "a time limit of 0"),
+        ((2, float("nan"), 4096), "a time limit of nan"),
+        ((2, 1.0, 100), "slots of 100 bytes"),
+        ((2, 1.0, 2**40), "slots of 1099511627776 bytes"),
+    ],
+)
+def test_groups_that_cannot_be(values, message):
+    num_ranks, time_limit, slot_bytes = values
+    with pytest.raises(RankError, match=message):
+        RankGroup.create(num_ranks, time_limit, slot_bytes)
+
+
+OPEN = """
+import sys
+from specc.errors import RankError
+from specc.kernels import native
+native.load(native.build())
+from specc.runtime.ranks.group import RankGroup
+try:
+    RankGroup.open(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    print("opened")
+except RankError as error:
+    print(error)
+"""
+
+
+def open_elsewhere(ticket: str, rank: int, num_ranks: int) -> str:
+    command = [sys.executable, "-P", "-c", OPEN, ticket, str(rank), str(num_ranks)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_who_may_open_it(alone, tmp_path):
+    assert "found:  a group of 2 ranks\nneeded: one of 3" in open_elsewhere(alone.ticket, 1, 3)
+    assert "found:  rank 2\nneeded: 0 … 1" in open_elsewhere(alone.ticket, 2, 2)
+    assert f"opened by process {os.getpid()} already" in open_elsewhere(alone.ticket, 0, 2)
+    (tmp_path / "other").write_bytes(b"specc-interface:" + bytes(100_000))
+    assert "is no shared memory of ranks" in open_elsewhere(str(tmp_path / "other"), 1, 2)
+    (tmp_path / "empty").write_bytes(b"")
+    assert "is no shared memory of ranks" in open_elsewhere(str(tmp_path / "empty"), 1, 2)
+    assert "cannot be opened" in open_elsewhere(str(tmp_path / "none"), 1, 2)
+    assert "opened" in open_elsewhere(alone.ticket, 1, 2)
+    alone.wait_for_all(1)
+    # the number of the descriptor is that of another file since, or of none
+    assert "opened\n" not in open_elsewhere(alone.ticket, 1, 2)
+
+
+def test_nothing_is_left_of_killed_ranks():
+    places = (Path("/dev/shm"), Path("/tmp"))
+    before = {path for place in places for path in place.glob("*specc-ranks*")}
+    with rank_processes(2, wait_for_a_watcher, time_limit=30.0) as ranks:
+        time.sleep(0.3)
+        maps = Path(f"/proc/{ranks.processes[0].pid}/maps").read_text(encoding="utf-8")
+        assert "memfd:specc-ranks (deleted)" in maps
+        for rank in (0, 1):
+            ranks.signal(rank, signal.SIGKILL)
+    assert {path for place in places for path in place.glob("*specc-ranks*")} == before
+
+
+def test_a_group_imports_nothing_of_torch_distributed():
+    """What torch imports by itself is not counted."""
+    code = """
+        import sys
+        import torch
+        before = set(sys.modules)
+        from specc.kernels import native
+        from specc.runtime.ranks.group import RankGroup
+        native.load(native.build())
+        group = RankGroup.create(1)
+        torch.ops.specc.all_reduce(torch.ones(2))
+        group.close()
+        new = {name for name in sys.modules if name.startswith("torch.distributed")} - before
+        assert not new, new
+        assert "specc.runtime.ranks.gloo" not in sys.modules
+        assert not torch.distributed.is_initialized()
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
+    subprocess.run(command, check=True, timeout=60)
+
+
+JOIN = """
+import sys
+import torch
+from specc.errors import RankError
+from specc.kernels import native
+native.load(native.build())
+from specc.runtime.ranks.gloo import join_gloo
+try:
+    group = join_gloo(sys.argv[1], int(sys.argv[2]), 2, float(sys.argv[3]))
+except RankError as error:
+    print(error)
+else:
+    print(torch.ops.specc.all_reduce(torch.tensor([2.0 + group.rank])).tolist())
+    group.close()
+    assert not torch.distributed.is_initialized()
+"""
+
+
+def join(address: str, rank: int, limit: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", "-c", JOIN, address, str(rank), str(limit)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_hosts_meet_at_an_address():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    processes = [join(address, rank, 30) for rank in (0, 1)]
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["[5.0]\n"] * 2
+
+
+def test_an_address_where_nobody_is():
+    said = join(f"tcp://127.0.0.1:{free_port()}", 1, 1.0).communicate(timeout=60)[0]
+    assert "found:  rank 1 of 2 did not meet the others at tcp://127.0.0.1:" in said
+    assert "needed: all ranks at this address within 1 s" in said
