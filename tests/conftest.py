@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # compiling a program takes seconds: tests of compiled engines ask for them
 os.environ["SPECC_BACKEND"] = "eager"
+# a shell that starts tests in the background has them ignore Ctrl-C, and so would all that they
+# start: tests of interrupts would wait for one that never comes
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
