@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 import torch
+from hypothesis import settings
 
 # before anything imports triton, which reads this once; ahead-of-time compiles get processes
 # of their own
@@ -28,6 +30,11 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 SEED = 42
+
+# the same examples in every run, however long one takes: what fails by chance, or on a busy machine
+# only, tells nobody what broke it
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -56,6 +63,21 @@ def seed() -> int:
     """Seed torch before every test, so that a failure repeats when the test runs alone."""
     torch.manual_seed(SEED)
     return SEED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _patience_with_children() -> Iterator[None]:
+    """Let a job in a child process be ended by the processor's time that it takes, not by its wait.
+
+    On the wall it has 15 times as long, and such children have the least priority: beside as many
+    other processes as machines that run tests have, they wait for longer than that.
+    """
+    from specc.runtime.processes import bounded_child, bounded_pool
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (bounded_child, bounded_pool):
+            patch.setattr(module, "WALL_TO_CPU", 300.0)
+        yield
 
 
 @pytest.fixture
