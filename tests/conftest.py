@@ -37,6 +37,15 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of workers, which take files in this order (`--no-loadscope-reorder`)."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from tests.longest_first import longest_first, read_table
+
+        items[:] = longest_first(items, read_table())
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     _freeze_garbage()
 
