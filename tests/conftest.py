@@ -78,14 +78,16 @@ def seed() -> int:
 def _patience_with_children() -> Iterator[None]:
     """Let a job in a child process be ended by the processor's time that it takes, not by its wait.
 
-    On the wall it has 15 times as long, and such children have the least priority: beside as many
-    other processes as machines that run tests have, they wait for longer than that.
+    On the wall it has 15 times as long, and 10 s until it begins. Such children have the least
+    priority: beside as many other processes as machines that run tests have, they need longer.
     """
     from specc.runtime.processes import bounded_child, bounded_pool
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (bounded_child, bounded_pool):
             patch.setattr(module, "WALL_TO_CPU", 300.0)
+        defaults: Any = bounded_pool.BoundedPool.__init__.__kwdefaults__
+        patch.setitem(defaults, "max_wait_s", 120.0)
         yield
 
 
