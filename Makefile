@@ -8,10 +8,12 @@ SHELL := /bin/bash
 PYTHON ?=
 TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
-# files are the unit: what a file compiles once serves all of its tests
-WORKERS ?= 2
+# of pytest: as many as there are cores, of 2 to 8, with 3 GiB of memory each
+WORKERS ?= $(shell $(BIN)/python -P tests/workers.py)
 # with byte code, wherever that is switched off: hundreds of processes import specc
-PYTEST = $(RUN) env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(WORKERS) --dist loadfile
+# files are the unit: what a file compiles once serves all of its tests; the longest come first
+PYTEST = $(RUN) env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(WORKERS) --dist loadfile \
+	--no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin

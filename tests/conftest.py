@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,14 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # compiling a program takes seconds: tests of compiled engines ask for them
 os.environ["SPECC_BACKEND"] = "eager"
+# a shell that starts tests in the background has them ignore Ctrl-C, and so would all that they
+# start: tests of interrupts would wait for one that never comes
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
+from hypothesis import settings
 
 # before anything imports triton, which reads this once; ahead-of-time compiles get processes
 # of their own
@@ -25,10 +31,19 @@ torch.set_num_threads(1)
 
 SEED = 42
 
+# the same examples in every run, however long one takes: what fails by chance, or on a busy machine
+# only, tells nobody what broke it
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 
-def pytest_configure() -> None:
-    # a shell that starts the tests in the background has them ignore Ctrl-C, and all children too
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of workers, which take files in this order (`--no-loadscope-reorder`)."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from tests.longest_first import longest_first, read_table
+
+        items[:] = longest_first(items, read_table())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -57,6 +72,23 @@ def seed() -> int:
     """Seed torch before every test, so that a failure repeats when the test runs alone."""
     torch.manual_seed(SEED)
     return SEED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _patience_with_children() -> Iterator[None]:
+    """Let a job in a child process be ended by the processor's time that it takes, not by its wait.
+
+    On the wall it has 15 times as long, and 10 s until it begins. Such children have the least
+    priority: beside as many other processes as machines that run tests have, they need longer.
+    """
+    from specc.runtime.processes import bounded_child, bounded_pool
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (bounded_child, bounded_pool):
+            patch.setattr(module, "WALL_TO_CPU", 300.0)
+        defaults: Any = bounded_pool.BoundedPool.__init__.__kwdefaults__
+        patch.setitem(defaults, "max_wait_s", 120.0)
+        yield
 
 
 @pytest.fixture

@@ -77,11 +77,21 @@ BLOCKS = [
 # what a reader sees of README.md before anything else
 FIRST = next(block for block in BLOCKS if block.page.name == "README.md")
 OTHERS = [block for block in BLOCKS if block is not FIRST]
+# page → why its blocks are in the slow tier; seconds of all of them on a busy machine, 2026-11-23
+WHY_SLOW = {
+    "README.md": "they compile, and measure beside transformers: 250 s",
+    "docs/bench.md": "they measure, one of them beside transformers: 115 s",
+    "docs/drafts.md": "each compiles an engine with other plans: 150 s",
+}
 
 
 def test_the_first_screen(tmp_path: Path) -> None:
     assert len(FIRST.commands()) == 2
     run(FIRST, tmp_path)
+
+
+def test_each_slow_page_says_why() -> None:
+    assert {block.name.partition(":")[0] for block in OTHERS} == set(WHY_SLOW)
 
 
 @pytest.mark.slow

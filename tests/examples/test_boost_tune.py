@@ -297,6 +297,7 @@ def test_files_of_prompts_are_left_out(
     assert [file.name for file in kept] == ["a.py"]
 
 
+@pytest.mark.slow
 def test_whole_run(
     script: ModuleType,
     corpus: list[Any],

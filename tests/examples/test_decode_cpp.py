@@ -17,6 +17,7 @@ from specc.kernels import native
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from tests import engines
+from tests.kept import keep
 from tests.models import MAX_SEQ_LEN, NUM_TOKENS, prompts, save_tiny
 
 SOURCE = Path(__file__).parents[2] / "examples" / "decode.cpp"
@@ -30,17 +31,22 @@ Decode = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example, compiled with the command of its own comment."""
-    made = tmp_path_factory.mktemp("decode") / "decode"
     comment = re.search(r"^// +(g\+\+ .*\n// .*)", SOURCE.read_text(encoding="utf-8"), re.MULTILINE)
     assert comment, "the comment has a command of two lines"
     command = comment[1].replace("//", "").replace("$TORCH", torch.__path__[0])
     values = {
         "g++": native.find_compiler(),
         "examples/decode.cpp": str(SOURCE),
-        "decode": str(made),
     }
-    subprocess.run([values.get(word, word) for word in shlex.split(command)], check=True)
-    return made
+    words = [values.get(word, word) for word in shlex.split(command)]
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        placed = [str(path / "decode") if word == "decode" else word for word in words]
+        subprocess.run(placed, check=True)
+
+    path = tmp_path_factory.mktemp("decode") / "made"
+    return keep(path, make, words, sources=("examples/decode.cpp",)) / "decode"
 
 
 @pytest.fixture(scope="module")

@@ -47,16 +47,16 @@ def test_interleavings(
     crowded: Engine, make_engine: Callable[..., Engine], prompts: list[list[int]]
 ) -> None:
     figures, solo = Figures(), Solo(make_engine(plans=PLANS))
-    for seed in range(12):
+    for seed in range(8):
         run_interleaving(crowded, solo, seed, prompts, figures)
     assert figures.num_ties == 0
     # all that is to be shown has happened, and often
-    assert figures.num_compared > 120
-    assert min(figures.num_greedy, figures.num_seeded) > 40
-    assert figures.num_preemptions > 10
-    assert figures.num_cached_tokens > 100
-    assert figures.num_cancelled > 2
-    assert figures.num_shared_passes > 120
+    assert figures.num_compared > 80
+    assert min(figures.num_greedy, figures.num_seeded) > 25
+    assert figures.num_preemptions > 6
+    assert figures.num_cached_tokens > 60
+    assert figures.num_cancelled > 1
+    assert figures.num_shared_passes > 80
     assert set(figures.steps) == {plan.name for plan in PLANS}
 
 

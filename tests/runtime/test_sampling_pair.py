@@ -1,4 +1,4 @@
-"""The demo pair, compiled, sampled end to end: through engine, trees, caches and batches of four.
+"""The demo pair, compiled, sampled end to end: engine, trees, caches and batches of sixteen.
 
 Short continuations are distributed as the target's own probabilities say, which transformers
 computes; and a seed gives the same tokens whatever speculates.
@@ -61,6 +61,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "min_p": 0.02, "frequency_penalty": 0.2},
 )
 NUM_SEEDED = 96
+BATCH = 16
 # scores of two tokens this close may change places with the width of a pass
 NEAR_TIE = 2e-4
 
@@ -84,7 +85,7 @@ def make_engine(root: Path, backend: str) -> Engine:
         weights[key] = (weight.float() + 0.05 * noise.nan_to_num()).to(weight.dtype)
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     config = CompileConfig(
-        plans=PLANS, max_batch_size=4, max_seq_len=128, backend=backend, probe=False
+        plans=PLANS, max_batch_size=BATCH, max_seq_len=128, backend=backend, probe=False
     )
     drafts = [PAIR / "draft", other]
     return Engine.load(engines.build(PAIR / "target", drafts, root / "engine", config))
@@ -138,7 +139,6 @@ def check_pairs(
     prompt = output.prompt_token_ids
     known = prompt + output.outputs[0].token_ids[:1]
     llm = LLM(engine, plan=plan)
-    batch = 4
     joint = joint_of_two(target, known, options)
     counts = dict.fromkeys(joint, 0)
     params = [
@@ -146,8 +146,8 @@ def check_pairs(
         for seed in range(num)
     ]
     found = 0
-    for start in range(0, num, batch):
-        outputs = llm.generate([list(prompt)] * batch, params[start : start + batch])
+    for start in range(0, num, BATCH):
+        outputs = llm.generate([list(prompt)] * BATCH, params[start : start + BATCH])
         for output in outputs:
             a, b, c = output.outputs[0].token_ids
             if [*prompt, a] == known:

@@ -94,21 +94,21 @@ def configure(tiny_models, directory):
 @pytest.mark.parametrize("name", ["target", "draft_0"])
 def test_wrong_numbers(configure, name, changes, message):
     path = configure(**changes)
-    begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(NotCausalLMError, match=message) as caught:
         ModelSource.load(name, path, torch.float32)
     assert str(path) in caught.value.found
-    assert time.monotonic() - begin < 2
+    assert time.process_time() - begin < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kilobytes
 
 
 def test_a_width_that_is_not_that_of_the_weights(configure):
     """Within the range, but another model's; refused when the weights are looked at."""
-    begin = time.monotonic()
+    begin = time.process_time()
     path = configure(hidden_size=2**18, intermediate_size=2**18, head_dim=2**16)
     with pytest.raises(WeightError, match=r"embed_tokens\.weight is \[260, 32\]"):
         ModelSource.load("target", path, torch.float32)
-    assert time.monotonic() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 def test_the_model_itself_is_accepted(configure):

@@ -446,7 +446,7 @@ def test_experts_of_other_tokens_are_refused(kind, found):
 
 
 def test_time_is_linear_in_nodes():
-    """A chain of thousands of operators takes seconds at most, however machines are loaded."""
+    """A chain of thousands of operators takes seconds of the processor at most."""
     program, _ = compiled(Tiny())
     (output,) = program.graph.find_nodes(op="output")
     node = output.args[0]
@@ -456,6 +456,6 @@ def test_time_is_linear_in_nodes():
         following.meta["val"] = node.meta["val"]
         node = following
     output.args = (node,)
-    start = time.perf_counter()
+    start = time.process_time()
     verify_tokenwise(program, "fuse")
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20

@@ -141,15 +141,14 @@ def test_a_crash_of_the_library_costs_its_request_only(own, tokenizer) -> None:
     assert len(own.children.pids) == 1
 
 
-def test_time_is_bounded_and_a_refusal_is_remembered(own) -> None:
+def test_time_is_bounded_and_a_refusal_is_remembered(own, monkeypatch) -> None:
     params = StructuredOutputsParams(grammar=slow())
     with pytest.raises(RequestError, match=r"more than 0.5 s of the processor"):
         own.start(params)
-    begin_s = time.process_time()
+    monkeypatch.setattr(own.children, "run", lambda *_, **__: pytest.fail("it is compiled again"))
     for start in (own.start, own.start_compiled):
         with pytest.raises(RequestError, match=r"more than 0.5 s of the processor"):
             start(params)
-    assert time.process_time() - begin_s < 0.1
 
 
 def test_a_child_is_small_and_quick_to_replace(shared) -> None:

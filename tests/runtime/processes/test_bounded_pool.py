@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from specc.errors import FaultError, OverloadError, RequestError
-from specc.runtime.processes import fork_server
+from specc.runtime.processes import bounded_pool, fork_server
 from specc.runtime.processes.bounded_child import ChildLimits
 from specc.runtime.processes.bounded_pool import BoundedPool, Cancellation, JobCancelled
 from specc.runtime.processes.child_errors import AnswerTooLarge, ChildDied, ChildTimeout, JobFailed
@@ -130,18 +130,17 @@ def test_an_answer_is_bounded(pool):
 
 
 def test_time_of_the_processor_is_bounded_while_the_interpreter_is_held(pool):
-    begin_s = time.monotonic()
     with pytest.raises(ChildTimeout):
         pool.run(["spin"], cpu_seconds=0.3)
-    assert time.monotonic() - begin_s < 5
     assert pool.run(["echo", 1]) == 1
 
 
-def test_time_on_the_wall_is_bounded(pool):
+def test_time_on_the_wall_is_bounded(pool, monkeypatch):
+    monkeypatch.setattr(bounded_pool, "WALL_TO_CPU", 15.0)
     with pytest.raises(OverloadError, match=r"did not end within 0\.75 s"):
         pool.run(["sleep", 60.0], cpu_seconds=0.05)
     # and the limit of one job is not that of the next
-    assert pool.run(["sleep", 0.6])
+    assert pool.run(["sleep", 0.9])
 
 
 def test_errors_come_back_as_what_they_are(pool):

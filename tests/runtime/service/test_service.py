@@ -1,8 +1,4 @@
-"""A service: requests from any thread, updates, cancellation, failures, its end, and a soak.
-
-The soak is here because files are what `make test` divides among workers, the largest first: alone
-in a file, it would run last, beside an idle worker.
-"""
+"""A service: requests from any thread, updates, cancellation, failures, its end, and a soak."""
 
 from __future__ import annotations
 
@@ -364,7 +360,7 @@ def test_soak_for_a_while(pair: Path) -> None:
 
     Of 700, none is refused, late or hit by a fault in one of 10,000 runs.
     """
-    figures = soak(pair, 700, seconds=5, faults=0.007)
+    figures = soak(pair, 700, seconds=1, faults=0.02, max_tokens=16)
     assert figures.num_compared > 200
 
 

@@ -8,6 +8,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from specc.errors import RequestError
 from specc.runtime.llm import LLM
 from specc.runtime.requests.chat_template import load_template
 from specc.sampling.params import SamplingParams
-from tests.specc.cli.test_main import MAIN, assert_refused, invoke
+from tests.specc.cli.test_main import assert_refused, invoke
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad words') }}"
@@ -122,11 +123,23 @@ def test_refusals(engine, tiny_engine, tmp_path):
     assert_refused(invoke("chat", engine, stdin=b"\xff\n"), "0xff", "not UTF-8")
 
 
+# an answer takes seconds, so that it is not over when Ctrl-C comes
+SLOWLY = """
+import time
+from specc.cli.main import main
+from specc.runtime.core import EngineCore
+
+advance = EngineCore.advance
+EngineCore.advance = lambda core: (time.sleep(0.1), advance(core))[1]
+main()
+"""
+
+
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(engine):
     """A real terminal: the first answer is stopped, the chat goes on, and ends with code 0."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
-        [*MAIN, "chat", str(engine), "--max-tokens", "80"],
+        [sys.executable, "-P", "-c", SLOWLY, "chat", str(engine), "--max-tokens", "80"],
         stdin=follower, stdout=follower, stderr=follower, start_new_session=True,
     )  # fmt: skip
     os.close(follower)

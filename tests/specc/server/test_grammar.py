@@ -95,15 +95,16 @@ def test_too_many_at_once_are_refused_and_small_ones_go_on() -> None:
         assert not any(future.done() for future in large[1:])
 
 
-def test_a_client_that_leaves_ends_its_compilation() -> None:
+def test_a_client_that_leaves_ends_its_compilation(monkeypatch) -> None:
+    monkeypatch.setattr(grammars, "LIMITS", dataclasses.replace(LIMITS, cpu_seconds=60.0))
     with serve() as server:
         assert ask(server, guided_regex="ab").status_code == 200
         with pytest.raises(httpx.ReadTimeout):
             ask(server, timeout_s=0.4, guided_grammar=slow())
         begin_s = time.monotonic()
         wait_until_idle(server)
-        # it would have gone on for seconds
-        assert time.monotonic() - begin_s < 1.0
+        # it would have gone on for five seconds of the processor
+        assert time.monotonic() - begin_s < 3.5
         assert ask(server, guided_regex="ba").status_code == 200
 
 
@@ -122,7 +123,8 @@ def test_the_process_ends_in_the_middle_of_a_compilation() -> None:
     for future in waiting:
         assert_error(future.result(10), 503, "about to stop")
     assert run.end() == 0
-    assert time.monotonic() - begin_s < 8.0
+    # well before the drain is over
+    assert time.monotonic() - begin_s < 20.0
     assert pool_of(run).pids == []
 
 

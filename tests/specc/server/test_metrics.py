@@ -158,7 +158,7 @@ def test_latencies_and_prefix_hits_of_the_last_seconds() -> None:
         gaps = now["inter_token_latency"]
         assert gaps["count"] == found["inter_token_latency_seconds_count", ""] > 4
         # each update comes after a slowed step
-        assert 0.015 < gaps["p50_s"] <= gaps["p99_s"] < 5
+        assert 0.015 < gaps["p50_s"] <= gaps["p99_s"] < 60
         assert 0.02 < now["time_to_first_token"]["p50_s"] <= now["time_to_first_token"]["p99_s"]
         # the second prompt was in the cache, but for its last token's block
         hits, asked = (found[f"prefix_cache_{name}_total", ""] for name in ("hits", "queries"))

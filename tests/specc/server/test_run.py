@@ -140,7 +140,8 @@ def test_a_second_signal_ends_it_now() -> None:
         begin_s = time.monotonic()
         run.signal()
         assert run.end() == 128 + signal.SIGTERM
-        assert time.monotonic() - begin_s < 5
+        # the first one alone would have let it drain for 60 s
+        assert time.monotonic() - begin_s < 30
 
 
 def test_a_dead_engine_ends_the_process(caplog) -> None:

@@ -155,7 +155,7 @@ def test_long_prompts_are_refused(server, prompt: Any, words: str) -> None:
 
 
 def longest_pause(server, work) -> float:
-    """Seconds that the slowest look at /health took, while something went on."""
+    """Share of the time that something took for which the slowest look at /health waited."""
     longest, is_over = 0.0, threading.Event()
 
     def tick() -> None:
@@ -167,13 +167,14 @@ def longest_pause(server, work) -> float:
                 longest = max(longest, time.perf_counter() - begin_s)
 
     ticking = threading.Thread(target=tick)
+    begin_s = time.perf_counter()
     ticking.start()
     try:
         work()
     finally:
         is_over.set()
         ticking.join()
-    return longest
+    return longest / (time.perf_counter() - begin_s)
 
 
 def test_six_large_prompts_freeze_nobody(server) -> None:
@@ -191,7 +192,8 @@ def test_six_large_prompts_freeze_nobody(server) -> None:
             for answer in threads.map(post, range(6)):
                 assert_error(answer, 400, "tokens or more")
 
-    assert longest_pause(server, attack) < 1.0
+    # a freeze is as long as one of the six takes
+    assert longest_pause(server, attack) < 0.12
 
 
 def test_an_endless_template_costs_its_chats_only() -> None:
@@ -207,7 +209,8 @@ def test_an_endless_template_costs_its_chats_only() -> None:
             assert running.get("/health", timeout=60).status_code == 200
             assert running.complete(prompt="ab", **GREEDY)["choices"]
             assert_error(running.post("/v1/completions", {"prompt": "a" * 300_000}), 400, "tokens")
-            assert time.perf_counter() - begin_s < 1.5
+            # in this process, rendering would not end
+            assert time.perf_counter() - begin_s < 20
             for one in asked:
                 assert_error(one.result(), 400, "takes too much to render", param="messages")
 
@@ -290,42 +293,64 @@ def test_prompts_wait_for_their_turn() -> None:
     asyncio.run(scenario())
 
 
+class Rest:
+    """An event that is waited for until the test says so, or until it is set."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.is_over = threading.Event()
+
+    def wait(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.is_over.wait(20)
+
+    def set(self) -> None:
+        self.is_over.set()
+
+
 def test_large_prompts_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """After each, as long as it took; nobody waits for that but the next large one."""
     begun: list[float] = []
 
     def work() -> None:
         begun.append(time.monotonic())
-        time.sleep(0.2)
+        time.sleep(0.05)
 
     async def scenario() -> None:
         threads = PromptThreads()
-        begin_s = time.monotonic()
-        await threads.run(LARGE_BODY_BYTES, work)
-        assert time.monotonic() - begin_s < 0.4
+        rest: Any = Rest()
+        threads._large._is_closed = rest
+        # the answer does not wait for the rest
+        async with asyncio.timeout(15):
+            await threads.run(LARGE_BODY_BYTES, work)
+        await until(lambda: rest.seconds)
+        assert 0.05 <= rest.seconds[0] <= time.monotonic() - begun[0]
         first = asyncio.ensure_future(threads.run(LARGE_BODY_BYTES, work))
         assert await threads.run(LONG, lambda: 5) == 5
+        await asyncio.sleep(0.05)
         assert len(begun) == 1
+        monkeypatch.setattr(serve_work, "_MAX_REST_S", 0.01)
+        rest.is_over.set()
         await first
-        assert 0.4 <= begun[1] - begun[0] < 2.0
-        # an error is told at once, too
-        monkeypatch.setattr(serve_work, "_MAX_REST_S", 60.0)
+        await until(lambda: len(rest.seconds) == 2)
+        assert rest.seconds[1] == 0.01
+        rest.is_over.clear()
 
         def fail() -> None:
-            time.sleep(0.3)
             raise KeyError("a")
 
-        begin_s = time.monotonic()
-        with pytest.raises(KeyError):
-            await threads.run(LARGE_BODY_BYTES, fail)
+        # an error is told at once, too
+        async with asyncio.timeout(15):
+            with pytest.raises(KeyError):
+                await threads.run(LARGE_BODY_BYTES, fail)
+        await until(lambda: len(rest.seconds) == 3)
         last = asyncio.ensure_future(threads.run(LARGE_BODY_BYTES, work))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         # it ends the rest, and those that wait for what has not begun are told
         threads.close()
         threads.wait()
         with pytest.raises(asyncio.CancelledError):
             await last
         assert len(begun) == 2
-        assert time.monotonic() - begin_s < 2.0
 
     asyncio.run(scenario())

@@ -97,6 +97,7 @@ def test_a_failing_compilation_says_what_and_leaves_nothing(tiny_models, a_gpu, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_every_pass_gets_a_package_and_the_index_says_which(
     tiny_models, a_gpu, tmp_path, monkeypatch
 ):

@@ -121,6 +121,7 @@ def test_weights_come_from_the_engines_file(tmp_path):
         export_with_weights(pair.rectangular, found | {key: found[key].float()})
 
 
+@pytest.mark.slow
 def test_an_operator_without_converter_is_refused_by_name():
     pair = lowered("mixtral", ROWS)
     with pytest.raises(UnsupportedGraphError, match="grouped_mm"):

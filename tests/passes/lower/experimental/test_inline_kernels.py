@@ -140,6 +140,7 @@ def compiled_kernels(tmp_path_factory):
     return launches, calls
 
 
+@pytest.mark.slow
 def test_compiled_kernels_are_launched_alike(compiled_kernels):
     """`wrap_triton` makes the nodes that the tests above run: kernels, grids, tensors, numbers."""
     program, _ = lowered("llama")
@@ -151,6 +152,7 @@ def test_compiled_kernels_are_launched_alike(compiled_kernels):
     assert compiled_kernels[0] == wanted
 
 
+@pytest.mark.slow
 def test_inductor_copies_no_cache(compiled_kernels):
     """All launches are in place when Inductor generates code.
 

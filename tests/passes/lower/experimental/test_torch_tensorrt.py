@@ -219,6 +219,7 @@ def stand_in(monkeypatch):
     return StandIn(monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_call(stand_in, tmp_path):
     pair = lowered("mistral", ROWS, torch.float16)
     program = pair.rectangular
@@ -310,6 +311,7 @@ def loads(monkeypatch, stand_in):
     return wrong
 
 
+@pytest.mark.slow
 def test_an_engine_of_other_names_or_with_a_copied_cache_is_refused(loads, tmp_path):
     pair = lowered("mistral", ROWS, torch.float16)
     plan = tmp_path / "plan"

@@ -162,7 +162,14 @@ def test_memory_is_checked_with_numbers():
     assert "--batch-size" in caught.value.do
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-tied", "mistral", "gpt2", "qwen3_moe"])
+# separate projections, tied weights, experts; the others in the slow tier
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama", "gemma3-tied", "qwen3_moe",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "mistral", "gpt2")),
+    ],
+)  # fmt: skip
 def test_weights_are_there_once(name):
     """The module's parameters are the program's tensors: nothing is allocated twice."""
     programs = compile_tiny(name, has_draft=False)
