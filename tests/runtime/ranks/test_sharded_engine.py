@@ -1,0 +1,215 @@
+"""Engines whose target is cut for ranks generate what the whole one does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specc.artifact.directory import read_manifest
+from specc.config import CompileConfig
+from specc.errors import ConfigError
+from specc.runtime.engine import Engine
+from specc.runtime.engine_args import EngineArgs
+from specc.runtime.llm import LLM
+from specc.runtime.ranks.rank_options import RankOptions
+from specc.sampling.params import SamplingParams
+from tests import engines, models
+from tests.lossless import Zoo
+from tests.runtime.ranks.conftest import OPTIONS, PLANS
+from tests.runtime.ranks.test_led_engine import (
+    COUPLED,
+    GRAMMAR,
+    GREEDY,
+    KINDS,
+    LOGPROBS,
+    MSS,
+    PLAN_IDS,
+    generate,
+    params,
+    rule_of,
+)
+
+# log probabilities of float32 sums in another order
+TOLERANCE = 1e-4
+ARCHITECTURES = ("llama", "gpt_neox", "mixtral")
+
+
+def path_of(zoo: Zoo, name: str, backend: str, num_ranks: int) -> Path:
+    """A compiled engine, whole or cut."""
+
+    def make(path: Path) -> Path:
+        config = CompileConfig(
+            plans=PLANS,
+            max_batch_size=4,
+            max_seq_len=models.MAX_SEQ_LEN,
+            prefill_chunk=24,
+            backend=backend,
+            probe=False,
+            tensor_parallel_size=num_ranks,
+        )
+        target, draft = zoo.checkpoint(name), zoo.checkpoint(name, draft="noisy")
+        return engines.build(target, draft, path, config)
+
+    return zoo.once(f"sharded-{name}-{backend}-{num_ranks}", make)
+
+
+class Engines:
+    """Engines that are open: whole ones, and one that is cut. A process is in one group."""
+
+    def __init__(self, zoo: Zoo) -> None:
+        self._zoo = zoo
+        self._whole: dict[Any, Engine] = {}
+        self._cut: tuple[Any, Engine] | None = None
+
+    def __call__(self, name: str, num_ranks: int, backend: str = "eager", **options: Any) -> Engine:
+        key = (name, num_ranks, backend, *options.items())
+        path = path_of(self._zoo, name, backend, num_ranks)
+        if num_ranks == 1:
+            if key not in self._whole:
+                self._whole[key] = Engine.load(path, **options)
+            return self._whole[key]
+        if self._cut is None or self._cut[0] != key:
+            self.close()
+            ranks = replace(OPTIONS, num_ranks=num_ranks)
+            self._cut = key, Engine.load(path, ranks=ranks, **options)
+        return self._cut[1]
+
+    def close(self) -> None:
+        """End the ranks of the engine that is cut."""
+        if self._cut is not None:
+            self._cut[1].target.leader.close()  # type: ignore[attr-defined]
+        self._cut = None
+
+
+@pytest.fixture(scope="module")
+def load(zoo: Zoo) -> Iterator[Engines]:
+    loaded = Engines(zoo)
+    yield loaded
+    loaded.close()
+
+
+def assert_same(whole: Engine, cut: Engine, plan: str, given: list[SamplingParams]) -> None:
+    wanted, found = (generate(LLM(engine, plan=plan), given) for engine in (whole, cut))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+    for (_, mine), (_, other) in zip(found, wanted, strict=True):
+        assert (mine is None) == (other is None)
+        for row, expected in zip(mine or [], other or [], strict=True):
+            assert row == pytest.approx(expected, abs=TOLERANCE)
+
+
+CASES = [
+    pytest.param(plan, options, id=f"{plan}-{name}")
+    for plan in PLAN_IDS
+    for name, options in KINDS.items()
+    # a plan in tiles has no logits for them
+    if not (plan.startswith("tiles") and options in (LOGPROBS, GRAMMAR))
+]
+
+
+@pytest.mark.parametrize(("plan", "options"), CASES)
+def test_two_ranks_generate_what_one_does(
+    load: Engines, plan: str, options: dict[str, Any]
+) -> None:
+    given = params(4, **rule_of(plan, options))
+    assert_same(load("llama", 1), load("llama", 2), plan, given)
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt_neox", "llama"))]
+)
+def test_four_ranks_share_two_heads(load: Engines, name: str) -> None:
+    """Keys and values of two heads are copied; experts are cut inside."""
+    whole, cut = load(name, 1), load(name, 4)
+    for plan in ("off", "chain-3", "tree-3-2-1"):
+        for options in (GREEDY, MSS):
+            assert_same(whole, cut, plan, params(3, **options))
+
+
+def test_requests_that_give_way_and_prefixes_that_are_shared(load: Engines) -> None:
+    few = {"kv_cache_tokens": 160}
+    whole, cut = load("llama", 1, **few), load("llama", 2, **few)
+    given = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in range(4)]
+    llm = LLM(cut, plan="tree-3-2-1")
+    assert generate(llm, given) == generate(LLM(whole, plan="tree-3-2-1"), given)
+    assert llm.get_metrics().num_preemptions > 0
+    prompt, found = models.prompts()[-1], []
+    for engine in (whole, cut):
+        llm = LLM(engine, plan="tree-3-2-1")
+        llm.generate([prompt], given[0])
+        again = llm.generate([[*prompt, 1, 2], [*prompt, 3]], given[:2])
+        assert llm.get_metrics().num_cached_tokens > 0
+        found.append([output.outputs[0].token_ids for output in again])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        ("llama", 2),
+        *(
+            pytest.param(name, num_ranks, marks=pytest.mark.slow)
+            for name in ARCHITECTURES
+            for num_ranks in (2, 4)
+            if (name, num_ranks) != ("llama", 2)
+        ),
+    ],
+)
+def test_compiled_ranks(load: Engines, name: str, num_ranks: int) -> None:
+    whole, cut = load(name, 1, "cpu"), load(name, num_ranks, "cpu")
+    for plan in PLAN_IDS:
+        for options in (GREEDY, COUPLED, MSS, LOGPROBS, GRAMMAR):
+            if not (plan.startswith("tiles") and options in (LOGPROBS, GRAMMAR)):
+                assert_same(whole, cut, plan, params(3, **rule_of(plan, options)))
+
+
+def test_an_engine_starts_its_own_ranks(zoo: Zoo, load: Engines) -> None:
+    """As the commands, the servers and `LLM` do: the manifest says how many."""
+    load.close()
+    path = path_of(zoo, "llama", "eager", 2)
+    engine = EngineArgs(path, rank_timeout_s=20.0).load()
+    leader = engine.target.leader  # type: ignore[attr-defined]
+    try:
+        assert len(leader.pids) == 1
+        # the manifest says what the whole is, and the memory of a rank
+        manifest = read_manifest(path)
+        assert manifest.models[0].vocab_size == models.VOCAB
+        whole = read_manifest(path_of(zoo, "llama", "eager", 1))
+        share = manifest.memory_plan["target"].weights / whole.memory_plan["target"].weights
+        assert 0.5 <= share < 0.52
+        assert generate(LLM(engine), params(2))
+    finally:
+        leader.close()
+
+
+def test_another_number_of_ranks_is_told(zoo: Zoo) -> None:
+    path = path_of(zoo, "llama", "eager", 2)
+    with pytest.raises(ConfigError, match=re.escape("3 ranks, and an engine that was cut for 2")):
+        Engine.load(path, ranks=RankOptions(3))
+
+
+def test_collectives_are_as_many_as_the_plan_says(load: Engines) -> None:
+    """Two a layer and one for the embedding in each pass, and one that gathers its logits."""
+    cut = load("llama", 2)
+    group = cut.target.leader._job.group  # type: ignore[attr-defined]
+    passes = 0
+    run_pass = cut.target.leader.run_pass  # type: ignore[attr-defined]
+
+    def count(*args: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return run_pass(*args)
+
+    before = group.position
+    cut.target.leader.run_pass = count  # type: ignore[attr-defined]
+    try:
+        generate(LLM(cut, plan="chain-3"), params(2))
+    finally:
+        cut.target.leader.run_pass = run_pass  # type: ignore[attr-defined]
+    layers = len(read_manifest(cut.directory).models[0].layers)
+    assert passes > 3
+    assert group.position - before == passes * (2 * layers + 1 + 1)
