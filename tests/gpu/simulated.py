@@ -26,16 +26,21 @@ def prepare(kind: str) -> None:
 
         told_apart.prepare()
     from specc.bench import device as bench_device
-    from specc.runtime import engine
+    from specc.runtime.backends.captured import backend as captured_backend
     from tests.gpu import benchmark, replay, sampling
     from tests.models import tiny_config
     from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
     torch.set_num_threads(1)
     device = told_apart.graphs() if kind == APART else SimulatedDevice()
-    replace: Any = setattr
+
+    def replace(module: Any, name: str, value: Any) -> None:
+        # what has moved would be replaced where nobody looks
+        assert hasattr(module, name), name
+        setattr(module, name, value)
+
     replace(bench_device, "open_device", lambda: (device, "cuda"))
-    replace(engine, "cuda_device", lambda: device)
+    replace(captured_backend, "cuda_device", lambda: device)
     # engines for CUDA are not loaded where there is none
     replace(torch.cuda, "is_available", lambda: True)
     bench_device.COPY_BYTES["cpu"] = 1 << 20

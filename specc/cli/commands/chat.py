@@ -16,7 +16,9 @@ from specc.runtime.engine_args import EngineArgs
 
 def chat(
     engine: EngineArgument,
-    args: Annotated[EngineArgs, Fields("plan", "policy", "num_threads", "backend")],
+    args: Annotated[
+        EngineArgs, Fields("plan", "policy", "num_threads", "backend", "rank_timeout_s")
+    ],
     sampling: Annotated[SamplingOptions, Fields("temperature", "top_p", "top_k", "seed")],
     system: Annotated[
         str | None,

@@ -18,7 +18,9 @@ def run(
     engine: EngineArgument,
     source: PromptSource,
     sampling: SamplingOptions,
-    args: Annotated[EngineArgs, Fields("plan", "policy", "verify", "num_threads", "backend")],
+    args: Annotated[
+        EngineArgs, Fields("plan", "policy", "verify", "num_threads", "backend", "rank_timeout_s")
+    ],
     prompt: Annotated[
         str | None,
         typer.Argument(

@@ -28,6 +28,7 @@ def serve(
             "verify",
             "num_threads",
             "backend",
+            "rank_timeout_s",
             policy={
                 "help": "What chooses plans: goodput (the default of engines that speculate),"
                 " adaptive, best, profile, fixed."
