@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -20,7 +21,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 import torch
-from hypothesis import settings
 
 # before anything imports triton, which reads this once; ahead-of-time compiles get processes
 # of their own
@@ -31,13 +31,16 @@ torch.set_num_threads(1)
 
 SEED = 42
 
-# the same examples in every run, however long one takes: what fails by chance, or on a busy machine
-# only, tells nobody what broke it
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
+# there is none where tests/gpu/runner.py stands in for pytest
+with contextlib.suppress(ModuleNotFoundError):
+    from hypothesis import settings
+
+    # the same examples in every run, however long one takes: what fails by chance, or on a busy
+    # machine only, tells nobody what broke it
+    settings.register_profile("repeatable", deadline=None, derandomize=True)
+    settings.load_profile("repeatable")
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of workers, which take files in this order (`--no-loadscope-reorder`)."""
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -83,12 +86,16 @@ def _patience_with_children() -> Iterator[None]:
     """
     from specc.runtime.processes import bounded_child, bounded_pool
 
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (bounded_child, bounded_pool):
-            patch.setattr(module, "WALL_TO_CPU", 300.0)
-        defaults: Any = bounded_pool.BoundedPool.__init__.__kwdefaults__
-        patch.setitem(defaults, "max_wait_s", 120.0)
-        yield
+    modules: tuple[Any, ...] = (bounded_child, bounded_pool)
+    defaults: Any = bounded_pool.BoundedPool.__init__.__kwdefaults__
+    before = bounded_pool.WALL_TO_CPU, defaults["max_wait_s"]
+    for module in modules:
+        module.WALL_TO_CPU = 300.0
+    defaults["max_wait_s"] = 120.0
+    yield
+    for module in modules:
+        module.WALL_TO_CPU = before[0]
+    defaults["max_wait_s"] = before[1]
 
 
 @pytest.fixture
