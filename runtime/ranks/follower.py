@@ -162,11 +162,20 @@ def _follow(
     torch.set_num_threads(setup["num_threads"])
     thread = Signs(signs, rank, setup["timeout_s"], parent)
     thread.start()
+    try:
+        return _follow_orders(orders, signs, thread, setup, path)
+    finally:
+        thread.stop()
+
+
+def _follow_orders(
+    orders: Channel, signs: Channel, thread: Signs, setup: Mapping[str, Any], path: Path | None
+) -> int:
     path = Path(setup["path"]) if path is None else path
     facts = {"pid": os.getpid(), "host": platform.node(), **facts_about(path)}
     signs.send(json_message(Kind.HELLO, facts))
     manifest = open_part(path, setup)
-    group = open_group(setup["group"], rank, setup["num_ranks"], setup["timeout_s"])
+    group = open_group(setup["group"], setup["rank"], setup["num_ranks"], setup["timeout_s"])
     thread.group = group
     loaded = load_part(path, manifest, setup)
     engine = FollowedEngine(loaded, group, manifest.models[0].vocab_size)

@@ -43,13 +43,19 @@ class Signs(threading.Thread):
         self.group: RankGroup | None = None
         # the last order that was done
         self.done = 0
+        self._is_over = threading.Event()
+
+    def stop(self) -> None:
+        """End the thread: one that Python finds within torch at its exit aborts the process."""
+        self._is_over.set()
+        self.join()
 
     def run(self) -> None:
         heard_s = time.monotonic()
         self._ticks.begin()
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
-        while True:
+        while not self._is_over.is_set():
             poll.poll(1000 * self._ticks.seconds)
             try:
                 messages = self._channel.received()
@@ -80,8 +86,8 @@ class Signs(threading.Thread):
             os.kill(self._parent, signal.SIGKILL)
 
     def _end_softly(self) -> None:
-        time.sleep(_END_S)
-        os._exit(0)
+        if not self._is_over.wait(_END_S):
+            os._exit(0)
 
     def _end(self, why: str) -> NoReturn:
         self._say(why)
