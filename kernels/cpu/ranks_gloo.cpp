@@ -161,6 +161,7 @@ class GlooGroup : public Group {
     if (backend_ == nullptr) return;
     farewell();
     told_.clear();
+    calls_coming_.clear();
     ends_.clear();
     processes_.reset();
     backend_.reset();
@@ -190,7 +191,8 @@ class GlooGroup : public Group {
   void exchange(const std::vector<Part>& sent, const std::vector<char*>& targets,
                 const std::vector<int64_t>& sizes) {
     std::vector<WorkPointer> sending;
-    // kept after an error: others are still to learn what this rank called
+    // messages are kept after an error: others are still to learn what this rank called, and gloo
+    // closes a connection when what comes has no place any more
     told_.clear();
     messages_.assign(size(), {});
     {
@@ -208,15 +210,22 @@ class GlooGroup : public Group {
         }
       }
     }
-    // all calls before any data: who strayed is seen even if another waits for data in vain
+    // gloo sends what was asked for, so all is asked for before the first wait; and all calls come
+    // before any data: who strayed is seen even if another waits for data in vain
+    calls_coming_.assign(size(), {});
+    calls_.assign(size(), {});
+    for (int r = 0; r < size(); ++r)
+      if (r != rank()) calls_coming_[r] = receive(r, &calls_[r], sizeof calls_[r]);
     for (int r = 0; r < size(); ++r) {
       if (r == rank()) continue;
-      Message got;
-      receive(r, &got, sizeof got);
-      check(r, got, sizes[r]);
+      guarded(r, [&] { wait(calls_coming_[r]); });
+      check(r, calls_[r], sizes[r]);
     }
+    std::vector<WorkPointer> coming(size());
     for (int r = 0; r < size(); ++r)
-      if (r != rank() && sizes[r] > 0) receive(r, targets[r], sizes[r]);
+      if (r != rank() && sizes[r] > 0) coming[r] = receive(r, targets[r], sizes[r]);
+    for (int r = 0; r < size(); ++r)
+      if (r != rank() && sizes[r] > 0) guarded(r, [&] { wait(coming[r]); });
     for (const WorkPointer& work : told_) guarded(-1, [&] { wait(work); });
     for (const WorkPointer& work : sending) guarded(-1, [&] { wait(work); });
   }
@@ -286,11 +295,13 @@ class GlooGroup : public Group {
     return backend_->send(tensors, to, kTag);
   }
 
-  void receive(int from, void* data, int64_t bytes) {
+  WorkPointer receive(int from, void* data, int64_t bytes) {
+    WorkPointer coming;
     guarded(from, [&] {
       std::vector<at::Tensor> tensors{bytes_at(data, bytes)};
-      wait(backend_->recv(tensors, from, kTag));
+      coming = backend_->recv(tensors, from, kTag);
     });
+    return coming;
   }
 
   void wait(const WorkPointer& work) {
@@ -373,6 +384,8 @@ class GlooGroup : public Group {
   std::vector<char> received_;
   std::vector<Message> messages_;
   std::vector<WorkPointer> told_;
+  std::vector<Message> calls_;
+  std::vector<WorkPointer> calls_coming_;
   std::mutex sending_;
   std::string ended_;
   Message last_{};

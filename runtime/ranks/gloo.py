@@ -8,6 +8,7 @@ ranks that share memory, sums included, bit for bit; a call of one costs some hu
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 from specc.errors import RankError
 from specc.kernels import ranks
@@ -23,21 +24,21 @@ class GlooRankGroup(RankGroup):
         rank: of this process.
         num_ranks: of the group.
         ticket: the address that all ranks join at.
-        owns_processes: whether closing it ends torch.distributed in this process.
+        processes: the process group, which closing this one destroys.
     """
 
-    def __init__(self, rank: int, num_ranks: int, ticket: str, owns_processes: bool) -> None:
+    def __init__(self, rank: int, num_ranks: int, ticket: str, processes: Any) -> None:
         super().__init__(rank, num_ranks, ticket, None)
-        self._owns_processes = owns_processes
+        self._processes = processes
 
     def close(self) -> None:
         """Leave the group: others that wait for this rank fail. More than once is once."""
         super().close()
-        if self._owns_processes:
+        if self._processes is not None:
             import torch.distributed as dist
 
-            self._owns_processes = False
-            dist.destroy_process_group()
+            dist.destroy_process_group(self._processes)
+            self._processes = None
 
 
 def join_gloo(
@@ -64,15 +65,14 @@ def join_gloo(
             "a torch without gloo", "torch.distributed with gloo", "install another build of torch"
         )
     limit = timedelta(seconds=time_limit)
-    is_ours = not dist.is_initialized()
     try:
-        if is_ours:
+        if dist.is_initialized():
+            processes = dist.new_group(backend="gloo", timeout=limit)
+        else:
             dist.init_process_group(
                 "gloo", init_method=address, rank=rank, world_size=num_ranks, timeout=limit
             )
             processes = dist.group.WORLD
-        else:
-            processes = dist.new_group(backend="gloo", timeout=limit)
     except (RuntimeError, ValueError, OSError) as error:
         raise RankError(
             f"rank {rank} of {num_ranks} did not meet the others at {address}:"
@@ -90,7 +90,6 @@ def join_gloo(
             )
         ranks.open_gloo(processes.group_name, time_limit)
     except BaseException:
-        if is_ours:
-            dist.destroy_process_group()
+        dist.destroy_process_group(processes)
         raise
-    return GlooRankGroup(rank, num_ranks, address, is_ours)
+    return GlooRankGroup(rank, num_ranks, address, processes)

@@ -221,34 +221,52 @@ from specc.errors import RankError
 from specc.kernels import native
 native.load(native.build())
 from specc.runtime.ranks.group import RankGroup
-try:
-    RankGroup.open(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    print("opened")
-except RankError as error:
-    print(error)
+for call in sys.argv[1:]:
+    ticket, rank, num_ranks = call.rsplit(",", 2)
+    try:
+        RankGroup.open(ticket, int(rank), int(num_ranks))
+        print("opened", end="\\0")
+    except RankError as error:
+        print(error, end="\\0")
 """
 
 
-def open_elsewhere(ticket: str, rank: int, num_ranks: int) -> str:
-    command = [sys.executable, "-P", "-c", OPEN, ticket, str(rank), str(num_ranks)]
+def open_elsewhere(*calls: tuple[object, int, int]) -> list[str]:
+    """What another process hears that opens (ticket, rank, number of ranks), one by one."""
+    texts = [",".join(map(str, call)) for call in calls]
+    command = [sys.executable, "-P", "-c", OPEN, *texts]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    return result.stdout
+    return result.stdout.split("\0")[:-1]
 
 
 def test_who_may_open_it(alone, tmp_path):
-    assert "found:  a group of 2 ranks\nneeded: one of 3" in open_elsewhere(alone.ticket, 1, 3)
-    assert "found:  rank 2\nneeded: 0 … 1" in open_elsewhere(alone.ticket, 2, 2)
-    assert f"opened by process {os.getpid()} already" in open_elsewhere(alone.ticket, 0, 2)
     (tmp_path / "other").write_bytes(b"specc-interface:" + bytes(100_000))
-    assert "is no shared memory of ranks" in open_elsewhere(str(tmp_path / "other"), 1, 2)
     (tmp_path / "empty").write_bytes(b"")
-    assert "is no shared memory of ranks" in open_elsewhere(str(tmp_path / "empty"), 1, 2)
-    assert "cannot be opened" in open_elsewhere(str(tmp_path / "none"), 1, 2)
-    assert "opened" in open_elsewhere(alone.ticket, 1, 2)
+    said = open_elsewhere(
+        (alone.ticket, 1, 3),
+        (alone.ticket, 2, 2),
+        (alone.ticket, 0, 2),
+        (tmp_path / "other", 1, 2),
+        (tmp_path / "empty", 1, 2),
+        (tmp_path / "none", 1, 2),
+        (alone.ticket, 1, 2),
+    )
+    expected = (
+        "found:  a group of 2 ranks\nneeded: one of 3",
+        "found:  rank 2\nneeded: 0 … 1",
+        f"opened by process {os.getpid()} already",
+        "is no shared memory of ranks",
+        "is no shared memory of ranks",
+        "cannot be opened",
+        "opened",
+    )
+    assert len(said) == len(expected)
+    for text, part in zip(said, expected, strict=True):
+        assert part in text
     alone.wait_for_all(1)
     # the number of the descriptor is that of another file since, or of none
-    assert "opened\n" not in open_elsewhere(alone.ticket, 1, 2)
+    assert open_elsewhere((alone.ticket, 1, 2)) != ["opened"]
 
 
 def test_nothing_is_left_of_killed_ranks():
