@@ -68,6 +68,13 @@ def inspect(
             help="The plan that --tree and --step draw; the default is the engine's default plan.",
         ),
     ] = None,
+    sharding: Annotated[
+        bool,
+        typer.Option(
+            "--sharding",
+            help="Show what each rank holds of every weight, and where sums over ranks stand.",
+        ),
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -83,13 +90,17 @@ def inspect(
       specc inspect engine/ --verify
       specc inspect engine/ --tree tree.svg --plan tree-3-2-1
       specc inspect engine/ --step step.svg
+      specc inspect engine/ --sharding
       specc inspect engine/ --json | jq .manifest.plans
     """  # noqa: D301
     from specc.cli.inspect_engine import run_inspect
     from specc.cli.pictures import draw_pictures
+    from specc.cli.show_sharding import show_sharding
 
     if tree is not None or step is not None:
         draw_pictures(engine, plan, tree=tree, step=step)
+    elif sharding:
+        show_sharding(engine, as_json)
     else:
         run_inspect(engine, only=only, why=why, verify=verify, as_json=as_json)
 

@@ -1,0 +1,168 @@
+"""`specc inspect --sharding`: what each rank of an engine holds, and where the ranks meet."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.table import Table
+
+from specc.artifact.directory import read_manifest
+from specc.artifact.manifest_entries import ModelEntry
+from specc.cli.render import heading, make_console, make_table
+from specc.errors import ConfigError, EngineError
+from specc.sharding.shard_plan import Cut, ShardPlan, WeightCut
+from specc.system.files import format_bytes
+
+# layers that are alike are one line
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass
+class _Row:
+    """Weights of all layers that are cut alike."""
+
+    name: str
+    weight: WeightCut
+    count: int = 0
+
+
+def show_sharding(engine: Path, as_json: bool) -> None:
+    """Print how the models of an engine are cut.
+
+    Args:
+        engine: the directory.
+        as_json: print the plans as JSON instead of tables.
+    Raises:
+        EngineError: it is no engine, or a plan is malformed.
+        ConfigError: its models are whole.
+    """
+    manifest = read_manifest(engine)
+    cut = [model for model in manifest.models if manifest.is_cut(model)]
+    if not cut:
+        raise ConfigError(
+            f"{engine}, an engine of one rank",
+            "an engine whose target is cut for several",
+            "compile it with --tensor-parallel-size",
+        )
+    plans = {model.name: read_plan(engine, model) for model in cut}
+    if as_json:
+        typer.echo(json.dumps({name: plan.to_json() for name, plan in plans.items()}, indent=1))
+        return
+    console = make_console()
+    for name, plan in plans.items():
+        console.print(heading(f"{name}: {plan.num_ranks} ranks"))
+        console.print(_weights_table(plan))
+        console.print()
+        console.print(_sums_table(plan))
+        console.print()
+        for line in _totals(plan):
+            console.print(line)
+
+
+def read_plan(engine: Path, model: ModelEntry) -> ShardPlan:
+    """How a model of an engine is cut.
+
+    Raises:
+        EngineError: the file cannot be read, or is malformed.
+    """
+    path = engine / model.shard_file
+    try:
+        return ShardPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineError(
+            f"{path}: {error}", "the plan of a cut model", "compile or copy the engine again"
+        ) from error
+
+
+def _weights_table(plan: ShardPlan) -> Table:
+    table = make_table(
+        ("weights", "number", "shape", "on each rank", "bytes a rank"), ("number", "bytes a rank")
+    )
+    for row in _rows(plan.weights):
+        table.add_row(
+            row.name,
+            str(row.count),
+            " × ".join(map(str, row.weight.shape)),
+            _words(row.weight),
+            format_bytes(row.count * row.weight.local_bytes),
+        )
+    return table
+
+
+def _rows(weights: Iterable[WeightCut]) -> list[_Row]:
+    rows: dict[object, _Row] = {}
+    for weight in weights:
+        name = _short(_NUMBER.sub("*", weight.key))
+        key = (name, weight.shape, weight.cuts, weight.is_first_only)
+        rows.setdefault(key, _Row(name, weight)).count += 1
+    return list(rows.values())
+
+
+def _short(key: str) -> str:
+    """`a.q_proj.weight+a.k_proj.weight` as `a.q_proj.weight + k_proj`."""
+    first, *others = key.split("+")
+    parts = first.split(".")
+    names = []
+    for other in others:
+        own = [part for part in other.split(".") if part not in parts]
+        names.append(".".join(own) or other)
+    return " + ".join([first, *names])
+
+
+def _words(weight: WeightCut) -> str:
+    """Which dimension is cut into what."""
+    if weight.is_first_only:
+        return "rank 0: all; others: zeros"
+    found = [
+        f"{_dimension(dim, weight)} {_cut_words(cut)}"
+        for dim, cut in enumerate(weight.cuts)
+        if any(interval.parts > 1 for interval in cut)
+    ]
+    return ", ".join(found) or "all"
+
+
+def _dimension(dim: int, weight: WeightCut) -> str:
+    last = len(weight.shape) - 1
+    return "rows" if dim == 0 else "columns" if dim == last else f"dimension {dim}"
+
+
+def _cut_words(cut: Cut) -> str:
+    words = []
+    for interval in cut:
+        text = f"{interval.local_size} of {interval.stop - interval.start}"
+        if interval.copies > 1:
+            text += f" (each on {interval.copies} ranks)"
+        words.append(text)
+    return " | ".join(words)
+
+
+def _sums_table(plan: ShardPlan) -> Table:
+    table = make_table(("sum over ranks", "number", "bytes a token"), ("number", "bytes a token"))
+    kinds: dict[tuple[str, int], int] = {}
+    for item in plan.collectives:
+        where = "after the embedding" if item.layer == 0 else "in a layer"
+        key = (where, item.bytes_per_token)
+        kinds[key] = kinds.get(key, 0) + 1
+    for (where, size), count in kinds.items():
+        table.add_row(f"{where}: {plan.collectives[0].kind}", str(count), str(size * count))
+    return table
+
+
+def _totals(plan: ShardPlan) -> list[str]:
+    share = plan.local_bytes * plan.num_ranks / plan.whole_bytes
+    lines = [
+        f"a rank holds {format_bytes(plan.local_bytes)} of {format_bytes(plan.whole_bytes)}:"
+        f" {share:.3f} of its share",
+        f"a pass sums {plan.bytes_per_token} bytes a token in {len(plan.collectives)} collectives",
+    ]
+    if plan.cuts_vocabulary:
+        lines.append(
+            f"logits: {plan.local_vocab_size} columns a rank, gathered at rank 0 to"
+            f" {plan.vocab_size}"
+        )
+    return lines
