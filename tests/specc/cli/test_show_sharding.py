@@ -17,9 +17,7 @@ GOLDEN = Path(__file__).parent / "sharding"
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("qwen3", 4), ("gpt2", 2), ("mixtral", 2)])
-def test_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_ranks: int
-) -> None:
+def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_ranks: int) -> None:
     """A new file is written where there is none: read it before it is committed."""
     monkeypatch.setenv("COLUMNS", "140")
     checkpoint = models.save_tiny(name, tmp_path / "checkpoint")
