@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specc.api import probe_engine
+from specc.artifact.manifest import MANIFEST_FILE
 from specc.compiler import build as compiler
 from specc.config import CompileConfig
 from tests.kept import COMPILER, content_hash, keep
@@ -49,4 +51,14 @@ def build(
 
     probed_by = ("runtime",) if is_probed else ()
     hashes = [content_hash(checkpoint) for checkpoint in checkpoints]
-    return keep(path, make, config, *hashes, sources=(*COMPILER, *probed_by, *sources))
+    keep(path, make, config, *hashes, sources=(*COMPILER, *probed_by, *sources))
+    _tell_where_checkpoints_are(path / MANIFEST_FILE, checkpoints)
+    return path
+
+
+def _tell_where_checkpoints_are(manifest: Path, checkpoints: Sequence[Path]) -> None:
+    """Those that it was compiled of may have been an earlier run's, and be gone."""
+    data = json.loads(manifest.read_text(encoding="utf-8"))
+    for model, checkpoint in zip(data["models"], checkpoints, strict=True):
+        model["source"], model["location"] = str(checkpoint), str(checkpoint.absolute())
+    manifest.write_text(json.dumps(data), encoding="utf-8")

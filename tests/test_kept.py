@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import kept, models
+from specc.artifact.directory import open_engine
+from specc.config import CompileConfig
+from tests import engines, kept, models
+from tests.conftest import TinyModels
 from tests.traces import fingerprint
 
 
@@ -95,3 +99,22 @@ def test_changed_models_are_traced_anew() -> None:
     patched.model.norm.forward = lambda x: x
     other.model.norm = type("Norm", (torch.nn.Identity,), {"__module__": __name__})()
     assert [fingerprint(model) for model in (hooked, patched, other)] == [None] * 3
+
+
+def test_a_kept_engine_says_where_its_checkpoints_are_now(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pytest removes the directories of earlier runs, of which the engine was compiled."""
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
+    config = CompileConfig(max_seq_len=32, max_batch_size=1, backend="eager", probe=False)
+    for run in ("first", "second"):
+        target, draft = (
+            Path(shutil.copytree(path, tmp_path / run / path.name))
+            for path in (tiny_models.target, tiny_models.draft)
+        )
+        path = engines.build(target, draft, tmp_path / run / "engine", config)
+        (found, other) = open_engine(path).models
+        assert (found.source, found.location) == (str(target), str(target))
+        assert (other.source, other.location) == (str(draft), str(draft))
+        shutil.rmtree(target)
+    assert len(list((tmp_path / "cache" / "tests").glob("*.tar"))) == 1
