@@ -2,12 +2,14 @@
 
     python examples/measure_compile.py --output docs/results/compile_scale.json
     python examples/measure_compile.py --part cpu --output docs/results/compile_cpu.json
+    python examples/measure_compile.py --part ranks --output docs/results/compile_ranks.json
 
 Each measurement runs in a process of its own, so that peaks do not mix. `passes`: the traced
 models have the shapes of Llama 3 70B and no weights; the model that is compiled for the backend
 eager has random weights of 3 GB. `cpu`: the same weights for the backend cpu, and models of many
 narrow layers, since code grows with layers and not with weights; no cache is warm. The memory of
-Inductor and of the C++ compiler is the highest of any one process, theirs being apart.
+Inductor and of the C++ compiler is the highest of any one process, theirs being apart. `ranks`: the
+70B shape cut for 8 ranks, and the weights of 3 GB written as files of 4.
 """
 
 from __future__ import annotations
@@ -82,12 +84,44 @@ def measure_trace(num_layers: int) -> dict[str, Any]:
     }
 
 
-def measure_weights(directory: Path, backend: str) -> dict[str, Any]:
+def measure_cut(num_ranks: int) -> dict[str, Any]:
+    """Trace, rewrite and cut the 70B shape."""
+    from specc.passes import pipeline
+    from specc.passes.shard.shard import Shard
+
+    seconds: dict[str, float] = {}
+    phases = (*pipeline.PHASES, ("shard", (lambda: Shard(num_ranks),)))
+
+    class Cutting(pipeline.Pipeline):
+        def run(self, program: Any) -> Any:
+            self.phases = phases
+            records = super().run(program)
+            plan = program.shard
+            seconds["cut_s"] = round(records[-1].seconds, 2)
+            seconds["collectives"] = len(plan.collectives)
+            seconds["bytes_a_rank"] = plan.local_bytes
+            seconds["share"] = round(plan.local_bytes * num_ranks / plan.whole_bytes, 5)
+            return records
+
+    whole, pipeline.Pipeline = pipeline.Pipeline, Cutting  # type: ignore[misc]
+    try:
+        return {"num_ranks": num_ranks, **measure_trace(LAYERS[-1]), **seconds}
+    finally:
+        pipeline.Pipeline = whole  # type: ignore[misc]
+
+
+def bytes_read() -> int:
+    """Bytes that this process has asked the system for."""
+    lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
+
+
+def measure_weights(directory: Path, backend: str, num_ranks: int) -> dict[str, Any]:
     """Compile the checkpoint in this directory, without the probe, which maps all weights."""
     import specc
 
     before, children = peak_rss_bytes(), cpu_seconds(resource.RUSAGE_CHILDREN)
-    start, cpu = time.perf_counter(), time.process_time()
+    start, cpu, read = time.perf_counter(), time.process_time(), bytes_read()
     compilation = specc.compile(
         directory / "model",
         None,
@@ -96,9 +130,12 @@ def measure_weights(directory: Path, backend: str) -> dict[str, Any]:
         max_seq_len=1024,
         backend=backend,
         probe=False,
+        tensor_parallel_size=num_ranks,
     )
     return {
         "backend": backend,
+        "num_ranks": num_ranks,
+        "bytes_read": bytes_read() - read,
         "checkpoint_bytes": sum(f.stat().st_size for f in (directory / "model").iterdir()),
         "num_layers": len(compilation.manifest.models[0].layers),
         "num_parameters": compilation.manifest.models[0].num_parameters,
@@ -162,14 +199,15 @@ def run_apart(*arguments: str, **environment: str) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def compile_apart(shape: dict[str, int], backend: str) -> dict[str, Any]:
+def compile_apart(shape: dict[str, int], backend: str, num_ranks: int = 1) -> dict[str, Any]:
     """Write a checkpoint and compile it with empty caches."""
     with tempfile.TemporaryDirectory() as directory:
         run_apart("--write-checkpoint", directory, "--shape", json.dumps(shape))
         caches = {
             name: f"{directory}/{name}" for name in ("SPECC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         }
-        made = run_apart("--weights", directory, "--backend", backend, **caches)
+        options = ("--backend", backend, "--ranks", str(num_ranks))
+        made = run_apart("--weights", directory, *options, **caches)
     print(
         f"{made['checkpoint_bytes'] / 1e9:.2f} GB, {made['num_layers']} layers, {backend}:"
         f" {made['compile_s']} s, peak {made['peak_rss_bytes'] / _MIB:.0f} MiB,"
@@ -205,12 +243,14 @@ def main() -> None:
     """Run all measurements and write JSON and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("compile_scale.json"))
-    parser.add_argument("--part", choices=("passes", "cpu"), default="passes")
+    parser.add_argument("--part", choices=("passes", "cpu", "ranks"), default="passes")
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write-checkpoint", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--backend", help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--cut", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.layers:
         print(json.dumps(measure_trace(arguments.layers)))
@@ -220,7 +260,11 @@ def main() -> None:
         print("{}")
         return
     if arguments.weights:
-        print(json.dumps(measure_weights(arguments.weights, arguments.backend)))
+        measured = measure_weights(arguments.weights, arguments.backend, arguments.ranks)
+        print(json.dumps(measured))
+        return
+    if arguments.cut:
+        print(json.dumps(measure_cut(arguments.cut)))
         return
     import torch
     import transformers
@@ -234,6 +278,10 @@ def main() -> None:
             peak = entry["peak_rss_bytes"] / _MIB
             print(f"{num_layers} layers: {entry['total_s']} s, peak {peak:.0f} MiB", flush=True)
         results = {"traces": traces, "weights": compile_apart(WIDE, "eager")}
+    elif arguments.part == "ranks":
+        cut = run_apart("--cut", "8")
+        print(f"70B for 8 ranks: {cut['total_s']} s, {cut['peak_rss_bytes'] / _MIB:.0f} MiB")
+        results = {"cut": cut, "weights": compile_apart(WIDE, "eager", 4)}
     else:
         layers = [compile_apart(NARROW | {"num_hidden_layers": n}, "cpu") for n in CODE_LAYERS]
         results = {"layers": layers, "weights": compile_apart(WIDE, "cpu")}
