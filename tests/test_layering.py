@@ -25,6 +25,7 @@ FOLDERS["kernels"] = "specc.kernels"
 # layer of each package, which says what others than specc it may import; the longest name counts
 LAYER_OF = {
     "__init__": "facade",
+    "__main__": "cli",
     "api": "api",
     "artifact": "facts",
     "bench": "bench",

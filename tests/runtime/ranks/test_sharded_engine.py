@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -213,3 +218,42 @@ def test_collectives_are_as_many_as_the_plan_says(load: Engines) -> None:
     layers = len(read_manifest(cut.directory).models[0].layers)
     assert passes > 3
     assert group.position - before == passes * (2 * layers + 1 + 1)
+
+
+def test_two_launches_meet_over_gloo(zoo: Zoo, load: Engines, tmp_path: Path) -> None:
+    """As two hosts would start them, each with one rank: the same tokens as one process."""
+    path = path_of(zoo, "llama", "eager", 2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    prompts = tmp_path / "prompts.jsonl"
+    given = models.prompts()[1]
+    prompts.write_text(json.dumps({"prompt_token_ids": given}) + "\n", encoding="utf-8")
+    command = [sys.executable, "-P", "-m", "specc", "run", str(path), "--prompts", str(prompts)]
+    command += ["--max-tokens", "12", "--ignore-eos", "--json", "--plan", "tree-3-2-1"]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        (first, told), (other, _) = (process.communicate(timeout=120) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], told
+    assert other == ""
+    params_ = SamplingParams(max_tokens=12, ignore_eos=True)
+    (wanted,) = LLM(load("llama", 1), plan="tree-3-2-1").generate([given], params_)
+    assert json.loads(first)["outputs"][0]["token_ids"] == list(wanted.outputs[0].token_ids)
