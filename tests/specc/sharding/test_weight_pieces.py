@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from specc.artifact.directory import read_manifest
+from specc.artifact.weights import MemoryReader, Source, WeightSpec, check_spec
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.runtime.engine import Engine
-from specc.sharding.shard_plan import ShardPlan
+from specc.sharding.shard_plan import Interval, ShardPlan, WeightCut
+from specc.sharding.weight_pieces import piece_of
 from tests import models
 from tests.traces import shared_traces
 
@@ -108,3 +110,26 @@ def test_a_rank_that_is_absent_is_told(tmp_path: Path) -> None:
     (cut / "target" / "rank-1.weights.safetensors").unlink()
     with pytest.raises(EngineError, match=r"rank-1\.weights\.safetensors"):
         Engine.load(cut)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_transposed_sources(dim: int) -> None:
+    """A weight [6, 4] that the checkpoint holds as its transpose, in two tensors."""
+    stored = {"a": torch.arange(8.0).view(4, 2), "b": torch.arange(8.0, 24.0).view(4, 4)}
+    whole = torch.cat([value.t() for value in stored.values()])
+    sources = tuple(Source(name, transpose=True) for name in stored)
+    spec = WeightSpec("w", torch.float32, (6, 4), sources)
+    cuts = [(Interval(0, 6),), (Interval(0, 4),)]
+    cuts[dim] = (Interval(0, whole.shape[dim], 2),)
+    cut = WeightCut("w", "float32", (6, 4), tuple(cuts))
+    reader = MemoryReader(stored)
+    for rank in (0, 1):
+        piece = piece_of(spec, cut, rank, reader)
+        check_spec(piece, reader)
+        chunks = [
+            bytes(chunk)
+            for source in piece.sources
+            for chunk in reader.read_part(source.name, source.part, source.transpose)
+        ]
+        found = torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.float32)
+        assert torch.equal(found.view(piece.shape), cut.take(whole, rank))

@@ -1,0 +1,35 @@
+"""What leader and followers ask of their group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specc.errors import FaultError
+from specc.runtime.ranks.rank_group import Copies, open_group, whole_logits
+
+
+class Gathered(Copies):
+    """Two ranks with the same columns."""
+
+    def gather(self, logits: Tensor) -> Tensor:
+        return torch.cat((logits, logits), 1) if self.rank == 0 else logits[:, :0]
+
+
+def test_columns_that_pad_are_cut_off() -> None:
+    logits = torch.arange(12.0).view(3, 4)
+    found = whole_logits(Gathered(0, 2), logits, 7)
+    assert torch.equal(found, torch.cat((logits, logits[:, :3]), 1))
+    assert found.is_contiguous()
+    assert whole_logits(Gathered(1, 2), logits, 7).shape == (3, 0)
+
+
+def test_logits_that_are_whole_stay() -> None:
+    logits = torch.arange(12.0).view(3, 4)
+    assert whole_logits(Gathered(0, 2), logits, 4) is logits
+
+
+def test_a_group_of_another_kind_is_told() -> None:
+    with pytest.raises(FaultError, match="a group 'pigeons'"):
+        open_group("pigeons", 1, 2, 1.0)
