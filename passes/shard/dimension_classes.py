@@ -32,13 +32,14 @@ class DimensionClasses:
         alone += [*relations.looked_up.values(), *relations.contracted.values()]
         self._runs = self._find_runs([*self._around, *alone], relations.boundaries)
         self._parent: dict[Run, Run] = {}
-        for relation in relations.relations:
-            self._join(relation)
+        unlike = [run for relation in relations.relations for run in self._join(relation)]
         # class → why it stays whole
         self.blocked: dict[Run, str] = {}
         for element, why in relations.blocks:
             for run in self.runs(element):
                 self.blocked.setdefault(self.class_of(run), why)
+        for run in unlike:
+            self.blocked.setdefault(self.class_of(run), "a part of it ends inside an inner run")
         self.members: dict[Run, list[Run]] = defaultdict(list)
         for element in self._runs:
             for run in self.runs(element):
@@ -80,10 +81,15 @@ class DimensionClasses:
                     changed.append(other)
         return {element: list(itertools.pairwise(sorted(x))) for element, x in found.items()}
 
-    def _join(self, relation: Relation) -> None:
-        there = set(self.runs(relation.large))
+    def _join(self, relation: Relation) -> list[Run]:
+        """Make intervals of both sides one; returns those that have no partner, and must not."""
+        there = self.runs(relation.large)
+        alone: list[Run] = []
         for small in self.runs(relation.small):
-            _, start, stop = small
-            large = (relation.large, relation.up(start), relation.up(stop))
-            if large in there:
+            first, last = relation.up(small[1]), relation.up(small[2])
+            if (large := (relation.large, first, last)) in there:
                 self._parent[self.class_of(large)] = self.class_of(small)
+            else:
+                inside = [run for run in there if run[1] < last and first < run[2]]
+                alone += [small, *inside]
+        return alone

@@ -88,7 +88,9 @@ def parts_of(node: fx.Node) -> tuple[fx.Node, int, list[tuple[int, int]]]:
 
 def _pointwise(found: Relations, node: fx.Node) -> None:
     rank = node.meta["val"].dim()
-    for item in node.all_input_nodes:
+    # of the others only a dtype is taken
+    operands = node.args[:1] if name_of(node) == "type_as" else node.all_input_nodes
+    for item in operands:
         if is_tensor(item):
             shape = item.meta["val"].shape
             for dim, size in enumerate(shape):
@@ -99,15 +101,24 @@ def _pointwise(found: Relations, node: fx.Node) -> None:
 
 def _slice(found: Relations, node: fx.Node) -> None:
     given = bind_args(node)
-    size = given["self"].meta["val"].shape[given["dim"]]
-    if not isinstance(size, int):
+    if not isinstance(given["self"].meta["val"].shape[given["dim"]], int):
         _pointwise(found, node)
-    elif given["step"] == 1 and isinstance(given["start"], int | None):
-        stop = size if given["end"] is None else min(given["end"], size)
-        found.part(given["self"], node, given["dim"], given["start"] or 0, stop)
+    elif bounds := slice_of(node):
+        found.part(given["self"], node, given["dim"], *bounds)
     else:
-        found.block_all(given["self"], "a slice with steps")
-        found.block_all(node, "a slice with steps")
+        found.block_all(given["self"], "a slice with steps, or to where tokens say")
+        found.block_all(node, "a slice with steps, or to where tokens say")
+
+
+def slice_of(node: fx.Node) -> tuple[int, int] | None:
+    """First index of a slice and the one after its last; None where it is not such a run."""
+    given = bind_args(node)
+    size = given["self"].meta["val"].shape[given["dim"]]
+    ends = (given["start"], given["end"])
+    if given["step"] != 1 or not all(isinstance(end, int | None) for end in ends):
+        return None
+    start, stop, _ = slice(*ends).indices(size)
+    return start, max(start, stop)
 
 
 def _moved(order: Callable[[fx.Node, dict[str, Any]], Sequence[int]]) -> Callable:
@@ -149,8 +160,9 @@ def _squeezed(node: fx.Node, given: dict[str, Any]) -> list[int]:
     rank = node.meta["val"].dim()
     if len(before) == rank:
         return list(range(rank))
-    gone = given["dim"] % len(before)
-    return [i + (i >= gone) for i in range(rank)]
+    named = given.get("dim", range(len(before)))
+    named = [dim % len(before) for dim in ([named] if isinstance(named, int) else named)]
+    return [i for i, size in enumerate(before) if i not in named or str(size) != "1"]
 
 
 def _view(found: Relations, node: fx.Node) -> None:
@@ -245,7 +257,12 @@ def _addmm(found: Relations, node: fx.Node) -> None:
 
 def _grouped_mm(found: Relations, node: fx.Node) -> None:
     """[T, K] by experts [E, K, N], rows of an expert after each other."""
-    x, weight, ends = node.args[:3]
+    x, weight, ends, *rest = node.args
+    if x.meta["val"].dim() != 2 or any(is_tensor(item) for item in (*rest, *node.kwargs.values())):
+        # a bias of a part of a sum would count once for each rank
+        for item in (*node.all_input_nodes, node):
+            found.block_all(item, "a product of experts with more than rows and weights")
+        return
     found.same(x, 0, node, 0)
     found.same(weight, 2, node, 1)
     _contract(found, node, x, 1, weight, 1)
@@ -266,13 +283,16 @@ def _embedding(found: Relations, node: fx.Node) -> None:
     found.same(table, 1, node, node.meta["val"].dim() - 1)
     for dim in range(ids.meta["val"].dim()):
         found.same(ids, dim, node, dim)
-    if (element := found.element(table, 0)) is not None:
+    if table.op != "placeholder":
+        found.block(table, 0, "rows of a computed table are chosen")
+    elif (element := found.element(table, 0)) is not None:
         found.looked_up[node] = element
 
 
 def _index_select(found: Relations, node: fx.Node) -> None:
     given = bind_args(node)
     chosen = given["dim"] % node.meta["val"].dim()
+    found.block_all(given["index"], "it chooses")
     for dim in range(node.meta["val"].dim()):
         if dim == chosen:
             found.block(given["self"], dim, "its indices are chosen")
@@ -283,6 +303,8 @@ def _index_select(found: Relations, node: fx.Node) -> None:
 
 def _index(found: Relations, node: fx.Node) -> None:
     source, indices = node.args
+    for item in indices:
+        found.block_all(item, "it chooses")
     if len(indices) != 1 or indices[0].meta["val"].dim() != 1:
         for item in (source, node):
             found.block_all(item, "its indices are chosen")
@@ -295,9 +317,9 @@ def _index(found: Relations, node: fx.Node) -> None:
 
 def _reduce(found: Relations, node: fx.Node) -> None:
     given = bind_args(node)
-    source, dims = given["self"], given["dim"]
+    source, dims = given["self"], given.get("dim")
     rank = source.meta["val"].dim()
-    dims = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
+    dims = [dims] if isinstance(dims, int) else dims or range(rank)
     gone = {dim % rank for dim in dims}
     keeps, place = node.meta["val"].dim() == rank, 0
     for dim in range(rank):

@@ -75,7 +75,9 @@ class Relations:
     def same(self, a: fx.Node, dim_a: int, b: fx.Node, dim_b: int) -> None:
         """Two dimensions are laid out alike."""
         first, second = self.element(a, dim_a), self.element(b, dim_b)
-        if first and second:
+        if first and second and size_of(first) != size_of(second):
+            self.blocks += [(item, "it meets another size") for item in (first, second)]
+        elif first and second:
             self.relations.append(Relation(first, second))
         elif one := first or second:
             self.blocks.append((one, "it meets a dimension of size 1 or of tokens"))

@@ -16,8 +16,8 @@ from specc.passes.facts import attention_is_cached
 from specc.passes.program import Program, add_placeholder, bind_args, emit_call, last_placeholder
 from specc.passes.proof.token_routing import name_of
 from specc.passes.shard.cut_choice import CutChoice
-from specc.passes.shard.dimension_rules import parts_of, relations_of
-from specc.passes.shard.place_reduces import place_reduces
+from specc.passes.shard.dimension_rules import parts_of, relations_of, slice_of
+from specc.passes.shard.place_reduces import check_sums, place_reduces
 from specc.passes.shard.relations import is_tensor
 from specc.sharding.shard_plan import (
     ALL_REDUCE,
@@ -70,7 +70,11 @@ class _Cut:
         nodes = list(program.graph.nodes)
         # as predicted, before anything changes
         self._shapes = {node: self._local_shape(node) for node in nodes if is_tensor(node)}
-        self._reduces = place_reduces(program.graph, self._is_part)
+        self._check_dims(nodes)
+        self._parts = {node for node in nodes if self._is_part(node)}
+        self._reduces = place_reduces(
+            program.graph, self._is_part, lambda node: bool(self._choice.cut_dims(node))
+        )
         self._literals = {node: self._new_literals(node) for node in nodes}
         self._lookups = [node for node in self._relations.looked_up if self._is_part(node)]
         self._weight_cuts = {
@@ -90,6 +94,13 @@ class _Cut:
         """Whether a rank computes a part of this node's sum."""
         dims = (self._relations.contracted.get(node), self._relations.looked_up.get(node))
         return any(self._choice.is_cut(element) for element in dims)
+
+    def _check_dims(self, nodes: list[fx.Node]) -> None:
+        """A value is cut along one dimension, and parts of a sum along none."""
+        for node in nodes:
+            if is_tensor(node) and len(self._choice.cut_dims(node)) > 1 - self._is_part(node):
+                dims = self._choice.cut_dims(node)
+                raise AssertionError(f"{node.name} is cut along {dims}: too many dimensions")
 
     def _cuts(self, node: fx.Node) -> list[Any]:
         return [self._choice.cut((node, dim)) for dim in range(node.meta["val"].dim())]
@@ -141,13 +152,13 @@ class _Cut:
     def _slice_bounds(self, node: fx.Node) -> dict[int, Any]:
         given = bind_args(node)
         source, dim = given["self"], given["dim"]
-        size = source.meta["val"].shape[dim]
         element = self._relations.element(source, dim)
-        if not isinstance(size, int) or element is None or not self._choice.is_cut(element):
+        bounds = slice_of(node) if self._choice.is_cut(element) else None
+        if element is None or bounds is None:
             return {}
-        cut = self._choice.cut(element)
-        stop = size if given["end"] is None else min(given["end"], size)
-        return {2: local_offset(cut, given["start"] or 0), 3: local_offset(cut, stop)}
+        first = local_offset(self._choice.cut(element), bounds[0])
+        # rows that pad the end are part of a slice that goes there
+        return {2: first, 3: first + self._choice.local_size(node, dim)}
 
     def _part_sizes(self, node: fx.Node, name: str) -> Any:
         source, dim, bounds = parts_of(node)
@@ -170,6 +181,7 @@ class _Cut:
         for node in self._lookups:
             self._mask_lookup(node)
         self._insert_reduces()
+        check_sums(self._program.graph, self._parts, ops.all_reduce)
         self._mask_padding()
         self._program.graph_module.recompile()
 
