@@ -24,7 +24,7 @@ def reduced(build: Callable[[fx.Graph, fx.Node, fx.Node, fx.Node], fx.Node]) -> 
         if node.op == "call_function":
             args = fx.map_arg(node.args, lambda item: item.meta["val"])
             node.meta["val"] = node.target(*args)
-    return [node.name for node in place_reduces(graph, lambda node: node in (a, b))]
+    return [node.name for node in place_reduces(graph, (a, b).__contains__, lambda _: False)]
 
 
 def call(graph: fx.Graph, target: Callable[..., Tensor], *args: object) -> fx.Node:
