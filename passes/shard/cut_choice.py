@@ -132,7 +132,6 @@ class CutChoice:
                 for a, b in itertools.product(some, others):
                     self._apart[a].add(b)
                     self._apart[b].add(a)
-        self._whole |= {name for name, others in self._apart.items() if name in others}
 
     def _tie_heads(self) -> dict[Run, Pieces | None]:
         """Each attention is cut by its heads as a whole, or not at all.

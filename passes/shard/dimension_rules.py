@@ -401,6 +401,8 @@ _RULES: dict[str, Callable[[Relations, fx.Node], None]] = {
     "view": _view,
     "reshape": _view,
     "_unsafe_view": _view,
+    "flatten": _view,
+    "unflatten": _view,
     "linear": _linear,
     "addmm": _addmm,
     "grouped_mm": _grouped_mm,

@@ -20,8 +20,9 @@ from specc.passes.shard.relations import is_tensor
 # the operand by position that may be a part of a sum, with nothing else that is
 _LINEAR = frozenset(
     (
-        "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze",
-        "contiguous", "clone", "neg", "slice", "index", "index_select", "sum",
+        "view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "permute", "t",
+        "unsqueeze", "squeeze", "contiguous", "clone", "neg", "slice", "index", "index_select",
+        "sum",
     )
 )  # fmt: skip
 

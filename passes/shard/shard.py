@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -134,16 +135,20 @@ class _Cut:
             return {}
         name = name_of(node)
         if name in ("view", "reshape", "_unsafe_view", "expand"):
-            return {1: self._sizes(node)}
+            return {1: self._sizes(node, node.args[1], node.meta["val"].dim() - len(node.args[1]))}
+        if name == "unflatten":
+            given = bind_args(node)
+            first = given["dim"] % given["self"].meta["val"].dim()
+            return {2: self._sizes(node, given["sizes"], first)}
         if name == "slice":
             return self._slice_bounds(node)
         if name in ("split", "split_with_sizes"):
             return {1: self._part_sizes(node, name)}
         return {}
 
-    def _sizes(self, node: fx.Node) -> list[Any]:
-        sizes = list(node.args[1])
-        first = node.meta["val"].dim() - len(sizes)
+    def _sizes(self, node: fx.Node, whole: Sequence[Any], first: int) -> list[Any]:
+        """Sizes of a result's dimensions from the `first` on."""
+        sizes = list(whole)
         for place, size in enumerate(sizes):
             if isinstance(size, int) and size > 1:
                 sizes[place] = self._choice.local_size(node, first + place)

@@ -1,0 +1,195 @@
+"""Shapes that no model of the tests has: what is cut, what stays whole, and the same logits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.passes.modules import VOCAB, Tiny, random_tokens
+from tests.passes.shard.lockstep import Both, assert_alike, prompt_inputs
+
+
+class Wide(Tiny):
+    """`Tiny`, and layers a [16 → 24], b [24 → other] and c [other → 16] after attention."""
+
+    other = 20
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 24), nn.Linear(24, self.other)
+        self.c = nn.Linear(self.other, 16)
+
+
+class TwoProducts(Wide):
+    """The weight between two inner dimensions can be cut along one of them."""
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + self.c(self.b(self.a(x).relu()).relu())
+
+
+class InnerResidual(Wide):
+    """A product from a dimension to itself cannot be cut at all."""
+
+    other = 24
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        return x + self.c(y + self.b(y).relu())
+
+
+class HalfNormed(Wide):
+    """A norm keeps a part of an inner dimension whole, so the sum over all of it is."""
+
+    other = 24
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        return x + self.c(y) * F.layer_norm(y[..., :8], (8,)).mean(-1, keepdim=True)
+
+
+class ChunksOfSum(Wide):
+    """A sum is not linear in what its chunks go into."""
+
+    other = 32
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        gate, up = self.b(self.a(x).relu()).chunk(2, -1)
+        return x + gate.sigmoid() * up
+
+
+class FloorOfSum(Wide):
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        floor = torch.div(self.b(self.a(x).relu()), 0.25, rounding_mode="floor")
+        return x + self.c(floor.relu())
+
+
+class GateOfSum(Wide):
+    """A part of a sum of one column meets a value that is cut."""
+
+    other = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(24, 1)
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        return x + self.c(self.gate(y) * y)
+
+
+class FromTheEnd(Wide):
+    other = 12
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        return x + self.c(y[..., :-12] * y[..., -12:])
+
+
+class UnlikeParts(Wide):
+    """A slice ends inside what a view makes one index: neither side can be cut."""
+
+    other = 24
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        heads = y.view(1, -1, 6, 4)
+        heads = heads * heads.softmax(-1)
+        return x + self.c(heads.reshape(1, -1, 24)) * y[..., :6].sum(-1, keepdim=True)
+
+
+class Unflattened(Wide):
+    other = 24
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        y = self.a(x).relu().unflatten(-1, (6, 4))
+        return x + self.c((y * y.softmax(-1)).flatten(2))
+
+
+class InnerPart(Wide):
+    """Rows of three runs of 8: what scales an index of every run is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.d = nn.Parameter(torch.randn(8)), nn.Linear(8, 16)
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + self.d((self.a(x).view(1, -1, 3, 8) * self.scale).sum(2))
+
+
+class SlicedHead(Tiny):
+    """The head is the first rows of the table: rows of a rank would not follow each other."""
+
+    def project(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.embedding.weight[:8])
+
+
+class JoinedHead(Tiny):
+    """Columns that are joined from two parts are not those of a rank."""
+
+    def project(self, x: Tensor) -> Tensor:
+        logits = self.head(x)
+        return torch.cat((logits[..., :6], logits[..., 6:] * 2), -1)
+
+
+class ValuesToo(Tiny):
+    """Two heads of values on four ranks would count twice in a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = nn.Linear(8, 16)
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + self.d(self.v(x))
+
+
+HEADS = {"o.weight", "q.weight", "k.weight", "v.weight"}
+TABLES = {"embedding.weight", "place.weight"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [
+        (Tiny, HEADS | TABLES | {"head.weight"}),
+        (TwoProducts, HEADS | TABLES | {"head.weight", "a.weight", "a.bias", "b.weight"}),
+        (InnerResidual, HEADS | TABLES | {"head.weight"}),
+        (HalfNormed, HEADS | TABLES | {"head.weight"}),
+        (ChunksOfSum, HEADS | TABLES | {"head.weight", "a.weight", "a.bias", "b.weight"}),
+        (FloorOfSum, HEADS | TABLES | {"head.weight", "a.weight", "a.bias", "b.weight"}),
+        (
+            GateOfSum,
+            HEADS | TABLES | {"head.weight", "a.weight", "a.bias", "gate.weight", "c.weight"},
+        ),
+        (FromTheEnd, HEADS | TABLES | {"head.weight", "a.weight", "a.bias", "c.weight"}),
+        (UnlikeParts, HEADS | TABLES | {"head.weight"}),
+        (Unflattened, HEADS | TABLES | {"head.weight", "a.weight", "a.bias", "c.weight"}),
+        (SlicedHead, HEADS | {"place.weight"}),
+        (JoinedHead, HEADS | TABLES),
+        (InnerPart, HEADS | TABLES | {"head.weight"}),
+    ],
+)
+def test_what_is_cut_and_what_stays_whole(kind: type[Tiny], cut: Collection[str]) -> None:
+    assert cut_of(kind, 2) == cut
+
+
+def test_heads_that_ranks_share_are_in_no_sum() -> None:
+    assert cut_of(Tiny, 4) == HEADS | TABLES | {"head.weight"}
+    assert cut_of(ValuesToo, 4) == TABLES | {"head.weight"}
+
+
+def cut_of(kind: type[Tiny], num_ranks: int) -> set[str]:
+    """Weights that ranks hold pieces of, once the logits are those of the whole model."""
+    torch.manual_seed(3)
+    model = kind().eval()
+    found = Both.of(model, num_ranks)
+    tokens = random_tokens(17).tolist()
+    inputs = prompt_inputs([tokens[:9], tokens[9:]])
+    with torch.inference_mode():
+        wanted = found.whole(*inputs)
+    assert wanted.shape[1] in (VOCAB, 8)
+    assert_alike(found.logits(inputs), wanted)
+    # the key of what is fused has the names of its parts
+    return {name for item in found.plan.weights if item.is_cut for name in item.key.split("+")}
