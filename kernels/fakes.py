@@ -65,6 +65,12 @@ def node_winners(logits: Tensor, tokens: Tensor, *args: object) -> Tensor:
     return tokens.new_empty(logits.shape[0])
 
 
+def column_winners(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, *args: object
+) -> tuple[Tensor, Tensor]:
+    return temperature.new_empty(logits.shape[0]), seeds.new_empty(logits.shape[0])
+
+
 def merge_trees(
     tokens: Tensor, parents: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -56,15 +56,16 @@ _EXACT_FLAGS = (
     "-ffp-contract=off",
 )
 _EXACT_SOURCES = (
-    "accept.cpp", "draft_children.cpp", "filters.cpp", "node_winners.cpp", "noise.cpp",
-    "penalties.cpp", "ranks_math.cpp",
+    "accept.cpp", "column_winners.cpp", "draft_children.cpp", "filters.cpp", "node_winners.cpp",
+    "noise.cpp", "penalties.cpp", "ranks_math.cpp",
 )  # fmt: skip
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
     "tree_attention", "linear", "embedding_of_blocks", "tree_expand", "accept_winners",
     "commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children", "accept",
     "merge_trees", "rerank_tree", "ancestor_words", "image_slots", "vote_chain", "lookup",
-    "record_tokens", "node_winners", "all_reduce", "gather_rows", "from_first", "best_of_ranks",
+    "record_tokens", "node_winners", "column_winners", "all_reduce", "gather_rows", "from_first",
+    "best_of_ranks",
 )  # fmt: skip
 # operator → declaration of the C function that AOTInductor's code calls in its place
 C_SHIMS = {

@@ -83,6 +83,12 @@ node_winners = _define(
     reference_accept.node_winners_reference,
     fakes.node_winners,
 )
+column_winners = _define(
+    "column_winners(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, int first,"
+    " int vocab_size) -> (Tensor scores, Tensor tokens)",
+    reference_accept.column_winners_reference,
+    fakes.column_winners,
+)
 merge_trees = _define(
     "merge_trees(Tensor tokens, Tensor parents, Tensor start)"
     " -> (Tensor tokens, Tensor parents, Tensor image, Tensor count)",

@@ -63,6 +63,7 @@ class EngineCore:
             engine.operators,
             shares_pass,
             engine.link,
+            engine.drawn,
         )
         self.scheduler = Scheduler(
             engine.cache,

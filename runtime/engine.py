@@ -28,6 +28,7 @@ from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.constraints.grammars import Grammars
 from specc.runtime.execution.device_link import DeviceLink, HostLink
+from specc.runtime.execution.draws import DrawnPrograms
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.shared_loop import FairLock
@@ -63,6 +64,7 @@ class Engine:
         profile: what `specc tune` measured here; empty where it has not.
         directory: that it was loaded from; None for an engine made by hand.
         link: to the device that the programs run on.
+        drawn: for batches whose tokens the target draws; None where it cannot.
         turn: held for each iteration of the `LLM`s over this engine, in whatever threads.
     """
 
@@ -85,6 +87,7 @@ class Engine:
     profile: Mapping[str, Any] = field(default_factory=dict)
     directory: Path | None = None
     link: HostLink | DeviceLink = field(default_factory=HostLink)
+    drawn: DrawnPrograms | None = None
     turn: FairLock = field(default_factory=FairLock, repr=False, compare=False)
 
     @property
@@ -206,6 +209,7 @@ class Engine:
             profile=_load_profile(path, manifest, loaded.steps),
             directory=path,
             link=loaded.link,
+            drawn=loaded.drawn,
         )
 
 

@@ -14,12 +14,20 @@ from torch import Tensor
 from specc.runtime.backends.captured.step_extras import StepExtras
 from specc.runtime.backends.step import Model, PendingStep, QueuedStep, StagedStep, Step
 from specc.runtime.backends.step_io import Drafted, StepInputs, StepResult, draft_lens_of
-from specc.runtime.constraints.grammar_masks import TreeMasks, has_masks, mask_roots
+from specc.runtime.constraints.grammar_masks import TreeMasks, has_masks
 from specc.runtime.constraints.mask_rules import MaskRules
-from specc.runtime.execution.batch_rows import BatchRows, last_tokens_of, sampling_rows
+from specc.runtime.execution.batch_rows import BatchRows, last_tokens_of
+from specc.runtime.execution.can_draw import can_draw_prompts, drawn_step, drawn_steps
 from specc.runtime.execution.device_link import DeviceLink, HostLink
+from specc.runtime.execution.draws import (
+    DrawnPrograms,
+    Draws,
+    joined,
+    prompt_draws,
+    tree_draws,
+)
 from specc.runtime.execution.pass_inputs import PassInputs, causal_inputs
-from specc.runtime.execution.prompt_ends import PendingEnds, queue_ends
+from specc.runtime.execution.prompt_ends import PendingEnds, first_tokens, queue_ends
 from specc.runtime.execution.shared_pass import (
     FlatTokens,
     accepted_values,
@@ -58,6 +66,7 @@ class Runner:
         shares_pass: prompts and all groups go through the target together; for programs of flat
             tokens and steps that run stage by stage.
         link: to the device of the programs; None is the host.
+        drawn: for batches whose tokens the target draws; None where it cannot.
     """
 
     def __init__(
@@ -70,6 +79,7 @@ class Runner:
         operators: Any = torch.ops.specc,
         shares_pass: bool = False,
         link: HostLink | DeviceLink | None = None,
+        drawn: DrawnPrograms | None = None,
     ) -> None:
         self.shares_pass = shares_pass
         # passes of the target that prompts or several plans had together
@@ -81,6 +91,7 @@ class Runner:
         self._prefill_chunk = prefill_chunk
         self._operators = operators
         self._link = link or HostLink()
+        self._drawn = drawn
         self._rows = BatchRows(cache, last_tokens_of(step.plan for step in steps.values()))
         self._last_queued: _Last | None = None
 
@@ -191,12 +202,15 @@ class Runner:
     def _run_shared(self, batch: Batch) -> RunResult:
         """All drafts, one pass of the target for everyone, then acceptance of each group."""
         self.num_shared_passes += 1
-        steps = [self._staged(group) for group in batch.groups]
+        drawn = drawn_steps(self._drawn, batch, self._steps)
+        steps = drawn or [self._staged(group) for group in batch.groups]
         if batch.prefill:
             self._begin_prefill(batch.prefill)
         parts: list[FlatTokens] = []
         begun: list[tuple[StepInputs, Drafted, float]] = []
+        draws: list[Draws] = []
         if batch.prefill:
+            draws.append(prompt_draws(batch.prefill))
             table = self._cache.block_table([s.request.blocks for s in batch.prefill])
             parts.append(span_tokens(batch.prefill, table))
         for group, step in zip(batch.groups, steps, strict=True):
@@ -206,16 +220,20 @@ class Runner:
             drafted = step.draft(inputs, self._cache.environment)
             begun.append((inputs, drafted, time.perf_counter() - begin_s))
             parts.append(tree_tokens(group.plan, inputs, drafted))
+            sampling = inputs.sampling_values, inputs.sampling_words
+            draws.append(tree_draws(parts[-1], *sampling))
         begin_s = time.perf_counter()
-        logits = run_together(self._target, parts, self._cache.device)
+        target = self._draws(joined(draws)) if drawn else self._target
+        found_rows = run_together(target, parts, self._cache.device)
         pass_s = time.perf_counter() - begin_s
         num_tokens = sum(len(part.tokens) for part in parts)
         prefill_s = pass_s * sum(s.end - s.start for s in batch.prefill) / num_tokens
         result = RunResult(prefill_s=prefill_s, pass_s=pass_s)
         if batch.prefill:
-            ends = queue_ends(batch.prefill, logits.pop(0), self._first_tokens, self._link)
+            draw = _as_drawn if drawn else self._first_tokens
+            ends = queue_ends(batch.prefill, found_rows.pop(0), draw, self._link)
             result = replace(result, **ends.result()._asdict())
-        groups = zip(batch.groups, steps, begun, logits, strict=True)
+        groups = zip(batch.groups, steps, begun, found_rows, strict=True)
         for group, step, (inputs, drafted, draft_s), rows in groups:
             begin_s = time.perf_counter()
             values = accepted_values(group.plan, rows, inputs)
@@ -237,8 +255,17 @@ class Runner:
     def queue_prefill(self, spans: list[Span]) -> PendingEnds:
         """Queue the passes of some prompts; on a device nothing waits for it until the result."""
         with self._link.active():
-            logits = self._target(*self._begin_prefill(spans).of_model)
+            inputs = self._begin_prefill(spans).of_model
+            if self._drawn is not None and can_draw_prompts(spans):
+                tokens = self._draws(prompt_draws(spans))(*inputs)
+                return queue_ends(spans, tokens, _as_drawn, self._link)
+            logits = self._target(*inputs)
             return queue_ends(spans, logits, self._first_tokens, self._link)
+
+    def _draws(self, draws: Draws) -> Callable[..., Tensor]:
+        """The target, which yields tokens."""
+        assert self._drawn is not None
+        return functools.partial(self._drawn.target.draw, draws)
 
     @torch.inference_mode()
     def _begin_prefill(self, spans: list[Span]) -> PassInputs:
@@ -254,31 +281,8 @@ class Runner:
                 self._causal_pass(draft, mine)
         return inputs
 
-    @torch.inference_mode()
     def _first_tokens(self, logits: Tensor, requests: list[Request]) -> Tensor:
-        """Draw what follows each prompt, as a step without speculation does: a tree of one node.
-
-        Args:
-            logits: [R, V] of the last tokens of R prompts.
-            requests: the R requests.
-        Returns:
-            [R] int64 on the device.
-        """
-        values, words = sampling_rows(requests)
-        host = [
-            torch.tensor([[s.token_ids[s.num_prompt_tokens - 1]] for s in requests]),
-            torch.full((len(requests), 1), -1, dtype=torch.int32),
-            values,
-            words,
-            torch.tensor([s.num_prompt_tokens - 1 for s in requests], dtype=torch.int32),
-            self._cache.block_table([s.blocks for s in requests]),
-        ]
-        roots, parents, *rows, table = self._link.send(host)
-        masked = mask_roots(logits, requests, self._link)
-        _, _, tokens = self._operators.accept(
-            masked, roots, parents, 0, None, None, [], *rows, self._cache.history, table
-        )
-        return tokens[:, 0]
+        return first_tokens(logits, requests, self._cache, self._link, self._operators)
 
     def _step(self, group: StepGroup) -> StepResult:
         begin = time.perf_counter()
@@ -293,6 +297,8 @@ class Runner:
 
     def _advance(self, step: Step, group: StepGroup) -> StepResult:
         inputs, slabs = self._inputs(group), self._cache.environment
+        if (drawn := drawn_step(self._drawn, group, self._steps)) is not None:
+            return drawn.advance(inputs, slabs)
         queued = step.queued
         if (
             queued is not None
@@ -363,6 +369,11 @@ class Runner:
 
     def _send(self, inputs: PassInputs) -> PassInputs:
         return PassInputs(*self._link.send(inputs))
+
+
+def _as_drawn(tokens: Tensor, requests: Sequence[Request]) -> Tensor:
+    """First tokens, of what is first tokens already."""
+    return tokens
 
 
 def _split(spans: list[Span], limit: int) -> Iterator[list[Span]]:

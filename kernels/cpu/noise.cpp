@@ -135,27 +135,40 @@ inline Float bound(UInt bits) {
   return kOffset - kScale * __builtin_convertvector(reinterpret_cast<Int>(x), Float);
 }
 
-// A row of logits by registers.
+// A row of logits by registers, which begin at any token: those of a counter are fixed.
 template <typename T>
-struct Registers {
-  const T* logits;
-  int64_t vocab;
-  Float factor;
+class Registers {
+ public:
+  explicit Registers(const Row& row)
+      : first(row.first), end(row.first + row.vocab),
+        logits_(static_cast<const T*>(row.logits)), factor_(vec::splat(row.factor)) {}
 
-  // s of tokens first …; what lies behind the vocabulary is -inf
-  Float load(int64_t first) const {
-    if (first + kWidth <= vocab) return vec::load(logits + first) * factor;
+  const int64_t first, end;
+
+  // The first token that shares counters with any of the row.
+  int64_t first_group() const { return first / (4 * kLanes) * (4 * kLanes); }
+  // Whether the tokens of a register are all of this row.
+  bool has(int64_t token) const { return token >= first && token + kWidth <= end; }
+
+  // s of tokens token …; -inf for those outside the row
+  Float load(int64_t token) const {
+    if (has(token)) return vec::load(logits_ + (token - first)) * factor_;
     Float s = vec::splat(-std::numeric_limits<float>::infinity());
-    for (int64_t i = 0; i < vocab - first; ++i) s[i] = vec::to_float(logits[first + i]) * factor[0];
+    for (int64_t i = 0; i < kWidth; ++i)
+      if (token + i >= first && token + i < end)
+        s[i] = vec::to_float(logits_[token + i - first]) * factor_[0];
     return s;
   }
+
+ private:
+  const T* logits_;
+  Float factor_;
 };
 
 template <typename T>
 void scan(const Row& row, const Noise& noise, float least, int64_t k, Best* best) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  const Registers<T> registers{static_cast<const T*>(row.logits), row.vocab,
-                               vec::splat(row.factor)};
+  const Registers<T> registers(row);
   const Philox philox(noise);
   // what is dropped, and -inf, is not looked at
   const Float floor = vec::splat(std::max(row.cut, -std::numeric_limits<float>::max()));
@@ -173,8 +186,8 @@ void scan(const Row& row, const Noise& noise, float least, int64_t k, Best* best
     best[at] = {value, token};
     if (count == k && !(best[k - 1].value < bar)) bar = best[k - 1].value;
   };
-  for (int64_t group = 0; group < row.vocab; group += 4 * kLanes) {
-    for (int64_t lane = 0; lane < kLanes && group + lane < row.vocab; lane += kStep) {
+  for (int64_t group = registers.first_group(); group < registers.end; group += 4 * kLanes) {
+    for (int64_t lane = 0; lane < kLanes && group + lane < registers.end; lane += kStep) {
       auto token_of = [&](int j, int i) { return group + lane + j * kLanes + i * kWidth; };
       Float s[4][kTogether];
       Int is_out[4][kTogether], all_out = ~Int{};
@@ -201,13 +214,13 @@ void scan(const Row& row, const Noise& noise, float least, int64_t k, Best* best
           const Float value = s[j][i] + gumbel(Many<1>{{fraction_of(words.at[j][i])}}).at[0];
           for (; lanes; lanes &= lanes - 1) {
             const int at = __builtin_ctz(lanes);
-            if (token_of(j, i) + at < row.vocab) offer(value[at], token_of(j, i) + at);
+            if (token_of(j, i) + at < registers.end) offer(value[at], token_of(j, i) + at);
           }
         }
     }
   }
   // too few are left: dropped ones follow
-  for (int64_t token = 0; count < k; ++token) {
+  for (int64_t token = registers.first; count < k; ++token) {
     auto is_token = [token](const Best& other) { return other.token == token; };
     if (std::none_of(best, best + count, is_token)) best[count++] = {-kInfinity, token};
   }
@@ -216,25 +229,26 @@ void scan(const Row& row, const Noise& noise, float least, int64_t k, Best* best
 template <typename T>
 void add(const Row& row, const Noise& noise, float* out) {
   const Float dropped = vec::splat(-std::numeric_limits<float>::infinity());
-  const Registers<T> registers{static_cast<const T*>(row.logits), row.vocab,
-                               vec::splat(row.factor)};
+  const Registers<T> registers(row);
   const Philox philox(noise);
-  for (int64_t group = 0; group < row.vocab; group += 4 * kLanes) {
-    for (int64_t lane = 0; lane < kLanes && group + lane < row.vocab; lane += kStep) {
+  for (int64_t group = registers.first_group(); group < registers.end; group += 4 * kLanes) {
+    for (int64_t lane = 0; lane < kLanes && group + lane < registers.end; lane += kStep) {
       const Words words = philox.words(static_cast<uint32_t>(group / 4 + lane));
       Many<4 * kTogether> w;
       for (int j = 0; j < 4 * kTogether; ++j)
         w.at[j] = fraction_of(words.at[j / kTogether][j % kTogether]);
       const Many<4 * kTogether> noises = gumbel(w);
       for (int j = 0; j < 4 * kTogether; ++j) {
-        const int64_t first = group + lane + j / kTogether * kLanes + j % kTogether * kWidth;
-        if (first >= row.vocab) break;
-        const Float s = registers.load(first);
+        const int64_t token = group + lane + j / kTogether * kLanes + j % kTogether * kWidth;
+        if (token >= registers.end) break;
+        const Float s = registers.load(token);
         const Float value = s < row.cut ? dropped : s + noises.at[j];
-        if (first + kWidth <= row.vocab)
-          vec::store(out + first, value);
+        const int64_t place = token - registers.first;
+        if (registers.has(token))
+          vec::store(out + place, value);
         else
-          for (int64_t i = 0; i < row.vocab - first; ++i) out[first + i] = value[i];
+          for (int64_t i = 0; i < kWidth; ++i)
+            if (place + i >= 0 && place + i < row.vocab) out[place + i] = value[i];
       }
     }
   }

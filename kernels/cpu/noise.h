@@ -28,6 +28,7 @@ struct Row {
   int64_t vocab;
   float factor = 1.0f;
   float cut = -std::numeric_limits<float>::infinity();
+  int64_t first = 0;  // token of the first logit: the noise is that of tokens
 };
 
 // In (0, 1): the first word of the first counter.
@@ -37,7 +38,7 @@ float uniform(const Noise& noise);
 // or more have an s that is not below it. Noise of what cannot be among the best is not computed.
 void best_with_noise(const Row& row, const Noise& noise, float least, int64_t k, Best* best);
 
-// out[token] = s + noise, -inf for dropped tokens.
+// out[token - first] = s + noise, -inf for dropped tokens.
 void add_noise(const Row& row, const Noise& noise, float* out);
 
 }  // namespace specc

@@ -82,4 +82,18 @@ void node_winners(const NodeWinners& a);
 // As above; parents may be anything.
 void check_bounds(const NodeWinners& a);
 
+// specc::column_winners: a row of logits is its own sequence.
+struct ColumnWinners {
+  Logits logits;
+  int64_t num_rows, num_columns;
+  const float* temperature;  // [num_rows], as are the others
+  const int64_t* seeds;
+  const int64_t* positions;  // of the tokens that are drawn
+  int64_t first;             // token of the first column
+  int64_t vocab_size;        // columns of later tokens are padding
+  float* scores;
+  int64_t* tokens;
+};
+void column_winners(const ColumnWinners& a);
+
 }  // namespace specc

@@ -183,6 +183,36 @@ Tensor node_winners(Tensor logits_tensor, Tensor tokens_tensor, Tensor parents_t
   return winners;
 }
 
+std::tuple<Tensor, Tensor> column_winners(Tensor logits_tensor, Tensor temperature_tensor,
+                                          Tensor seeds_tensor, Tensor positions_tensor,
+                                          int64_t first, int64_t vocab_size) {
+  const View logits(logits_tensor.get()), temperature(temperature_tensor.get()),
+      seeds(seeds_tensor.get()), positions(positions_tensor.get());
+  check(logits.dim == 2 && logits.is_dense_row(), "logits is [R, C], rows contiguous");
+  check_index(temperature, 1, aoti_torch_dtype_float32(), "temperature is [R] float32");
+  check_index(seeds, 1, i64(), "seeds is [R] int64");
+  check_index(positions, 1, i64(), "positions is [R] int64");
+  const int64_t rows = logits.sizes[0];
+  check(temperature.sizes[0] == rows && seeds.sizes[0] == rows && positions.sizes[0] == rows,
+        "temperature, seeds and positions have an entry for each row");
+  // tokens are numbers of 32 bits in the noise
+  check(first >= 0 && is_i32(first) && is_i32(logits.sizes[1]) &&
+            is_i32(first + logits.sizes[1]) && vocab_size >= 1 && is_i32(vocab_size),
+        "first is 0 or more, vocab_size is 1 or more");
+  Tensor scores(empty({rows}, aoti_torch_dtype_float32())), tokens(empty({rows}, i64()));
+  specc::column_winners({{to_dtype(logits), logits.data, logits.strides[0], 1},
+                         rows,
+                         logits.sizes[1],
+                         temperature.as<float>(),
+                         seeds.as<int64_t>(),
+                         positions.as<int64_t>(),
+                         first,
+                         vocab_size,
+                         out<float>(scores),
+                         out<int64_t>(tokens)});
+  return {scores, tokens};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(specc_cpu, library) {
@@ -196,10 +226,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specc_cpu, library) {
   library.def(
       "node_winners(Tensor logits, Tensor tokens, Tensor parents, int first_node, Tensor values, "
       "Tensor words, Tensor cache_len, Tensor history, Tensor block_table) -> Tensor");
+  library.def(
+      "column_winners(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, int first, "
+      "int vocab_size) -> (Tensor scores, Tensor tokens)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
   library.impl("draft_children", TORCH_BOX(&draft_children));
   library.impl("accept", TORCH_BOX(&accept));
   library.impl("node_winners", TORCH_BOX(&node_winners));
+  library.impl("column_winners", TORCH_BOX(&column_winners));
 }

@@ -235,6 +235,44 @@ def node_winners_reference(
     return winners
 
 
+def column_winners_reference(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first: int,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The target's own token among some columns of its logits, and how good it is.
+
+    Of all parts of a vocabulary, the token of the largest score, among equal ones the smallest,
+    is what `node_winners_reference` finds for rows without penalties and filters.
+
+    Args:
+        logits: [R, C] target logits of tokens first … first + C - 1.
+        temperature: [R] float32; below `MIN_TEMPERATURE` a row is greedy.
+        seeds: [R] int64 of the rows' requests.
+        positions: [R] int64 of the tokens that are drawn.
+        first: token of the first column.
+        vocab_size: columns of tokens from this one on are padding.
+    Returns:
+        scores: [R] float32: the logit of greedy rows, of others logit · (1 / temperature) + noise.
+        tokens: [R] int64. Without a column that counts: -inf, and vocab_size.
+    """
+    count = min(max(vocab_size - first, 0), logits.shape[1])
+    if count == 0:
+        empty = torch.full(temperature.shape, -torch.inf, device=temperature.device)
+        return empty, torch.full_like(seeds, vocab_size)
+    is_sampled = (temperature >= MIN_TEMPERATURE)[:, None]
+    factor = torch.where(is_sampled, 1.0 / temperature[:, None], 1.0)
+    scores = logits[:, :count].float() * factor
+    ids = torch.arange(first, first + count, device=logits.device)
+    noise = gumbel_reference(seeds[:, None], positions[:, None], ids)
+    scores = torch.where(is_sampled, scores + noise, scores)
+    best = scores.argmax(dim=1, keepdim=True)
+    return scores.gather(1, best)[:, 0], best[:, 0] + first
+
+
 def _path_to(node: int, parents: list[int]) -> list[int]:
     """Nodes from the root down to a node; empty where it hangs below none."""
     path = [node]

@@ -67,7 +67,12 @@ class StepProgram:
         }
 
 
-def fuse_step(plan: SpecPlan, slabs: dict[str, int], is_rectangular: bool = False) -> StepProgram:
+def fuse_step(
+    plan: SpecPlan,
+    slabs: dict[str, int],
+    is_rectangular: bool = False,
+    reads_winners: bool = False,
+) -> StepProgram:
     """Compose the step of a plan.
 
     Args:
@@ -75,17 +80,23 @@ def fuse_step(plan: SpecPlan, slabs: dict[str, int], is_rectangular: bool = Fals
         slabs: number of cache slabs of each model, `target` and the drafts of the plan.
         is_rectangular: the models' programs write the nodes of a pass to rows that follow each
             other.
+        reads_winners: acceptance reads what the target wants after each node, as that of a plan in
+            tiles does in any case. Trees are accepted so under rules that follow the target's own
+            token.
     """
+    reads_winners = reads_winners or plan.tile is not None
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
         stages["draft"] = draft_stage(plan, constants, is_rectangular)
-    stages["verify"] = _verify_stage(plan, constants)
-    stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants)
+    stages["verify"] = _verify_stage(plan, constants, reads_winners)
+    stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants, reads_winners)
     return StepProgram(plan, constants, stages)
 
 
-def _verify_stage(plan: SpecPlan, constants: dict[str, torch.Tensor]) -> fx.Graph:
+def _verify_stage(
+    plan: SpecPlan, constants: dict[str, torch.Tensor], reads_winners: bool
+) -> fx.Graph:
     """Passes of the target over all nodes of all sequences, and what it wants after each.
 
     Parents precede their children, so that what a tile attends to is in the cache by then: the
@@ -97,20 +108,29 @@ def _verify_stage(plan: SpecPlan, constants: dict[str, torch.Tensor]) -> fx.Grap
         tokens = g.last(g["last_tokens"], 1)
         nodes = g.arange(0, 1, 1, torch.int32)
         slots, positions = g.rows(nodes, nodes)
-        return g.finish(tokens=tokens, logits=_target(g, 1, tokens, positions, slots, None))
-    if plan.tile is None:
+        logits = _target(g, 1, tokens, positions, slots, None)
+        if reads_winners:
+            return g.finish(tokens=tokens, winners=_winners(g, plan, tokens, logits, 0, 1))
+        return g.finish(tokens=tokens, logits=logits)
+    if not reads_winners:
         return g.finish(logits=_verify_nodes(g, plan, 0, plan.num_nodes))
-    winners = []
-    for first, last in plan.tiles(plan.num_nodes):
-        found = g.call(
-            specc.node_winners.default,
-            _verify_nodes(g, plan, first, last),
-            g["tokens"], _parents(g, plan), first,
-            g["sampling_values"], g["sampling_words"], g["cache_len"],
-            g[HISTORY], g["block_table"],
-        )  # fmt: skip
-        winners.append(g.reshape(found, g.batch, last - first))
-    return g.finish(winners=g.cat(*winners))
+    tiles = [
+        _winners(g, plan, g["tokens"], _verify_nodes(g, plan, first, last), first, last)
+        for first, last in plan.tiles(plan.num_nodes)
+    ]
+    return g.finish(winners=g.cat(*tiles))
+
+
+def _winners(
+    g: StepGraph, plan: SpecPlan, tokens: fx.Node, logits: fx.Node, first: int, last: int
+) -> fx.Node:
+    """[B, last - first] tokens that the target wants after nodes first … last - 1."""
+    found = g.call(
+        specc.node_winners.default,
+        logits, tokens, _parents(g, plan), first,
+        g["sampling_values"], g["sampling_words"], g["cache_len"], g[HISTORY], g["block_table"],
+    )  # fmt: skip
+    return g.reshape(found, g.batch, last - first)
 
 
 def _verify_nodes(g: StepGraph, plan: SpecPlan, first: int, last: int) -> fx.Node:
@@ -166,12 +186,15 @@ def _parents(g: StepGraph, plan: SpecPlan) -> fx.Node:
 
 
 def _accept_commit_stage(
-    plan: SpecPlan, slabs: dict[str, int], constants: dict[str, torch.Tensor]
+    plan: SpecPlan,
+    slabs: dict[str, int],
+    constants: dict[str, torch.Tensor],
+    reads_winners: bool,
 ) -> fx.Graph:
     """Walk the trees, move the accepted rows, and say where each sequence stands."""
     num_nodes, max_depth = plan.num_nodes, plan.max_depth
-    g = StepGraph(constants, *STEP_INPUTS, "tokens", "winners" if plan.tile else "logits")
-    path, num_accepted, output_tokens = _walk(g, plan)
+    g = StepGraph(constants, *STEP_INPUTS, "tokens", "winners" if reads_winners else "logits")
+    path, num_accepted, output_tokens = _walk(g, plan, reads_winners)
     outputs = {"path": path, "num_accepted": num_accepted, "output_tokens": output_tokens}
 
     moves_rows = not plan.is_in_place
@@ -193,10 +216,10 @@ def _accept_commit_stage(
     return g.finish(**outputs)
 
 
-def _walk(g: StepGraph, plan: SpecPlan) -> list[fx.Node]:
+def _walk(g: StepGraph, plan: SpecPlan, reads_winners: bool) -> list[fx.Node]:
     """Path, number of accepted tokens and output tokens."""
     parents = _parents(g, plan)
-    if plan.tile is not None:
+    if reads_winners:
         tree = (g["winners"], g["tokens"], parents, plan.max_depth)
         return g.parts(specc.accept_winners.default, 3, *tree)
     levels = [g[f"q_{i}"] for i in range(num_levels(plan))]

@@ -19,6 +19,7 @@ from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.mapped_weights import MappedWeights
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.execution.device_link import DeviceLink, HostLink
+from specc.runtime.execution.draws import DrawnPrograms
 from specc.runtime.scheduling.kv_cache import KVCache
 
 
@@ -50,6 +51,9 @@ class LoadedPrograms:
         operators: namespace of the `specc::` operators for calls between steps.
         link: to the device that the programs run on.
         mapped_weights: files that the programs read while they run.
+        winners_steps: plan name → the step whose acceptance reads `winners` of the target instead
+            of logits, where the engine has one.
+        drawn: for batches whose tokens the target draws; None where it cannot.
     """
 
     models: dict[str, Model]
@@ -58,6 +62,8 @@ class LoadedPrograms:
     operators: Any = torch.ops.specc
     link: HostLink | DeviceLink = field(default_factory=HostLink)
     mapped_weights: tuple[MappedWeights, ...] = ()
+    winners_steps: dict[str, Step] = field(default_factory=dict)
+    drawn: DrawnPrograms | None = None
 
 
 class RuntimeBackend(ABC):

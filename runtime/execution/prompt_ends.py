@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specc.runtime.constraints.grammar_masks import mask_roots
+from specc.runtime.execution.batch_rows import sampling_rows
 from specc.runtime.execution.device_link import DeviceLink, Fetched, HostLink
 from specc.runtime.outputs.logprobs import TokenLogprobs, logprobs_of, score_prompt, score_tokens
 from specc.runtime.scheduling.batch import Span
+from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.request import Request
 
 
@@ -93,6 +96,42 @@ def queue_ends(
         # nobody waits for a pass that nothing comes from
         fetched = link.fetch([first, *scores]) if ended or scores else HostLink().fetch([_NONE])
     return PendingEnds(spans, fetched)
+
+
+@torch.inference_mode()
+def first_tokens(
+    logits: Tensor,
+    requests: list[Request],
+    cache: KVCache,
+    link: HostLink | DeviceLink,
+    operators: Any,
+) -> Tensor:
+    """Draw what follows each prompt, as a step without speculation does: a tree of one node.
+
+    Args:
+        logits: [R, V] of the last tokens of R prompts.
+        requests: the R requests.
+        cache: that holds their tokens.
+        link: to the device.
+        operators: namespace of the `specc::` operators.
+    Returns:
+        [R] int64 on the device.
+    """
+    values, words = sampling_rows(requests)
+    host = [
+        torch.tensor([[s.token_ids[s.num_prompt_tokens - 1]] for s in requests]),
+        torch.full((len(requests), 1), -1, dtype=torch.int32),
+        values,
+        words,
+        torch.tensor([s.num_prompt_tokens - 1 for s in requests], dtype=torch.int32),
+        cache.block_table([s.blocks for s in requests]),
+    ]
+    roots, parents, *rows, table = link.send(host)
+    masked = mask_roots(logits, requests, link)
+    _, _, tokens = operators.accept(
+        masked, roots, parents, 0, None, None, [], *rows, cache.history, table
+    )
+    return tokens[:, 0]
 
 
 _NONE = torch.empty(0, dtype=torch.int64)

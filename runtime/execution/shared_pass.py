@@ -9,13 +9,12 @@ any layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.step import Model
 from specc.runtime.backends.step_io import Drafted, StepInputs
 from specc.runtime.scheduling.batch import Span
 from specc.speculation.plans import SpecPlan
@@ -109,16 +108,16 @@ def logit_rows(spans: Sequence[Span]) -> Tensor:
 
 @torch.inference_mode()
 def run_together(
-    model: Model, parts: Sequence[FlatTokens], device: torch.device | str = "cpu"
+    model: Callable[..., Tensor], parts: Sequence[FlatTokens], device: torch.device | str = "cpu"
 ) -> list[Tensor]:
     """Pass all parts through a model at once.
 
     Args:
-        model: a program that takes flat tokens.
+        model: a program that takes flat tokens, or what draws from its logits.
         parts: of different requests.
         device: that the model's caches lie on.
     Returns:
-        [R, V] logits of each part.
+        what the model yields of each part: [R, V] logits.
     """
     width = max(part.ancestors.shape[1] for part in parts)
     offsets = torch.tensor([0, *(len(part.tokens) for part in parts)]).cumsum(0).tolist()
@@ -137,12 +136,19 @@ def run_together(
     return list(logits.split([len(part.logit_rows) for part in parts]))
 
 
-def accepted_values(plan: SpecPlan, logits: Tensor, inputs: StepInputs) -> Mapping[str, Tensor]:
-    """What acceptance reads instead of the verification that it did not see."""
+def accepted_values(plan: SpecPlan, found: Tensor, inputs: StepInputs) -> Mapping[str, Tensor]:
+    """What acceptance reads instead of the verification that it did not see.
+
+    Args:
+        plan: of the step.
+        found: [B * N, V] logits of the nodes, or [B * N] int64 tokens that were drawn of them.
+        inputs: of the step.
+    """
+    is_drawn = found.ndim == 1
+    values = {"winners": found.view(-1, plan.num_nodes)} if is_drawn else {"logits": found}
     if plan.speculates:
-        return {"logits": logits}
-    tokens = torch.tensor([row[-2:-1] for row in inputs.rows])
-    return {"logits": logits, "tokens": tokens}
+        return values
+    return {**values, "tokens": torch.tensor([row[-2:-1] for row in inputs.rows])}
 
 
 @functools.lru_cache(maxsize=4)

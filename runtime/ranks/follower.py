@@ -35,9 +35,9 @@ from specc.runtime.backends.native_operators import load_operators
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.checksum import checksum
-from specc.runtime.ranks.order_checks import commit_of, pass_inputs
+from specc.runtime.ranks.order_checks import commit_of, drawn_inputs, pass_inputs
 from specc.runtime.ranks.orders import Kind, Message, json_message, json_of, refused
-from specc.runtime.ranks.rank_group import RankGroup, open_group, whole_logits
+from specc.runtime.ranks.rank_group import RankGroup, drawn_tokens, open_group, whole_logits
 from specc.runtime.ranks.signs import Signs
 from specc.version import __version__
 
@@ -94,6 +94,10 @@ class FollowedEngine:
         name, model = self._models[order.model]
         if order.kind is Kind.PASS:
             whole_logits(self._group, model(*pass_inputs(order)), self._vocab_size)
+        elif order.kind is Kind.DRAW:
+            draws, inputs = drawn_inputs(order)
+            logits = model(*inputs)
+            drawn_tokens(self._group, logits, draws, self._vocab_size, self._operators)
         elif order.kind is Kind.COMMIT:
             self._commit(name, order)
         else:

@@ -110,6 +110,14 @@ class RankGroup:
         """
         return as_rank_error(torch.ops.specc_cpu.gather_rows, logits)
 
+    def best(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """[R] float32 and [R] int64 of each rank → [R] int64 on all: the best of each row.
+
+        Raises:
+            RankError: another rank is gone, late, or does not agree.
+        """
+        return as_rank_error(torch.ops.specc_cpu.best_of_ranks, scores, tokens)
+
     def abort(self, reason: str) -> None:
         """End all collectives that any rank waits in, and all later ones; the first reason stays.
 

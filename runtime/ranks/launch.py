@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,9 +23,11 @@ from specc.errors import ConfigError, EngineError
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.native_operators import load_operators
 from specc.runtime.backends.registry import backend_of
-from specc.runtime.backends.step import Model, Step
+from specc.runtime.backends.step import Model, StagedStep, Step
+from specc.runtime.execution.draws import DrawnPrograms
 from specc.runtime.processes.interpreter import interpreter
 from specc.runtime.ranks.channel import Channel
+from specc.runtime.ranks.drawn_step import DrawnStep
 from specc.runtime.ranks.follower import facts_about, follow
 from specc.runtime.ranks.job import Follower, Job
 from specc.runtime.ranks.leader import Leader, end_job
@@ -101,7 +104,8 @@ def load_led(
             job.group = group.meet(options.start_timeout_s)
         loaded = backend_of(backend).load(path, manifest, limits)
         job.wait_ready()
-        return _led(loaded, Leader(job, watch, manifest.models[0].vocab_size))
+        vocab_size = manifest.models[0].vocab_size
+        return _led(loaded, Leader(job, watch, vocab_size, loaded.operators))
     except BaseException:
         end_job(job, watch)
         raise
@@ -112,14 +116,23 @@ def _led(loaded: LoadedPrograms, leader: Leader) -> LoadedPrograms:
     (name, program), *drafts = loaded.models.items()
     target = LedModel(leader, 0, program)
     models: dict[str, Model] = {name: target, **dict(drafts)}
-    steps: dict[str, Step] = {}
-    for plan, step in loaded.steps.items():
-        staged = step.staged
-        assert staged is not None, "steps of these backends run stage by stage"
-        steps[plan] = LedStep(staged, target, loaded.operators, loaded.cache.history)
-    return LoadedPrograms(
-        models, steps, loaded.cache, loaded.operators, loaded.link, loaded.mapped_weights
+    steps: dict[str, Step] = {
+        plan: LedStep(_staged(step), target, loaded.operators, loaded.cache.history)
+        for plan, step in loaded.steps.items()
+    }
+    drawn = {
+        plan: DrawnStep(_staged(step), target, loaded.operators, loaded.cache.history)
+        for plan, step in loaded.winners_steps.items()
+    }
+    return replace(
+        loaded, models=models, steps=steps, drawn=DrawnPrograms(target, drawn) if drawn else None
     )
+
+
+def _staged(step: Step) -> StagedStep:
+    staged = step.staged
+    assert staged is not None, "steps of these backends run stage by stage"
+    return staged
 
 
 def _start_all(job: Job) -> Iterator[Follower]:

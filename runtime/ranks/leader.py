@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
+from specc.runtime.execution.draws import Draws
 from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.job import Job
 from specc.runtime.ranks.orders import Commit, Kind
-from specc.runtime.ranks.rank_group import whole_logits
+from specc.runtime.ranks.rank_group import drawn_tokens, whole_logits
 from specc.runtime.ranks.uninterrupted import uninterrupted
 from specc.runtime.ranks.watch import Watch
 
@@ -26,11 +28,13 @@ class Leader:
         job: whose ranks are ready.
         watch: of the job.
         vocab_size: columns of the target's logits.
+        operators: namespace of the `specc::` operators.
     """
 
-    def __init__(self, job: Job, watch: Watch, vocab_size: int) -> None:
+    def __init__(self, job: Job, watch: Watch, vocab_size: int, operators: Any) -> None:
         self._job = job
         self._vocab_size = vocab_size
+        self._operators = operators
         self._end = weakref.finalize(self, end_job, job, watch)
 
     @property
@@ -56,11 +60,46 @@ class Leader:
         Raises:
             RankError: a rank is lost, this one included.
         """
+        group = self._job.group
+        return self._run_together(
+            Kind.PASS, model, inputs, lambda: whole_logits(group, run(*inputs), self._vocab_size)
+        )
+
+    def run_draw(
+        self,
+        model: int,
+        draws: Draws,
+        inputs: tuple[Tensor | None, ...],
+        run: Callable[..., Tensor],
+    ) -> Tensor:
+        """A pass of all ranks that yields tokens; as `run_pass`.
+
+        Args:
+            model: number of the model.
+            draws: of the R rows with logits.
+            inputs: of its program.
+            run: the program of this rank.
+        Returns:
+            [R] int64 tokens.
+        Raises:
+            RankError: a rank is lost, this one included.
+        """
+        group, vocab_size = self._job.group, self._vocab_size
+        return self._run_together(
+            Kind.DRAW,
+            model,
+            (*inputs, *draws),
+            lambda: drawn_tokens(group, run(*inputs), draws, vocab_size, self._operators),
+        )
+
+    def _run_together(
+        self, kind: Kind, model: int, tensors: tuple[Tensor | None, ...], run: Callable[[], Tensor]
+    ) -> Tensor:
         job = self._job
         with uninterrupted():
             try:
-                job.order(Kind.PASS, inputs, model)
-                return whole_logits(job.group, run(*inputs), self._vocab_size)
+                job.order(kind, tensors, model)
+                return run()
             except BaseException as error:
                 # the others have done it, or wait in it: nobody can do it again
                 job.fail(job.fault_of(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from specc.runtime.backends.step import Model
+from specc.runtime.execution.draws import Draws
 from specc.runtime.ranks.leader import Leader
 
 
@@ -29,3 +30,11 @@ class LedModel:
             RankError: a rank is lost.
         """
         return self.leader.run_pass(self.number, inputs, self.program)
+
+    def draw(self, draws: Draws, *inputs: Tensor | None) -> Tensor:
+        """See `DrawingModel.draw`.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        return self.leader.run_draw(self.number, draws, inputs, self.program)

@@ -36,7 +36,7 @@ class LedStep:
     def __init__(self, step: StagedStep, target: LedModel, operators: Any, history: Tensor) -> None:
         self.plan = step.plan
         self._step = step
-        self._target = target
+        self.target = target
         self._operators = operators
         self._history = history
         self._is_in_place = self.plan.is_in_place
@@ -68,7 +68,7 @@ class LedStep:
         begin_s = time.perf_counter()
         drafted = self.draft(inputs, slabs)
         drafted_s = time.perf_counter()
-        values = self._verify(inputs, drafted)
+        values = self.verify(inputs, drafted)
         verified_s = time.perf_counter()
         found = drafted.accept(values, reads)
         stage_s = {"draft": drafted_s - begin_s} if self.plan.speculates else {}
@@ -78,7 +78,7 @@ class LedStep:
 
     def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
         """See `StagedStep.draft`; what it returns commits on all ranks."""
-        self._target.leader.check()
+        self.target.leader.check()
         drafted = self._step.draft(inputs, slabs)
 
         def accept(values: Mapping[str, Tensor], reads: Sequence[str]) -> StepResult:
@@ -89,11 +89,11 @@ class LedStep:
 
         return Drafted(drafted.values, accept)
 
-    def _verify(self, inputs: StepInputs, drafted: Drafted) -> Mapping[str, Tensor]:
-        """The target's pass over the trees, and what acceptance reads of it."""
+    def verify(self, inputs: StepInputs, drafted: Drafted) -> Mapping[str, Tensor]:
+        """The target's pass over the trees; returns what acceptance reads of it, by name."""
         nodes = tree_tokens(self.plan, inputs, drafted)
         if self.plan.tile is None:
-            (logits,) = run_together(self._target, [nodes])
+            (logits,) = run_together(self.target, [nodes])
             return accepted_values(self.plan, logits, inputs)
         return {"winners": self._winners(inputs, drafted, nodes)}
 
@@ -108,7 +108,7 @@ class LedStep:
             parents = drafted.values["parents"]
         winners = []
         for first, last in self.plan.tiles(count):
-            (logits,) = run_together(self._target, [_part(nodes, batch, first, last)])
+            (logits,) = run_together(self.target, [part_of(nodes, batch, first, last)])
             found = self._operators.node_winners(
                 logits,
                 tokens,
@@ -133,10 +133,10 @@ class LedStep:
             inputs.block_table,
             self._slots,
         )
-        self._target.leader.commit(self._target.number, commit)
+        self.target.leader.commit(self.target.number, commit)
 
 
-def _part(nodes: FlatTokens, batch: int, first: int, last: int) -> FlatTokens:
+def part_of(nodes: FlatTokens, batch: int, first: int, last: int) -> FlatTokens:
     """Nodes first … last - 1 of each tree."""
 
     def of(values: Tensor) -> Tensor:

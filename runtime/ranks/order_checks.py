@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specc.runtime.execution.draws import Draws
 from specc.runtime.ranks.orders import Commit, Message, refused
 
 # of the inputs of a pass, see `ModelProgram.forward`: dtype and shape, where letters are sizes
@@ -22,6 +23,12 @@ _PASS = (
     ("ancestors", torch.int64, "TW"),
     ("block_table", torch.int32, "Bn"),
     ("logit_rows", torch.int64, "R"),
+)
+_DRAW = (
+    *_PASS,
+    ("temperature", torch.float32, "R"),
+    ("seeds", torch.int64, "R"),
+    ("draw_positions", torch.int64, "R"),
 )
 _COMMIT = (
     ("path", torch.int32, "BP"),
@@ -38,10 +45,19 @@ def pass_inputs(message: Message) -> tuple[Tensor | None, ...]:
     Raises:
         FaultError: they are others.
     """
-    sizes = _check(message, _PASS, optional="ancestors")
-    if sizes["S"] != sizes["B"] + 1:
-        raise refused(f"a pass of {sizes['B']} sequences with {sizes['S']} starts")
+    _check_starts(_check(message, _PASS, optional="ancestors"))
     return message.tensors
+
+
+def drawn_inputs(message: Message) -> tuple[Draws, tuple[Tensor | None, ...]]:
+    """What a DRAW holds: how rows are drawn, and the eight inputs of a model.
+
+    Raises:
+        FaultError: it holds something else.
+    """
+    _check_starts(_check(message, _DRAW, optional="ancestors"))
+    inputs, draws = message.tensors[: len(_PASS)], message.tensors[len(_PASS) :]
+    return Draws(*draws), inputs  # type: ignore[arg-type]
 
 
 def commit_of(message: Message) -> Commit:
@@ -59,6 +75,11 @@ def commit_of(message: Message) -> Commit:
     if not torch.equal((commit.path >= 0).sum(dim=1).int(), commit.num_accepted + 1):
         raise refused("a commit whose paths are not as long as it says")
     return commit
+
+
+def _check_starts(sizes: dict[str, int]) -> None:
+    if sizes["S"] != sizes["B"] + 1:
+        raise refused(f"a pass of {sizes['B']} sequences with {sizes['S']} starts")
 
 
 def _check(

@@ -39,10 +39,11 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 class Kind(enum.IntEnum):
     """What a message is.
 
-    Orders of rank 0: SETUP (what to load, as JSON), PASS (a model's eight inputs), COMMIT (of a
-    step, see `Commit`), CHECKSUM (of the caches), END. Reports of the others: HELLO (what they
-    are, as JSON), READY, ERROR (as JSON; also from rank 0, which then ends), SUM (32 bytes). BEAT
-    goes both ways: the sender is alive, and has done the order of this number.
+    Orders of rank 0: SETUP (what to load, as JSON), PASS (a model's eight inputs), DRAW (the same
+    and three tensors of `Draws`: a pass that yields tokens), COMMIT (of a step, see `Commit`),
+    CHECKSUM (of the caches), END. Reports of the others: HELLO (what they are, as JSON), READY,
+    ERROR (as JSON; also from rank 0, which then ends), SUM (32 bytes). BEAT goes both ways: the
+    sender is alive, and has done the order of this number.
     """
 
     SETUP = 1
@@ -50,6 +51,7 @@ class Kind(enum.IntEnum):
     COMMIT = 3
     CHECKSUM = 4
     END = 5
+    DRAW = 6
     HELLO = 16
     READY = 17
     ERROR = 18

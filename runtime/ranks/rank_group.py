@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from specc.errors import FaultError
+from specc.runtime.execution.draws import Draws
 
 
 class RankGroup(Protocol):
@@ -38,6 +39,17 @@ class RankGroup(Protocol):
         """
         ...
 
+    def best(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """The token of the largest score of all ranks, the smaller one of two.
+
+        Args:
+            scores: [R] float32 of this rank.
+            tokens: [R] int64.
+        Returns:
+            [R] int64, the same on all ranks.
+        """
+        ...
+
     def abort(self, reason: str) -> None:
         """Wake all ranks that wait in a collective, now and later: those calls fail."""
         ...
@@ -65,6 +77,10 @@ class Copies:
     def gather(self, logits: Tensor) -> Tensor:
         """See `RankGroup.gather`: the logits are whole already."""
         return logits if self.rank == 0 else logits.new_empty(len(logits), 0)
+
+    def best(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """See `RankGroup.best`: each knows it alone."""
+        return tokens
 
     def abort(self, reason: str) -> None:
         """Nobody waits in it."""
@@ -153,3 +169,24 @@ def whole_logits(group: RankGroup, logits: Tensor, vocab_size: int) -> Tensor:
         return logits
     found = group.gather(logits)
     return found if found.shape[1] <= vocab_size else found[:, :vocab_size].contiguous()
+
+
+def drawn_tokens(
+    group: RankGroup, logits: Tensor, draws: Draws, vocab_size: int, operators: Any
+) -> Tensor:
+    """The tokens after each row of a pass, of all ranks; as `whole_logits`, but tokens cross.
+
+    Args:
+        group: of this rank.
+        logits: [R, C], this rank's columns, or all.
+        draws: of R rows.
+        vocab_size: V. Columns after it pad the last rank's part.
+        operators: namespace of the `specc::` operators.
+    Returns:
+        [R] int64 on all ranks.
+    """
+    columns = logits.shape[1]
+    is_whole = columns == vocab_size
+    first = 0 if is_whole else group.rank * columns
+    scores, tokens = operators.column_winners(logits, *draws, first, vocab_size)
+    return tokens if is_whole else group.best(scores, tokens)

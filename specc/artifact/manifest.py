@@ -168,6 +168,18 @@ class Manifest:
         )
 
     @property
+    def step_files(self) -> dict[str, str]:
+        """Plan → its step program."""
+        return {plan.name: plan.file for plan in self.plans}
+
+    @property
+    def winners_files(self) -> dict[str, str]:
+        """Plan → its step program whose acceptance reads what ranks have drawn; of cut engines."""
+        if self.parallel is None:
+            return {}
+        return {plan.name: plan.winners_file for plan in self.plans}
+
+    @property
     def required_files(self) -> tuple[str, ...]:
         """Files that the runtime opens; each is listed in `files`."""
         fields = ("program_file", *facts_of(self.backend).model_files)
@@ -175,7 +187,7 @@ class Manifest:
         files += self.weights_files
         cut = [model for model in self.models if self.is_cut(model)]
         files += [file for model in cut for file in (model.shard_file, model.whole_file)]
-        files += [plan.file for plan in self.plans]
+        files += [*self.step_files.values(), *self.winners_files.values()]
         if self.native is not None:
             files.append(self.native.library)
         return (*files, self.tokenizer.file) if self.tokenizer.file else tuple(files)

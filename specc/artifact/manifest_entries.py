@@ -142,6 +142,11 @@ class PlanEntry:
         return cls(*shape, plan.drafts, plan.combine, plan.tile, file)
 
     @property
+    def winners_file(self) -> str:
+        """The step program whose acceptance reads tokens: of plans in tiles there is no other."""
+        return self.file if self.tile else self.file.removesuffix(".json") + ".winners.json"
+
+    @property
     def plan(self) -> SpecPlan:
         """Raises SpeccError: no such plan can be."""
         return SpecPlan.from_json(dataclasses.asdict(self))

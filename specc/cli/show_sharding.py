@@ -162,7 +162,7 @@ def _totals(plan: ShardPlan) -> list[str]:
     ]
     if plan.cuts_vocabulary:
         lines.append(
-            f"logits: {plan.local_vocab_size} columns a rank, gathered at rank 0 to"
-            f" {plan.vocab_size}"
+            f"logits: {plan.local_vocab_size} of {plan.vocab_size} columns a rank; of a row,"
+            " a score and a token cross, or all columns to rank 0"
         )
     return lines

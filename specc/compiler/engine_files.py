@@ -26,20 +26,26 @@ def write_steps(
     plans: Sequence[SpecPlan],
     slabs: dict[str, int],
     is_rectangular: bool,
+    is_cut: bool = False,
 ) -> tuple[PlanEntry, ...]:
-    """Fuse and write the step program of each plan.
+    """Fuse and write the step programs of each plan.
 
     Args:
         writer: of the engine.
         plans: of the engine.
         slabs: model name → number of its slabs.
         is_rectangular: the engine's programs take rectangles of tokens.
+        is_cut: ranks have parts of the target, and can draw tokens without its logits.
     Returns:
         what the manifest says of the plans.
     """
-    for plan in plans:
-        writer.write_json(step_file(plan), fuse_step(plan, slabs, is_rectangular).to_json())
-    return tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
+    entries = tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
+    for plan, entry in zip(plans, entries, strict=True):
+        writer.write_json(entry.file, fuse_step(plan, slabs, is_rectangular).to_json())
+        if is_cut and entry.winners_file != entry.file:
+            step = fuse_step(plan, slabs, is_rectangular, reads_winners=True)
+            writer.write_json(entry.winners_file, step.to_json())
+    return entries
 
 
 def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> None:

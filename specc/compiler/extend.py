@@ -94,10 +94,14 @@ class EngineExtension:
         plans = list(named.values())
         for plan in self._plans:
             if plan not in plans:
-                self._writer.path(step_file(plan)).unlink()
+                entry = PlanEntry.of(plan, step_file(plan))
+                for file in {entry.file, entry.winners_file}:
+                    self._writer.path(file).unlink(missing_ok=True)
         self._plans = list(plans)
         slabs = {model.name: len(model.slabs) for model in self._manifest.models}
-        self._entries = write_steps(self._writer, plans, slabs, self._backend.facts.is_rectangular)
+        is_cut = self._manifest.parallel is not None
+        is_rectangular = self._backend.facts.is_rectangular
+        self._entries = write_steps(self._writer, plans, slabs, is_rectangular, is_cut)
         return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:

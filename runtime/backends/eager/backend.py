@@ -31,11 +31,16 @@ class EagerBackend(RuntimeBackend):
             )
             for model in manifest.models
         }
-        steps = {
-            plan.name: StepProgram(read_json(path / plan.file), models) for plan in manifest.plans
-        }
+        steps, winners_steps = (
+            {name: StepProgram(read_json(path / file), models) for name, file in files.items()}
+            for files in (manifest.step_files, manifest.winners_files)
+        )
         return LoadedPrograms(
-            dict(models), dict(steps), cache, mapped_weights=tuple(weights.values())
+            dict(models),
+            dict(steps),
+            cache,
+            mapped_weights=tuple(weights.values()),
+            winners_steps=dict(winners_steps),
         )
 
 

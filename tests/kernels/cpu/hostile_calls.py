@@ -371,6 +371,19 @@ def _node_winners(rng: random.Random) -> Arguments:
     return arguments | {"first_node": first}
 
 
+def _column_winners(rng: random.Random) -> Arguments:
+    rows, columns = rng.choice((0, 1, 7)), rng.choice((1, 5, 65, 300))
+    first = rng.choice((0, 3, 512, 700))
+    return {
+        "logits": _floats(rng, rows, columns),
+        "temperature": torch.tensor([rng.choice((0.0, 0.7, 1.0)) for _ in range(rows)]),
+        "seeds": torch.randint(-(1 << 62), 1 << 62, (rows,)),
+        "positions": torch.randint(0, 1 << 31, (rows,)),
+        "first": first,
+        "vocab_size": rng.choice((1, first + 1, first + columns, 1 << 20)),
+    }
+
+
 def _merge_trees(rng: random.Random) -> Arguments:
     batch, sizes = rng.choice((0, 1, 3)), [rng.choice((1, 2, 7)) for _ in range(rng.randint(1, 4))]
     trees = [_parents(rng, batch, size).reshape(batch, size) for size in sizes]
@@ -469,6 +482,7 @@ _BUILDERS: dict[str, Callable[[random.Random], Arguments]] = {
     "draft_children": _draft_children,
     "accept": _accept,
     "node_winners": _node_winners,
+    "column_winners": _column_winners,
     "merge_trees": _merge_trees,
     "rerank_tree": _rerank_tree,
     "ancestor_words": _ancestor_words,

@@ -218,6 +218,8 @@ def test_numbers_that_are_too_large(operators, name, arguments, message):
         ("draft_children", {"depth": 2**63 - 1}, "depth is 0 … 65536"),
         ("lookup", {"num_tokens": 2**63 - 1}, "num_tokens is 1 … 65536"),
         ("node_winners", {"first_node": 2**63 - 1}, "first_node is"),
+        ("column_winners", {"first": 2**63 - 1}, "first is 0 or more"),
+        ("column_winners", {"vocab_size": 0}, "vocab_size is 1 or more"),
         ("linear", {"input": torch.tensor(1.0)}, "x and weight"),
         ("linear", {"out_features": 2**63 - 1}, "the blocks are those"),
         ("embedding_of_blocks", {"width": -1}, "outputs and columns are 0 or more"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import FaultError
-from specc.runtime.ranks.order_checks import commit_of, pass_inputs
+from specc.runtime.ranks.order_checks import commit_of, drawn_inputs, pass_inputs
 from specc.runtime.ranks.orders import (
     HEADER_BYTES,
     MOST_BYTES,
@@ -57,6 +57,29 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+DRAWS = (torch.tensor([0.0, 0.5]), torch.tensor([-3, 1 << 40]), torch.tensor([7, 9]))
+
+
+def test_draws_arrive_as_they_were_sent() -> None:
+    message = received(encode(Message(Kind.DRAW, (*INPUTS, *DRAWS), 0, 9)))
+    draws, inputs = drawn_inputs(message)
+    assert all(map(same, inputs, INPUTS))
+    assert all(map(same, draws, DRAWS))
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        pytest.param(DRAWS[:2], id="one is missing"),
+        pytest.param(DRAWS[::-1], id="other dtypes"),
+        pytest.param(tuple(x[:1] for x in DRAWS), id="fewer rows than logits"),
+    ],
+)
+def test_draws_that_do_not_go_with_a_pass_are_refused(draws: tuple[Tensor, ...]) -> None:
+    with pytest.raises(FaultError, match="DRAW"):
+        drawn_inputs(Message(Kind.DRAW, (*INPUTS, *draws)))
 
 
 @pytest.mark.parametrize("has_ancestors", [True, False])

@@ -41,6 +41,8 @@ from tests.runtime.ranks.test_led_engine import (
 
 # log probabilities of float32 sums in another order
 TOLERANCE = 1e-4
+# of rows whose tokens the ranks draw together
+PLAIN: dict[str, Any] = {"temperature": 0.8}
 ARCHITECTURES = ("llama", "gpt_neox", "mixtral")
 
 
@@ -167,7 +169,7 @@ def test_requests_that_give_way_and_prefixes_that_are_shared(load: Engines) -> N
 def test_compiled_ranks(load: Engines, name: str, num_ranks: int) -> None:
     whole, cut = load(name, 1, "cpu"), load(name, num_ranks, "cpu")
     for plan in PLAN_IDS:
-        for options in (GREEDY, COUPLED, MSS, LOGPROBS, GRAMMAR):
+        for options in (GREEDY, PLAIN, COUPLED, MSS, LOGPROBS, GRAMMAR):
             if not (plan.startswith("tiles") and options in (LOGPROBS, GRAMMAR)):
                 assert_same(whole, cut, plan, params(3, **rule_of(plan, options)))
 
@@ -197,27 +199,28 @@ def test_another_number_of_ranks_is_told(zoo: Zoo) -> None:
         Engine.load(path, ranks=RankOptions(3))
 
 
-def test_collectives_are_as_many_as_the_plan_says(load: Engines) -> None:
-    """Two a layer and one for the embedding in each pass, and one that gathers its logits."""
+@pytest.mark.parametrize("options", [GREEDY, MSS], ids=["drawn", "gathered"])
+def test_collectives_are_as_many_as_the_plan_says(
+    load: Engines, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two a layer and one for the embedding in each pass, and one for its logits or its tokens."""
     cut = load("llama", 2)
-    group = cut.target.leader._job.group  # type: ignore[attr-defined]
-    passes = 0
-    run_pass = cut.target.leader.run_pass  # type: ignore[attr-defined]
+    leader = cut.target.leader  # type: ignore[attr-defined]
+    passes: list[str] = []
+    for name in ("run_pass", "run_draw"):
+        run = getattr(leader, name)
 
-    def count(*args: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        return run_pass(*args)
+        def count(*args: Any, name: str = name, run: Any = run) -> Any:
+            passes.append(name)
+            return run(*args)
 
-    before = group.position
-    cut.target.leader.run_pass = count  # type: ignore[attr-defined]
-    try:
-        generate(LLM(cut, plan="chain-3"), params(2))
-    finally:
-        cut.target.leader.run_pass = run_pass  # type: ignore[attr-defined]
+        monkeypatch.setattr(leader, name, count)
+    before = leader._job.group.position
+    generate(LLM(cut, plan="chain-3"), params(2, **options))
     layers = len(read_manifest(cut.directory).models[0].layers)
-    assert passes > 3
-    assert group.position - before == passes * (2 * layers + 1 + 1)
+    assert len(passes) > 3
+    assert {*passes} == {"run_draw" if options is GREEDY else "run_pass"}
+    assert leader._job.group.position - before == len(passes) * (2 * layers + 1 + 1)
 
 
 def test_two_launches_meet_over_gloo(zoo: Zoo, load: Engines, tmp_path: Path) -> None:

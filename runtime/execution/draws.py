@@ -1,0 +1,85 @@
+"""Tokens that a target draws itself, row by row, so that nobody needs its logits.
+
+A target that is cut among ranks has some columns of its logits on each. Where a row has no filter,
+no penalty and no mask, the token that follows it is the best of all columns' own best
+(`specc::column_winners`), and a score and a token cross between ranks instead of a row of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specc.runtime.backends.step import StagedStep
+from specc.runtime.execution.shared_pass import FlatTokens
+from specc.runtime.scheduling.batch import Span
+from specc.sampling.rows import Value, Word
+
+
+class Draws(NamedTuple):
+    """What decides the token after each of R rows of logits.
+
+    Args:
+        temperature: [R] float32; 0 is greedy.
+        seeds: [R] int64.
+        positions: [R] int64 of the tokens that are drawn.
+    """
+
+    temperature: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+
+class DrawingModel(Protocol):
+    """A model that can put out tokens instead of logits."""
+
+    def draw(self, draws: Draws, *inputs: Tensor | None) -> Tensor:
+        """[R] int64 tokens after the rows that `inputs` name; see `Model` for these."""
+        ...
+
+
+class DrawnPrograms(NamedTuple):
+    """What an engine has for batches whose tokens the target draws.
+
+    Args:
+        target: the model.
+        steps: plan name → its step, which draws, and whose `accept` reads `winners` [B, N] int64
+            instead of logits.
+    """
+
+    target: DrawingModel
+    steps: Mapping[str, StagedStep]
+
+
+def tree_draws(nodes: FlatTokens, values: Tensor, words: Tensor) -> Draws:
+    """Draws after all nodes of B trees.
+
+    Args:
+        nodes: of the trees, all with logits.
+        values: [B, 6] float32, see `specc.sampling.rows.Value`.
+        words: [B, 4] int64, see `specc.sampling.rows.Word`.
+    """
+    count = nodes.counts[0]
+    return Draws(
+        values[:, Value.TEMPERATURE].repeat_interleave(count),
+        words[:, Word.SEED].repeat_interleave(count),
+        nodes.positions + 1,
+    )
+
+
+def prompt_draws(spans: Sequence[Span]) -> Draws:
+    """Draws of the first tokens: after the last rows of prompts that end."""
+    ended = [span.request for span in spans if span.is_last]
+    return Draws(
+        torch.tensor([s.sampling_values[Value.TEMPERATURE] for s in ended], dtype=torch.float32),
+        torch.tensor([s.sampling_words[Word.SEED] for s in ended], dtype=torch.int64),
+        torch.tensor([s.num_prompt_tokens for s in ended], dtype=torch.int64),
+    )
+
+
+def joined(draws: Sequence[Draws]) -> Draws:
+    """Those of several parts of a pass, in their order."""
+    return Draws(*(torch.cat(values) for values in zip(*draws, strict=True)))
