@@ -25,8 +25,8 @@ RUNTIME_INPUTS = (
     "block_table",
     "logit_rows",
 )
-# those of programs that take rectangles of tokens; masks follow, one for each window
-RECTANGULAR_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
+# those of programs that take padded batches; masks follow, one for each window
+PADDED_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
 
 
 @dataclass(frozen=True)

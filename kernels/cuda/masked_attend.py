@@ -1,4 +1,4 @@
-"""`specc::masked_attention` in Triton: a bool mask over head-major caches, one kernel.
+"""`specc::masked_attention` in Triton: a bool mask over HND caches, one kernel.
 
 For TensorRT's plugins, which launch one kernel: keys are not split, so that few rows over a long
 cache leave a GPU idle (`attend` splits them). One program takes a tile of packed rows of one

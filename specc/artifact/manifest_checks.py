@@ -11,6 +11,7 @@ from typing import Any
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.manifest_decode import invalid
 from specc.artifact.manifest_entries import (
+    CacheRowsEntry,
     FileEntry,
     LimitsEntry,
     MemoryEntry,
@@ -18,7 +19,6 @@ from specc.artifact.manifest_entries import (
     NativeEntry,
     ParallelEntry,
     PlanEntry,
-    RectangleEntry,
     TensorRTEntry,
 )
 from specc.errors import EngineError, SpeccError
@@ -58,7 +58,7 @@ def check_models(models: Sequence[ModelEntry]) -> None:
 def check_backend(
     name: str,
     native: NativeEntry | None,
-    rectangle: RectangleEntry | None,
+    rectangle: CacheRowsEntry | None,
     tensorrt: TensorRTEntry | None,
 ) -> None:
     """Parts that only some backends have.
@@ -75,14 +75,14 @@ def check_backend(
         )
     facts = facts_of(name)
     _check_part(facts, "native", native, facts.native)
-    _check_part(facts, "rectangle", rectangle, _whether(facts.is_rectangular))
+    _check_part(facts, "rectangle", rectangle, _whether(facts.is_padded))
     _check_part(facts, "tensorrt", tensorrt, _whether(facts.has_plan_files))
     if native is not None:
         check_relative(native.library)
 
 
-def check_rectangle(rectangle: RectangleEntry | None, limits: LimitsEntry) -> None:
-    """Rows of rectangular caches, which are dense.
+def check_cache_rows(rectangle: CacheRowsEntry | None, limits: LimitsEntry) -> None:
+    """Rows of padded caches, which are dense.
 
     Raises:
         EngineError: rows for other limits than the engine's.

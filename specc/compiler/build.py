@@ -101,7 +101,7 @@ def build(
         with phases.phase("write programs"):
             write_programs(writer, engine.models)
             slabs = {model.name: len(model.entry.slabs) for model in engine.models}
-            steps = write_steps(writer, engine.plans, slabs, backend.facts.is_rectangular)
+            steps = write_steps(writer, engine.plans, slabs, backend.facts.is_padded)
         # before minutes of compiling: what is wrong with a checkpoint is found here
         warnings = [*checked.warnings, *told, *_write_weights(engine)]
         emitted = backend.emit(engine)

@@ -35,8 +35,8 @@ class CompiledModel:
     source: ModelSource
     program: Program
     entry: ModelEntry
-    # over rectangles, where the backend takes those
-    rectangular: Program | None = None
+    # over padded batches, where the backend takes those
+    padded: Program | None = None
     # the program before it was cut for ranks
     whole: dict[str, Any] | None = None
 

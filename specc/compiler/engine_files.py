@@ -25,7 +25,7 @@ def write_steps(
     writer: EngineWriter,
     plans: Sequence[SpecPlan],
     slabs: dict[str, int],
-    is_rectangular: bool,
+    is_padded: bool,
 ) -> tuple[PlanEntry, ...]:
     """Fuse and write the step program of each plan.
 
@@ -33,12 +33,12 @@ def write_steps(
         writer: of the engine.
         plans: of the engine.
         slabs: model name → number of its slabs.
-        is_rectangular: the engine's programs take rectangles of tokens.
+        is_padded: the engine's programs take padded batches.
     Returns:
         what the manifest says of the plans.
     """
     for plan in plans:
-        writer.write_json(step_file(plan), fuse_step(plan, slabs, is_rectangular).to_json())
+        writer.write_json(step_file(plan), fuse_step(plan, slabs, is_padded).to_json())
     return tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
 
 

@@ -322,7 +322,7 @@ def saved_engine(tmp_path_factory: pytest.TempPathFactory) -> SavedEngine:
 @pytest.fixture(scope="session")
 def lowered_phi(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """Both programs of a model, with a rim around its cache rows, and its ONNX file."""
-    from specc.artifact.rectangle import CacheRows
+    from specc.artifact.cache_rows import CacheRows
     from tests.onnx_models import lowered, write_onnx
 
     pair = lowered("phi", CacheRows(front=2, slots=96, scratch=46))

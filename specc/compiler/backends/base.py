@@ -11,7 +11,7 @@ import torch
 from specc.artifact.backends import BackendFacts
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import LimitsEntry, NativeEntry, RectangleEntry, TensorRTEntry
+from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry, NativeEntry, TensorRTEntry
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.model_entries import LEAST_PREFILL_CHUNK
 from specc.config import CompileConfig
@@ -52,14 +52,14 @@ class Emitted:
 
     Args:
         native: of engines that bring compiled operators.
-        rectangle: of engines whose programs take rectangles of tokens.
+        rectangle: of engines whose programs take padded batches.
         tensorrt: of engines for TensorRT.
         records: what its passes did.
         warnings: what the user should know.
     """
 
     native: NativeEntry | None = None
-    rectangle: RectangleEntry | None = None
+    rectangle: CacheRowsEntry | None = None
     tensorrt: TensorRTEntry | None = None
     records: list[PassRecord] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

@@ -9,11 +9,11 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import NativeEntry
 from specc.compiler.backends.base import Emitted, UnfinishedEngine
-from specc.compiler.backends.rectangular import RectangularBackend
+from specc.compiler.backends.padded import PaddedBackend
 from specc.passes.lower.cpu import lower as lower_cpu
 
 
-class OnnxBackend(RectangularBackend):
+class OnnxBackend(PaddedBackend):
     """Adds the compiled operators of a step, where there is a compiler for them."""
 
     facts = facts_of("onnx")

@@ -19,7 +19,7 @@ import torch
 from specc.errors import TensorRTError
 from specc.kernels.cuda import qdp_attention as qdp
 from specc.kernels.cuda.masked_attend import TILE_ROWS, masked_attend
-from specc.kernels.reference.rectangular import masked_attention_reference
+from specc.kernels.reference.padded import masked_attention_reference
 from specc.tensorrt import library as tensorrt
 
 # batch, heads, KV heads, nodes, rows, head size

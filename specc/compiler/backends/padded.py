@@ -1,28 +1,28 @@
-"""What backends share whose programs take rectangles: ONNX files beside the flat programs."""
+"""What backends share whose programs take padded batches: ONNX files beside the flat programs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
+from specc.artifact.cache_rows import CacheRows
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import LimitsEntry, RectangleEntry
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.lower.onnx import lower as lower_onnx
 from specc.passes.lower.onnx.operators import OPSET
 from specc.passes.memory import ModelMemory
-from specc.passes.rewrite.rectangular import rectangular_program
+from specc.passes.rewrite.padded import padded_program
 from specc.speculation.plans import SpecPlan
 
 
-class RectangularBackend(CompilerBackend):
+class PaddedBackend(CompilerBackend):
     """Traces every model over [batch, nodes] tokens and writes it as ONNX."""
 
     def adapt(self, config: CompileConfig) -> CompileConfig:
-        """A cache of one block a sequence: rectangles know no blocks."""
+        """A cache of one block a sequence: padded batches know no blocks."""
         lower_onnx.require_onnx()
         return dataclasses.replace(config, block_size=0)
 
@@ -30,27 +30,27 @@ class RectangularBackend(CompilerBackend):
         self, memory: ModelMemory, limits: LimitsEntry, plans: Sequence[SpecPlan]
     ) -> ModelMemory:
         """Caches have rows around those that hold tokens."""
-        rectangle = rectangle_of(limits, plans)
-        cache = memory.cache * rectangle.rows.total // rectangle.slots
+        entry = cache_rows_of(limits, plans)
+        cache = memory.cache * entry.rows.total // entry.slots
         return dataclasses.replace(memory, cache=cache)
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
-        rectangle = rectangle_of(engine.limits, engine.plans)
+        entry = cache_rows_of(engine.limits, engine.plans)
         records = []
         for model in engine.models:
-            with engine.phases.phase(f"trace {model.name} rectangular"):
-                program, done = rectangular_program(
-                    model.source.module, model.program, rectangle.rows.total, engine.dump
+            with engine.phases.phase(f"trace {model.name} padded"):
+                program, done = padded_program(
+                    model.source.module, model.program, entry.rows.total, engine.dump
                 )
-                records += [dataclasses.replace(r, phase=f"rectangular {r.phase}") for r in done]
-                model.rectangular = program
+                records += [dataclasses.replace(r, phase=f"padded {r.phase}") for r in done]
+                model.padded = program
             with engine.phases.phase(f"write {model.name} onnx"):
                 lower_onnx.lower_onnx(
                     program,
                     engine.writer.path(model.entry.onnx_file),
                     engine.writer.path(model.entry.weights_file),
                 )
-        return Emitted(rectangle=rectangle, records=records)
+        return Emitted(rectangle=entry, records=records)
 
     def extended_nodes(self, manifest: Manifest, plans: Sequence[SpecPlan], max_nodes: int) -> int:
         """The rows are what they are."""
@@ -67,8 +67,8 @@ class RectangularBackend(CompilerBackend):
         return limits.max_nodes
 
 
-def rectangle_of(limits: LimitsEntry, plans: Sequence[SpecPlan]) -> RectangleEntry:
+def cache_rows_of(limits: LimitsEntry, plans: Sequence[SpecPlan]) -> CacheRowsEntry:
     """Rows of the caches of an engine."""
     catch_up = max((plan.catch_up for plan in plans if plan.models), default=1)
     rows = CacheRows.of(limits.max_seq_len, limits.max_nodes, catch_up)
-    return RectangleEntry(OPSET, rows.front, rows.slots, rows.scratch)
+    return CacheRowsEntry(OPSET, rows.front, rows.slots, rows.scratch)

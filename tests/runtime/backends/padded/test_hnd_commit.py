@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.cache_rows import CacheRows
 from specc.errors import CompilerError
 from specc.kernels import native, ops
 from specc.kernels.reference.core import commit_kv_reference
-from specc.runtime.backends.rectangular.head_major import commit_by_heads, place_commits
+from specc.runtime.backends.padded.hnd_commit import commit_by_heads, place_commits
 
 ROWS = CacheRows(front=3, slots=24, scratch=5)
 LAYERS, REQUESTS, DIM = 2, 5, 4

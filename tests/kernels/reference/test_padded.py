@@ -1,4 +1,4 @@
-"""The oracles of rectangular programs against plain torch."""
+"""The oracles of padded programs against plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specc.kernels import ops
-from specc.kernels.reference.rectangular import cache_write_reference, masked_attention_reference
+from specc.kernels.reference.padded import cache_write_reference, masked_attention_reference
 
 BATCH, LENGTH, DIM = 3, 11, 8
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

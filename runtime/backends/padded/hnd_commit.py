@@ -1,6 +1,6 @@
-"""Caches with heads before rows, [layers, 2, requests, HK, L, D], in steps.
+"""Commits to caches in HND layout, heads before rows: [layers, 2, requests, HK, L, D].
 
-Runtimes of rectangles want them so. A step touches caches in one operator only, the commit; its
+Runtimes of padded batches want them so. A step touches caches in one operator only, the commit; its
 graph is that of every other backend, and the commit is done here head by head.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.cache_rows import CacheRows
 
 _COMMIT = torch.ops.specc.commit_kv.default
 
@@ -20,7 +20,7 @@ _COMMIT = torch.ops.specc.commit_kv.default
 def place_commits(
     graph: fx.GraphModule, rows: CacheRows, operators: Any = torch.ops.specc
 ) -> fx.GraphModule:
-    """Let the commits of a stage move rows of head-major caches; changes the graph.
+    """Let the commits of a stage move rows of HND caches; changes the graph.
 
     Args:
         graph: of a stage.
@@ -35,7 +35,7 @@ def place_commits(
 
 
 def commit_by_heads(rows: CacheRows, commit: Callable[..., Any]) -> Callable[..., None]:
-    """`specc::commit_kv` for head-major caches: every head of a request is a block of its own.
+    """`specc::commit_kv` for HND caches: every head of a request is a block of its own.
 
     Args:
         rows: of a request.

@@ -1,4 +1,4 @@
-"""The rectangular form of a program: [B, N] tokens, caches [B, HK, L, D], functional operators.
+"""The padded form of a program: [B, N] tokens, caches [B, HK, L, D], functional operators.
 
 ONNX and TensorRT want it. The flat program of the same model comes first: its passes recover what
 masks mean, prove that tokens meet in attention alone, and lay out the weights that both read.
@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from specc.errors import UnsupportedGraphError
-from specc.passes.frontend.trace_rectangular import trace_rectangular
+from specc.passes.frontend.trace_padded import trace_padded
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
 from specc.passes.program import Program
 from specc.passes.rewrite.cached_attention import RewriteCachedAttention
@@ -24,7 +24,7 @@ from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
 from specc.passes.rewrite.select_logits import SelectLogits
 
 
-def rectangular_program(
+def padded_program(
     module: nn.Module, flat: Program, cache_rows: int, dump: Path | None = None
 ) -> tuple[Program, list[PassRecord]]:
     """Trace and rewrite a model whose flat program went through all phases.
@@ -40,7 +40,7 @@ def rectangular_program(
         UnsupportedAttentionError, UnsupportedGraphError: it computes other things than the flat
             one.
     """
-    program = trace_rectangular(module, flat.name)
+    program = trace_padded(module, flat.name)
     phases: Phases = (
         ("normalize", (Normalize, ReplaceGroupedMM)),
         ("attention", (partial(RewriteCachedAttention, flat.layers, cache_rows),)),
@@ -50,7 +50,7 @@ def rectangular_program(
         ("vocabulary", (partial(FitVocabulary, logits_width(flat)),)),
     )
     # the proof that tokens meet in attention alone is that of the flat program
-    pipeline = Pipeline(phases, dump and dump / "rectangular", verifies=False)
+    pipeline = Pipeline(phases, dump and dump / "padded", verifies=False)
     records = pipeline.run(program)
     _require_same_weights(flat, program)
     return program, records

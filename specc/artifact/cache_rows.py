@@ -1,4 +1,4 @@
-"""Rectangular programs: names of their inputs, and where the slots of a sequence lie in a cache.
+"""Padded programs: names of their inputs, and where the slots of a sequence lie in a cache.
 
 Programs for ONNX and TensorRT write the tokens of a pass to rows that follow each other, for every
 sequence of their batch, and nothing tells them to leave one out. So a sequence's rows have a rim:

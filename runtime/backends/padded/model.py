@@ -1,4 +1,4 @@
-"""A model that runs rectangles, called with flat tokens as every model of a step is."""
+"""A model that runs padded batches, called with flat tokens as every model of a step is."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.cache_rows import CacheRows
 from specc.errors import EngineError
-from specc.runtime.backends.rectangular.rectangle import Rectangle, rectangle
+from specc.runtime.backends.padded.padded_batch import PaddedBatch, padded_batch
 
 # slot of a request that has no token in a pass
 _NOWHERE = -(1 << 30)
@@ -30,10 +30,10 @@ class _Run(NamedTuple):
     first: int
 
 
-class RectangularModel(nn.Module):
-    """Runs rectangles; inputs and result of a call are those of `ModelProgram.forward`.
+class PaddedModel(nn.Module):
+    """Runs padded batches; inputs and result of a call are those of `ModelProgram.forward`.
 
-    Requests whose blocks are neighbours are one rectangle: with the lowest free block given out
+    Requests whose blocks are neighbours are one padded batch: with the lowest free block given out
     first, that is nearly always the whole batch. Others take a run of the runtime each.
 
     Args:
@@ -57,7 +57,7 @@ class RectangularModel(nn.Module):
         self._rows = rows
 
     @abstractmethod
-    def run(self, first: int, batch: int, given: Rectangle) -> Tensor:
+    def run(self, first: int, batch: int, given: PaddedBatch) -> Tensor:
         """Logits [R, V] of a pass whose requests have cache rows first … first + batch - 1."""
 
     def reserve(self, num_slots: int) -> int | None:
@@ -134,7 +134,7 @@ class RectangularModel(nn.Module):
         # a runtime need not take tensors without elements
         rows = logit_rows if asked else logit_rows.new_zeros(1)
         flat = (tokens, positions, slot, cache_len, ancestors, rows)
-        given = rectangle(self._rows, self._windows, *flat, length)
+        given = padded_batch(self._rows, self._windows, *flat, length)
         return self.run(first, batch, given)[:asked]
 
     def _check_rows(self, first_slots: Sequence[int], counts: Sequence[int]) -> None:
@@ -150,13 +150,13 @@ class RectangularModel(nn.Module):
 
 
 class WholeBatch(nn.Module):
-    """A rectangular model in a step whose request b has cache row b: nothing is looked at.
+    """A padded model in a step whose request b has cache row b: nothing is looked at.
 
     Args:
         model: of the step.
     """
 
-    def __init__(self, model: RectangularModel) -> None:
+    def __init__(self, model: PaddedModel) -> None:
         super().__init__()
         self.model = model
 

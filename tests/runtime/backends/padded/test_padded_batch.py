@@ -1,4 +1,4 @@
-"""Passes as rectangles: what each token attends to and where it is written.
+"""Passes as padded batches: what each token attends to and where it is written.
 
 What a token may attend to is read out of the oracle of flat attention: with equal scores and rows
 of a unit matrix as values, the result says which rows were seen.
@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.cache_rows import CacheRows
 from specc.kernels.reference.core import attend_reference
-from specc.runtime.backends.rectangular.rectangle import Rectangle, rectangle
+from specc.runtime.backends.padded.padded_batch import PaddedBatch, padded_batch
 from specc.speculation.tree import TokenTree
 from tests.flat_passes import PADDING, Inputs, causal_pass, first_level, random_tree, tree_pass
 
@@ -25,15 +25,15 @@ CHAIN = TokenTree.chain(5)
 LEVELS = TokenTree((-1, 0, 0, 0, 1, 1, 3, 3, 4, 6))
 
 
-def make(inputs: Inputs, windows: Sequence[int] = WINDOWS, rows: CacheRows = ROWS) -> Rectangle:
-    """The rectangle of a flat pass of as many tokens for each sequence."""
+def make(inputs: Inputs, windows: Sequence[int] = WINDOWS, rows: CacheRows = ROWS) -> PaddedBatch:
+    """The padded batch of a flat pass of as many tokens for each sequence."""
     batch = len(inputs["cache_len"])
     shape = (batch, len(inputs["tokens"]) // batch)
     tokens, positions, slot = (inputs[key].view(shape) for key in ("tokens", "positions", "slot"))
     ancestors = inputs["ancestors"]
     if ancestors is not None:
         ancestors = ancestors.view(*shape, -1)
-    return rectangle(
+    return padded_batch(
         rows,
         windows,
         tokens,
@@ -65,7 +65,7 @@ def seen_slots(inputs: Inputs, window: int) -> Tensor:
     return found[0] > 0
 
 
-def check(inputs: Inputs) -> Rectangle:
+def check(inputs: Inputs) -> PaddedBatch:
     """Compare a pass with the oracle, and look at everything that it writes."""
     made = make(inputs)
     batch, num_tokens = made.tokens.shape

@@ -1,4 +1,4 @@
-"""Rectangular programs compute what the flat ones of the same models compute."""
+"""Padded programs compute what the flat ones of the same models compute."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from specc.artifact.rectangle import CacheRows, mask_input
+from specc.artifact.cache_rows import CacheRows, mask_input
 from specc.errors import SpeccError, UnsupportedAttentionError, UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.program import RECTANGULAR_INPUTS, Weight
+from specc.passes.program import PADDED_INPUTS, Weight
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
-from specc.passes.rewrite.rectangular import (
+from specc.passes.rewrite.padded import (
     _require_same_weights,
     logits_width,
-    rectangular_program,
+    padded_program,
 )
 from tests import models
 from tests.flat_passes import PADDING, causal_pass, first_level, random_tree, tree_pass
@@ -75,20 +75,20 @@ def test_passes_equal_those_of_the_flat_program(pair: Lowered) -> None:
 def test_both_read_the_same_weights(pair: Lowered) -> None:
     flat, found = (
         {weight.key: weight for weight in program.weights.values()}
-        for program in (pair.flat, pair.rectangular)
+        for program in (pair.flat, pair.padded)
     )
     assert flat == found
-    assert pair.rectangular.layers == pair.flat.layers
+    assert pair.padded.layers == pair.flat.layers
 
 
 def test_inputs_and_what_reads_them(pair: Lowered) -> None:
-    program = pair.rectangular
+    program = pair.padded
     masks = tuple(mask_input(window) for window in pair.windows)
-    assert program.runtime_inputs == (*RECTANGULAR_INPUTS, *masks)
+    assert program.runtime_inputs == (*PADDED_INPUTS, *masks)
     inputs = [node.target for node in program.graph.find_nodes(op="placeholder")]
     layers = range(len(program.layers))
     caches = [f"{part}_cache_{layer}" for layer in layers for part in "kv"]
-    assert inputs[-len(caches) - len(masks) - 4 :] == [*RECTANGULAR_INPUTS, *masks, *caches]
+    assert inputs[-len(caches) - len(masks) - 4 :] == [*PADDED_INPUTS, *masks, *caches]
     batch, nodes = program.placeholder("tokens").meta["val"].shape
     for name in masks:
         mask = program.placeholder(name).meta["val"]
@@ -122,7 +122,7 @@ def test_as_much_is_fused_as_of_the_flat_program(pair: Lowered) -> None:
 
 def test_each_window_has_a_mask_of_its_own(windowed: Lowered) -> None:
     assert windowed.windows == [0, models.WINDOW]
-    masks = [node.args[3].target for node in windowed.rectangular.calls(ops.masked_attention)]
+    masks = [node.args[3].target for node in windowed.padded.calls(ops.masked_attention)]
     assert masks == [f"mask_window_{models.WINDOW}", "mask", f"mask_window_{models.WINDOW}"]
 
 
@@ -130,15 +130,15 @@ def test_a_vocabulary_cut_to_the_targets_is_cut_here_too() -> None:
     model = models.build_model("qwen3")
     flat = trace_once(model, "draft_0")
     Pipeline((*PHASES, ("vocabulary", (partial(FitVocabulary, 100),)))).run(flat)
-    program, records = rectangular_program(model, flat, ROWS.total)
+    program, records = padded_program(model, flat, ROWS.total)
     assert logits_width(flat) == logits_width(program) == 100
     pair = Lowered(model, flat, program, [], records, ROWS, ())
     assert BothPrograms(pair, None, 4).compare(PASSES[0], 1e-5).shape == (42, 100)
 
 
 def test_graphs_are_written_where_asked(tmp_path, windowed: Lowered) -> None:
-    rectangular_program(windowed.model, windowed.flat, ROWS.total, tmp_path)
-    names = {path.name for path in (tmp_path / "rectangular").rglob("*") if path.is_file()}
+    padded_program(windowed.model, windowed.flat, ROWS.total, tmp_path)
+    names = {path.name for path in (tmp_path / "padded").rglob("*") if path.is_file()}
     assert any("attention" in name for name in names), names
 
 
@@ -149,11 +149,11 @@ def changed(pair: Lowered, **changes: object) -> object:
 def test_other_layers_are_refused(windowed: Lowered) -> None:
     fewer = changed(windowed, layers=windowed.flat.layers[:-1])
     with pytest.raises(UnsupportedAttentionError, match="3 attention layers") as caught:
-        rectangular_program(windowed.model, fewer, ROWS.total)
+        padded_program(windowed.model, fewer, ROWS.total)
     assert "and 2 where they are flat" in caught.value.found
     heads = [replace(layer, num_kv_heads=3) for layer in windowed.flat.layers]
     with pytest.raises(UnsupportedAttentionError, match=r"layer .*: keys of \d heads of 16"):
-        rectangular_program(windowed.model, changed(windowed, layers=heads), ROWS.total)
+        padded_program(windowed.model, changed(windowed, layers=heads), ROWS.total)
 
 
 def test_other_weights_are_refused(windowed: Lowered) -> None:
@@ -165,7 +165,7 @@ def test_other_weights_are_refused(windowed: Lowered) -> None:
         weights | {name: Weight(weight.parameters, torch.float16, weight.shape)},
     ):
         with pytest.raises(UnsupportedGraphError, match="and other weights") as caught:
-            _require_same_weights(changed(windowed, weights=other), windowed.rectangular)
+            _require_same_weights(changed(windowed, weights=other), windowed.padded)
         assert weight.key in caught.value.found
 
 
@@ -185,7 +185,7 @@ def test_a_model_that_computes_otherwise_for_several_sequences_is_refused() -> N
     model = ForManySequences().eval()
     flat, _ = compiled(model)
     with pytest.raises(UnsupportedGraphError, match="and other weights"):
-        rectangular_program(model, flat, ROWS.total)
+        padded_program(model, flat, ROWS.total)
 
 
 def test_a_model_of_one_sequence_is_refused() -> None:
@@ -193,4 +193,4 @@ def test_a_model_of_one_sequence_is_refused() -> None:
     model = Tiny().eval()
     flat, _ = compiled(model)
     with pytest.raises(SpeccError):
-        rectangular_program(model, flat, ROWS.total)
+        padded_program(model, flat, ROWS.total)

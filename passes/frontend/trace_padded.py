@@ -1,4 +1,4 @@
-"""Trace a model over rectangles of tokens [B, N], for runtimes whose attention needs a batch."""
+"""Trace a model over padded batches [B, N], for runtimes whose attention needs a batch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from specc.passes.frontend.trace_flat import ModelCall, export, require_logits, to_program
-from specc.passes.program import RECTANGULAR_INPUTS, Program
+from specc.passes.program import PADDED_INPUTS, Program
 
 
-class _Rectangle(ModelCall):
-    """Present a model with all inputs of a rectangular pass; most stay unused placeholders."""
+class _PaddedCall(ModelCall):
+    """Present a model with all inputs of a padded pass; most stay unused placeholders."""
 
     def forward(
         self, tokens: Tensor, positions: Tensor, write_index: Tensor, logit_rows: Tensor
@@ -21,7 +21,7 @@ class _Rectangle(ModelCall):
         return self.logits(tokens, positions)
 
 
-def trace_rectangular(model: nn.Module, name: str) -> Program:
+def trace_padded(model: nn.Module, name: str) -> Program:
     """Trace `model(input_ids [B, N], position_ids [B, N]) -> logits [B, N, V]`, both dynamic.
 
     Raises:
@@ -43,7 +43,7 @@ def trace_rectangular(model: nn.Module, name: str) -> Program:
         "write_index": {0: batch},
         "logit_rows": {0: Dim("rows", min=1, max=1 << 20)},
     }
-    exported = export(_Rectangle(model), model, inputs, dynamic)
+    exported = export(_PaddedCall(model), model, inputs, dynamic)
     (tokens,) = exported.graph_module.graph.find_nodes(op="placeholder", target="tokens")
     require_logits(exported, type(model).__name__, batch=str(tokens.meta["val"].shape[0]))
-    return to_program(exported, model, name, RECTANGULAR_INPUTS)
+    return to_program(exported, model, name, PADDED_INPUTS)

@@ -1,4 +1,4 @@
-"""Passes of flat tokens as rectangles: [B, N] tokens, a mask, and a row to write to.
+"""Passes of flat tokens as padded batches: [B, N] tokens, a mask, and a row to write to.
 
 Everything here is arithmetic on tensors of one device without a host read, so that a graph of the
 device can hold it.
@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specc.artifact.rectangle import CacheRows, mask_input
+from specc.artifact.cache_rows import CacheRows, mask_input
 from specc.speculation.tree import WORD_BITS
 
 # a slot so far below zero belongs to no sequence: see `step_buffers.PADDING`
 _NO_SEQUENCE = -(1 << 20)
 
 
-class Rectangle(NamedTuple):
-    """Inputs of one rectangular pass.
+class PaddedBatch(NamedTuple):
+    """Inputs of one padded pass.
 
     Args:
         tokens: [B, N] int64.
@@ -37,7 +37,7 @@ class Rectangle(NamedTuple):
     masks: Mapping[int, Tensor]
 
 
-def rectangle(
+def padded_batch(
     rows: CacheRows,
     windows: Sequence[int],
     tokens: Tensor,
@@ -47,7 +47,7 @@ def rectangle(
     ancestors: Tensor | None,
     logit_rows: Tensor,
     length: int | None = None,
-) -> Rectangle:
+) -> PaddedBatch:
     """A pass of as many tokens for each sequence, in slots that follow each other.
 
     A token with a negative slot, or of a sequence that takes no part (slots far below zero), is
@@ -71,7 +71,7 @@ def rectangle(
     masks = attention_masks(
         rows, windows, positions, slot, write_index, cache_len, ancestors, length
     )
-    return Rectangle(tokens, positions.clamp(min=0), write_index, logit_rows, masks)
+    return PaddedBatch(tokens, positions.clamp(min=0), write_index, logit_rows, masks)
 
 
 def attention_masks(
@@ -120,9 +120,9 @@ def attention_masks(
     return masks
 
 
-def named_inputs(given: Rectangle) -> dict[str, Tensor]:
+def named_inputs(given: PaddedBatch) -> dict[str, Tensor]:
     """Inputs of a pass under their names in the program, without the caches."""
-    named = {key: getattr(given, key) for key in Rectangle._fields if key != "masks"}
+    named = {key: getattr(given, key) for key in PaddedBatch._fields if key != "masks"}
     return named | {mask_input(window): mask for window, mask in given.masks.items()}
 
 

@@ -1,4 +1,4 @@
-"""Oracles of the operators of rectangular programs: what ONNX and TensorRT have of their own.
+"""Oracles of the operators of padded programs: what ONNX and TensorRT have of their own.
 
 Such a program takes [B, N] tokens, and every sequence has one row of each layer's cache
 [B, HK, L, D]. Both operators are functional: a runtime that binds a cache as input and output
