@@ -10,25 +10,27 @@ from typing import Any
 from specc.errors import RequestError
 from specc.runtime.requests.prompt_forms import Prompt, split_prompts
 from specc.sampling.params import SamplingParams
-from specc.sampling.vllm_names import Answer, answer_names
+from specc.sampling.vllm_names import Unsupported, answer_names
 
-_NO_ADAPTER = Answer("the weights that were compiled", "merge the adapter, and compile")
-_ANSWERS: Mapping[str, Answer] = {
+_NO_ADAPTER = Unsupported("the weights that were compiled", "merge the adapter, and compile")
+_ANSWERS: Mapping[str, Unsupported] = {
     "lora_request": _NO_ADAPTER,
     "prompt_adapter_request": _NO_ADAPTER,
-    "guided_options_request": Answer(
+    "guided_options_request": Unsupported(
         "structured_outputs of SamplingParams",
         "pass SamplingParams(structured_outputs=StructuredOutputsParams(…))",
     ),
-    "tokenization_kwargs": Answer("text as the engine tokenizes it", "pass token ids", (None, {})),
-    "mm_processor_kwargs": Answer("text or token ids", "leave it out", (None, {})),
-    "tools": Answer(
+    "tokenization_kwargs": Unsupported(
+        "text as the engine tokenizes it", "pass token ids", (None, {})
+    ),
+    "mm_processor_kwargs": Unsupported("text or token ids", "leave it out", (None, {})),
+    "tools": Unsupported(
         "messages", "describe them in a message, or in chat_template_kwargs", (None, [])
     ),
-    "chat_template_content_format": Answer(
+    "chat_template_content_format": Unsupported(
         "contents of text", "leave it out", (None, "auto", "string")
     ),
-    "continue_final_message": Answer(
+    "continue_final_message": Unsupported(
         "messages that the assistant answers", "leave it out", (None, False)
     ),
 }

@@ -20,7 +20,7 @@ from specc.compiler.checks import (
     open_models,
 )
 from specc.compiler.rank_checks import check_ranks
-from specc.compiler.tokenizer import EngineTokenizer, check_tokenizers
+from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import CompileConfig
 from specc.passes.frontend.model_source import ModelSource
 
@@ -38,7 +38,7 @@ class CheckedModels:
 
     candidates: list[Candidate]
     dtypes: list[str]
-    tokens: EngineTokenizer
+    tokens: TokenizerFiles
     warnings: list[str]
 
     @classmethod

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest_entries import PlanEntry
 from specc.compiler.compiled_model import CompiledModel
-from specc.compiler.tokenizer import EngineTokenizer
+from specc.compiler.tokenizer import TokenizerFiles
 from specc.passes.lower.emit import program_to_json
 from specc.passes.pipeline import PassRecord
 from specc.passes.step.fuse_step import fuse_step
@@ -52,7 +52,7 @@ def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> Non
 
 
 def write_configurations(
-    writer: EngineWriter, models: Sequence[CompiledModel], tokens: EngineTokenizer
+    writer: EngineWriter, models: Sequence[CompiledModel], tokens: TokenizerFiles
 ) -> None:
     """Copy the configurations of models that come from directories, and the tokenizer's files."""
     for model in models:

@@ -38,7 +38,7 @@ _SHOWN_IDS = 8
 
 
 @dataclass
-class EngineTokenizer:
+class TokenizerFiles:
     """The tokenizer of an engine.
 
     Args:
@@ -54,7 +54,7 @@ class EngineTokenizer:
     warnings: list[str] = field(default_factory=list)
 
 
-def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) -> EngineTokenizer:
+def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) -> TokenizerFiles:
     """Compare the token maps of all models, and the target's ids with those of transformers.
 
     Args:
@@ -73,7 +73,7 @@ def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) 
     eos = tuple(hf_model.eos_token_ids(directory, target.config))
     if file is None:
         empty = hashlib.sha256(b"").hexdigest()
-        return EngineTokenizer(TokenizerEntry(None, empty, eos, None, False))
+        return TokenizerFiles(TokenizerEntry(None, empty, eos, None, False))
     target_map = TokenMap.from_file(file)
     warnings = []
     for model in models[1:]:
@@ -87,7 +87,7 @@ def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) 
     entry = TokenizerEntry(
         file.name, target_map.sha256(), eos, bos, bos is not None and begins == [bos]
     )
-    return EngineTokenizer(entry, file, data, warnings + told)
+    return TokenizerFiles(entry, file, data, warnings + told)
 
 
 def follow_transformers(file: Path) -> tuple[bytes, list[str]]:

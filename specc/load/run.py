@@ -57,7 +57,7 @@ class LoadClient(Protocol):
 
 
 @dataclass(frozen=True)
-class LoadLimits:
+class ClientLimits:
     """What a load may take.
 
     Args:
@@ -80,7 +80,7 @@ class LoadLimits:
 async def run_load(
     requests: Sequence[LoadRequest],
     client: LoadClient,
-    limits: LoadLimits | None = None,
+    limits: ClientLimits | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> LoadRun:
     """Serve a load, in order of arrival.
@@ -91,7 +91,7 @@ async def run_load(
         limits: of them.
         progress: called with the requests that have ended, and of all.
     """
-    run = _Run(client, limits or LoadLimits(), progress, len(requests))
+    run = _Run(client, limits or ClientLimits(), progress, len(requests))
     before = await client.counters()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run.serve(request)) for request in requests]
@@ -107,7 +107,7 @@ class _Run:
     def __init__(
         self,
         client: LoadClient,
-        limits: LoadLimits,
+        limits: ClientLimits,
         progress: Callable[[int, int], object],
         total: int,
     ) -> None:

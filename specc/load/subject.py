@@ -12,7 +12,7 @@ from specc.errors import ConfigError, RequestError
 from specc.load.decisions import DecisionTrace, TracedPolicy
 from specc.load.request import LoadRequest
 from specc.load.result import LoadRun
-from specc.load.run import LoadClient, LoadLimits, run_load
+from specc.load.run import ClientLimits, LoadClient, run_load
 from specc.load.service_client import ServiceClient
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
@@ -61,7 +61,7 @@ class EngineSubject:
     """
 
     engine: Engine
-    limits: LoadLimits
+    limits: ClientLimits
     warmup: int = 0
     temperature: float = 0.0
     seed: int = 0
@@ -113,7 +113,7 @@ class ServerSubject:
     """
 
     client: HttpClient
-    limits: LoadLimits
+    limits: ClientLimits
     warmup: int = 0
 
     def check(self, policies: Sequence[str]) -> None:

@@ -12,12 +12,12 @@ from starlette.responses import Response
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.runtime.service.service import Service
 from specc.sampling.params import SamplingParams
-from specc.server.answers import Answer, ChatAnswer, CompletionAnswer, Options
+from specc.server.api_responses import ApiResponse, ChatResponse, CompletionResponse, Options
 from specc.server.body import parse_body, read_body
 from specc.server.chat import render
 from specc.server.config import MAX_CHOICES, ServeConfig
 from specc.server.errors import JSON, ApiError, bad_request, unknown_model
-from specc.server.generate import Generation, Job, Output, unless_gone
+from specc.server.generate import Generation, Output, OutputJob, unless_gone
 from specc.server.grammar_size import check_grammar_size
 from specc.server.logprobs import TokenTexts
 from specc.server.metrics import ServeMetrics
@@ -94,7 +94,7 @@ class Endpoints:
         found = await self._in_thread(request, read)
         wanted, params, token_ids, echo = found
         options = self._options(wanted, wanted.logprobs, echo)
-        answer = CompletionAnswer(self._config.model_names[0], self._tokens, options)
+        answer = CompletionResponse(self._config.model_names[0], self._tokens, options)
         is_alone = is_prompt_alone(wanted)
         return await self._answer(request, wanted, token_ids, params, answer, is_alone)
 
@@ -119,7 +119,7 @@ class Endpoints:
         found = await self._in_thread(request, read, is_chat=True)
         wanted, params, token_ids = found
         options = self._options(wanted, params.logprobs)
-        answer = ChatAnswer(self._config.model_names[0], self._tokens, options)
+        answer = ChatResponse(self._config.model_names[0], self._tokens, options)
         return await self._answer(request, wanted, [token_ids], params, answer)
 
     async def _in_thread(
@@ -154,11 +154,11 @@ class Endpoints:
         wanted: GenerationRequest,
         token_ids: Sequence[list[int]],
         params: SamplingParams,
-        answer: Answer,
+        answer: ApiResponse,
         is_prompt_alone: bool = False,
     ) -> Response:
         jobs = [
-            Job(prompt, ids, own)
+            OutputJob(prompt, ids, own)
             for prompt, ids in enumerate(token_ids)
             for own in for_choices(params, wanted.n or 1, bool(wanted.stream))
         ]

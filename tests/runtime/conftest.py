@@ -30,7 +30,7 @@ from specc.artifact.manifest_entries import (
 from specc.kernels import ops
 from specc.passes.program import RUNTIME_INPUTS
 from specc.passes.step.fuse_step import fuse_step
-from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.speculation.plans import SpecPlan
@@ -175,7 +175,7 @@ def build_engine(
     steps = {}
     for plan in spec_plans:
         program = fuse_step(plan, dict.fromkeys(modules, 1)).to_json()
-        steps[plan.name] = StepProgram(json.loads(json.dumps(program)), modules)
+        steps[plan.name] = EagerStep(json.loads(json.dumps(program)), modules)
     return Engine(
         target=target,
         drafts=drafts,

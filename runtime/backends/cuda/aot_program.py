@@ -32,7 +32,7 @@ class PackageWarning(UserWarning):
     """An engine's compiled code does not serve this process, which runs its graphs."""
 
 
-class Runner(Protocol):
+class PackageRunner(Protocol):
     """A loaded package: torch's `AOTICompiledModel`."""
 
     def __call__(self, inputs: Sequence[Tensor | None], caches: Sequence[Tensor]) -> Tensor: ...
@@ -45,11 +45,11 @@ class Runner(Protocol):
 
 
 # content, device → the package, with nothing bound
-Load = Callable[[bytes, torch.device], Runner]
+Load = Callable[[bytes, torch.device], PackageRunner]
 Stream = Callable[[torch.device], int]
 
 
-def load_package(data: bytes, device: torch.device) -> Runner:
+def load_package(data: bytes, device: torch.device) -> PackageRunner:
     """Load a package for one stream: what it has to keep other threads out cannot be captured."""
     import torch._inductor
 
@@ -150,7 +150,7 @@ class CompiledCudaProgram(ModelProgram):
         weakref.finalize(self, _release, aliases).atexit = False
         self._constants = {f"w{i}": alias for i, alias in enumerate(aliases)}
         self._packages = dict(packages)
-        self._runners: dict[tuple[Shapes, int], Runner] = {}
+        self._runners: dict[tuple[Shapes, int], PackageRunner] = {}
         self._device = device
         self._load = load
         self._stream = stream
@@ -165,7 +165,7 @@ class CompiledCudaProgram(ModelProgram):
         given = [None if x is None else x.contiguous() for x in inputs]
         return self._runner(shapes)(given, self.cache_tensors)
 
-    def _runner(self, shapes: Shapes) -> Runner:
+    def _runner(self, shapes: Shapes) -> PackageRunner:
         key = (shapes, self._stream(self._device))
         if (runner := self._runners.get(key)) is None:
             if self._is_capturing():

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import ModelEntry
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
-from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import LayerCaches, caches_of, make_cache, rows_of
 from specc.runtime.backends.native_operators import load_operators
 from specc.runtime.backends.onnx.program import OnnxProgram, can_grow, load_onnx
@@ -54,7 +54,7 @@ def _load_model(path: Path, model: ModelEntry, cache: KVCache) -> OnnxProgram:
     return load_onnx(path, model, caches_of(model, cache), cache.rows, grow if is_short else None)
 
 
-class OnnxStep(StepProgram):
+class OnnxStep(EagerStep):
     """A step that has rows for its tree before it begins.
 
     Args:
@@ -80,7 +80,7 @@ class OnnxStep(StepProgram):
         return None
 
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
-        """See `StepProgram.run`."""
+        """See `EagerStep.run`."""
         self._cache.reserve(int(environment["cache_len"].max()) + self.plan.num_rows)
         # slabs that were replaced are replaced here, too
         environment.update(self._cache.environment)

@@ -14,7 +14,7 @@ from specc.cli.options.bench import TRANSFORMERS, BenchOptions
 from specc.cli.progress import make_listener
 from specc.cli.prompts import needs_ids, plain_prompts
 from specc.errors import ConfigError, RequestError
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run_bench(directory: Path, options: BenchOptions) -> None:
     options.check_outputs()
     given = None if options.prompts is None else plain_prompts(options.prompts)
     with make_listener() as listen:
-        report = measure(directory, given, options, Phases(listen))
+        report = measure(directory, given, options, PhaseTimer(listen))
     from specc.cli.bench.engine_table import print_report
 
     put_out(report, options, print_report)
@@ -86,7 +86,7 @@ def measure(
     directory: Path,
     given: Sequence[str | list[int]] | None,
     options: BenchOptions,
-    phases: Phases,
+    phases: PhaseTimer,
 ) -> dict[str, Any]:
     """Load everything, run the rounds, and make the report."""
     settings = options.settings()

@@ -16,7 +16,7 @@ from specc.cli.progress import make_listener
 from specc.errors import ConfigError, EngineError, InputFileError
 from specc.load.goodput import parse_objectives
 from specc.load.lengths import LengthDistribution
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.system.extras import install_command
 from specc.system.files import output_error
 from specc.system.json_file import JsonError, parse_json
@@ -50,7 +50,7 @@ def run_bench_serve(directory: Path | None, options: LoadOptions) -> None:
     trace = None if options.trace is None else TraceFile(options.trace)
     try:
         with make_listener() as listen:
-            bench = _Bench(directory, options, objectives, Phases(listen)).run(trace)
+            bench = _Bench(directory, options, objectives, PhaseTimer(listen)).run(trace)
     finally:
         if trace is not None:
             trace.close()
@@ -76,7 +76,7 @@ class _Bench:
         directory: Path | None,
         options: LoadOptions,
         objectives: dict[str, float],
-        phases: Phases,
+        phases: PhaseTimer,
     ) -> None:
         self._directory = directory
         self._options = options

@@ -15,7 +15,7 @@ from specc.runtime.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     from specc.load.arrivals import Arrivals
-    from specc.load.run import LoadLimits
+    from specc.load.run import ClientLimits
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class TrafficOptions(PromptFile):
         on_off = parse_on_off(self.on_off)
         return [Arrivals(rate, self.burstiness, on_off) for rate in parse_rates(self.request_rate)]
 
-    def limits(self) -> LoadLimits:
-        from specc.load.run import LoadLimits
+    def limits(self) -> ClientLimits:
+        from specc.load.run import ClientLimits
 
-        return LoadLimits(self.max_concurrency, self.timeout)
+        return ClientLimits(self.max_concurrency, self.timeout)
 
 
 @dataclass(frozen=True)

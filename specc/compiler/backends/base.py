@@ -17,9 +17,8 @@ from specc.compiler.model_entries import LEAST_PREFILL_CHUNK
 from specc.config import CompileConfig
 from specc.errors import SpeccError
 from specc.passes.memory import ModelMemory
-from specc.passes.pipeline import PassRecord
-from specc.passes.pipeline import Phases as Layout
-from specc.progress import Phases
+from specc.passes.pipeline import PassRecord, Phases
+from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
 
@@ -42,7 +41,7 @@ class UnfinishedEngine:
     plans: Sequence[SpecPlan]
     limits: LimitsEntry
     config: CompileConfig
-    phases: Phases
+    phases: PhaseTimer
     dump: Path | None = None
 
 
@@ -121,7 +120,7 @@ class CompilerBackend:
             SpeccError: a combination that it cannot compile here.
         """
 
-    def phases(self, max_seq_len: int) -> Layout:
+    def phases(self, max_seq_len: int) -> Phases:
         """Phases of the pipeline after those of every backend; what they leave is written.
 
         Args:

@@ -143,7 +143,7 @@ def test_the_hook_edits_logits_in_place(pair: Pair, plan: str) -> None:
 
 
 def test_the_hook_replaces_logits(pair: Pair) -> None:
-    """`StepProgram` promises it to benchmarks."""
+    """`EagerStep` promises it to benchmarks."""
 
     def replace(environment: Environment) -> None:
         environment["logits"] = torch.zeros_like(environment["logits"])

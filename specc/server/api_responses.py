@@ -42,7 +42,7 @@ class Options:
     prompt_logprobs: int | None = None
 
 
-class Answer(abc.ABC):
+class ApiResponse(abc.ABC):
     """Of either kind.
 
     Args:
@@ -120,7 +120,7 @@ class Answer(abc.ABC):
         """What is new about one output, in a chunk of a stream."""
 
 
-class CompletionAnswer(Answer):
+class CompletionResponse(ApiResponse):
     """Of /v1/completions."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
@@ -172,7 +172,7 @@ class CompletionAnswer(Answer):
         } | self._ids(news)
 
 
-class ChatAnswer(Answer):
+class ChatResponse(ApiResponse):
     """Of /v1/chat/completions."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
