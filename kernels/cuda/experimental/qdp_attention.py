@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from specc.errors import TensorRTError
-from specc.kernels.cuda.masked_attend import (
+from specc.kernels.cuda.experimental.masked_attend import (
     DTYPES,
     HEAD_DIMS,
     NUM_STAGES,

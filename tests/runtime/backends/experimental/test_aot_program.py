@@ -18,9 +18,13 @@ from specc.errors import EngineError
 from specc.passes.lower.experimental import aot_inductor
 from specc.runtime.backends.captured import backend as captured_backend
 from specc.runtime.backends.captured.captured_step import CaptureWarning
-from specc.runtime.backends.cuda import aot_program as aot_cuda_program
-from specc.runtime.backends.cuda.aot_program import CompiledCudaProgram, PackageWarning, load_model
 from specc.runtime.backends.eager.program import ModelProgram
+from specc.runtime.backends.experimental import aot_program as aot_cuda_program
+from specc.runtime.backends.experimental.aot_program import (
+    CompiledCudaProgram,
+    PackageWarning,
+    load_model,
+)
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from specc.errors import TensorRTError
-from specc.kernels.cuda import qdp_attention as qdp
-from specc.kernels.cuda.masked_attend import TILE_ROWS, masked_attend
+from specc.kernels.cuda.experimental import qdp_attention as qdp
+from specc.kernels.cuda.experimental.masked_attend import TILE_ROWS, masked_attend
 from specc.kernels.reference.padded import masked_attention_reference
 from specc.tensorrt import library as tensorrt
 
@@ -157,7 +157,7 @@ import json, re, subprocess, sys
 from pathlib import Path
 import torch, triton
 from specc.errors import TensorRTError
-from specc.kernels.cuda import qdp_attention as qdp
+from specc.kernels.cuda.experimental import qdp_attention as qdp
 
 tools = Path(triton.__file__).parent / "backends/nvidia/bin"
 found = []

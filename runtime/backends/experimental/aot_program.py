@@ -72,7 +72,7 @@ def load_model(
     device: torch.device,
     hashes: Mapping[str, str],
 ) -> ModelProgram:
-    """A model's program, with its packages where the engine has some for this device and caches.
+    """A model's program, with its packages if they are for this device and these caches.
 
     Args:
         engine: directory of the engine.
@@ -86,8 +86,6 @@ def load_model(
     """
     program = read_json(engine / directory / "program.json")
     file = engine / directory / INDEX_FILE
-    if not file.is_file():
-        return ModelProgram(program, weights, caches, device)
     index = read_json(file)
     check_schema(index, INDEX_FILE, INDEX_SCHEMA_VERSIONS)
     packages = {
