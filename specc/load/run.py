@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specc.errors import ConfigError, SpeccError
+from specc.errors import SpeccError
 from specc.load.request import LoadRequest
 from specc.load.result import Chunk, LoadRun, RequestResult
 from specc.speculation.metrics import SpecStats
@@ -58,23 +58,15 @@ class LoadClient(Protocol):
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """What a load may take.
+    """What a load may take; `TrafficOptions` says the ranges.
 
     Args:
-        max_concurrency: requests that are open at a time; None is any number.
-        timeout_s: of each request, after which it has failed; None is never.
-    Raises:
-        ConfigError: no request, or no second.
+        max_concurrency: requests that are open at a time, 1 or more; None is any number.
+        timeout_s: of each request, above 0, after which it has failed; None is never.
     """
 
     max_concurrency: int | None = None
     timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ConfigError(f"--max-concurrency {self.max_concurrency}", "1 or more", "raise it")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(f"--timeout {self.timeout_s:g}", "seconds above 0", "raise it")
 
 
 async def run_load(
