@@ -14,7 +14,7 @@ from specc.cli.bench.report import put_out
 from specc.cli.options.load import LoadOptions
 from specc.cli.progress import make_listener
 from specc.errors import ConfigError, EngineError, InputFileError
-from specc.load.goodput import parse_objectives
+from specc.load.figures import parse_objectives
 from specc.load.lengths import LengthDistribution
 from specc.progress import PhaseTimer
 from specc.system.extras import install_command

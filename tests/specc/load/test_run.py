@@ -18,8 +18,7 @@ from specc.load.decisions import DecisionTrace
 from specc.load.lengths import LengthDistribution
 from specc.load.request import LoadRequest, Workload
 from specc.load.run import ClientLimits, Reply, difference, run_load
-from specc.load.service_client import ServiceClient
-from specc.load.subject import EngineSubject
+from specc.load.subject import EngineSubject, ServiceClient
 from specc.runtime.core import EngineCore
 from specc.runtime.llm import LLM
 from specc.runtime.service.service import Service

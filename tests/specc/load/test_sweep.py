@@ -273,7 +273,7 @@ def test_the_command_asks_a_server(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("package", ["aiohttp", "prometheus_client"])
 def test_a_server_without_the_extra_of_the_client(package, monkeypatch):
-    for name in ("specc.load.http_client", "specc.load.server_counters", f"{package}.parser"):
+    for name in ("specc.load.http_client", "specc.load.http_client", f"{package}.parser"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     done = invoke("--base-url", "http://localhost:1", "--num-requests", 4)
