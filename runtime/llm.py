@@ -16,10 +16,9 @@ from specc.runtime.engine import Engine
 from specc.runtime.engine_args import EngineArgs
 from specc.runtime.outputs.request_output import RequestOutput, StreamOutput, joined
 from specc.runtime.policies.base import Policy
-from specc.runtime.requests.call_options import Call, read_call
+from specc.runtime.requests.call_options import Call, Seeds, read_call
 from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
 from specc.runtime.requests.prompt_forms import Prompt
-from specc.runtime.requests.seeds import Seeds
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 

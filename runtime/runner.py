@@ -30,11 +30,16 @@ from specc.runtime.execution.shared_pass import (
 )
 from specc.runtime.outputs.logprobs import TokenLogprobs
 from specc.runtime.outputs.step_logprobs import emitted_logprobs, step_logprobs, wants_logprobs
-from specc.runtime.scheduling.batch import Batch, Span, StepGroup
+from specc.runtime.scheduling.batch import (
+    Batch,
+    PendingBatch,
+    PendingPrefill,
+    RunResult,
+    Span,
+    StepGroup,
+)
 from specc.runtime.scheduling.kv_cache import KVCache
-from specc.runtime.scheduling.pending_batch import PendingBatch, PendingPrefill
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 
 
 class _Last(NamedTuple):

@@ -1,4 +1,4 @@
-"""Files of programs: read, looked at, and bound to weights."""
+"""What an engine's files hold to run: programs, bound to weights on a device, and operators."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
+from specc.artifact.manifest import Manifest
 from specc.errors import EngineError
+from specc.kernels import native
 from specc.speculation.plans import SpecPlan
 from specc.system import json_file
 
@@ -101,3 +104,32 @@ def _bound_weight(model: str, entry: Mapping[str, Any], weights: Mapping[str, Te
     if found != needed:
         raise EngineError(f"{model} weight {key} is {found}", needed, _DO)
     return weight
+
+
+def place(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """Let every operator that makes or moves tensors use this device; changes the graph.
+
+    Programs are traced without a device of their own, so whatever device they name is the one
+    that they were traced on.
+    """
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.kwargs.get("device") is not None:
+            node.kwargs = {**node.kwargs, "device": device}
+    graph.recompile()
+    return graph
+
+
+def load_operators(path: Path, manifest: Manifest) -> Any:
+    """Namespace of the `specc::` operators on the host: the engine's own, where it has a library.
+
+    Args:
+        path: the engine directory.
+        manifest: its manifest.
+    Raises:
+        EngineError: the library is absent or was altered, or does not load.
+    """
+    if manifest.native is None:
+        return torch.ops.specc
+    library = manifest.native.library
+    native.load(path / library, manifest.files[library].sha256)
+    return torch.ops.specc_cpu

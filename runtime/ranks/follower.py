@@ -31,7 +31,7 @@ from specc.errors import SpeccError
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.kernels.ranks import rank_error
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
-from specc.runtime.backends.native_operators import load_operators
+from specc.runtime.backends.program_files import load_operators
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.checksum import checksum

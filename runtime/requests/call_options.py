@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specc.errors import RequestError
@@ -164,3 +165,19 @@ def _tqdm() -> Any:
             "pip install tqdm; or pass progress, a function that is called after every iteration",
         ) from error
     return tqdm
+
+
+class Seeds:
+    """Seeds in the order in which requests come.
+
+    Args:
+        seed: that all of them follow from; None leaves it to each request.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._random = None if seed is None else random.Random(seed)
+
+    def give(self, params: SamplingParams) -> SamplingParams:
+        if self._random is None or params.seed is not None:
+            return params
+        return replace(params, seed=self._random.getrandbits(63))

@@ -10,14 +10,13 @@ from specc.errors import RequestError
 from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy, check_policy
-from specc.runtime.scheduling.batch import Batch, Span, StepGroup
+from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.commit_batch import commit_prefill, commit_steps
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.look_ahead import LookAhead
 from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_blocks import RequestBlocks
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
-from specc.runtime.scheduling.run_result import RunResult
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
 

@@ -13,10 +13,9 @@ from specc.artifact.manifest_entries import ModelEntry
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import LayerCaches, caches_of, make_cache, rows_of
-from specc.runtime.backends.native_operators import load_operators
 from specc.runtime.backends.onnx.program import OnnxProgram, can_grow, load_onnx
 from specc.runtime.backends.padded.hnd_commit import place_commits
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import load_operators, read_json
 from specc.runtime.scheduling.kv_cache import KVCache
 
 

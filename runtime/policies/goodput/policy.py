@@ -27,9 +27,8 @@ from specc.speculation.plans import OFF, SpecPlan
 
 if TYPE_CHECKING:
     from specc.runtime.backends.step_io import StepResult
-    from specc.runtime.scheduling.batch import Batch, StepGroup
+    from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
     from specc.runtime.scheduling.request import Request
-    from specc.runtime.scheduling.run_result import RunResult
     from specc.speculation.metrics import SpecStats
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from specc.server import openapi as serve_openapi
 from specc.server import app
+from specc.server import openapi as serve_openapi
 from tests.specc.server.serving import serve
 
 

@@ -24,7 +24,7 @@ from specc.progress import PhaseTimer
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import EngineArgs
 from specc.runtime.llm import LLM
-from specc.runtime.policies.measured import ProfilePolicy
+from specc.runtime.policies.named import ProfilePolicy
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, OFF, DynamicTree, SpecPlan

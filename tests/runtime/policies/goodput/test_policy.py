@@ -15,9 +15,8 @@ from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.goodput.allocation import PlanOption, allocate
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
 from specc.runtime.policies.goodput.policy import GoodputPolicy
-from specc.runtime.scheduling.batch import Batch, Span, StepGroup
+from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan

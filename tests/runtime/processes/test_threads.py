@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from specc.runtime.processes.large_stack import with_large_stack
+from specc.runtime.processes.threads import with_large_stack
 
 SIZE = 96 << 20
 

@@ -1,12 +1,12 @@
-"""A call with more stack than threads have, for native code that calls itself."""
+"""Threads: a call with more stack than they have, and a niceness of their own, as Linux has it."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-from specc.runtime.processes.thread_niceness import be_nice
 
 Result = TypeVar("Result")
 
@@ -55,3 +55,16 @@ def with_large_stack(call: Callable[[], Result], stack_bytes: int, niceness: int
     if errors:
         raise errors[0]
     return results[0]
+
+
+def be_nice(niceness: int) -> None:
+    """Add to the niceness of the calling thread; nothing happens where the system has none.
+
+    Args:
+        niceness: added; with more, other threads get more of the processors.
+    """
+    if niceness:
+        with contextlib.suppress(OSError, AttributeError):
+            own = threading.get_native_id()
+            now = os.getpriority(os.PRIO_PROCESS, own)
+            os.setpriority(os.PRIO_PROCESS, own, now + niceness)
