@@ -14,7 +14,7 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import MemoryEntry, ParallelEntry, PlanEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
-from specc.compiler.backends.choice import check_options, choose_backend
+from specc.compiler.backends.registry import check_options, choose_backend
 from specc.compiler.checked_models import CheckedModels
 from specc.compiler.checks import ModelLike, as_drafts, check_dump
 from specc.compiler.compiled_model import compile_models
@@ -30,7 +30,7 @@ from specc.compiler.tokenizer import TokenizerFiles
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.lower.inductor.directory import inductor_directory
+from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord
 from specc.progress import PhaseTimer, ProgressEvent
 from specc.speculation.plans import SpecPlan

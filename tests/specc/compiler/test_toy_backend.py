@@ -15,8 +15,7 @@ from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.directory import open_engine
 from specc.compiler.backends import registry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
-from specc.compiler.backends.choice import choose_backend
-from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.backends.registry import choose_backend, compiler_backend
 from specc.compiler.build import build
 from specc.compiler.extend import extend_engine
 from specc.config import CompileConfig

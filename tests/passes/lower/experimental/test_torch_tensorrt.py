@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from specc.artifact.cache_rows import CacheRows
 from specc.cli.main import app
 from specc.compiler import build as compiler
-from specc.compiler.backends.choice import check_options
-from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.backends.registry import check_options, compiler_backend
 from specc.config import CompileConfig
 from specc.errors import ConfigError, TensorRTError
 from specc.kernels import ops
