@@ -90,13 +90,12 @@ _COMMANDS = tuple(
 )
 # modules whose dataclasses are options of commands
 _FACTS = {"specc.errors", "specc.option", "specc.system.machine"}
-_MEASURED = {*_FACTS, "specc.cli.options.prompts", "specc.cli.options.report"}
+_MEASURED = {*_FACTS, "specc.cli.options.common"}
 _OPTIONS = {
     "specc.cli.options.bench": {*_MEASURED, "specc.runtime.engine_args"},
     "specc.cli.options.compile": _FACTS,
     "specc.cli.options.load": {*_MEASURED, "specc.runtime.engine_args"},
-    "specc.cli.options.prompts": _FACTS,
-    "specc.cli.options.report": _FACTS,
+    "specc.cli.options.common": _FACTS,
     "specc.cli.options.sampling": _FACTS,
     "specc.cli.options.triton": _FACTS,
     "specc.runtime.engine_args": _FACTS,
@@ -111,12 +110,13 @@ LAZY = {
         "typer",
         "typer.core",
         "typer.main",
-        "specc.cli.synonyms",
         "specc.errors",
         _WITH_OPTIONS,
     },
-    "specc.cli.synonyms": {"specc.errors"},
-    **{name: {"typer", "specc.cli.app", _WITH_OPTIONS, *_OPTIONS} for name in _COMMANDS},
+    **{
+        name: {"typer", "specc.cli.app", "specc.errors", _WITH_OPTIONS, *_OPTIONS}
+        for name in _COMMANDS
+    },
     **_OPTIONS,
     _WITH_OPTIONS: {"typer", "specc.option"},
     "specc.errors": set(),

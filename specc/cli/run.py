@@ -21,7 +21,7 @@ from specc.errors import RequestError
 from specc.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from specc.cli.options.prompts import PromptSource
+    from specc.cli.options.common import PromptSource
     from specc.cli.options.sampling import SamplingOptions
     from specc.runtime.engine_args import EngineArgs
     from specc.runtime.llm import LLM

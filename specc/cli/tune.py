@@ -17,7 +17,7 @@ from specc.speculation.plans import OFF
 from specc.tune.run import BatchTuning, tune
 
 if TYPE_CHECKING:
-    from specc.cli.options.prompts import PromptFile
+    from specc.cli.options.common import PromptFile
     from specc.runtime.engine_args import EngineArgs
     from specc.tune.options import TuneOptions
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.cli.bench.command_line import command_line
-from specc.cli.bench.report import put_out
+from specc.cli.bench.report import command_line, put_out
 from specc.cli.options.bench import TRANSFORMERS, BenchOptions
 from specc.cli.progress import make_listener
 from specc.cli.prompts import needs_ids, plain_prompts
@@ -19,7 +18,7 @@ from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
     from specc.bench.rounds import Contender
-    from specc.cli.options.prompts import PromptFile
+    from specc.cli.options.common import PromptFile
     from specc.runtime.engine import Engine
 
 _PROMPTS = (

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.cli.bench.command_line import command_line
 from specc.cli.bench.engine import read_prompts
-from specc.cli.bench.report import put_out
+from specc.cli.bench.report import command_line, put_out
 from specc.cli.options.load import LoadOptions
 from specc.cli.progress import make_listener
 from specc.errors import ConfigError, EngineError, InputFileError
@@ -62,7 +61,7 @@ def run_bench_serve(directory: Path | None, options: LoadOptions) -> None:
         except OSError as error:
             raise output_error(options.details, error) from error
     if options.plot is not None:
-        from specc.draw.load import draw_load
+        from specc.draw.charts import draw_load
 
         draw_load(report, options.plot)
     put_out(report, replace(options, plot=None), print_load_report)

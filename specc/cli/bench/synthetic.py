@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specc.cli.bench.command_line import command_line
+from specc.cli.bench.report import command_line
 from specc.cli.progress import make_listener
 from specc.config import CompileConfig
 from specc.errors import ConfigError

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.cli.options.prompts import PromptFile
-from specc.cli.options.report import ReportOptions
+from specc.cli.options.common import PromptFile, ReportOptions
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
 from specc.runtime.engine_args import EngineArgs

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from specc.cli.main import app
 from specc.cost.latency_table import LatencyTable, PassSeconds
-from specc.draw.load import draw_load, is_wide, lines_of
+from specc.draw.charts import draw_load, is_wide, lines_of
 from specc.errors import RequestError
 from specc.load.arrivals import Arrivals
 from specc.load.decisions import DecisionTrace
