@@ -36,7 +36,7 @@ import specc
 from specc.compiler.model_entries import DEFAULT_MAX_SEQ_LEN
 from specc.kernels import native
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.frontend.trace_flat import trace
+from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.lower.emit import program_to_json
 from specc.passes.lower.inductor.package import lower

@@ -77,7 +77,7 @@ def emit(name: str, dtype: str, directory: Path) -> dict[str, Any]:
 
     from specc.artifact.cache_rows import CacheRows
     from specc.passes.frontend import hf_model
-    from specc.passes.frontend.trace_flat import trace
+    from specc.passes.frontend.trace import trace
     from specc.passes.lower.onnx.lower import lower_onnx
     from specc.passes.pipeline import Pipeline
     from specc.passes.rewrite.padded import padded_program

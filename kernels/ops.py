@@ -13,7 +13,6 @@ import torch
 from specc.kernels import fakes
 from specc.kernels.reference import accept as reference_accept
 from specc.kernels.reference import core as reference
-from specc.kernels.reference import experts as reference_experts
 from specc.kernels.reference import fused as reference_fused
 from specc.kernels.reference import padded as reference_padded
 from specc.kernels.reference import products as reference_products
@@ -226,7 +225,7 @@ act_and_mul = _define(
 experts = _define(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str activation)"
     " -> Tensor",
-    reference_experts.experts_reference,
+    reference_products.experts_reference,
     fakes.experts,
 )
 # what ONNX and TensorRT have of their own

@@ -12,9 +12,8 @@ import torch
 from tokenizers import Tokenizer
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
-from specc.artifact.directory import open_engine
+from specc.artifact.directory import open_engine, unreplaced
 from specc.artifact.manifest import PROFILE_FILE
-from specc.artifact.unreplaced import unreplaced
 from specc.errors import EngineError
 
 # importing this registers the operators that programs call

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from specc.artifact.backends import backend_names
-from specc.artifact.directory import open_engine
+from specc.artifact.directory import open_engine, unreplaced
 from specc.artifact.manifest import MANIFEST_FILE, Manifest
-from specc.artifact.unreplaced import unreplaced
 from specc.errors import SpeccError
 
 # importing this registers the operators that programs call

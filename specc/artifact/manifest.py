@@ -16,8 +16,9 @@ from specc.artifact.manifest_checks import (
     check_parallel,
     check_plans,
     check_sizes,
+    decode,
+    invalid,
 )
-from specc.artifact.manifest_decode import decode, invalid
 from specc.artifact.manifest_entries import (
     CacheRowsEntry,
     FileEntry,

@@ -12,7 +12,7 @@ from specc.artifact.manifest_entries import ModelEntry
 from specc.compiler.checks import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.frontend.trace_flat import position_limit, trace
+from specc.passes.frontend.trace import position_limit, trace
 from specc.passes.lower.emit import program_to_json
 from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import Program

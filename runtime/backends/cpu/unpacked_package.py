@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 
 from specc.errors import EngineError
-from specc.system.files import format_bytes, read_checked
+from specc.system.files import format_bytes, read_checked, sealed_copy
 from specc.system.owned_directory import temporary_directory
-from specc.system.sealed_copy import sealed_copy
 
 # the first version that loads a package which is a directory
 _DIRECTORIES_SINCE = (2, 13)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from specc.passes.frontend.trace_flat import position_limit, trace
+from specc.passes.frontend.trace import position_limit, trace
 
 
 class Model(nn.Module):
