@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.captured.step_extras import StepExtras
+from specc.runtime.backends.captured.step_scores import StepExtras
 from specc.runtime.backends.step import Model, PendingStep, QueuedStep, StagedStep, Step
 from specc.runtime.backends.step_io import Drafted, StepInputs, StepResult, draft_lens_of
 from specc.runtime.constraints.grammar_masks import TreeMasks, has_masks, mask_roots

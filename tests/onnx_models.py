@@ -14,10 +14,9 @@ from torch import Tensor, fx
 from specc.artifact.cache_rows import CacheRows, mask_input
 from specc.artifact.manifest_entries import LayerEntry, ModelEntry
 from specc.kernels import ops
-from specc.passes.lower.emit import constant_key, program_to_json
 from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
 from specc.passes.pipeline import PassRecord
-from specc.passes.program import Program
+from specc.passes.program import Program, constant_key, program_to_json
 from specc.passes.rewrite.padded import padded_program
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.onnx.program import load_onnx

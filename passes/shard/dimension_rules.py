@@ -13,15 +13,15 @@ import torch
 from torch import fx
 
 from specc.passes.program import Program, bind_args
-from specc.passes.proof import token_operators
-from specc.passes.proof.token_routing import name_of
+from specc.passes.proof.token_routing import CONVERSIONS, POINTWISE, name_of
 from specc.passes.shard.relations import Relations, is_tensor
 from specc.passes.shard.view_rules import VIEW_RULES, Rule
 
 # element by element, beside those that torch tags so
-_POINTWISE = (
-    token_operators.POINTWISE | token_operators.CONVERSIONS | {"empty_like", "expand"}
-) - {"repeat", "stack"}
+_POINTWISE = (POINTWISE | CONVERSIONS | {"empty_like", "expand"}) - {
+    "repeat",
+    "stack",
+}
 
 
 def relations_of(program: Program) -> Relations:

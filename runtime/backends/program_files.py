@@ -1,12 +1,15 @@
-"""What an engine's files hold to run: programs, bound to weights on a device, and operators."""
+"""What files of an engine hold to run: programs on a device, mapped weights, operators."""
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, fx
 
 from specc.artifact.manifest import Manifest
@@ -151,3 +154,42 @@ def last_used(nodes: Iterable[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, lis
         if value not in kept:
             found[node].append(value)
     return found
+
+
+class MappedWeights(dict[str, Tensor]):
+    """Tensors of a safetensors file, by key; they lie in the mapped file.
+
+    Args:
+        path: the file.
+    Raises:
+        EngineError: the file is absent or no safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="pt") as file:
+                super().__init__((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except (OSError, SafetensorError) as error:
+            raise EngineError(
+                f"{path}: {error}", "a safetensors file", "compile the engine again"
+            ) from error
+        weakref.finalize(self, os.close, self._descriptor)
+        self._path = path
+        self._num_bytes = os.fstat(self._descriptor).st_size
+
+    def check(self) -> None:
+        """Find out whether the file still holds what is mapped; a microsecond.
+
+        Reading after the end of a mapped file kills the process, whatever cut it.
+
+        Raises:
+            EngineError: the file has become shorter.
+        """
+        size = os.fstat(self._descriptor).st_size
+        if size < self._num_bytes:
+            raise EngineError(
+                f"{self._path} was cut to {size} bytes while the engine was using it",
+                f"{self._num_bytes} bytes, unchanged while the engine runs",
+                "copy the engine again; replace engines by renaming, never in place",
+            )

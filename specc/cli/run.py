@@ -99,7 +99,7 @@ def run_request(
     else:
         _stream(llm, prompts[0], params[0])
     if stats:
-        from specc.cli.stats import print_stats
+        from specc.cli.render import print_stats
 
         print_stats(llm.get_metrics())
 

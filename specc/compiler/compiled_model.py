@@ -13,9 +13,8 @@ from specc.compiler.checks import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace import position_limit, trace
-from specc.passes.lower.emit import program_to_json
 from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
-from specc.passes.program import Program
+from specc.passes.program import Program, program_to_json
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET

@@ -8,8 +8,8 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest_entries import PlanEntry
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.tokenizer import TokenizerFiles
-from specc.passes.lower.emit import program_to_json
 from specc.passes.pipeline import PassRecord
+from specc.passes.program import program_to_json
 from specc.passes.step.fuse_step import fuse_step
 from specc.speculation.plans import SpecPlan
 

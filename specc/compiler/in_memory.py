@@ -21,7 +21,7 @@ from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.lower.emit import constant_key, program_to_json
+from specc.passes.program import constant_key, program_to_json
 from specc.passes.step.draw_acceptance import draw_acceptance
 from specc.passes.step.fuse_step import StepProgram, fuse_step
 from specc.progress import PhaseTimer

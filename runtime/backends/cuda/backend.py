@@ -17,8 +17,7 @@ from specc.runtime.backends.cuda.choose_products import DeviceLostError, Timer, 
 from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
-from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.runtime.scheduling.kv_cache import KVCache
 
 # what engines of the experimental backend aot-inductor have besides

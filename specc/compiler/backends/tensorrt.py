@@ -9,7 +9,7 @@ from specc.artifact.backends import facts_of
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import LimitsEntry, ModelEntry, TensorRTEntry
 from specc.compiler.backends.base import Emitted, UnfinishedEngine
-from specc.compiler.backends.padded import PaddedBackend
+from specc.compiler.backends.onnx import PaddedBackend
 from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError

@@ -237,7 +237,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from specc.kernels import native
-from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.program_files import MappedWeights
 native.load(native.build())
 from tests.file_limits import file_size_limit
 from tests.kernels.probe import load_probe, probe_inputs

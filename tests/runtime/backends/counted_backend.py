@@ -11,8 +11,7 @@ from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBacke
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
-from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json
 
 FACTS = BackendFacts("counted", ("float32",), "cpu", "flat")
 

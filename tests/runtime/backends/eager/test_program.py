@@ -15,8 +15,7 @@ from specc.artifact.weight_layout import to_blocks
 from specc.errors import EngineError
 from specc.runtime.backends.eager.program import ModelProgram, weights_in_rows
 from specc.runtime.backends.eager.step import EagerStep
-from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.speculation.plans import SpecPlan
 
 

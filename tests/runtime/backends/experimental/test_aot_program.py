@@ -258,7 +258,7 @@ def caches_of(path: Path, blocks: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def weights_of(path: Path) -> dict[str, Tensor]:
-    from specc.runtime.backends.mapped_weights import MappedWeights
+    from specc.runtime.backends.program_files import MappedWeights
 
     return dict(MappedWeights(path / "target/weights.safetensors").items())
 
