@@ -24,7 +24,7 @@ from specc.runtime.constraints.grammar_compile import (
     shortened,
 )
 from specc.runtime.processes.bounded_pool import BoundedPool, Cancellation, JobCancelled
-from specc.runtime.processes.child_errors import ChildError
+from specc.runtime.processes.fork_server import ChildError
 from specc.runtime.processes.threads import with_large_stack
 from specc.sampling.structured import StructuredOutputsParams
 
