@@ -70,7 +70,7 @@ class StepProgram:
 def fuse_step(
     plan: SpecPlan,
     slabs: dict[str, int],
-    is_rectangular: bool = False,
+    is_padded: bool = False,
     reads_winners: bool = False,
 ) -> StepProgram:
     """Compose the step of a plan.
@@ -78,7 +78,7 @@ def fuse_step(
     Args:
         plan: off, or what proposes in which shape.
         slabs: number of cache slabs of each model, `target` and the drafts of the plan.
-        is_rectangular: the models' programs write the nodes of a pass to rows that follow each
+        is_padded: the models' programs write the nodes of a pass to rows that follow each
             other.
         reads_winners: acceptance reads what the target wants after each node, as that of a plan in
             tiles does in any case. Trees are accepted so under rules that follow the target's own
@@ -88,7 +88,7 @@ def fuse_step(
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
-        stages["draft"] = draft_stage(plan, constants, is_rectangular)
+        stages["draft"] = draft_stage(plan, constants, is_padded)
     stages["verify"] = _verify_stage(plan, constants, reads_winners)
     stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants, reads_winners)
     return StepProgram(plan, constants, stages)

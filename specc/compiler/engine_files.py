@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest_entries import PlanEntry
 from specc.compiler.compiled_model import CompiledModel
-from specc.compiler.tokenizer import EngineTokenizer
-from specc.passes.lower.emit import program_to_json
+from specc.compiler.tokenizer import TokenizerFiles
 from specc.passes.pipeline import PassRecord
+from specc.passes.program import program_to_json
 from specc.passes.step.fuse_step import fuse_step
 from specc.speculation.plans import SpecPlan
 
@@ -25,7 +25,7 @@ def write_steps(
     writer: EngineWriter,
     plans: Sequence[SpecPlan],
     slabs: dict[str, int],
-    is_rectangular: bool,
+    is_padded: bool,
     is_cut: bool = False,
 ) -> tuple[PlanEntry, ...]:
     """Fuse and write the step programs of each plan.
@@ -34,16 +34,16 @@ def write_steps(
         writer: of the engine.
         plans: of the engine.
         slabs: model name → number of its slabs.
-        is_rectangular: the engine's programs take rectangles of tokens.
+        is_padded: the engine's programs take padded batches.
         is_cut: ranks have parts of the target, and can draw tokens without its logits.
     Returns:
         what the manifest says of the plans.
     """
     entries = tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
     for plan, entry in zip(plans, entries, strict=True):
-        writer.write_json(entry.file, fuse_step(plan, slabs, is_rectangular).to_json())
+        writer.write_json(entry.file, fuse_step(plan, slabs, is_padded).to_json())
         if is_cut and entry.winners_file != entry.file:
-            step = fuse_step(plan, slabs, is_rectangular, reads_winners=True)
+            step = fuse_step(plan, slabs, is_padded, reads_winners=True)
             writer.write_json(entry.winners_file, step.to_json())
     return entries
 
@@ -58,7 +58,7 @@ def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> Non
 
 
 def write_configurations(
-    writer: EngineWriter, models: Sequence[CompiledModel], tokens: EngineTokenizer
+    writer: EngineWriter, models: Sequence[CompiledModel], tokens: TokenizerFiles
 ) -> None:
     """Copy the configurations of models that come from directories, and the tokenizer's files."""
     for model in models:

@@ -100,8 +100,8 @@ class EngineExtension:
         self._plans = list(plans)
         slabs = {model.name: len(model.slabs) for model in self._manifest.models}
         is_cut = self._manifest.parallel is not None
-        is_rectangular = self._backend.facts.is_rectangular
-        self._entries = write_steps(self._writer, plans, slabs, is_rectangular, is_cut)
+        is_padded = self._backend.facts.is_padded
+        self._entries = write_steps(self._writer, plans, slabs, is_padded, is_cut)
         return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:
