@@ -133,6 +133,7 @@ class Engine:
         kv_cache_tokens: int | None = None,
         ranks: RankOptions | None = None,
         rank_timeout_s: float = 30.0,
+        oversubscribes: bool = False,
     ) -> Engine:
         """Open an engine directory; weights stay in the memory-mapped files.
 
@@ -152,6 +153,7 @@ class Engine:
                 was cut for.
             rank_timeout_s: after which a rank that does not get on counts as lost, where `ranks`
                 is None.
+            oversubscribes: ranks of this machine may be more than its cores, where `ranks` is None.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime or more
                 memory; or a rank cannot load it.
@@ -169,7 +171,9 @@ class Engine:
             limits = LoadLimits(max_num_seqs, kv_cache_tokens, capture)
             backend = backend or manifest.backend
             if ranks is None and manifest.parallel is not None:
-                ranks = RankOptions(manifest.num_ranks, rank_timeout_s)
+                ranks = RankOptions(
+                    manifest.num_ranks, rank_timeout_s, oversubscribes=oversubscribes
+                )
             if ranks is None or (ranks.num_ranks == 1 and manifest.parallel is None):
                 loaded = backend_of(backend).load(path, manifest, limits)
             else:

@@ -33,8 +33,8 @@ from specc.runtime.ranks.led_step import LedStep
 from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, make_group
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.ranks.rendezvous import Launched, Rendezvous
+from specc.runtime.ranks.room import check_cores, check_memory, threads_of_rank
 from specc.runtime.ranks.watch import Watch
-from specc.system.machine import num_usable_cores
 
 _MODULE = "specc.runtime.ranks"
 
@@ -61,8 +61,10 @@ def load_led(
     Returns:
         models and steps whose passes and commits all ranks run.
     Raises:
-        ConfigError: a backend that has no ranks, or a launch of another number of processes.
-        EngineError: a rank cannot load the engine, has another one, or does not come.
+        ConfigError: a backend that has no ranks, a launch of another number of processes, or more
+            ranks on this machine than cores.
+        EngineError: a rank cannot load the engine, has another one, or does not come; or there is
+            not enough memory for all ranks of this machine.
         SystemExit: this was another rank than 0, and its work is done.
     """
     _check_backend(backend)
@@ -70,10 +72,14 @@ def load_led(
     launched = Launched.from_environment()
     if launched is not None:
         launched.check(options.num_ranks)
-        if launched.rank > 0:
-            _follow_launched(launched, options, path)
-    num_local = launched.num_local if launched is not None else options.num_ranks
-    num_threads = num_threads or _threads(num_local)
+    local = launched.local_ranks if launched is not None else range(options.num_ranks)
+    check_cores(len(local), options)
+    if launched is None or launched.rank == local[0]:
+        # one for all of this machine, before any of them has loaded its part
+        check_memory(manifest, local, limits.max_num_seqs)
+    if launched is not None and launched.rank > 0:
+        _follow_launched(launched, options, path)
+    num_threads = num_threads or threads_of_rank(len(local))
     torch.set_num_threads(num_threads)
     group: RankGroup = Copies(0, options.num_ranks)
     if manifest.parallel is not None:
@@ -158,11 +164,6 @@ def _start(rank: int, setup: dict[str, Any]) -> Follower:
 def _follow_launched(launched: Launched, options: RankOptions, path: Path) -> NoReturn:
     orders, signs = Rendezvous(launched, options).connect()
     raise SystemExit(follow(orders, signs, launched.rank, path=path))
-
-
-def _threads(num_local: int) -> int:
-    """Threads of each rank: more than there are cores would wait for each other."""
-    return min(torch.get_num_threads(), max(1, num_usable_cores() // num_local))
 
 
 def _check_size(manifest: Manifest, options: RankOptions) -> None:

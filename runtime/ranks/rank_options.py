@@ -19,6 +19,7 @@ class RankOptions:
         ends_process: where a rank is lost, this process ends too, with exit code 1, when open
             requests have had time to get their errors. Else every call raises the error.
         draft_ranks: ranks that run the drafts.
+        oversubscribes: ranks of this machine may be more than its cores.
     Raises:
         ConfigError: a number that cannot be.
     """
@@ -28,6 +29,7 @@ class RankOptions:
     start_timeout_s: float = 300.0
     ends_process: bool = True
     draft_ranks: int = 1
+    oversubscribes: bool = False
 
     def __post_init__(self) -> None:
         if type(self.num_ranks) is not int or self.num_ranks < 1:

@@ -67,7 +67,9 @@ def wait(stage: str, engine: Engine) -> None:
 
 def main() -> None:
     options = json.loads(sys.argv[2])
-    engine = Engine.load(sys.argv[1], ranks=RankOptions(**options["ranks"]))
+    engine = Engine.load(
+        sys.argv[1], ranks=RankOptions(**{"oversubscribes": True} | options["ranks"])
+    )
     say(pids=[os.getpid(), *engine.target.leader.pids])
     stage, step = options.get("stage"), engine.steps[PLAN]
     if stage == "prefill":
