@@ -19,6 +19,7 @@ import torch
 from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.manifest import Manifest
 from specc.errors import ConfigError, EngineError
+from specc.kernels.reference.ranks import has_group
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.native_operators import load_operators
 from specc.runtime.backends.registry import backend_of
@@ -61,14 +62,15 @@ def load_led(
     Returns:
         models and steps whose passes and commits all ranks run.
     Raises:
-        ConfigError: a backend that has no ranks, a launch of another number of processes, or more
-            ranks on this machine than cores.
+        ConfigError: a backend that has no ranks, a launch of another number of processes, more
+            ranks on this machine than cores, or another sharded engine in this process.
         EngineError: a rank cannot load the engine, has another one, or does not come; or there is
             not enough memory for all ranks of this machine.
         SystemExit: this was another rank than 0, and its work is done.
     """
     _check_backend(backend)
     _check_size(manifest, options)
+    _check_alone(manifest)
     launched = Launched.from_environment()
     if launched is not None:
         launched.check(options.num_ranks)
@@ -104,7 +106,7 @@ def load_led(
     watch.start()
     try:
         if isinstance(group, Gathering):
-            job.group = group.meet(options.start_timeout_s)
+            job.group = group.meet(options.start_timeout_s, job.check)
         loaded = backend_of(backend).load(path, manifest, limits)
         job.wait_ready()
         return _led(loaded, Leader(job, watch, manifest.models[0].vocab_size))
@@ -173,6 +175,16 @@ def _check_size(manifest: Manifest, options: RankOptions) -> None:
             f"{options.num_ranks} ranks, and an engine that was cut for {manifest.num_ranks}",
             f"{manifest.num_ranks} ranks",
             "leave the number to the engine, or make another one with specc reshard",
+        )
+
+
+def _check_alone(manifest: Manifest) -> None:
+    """Collectives of a program find the group of their process, of which there is one."""
+    if manifest.parallel is not None and has_group():
+        raise ConfigError(
+            "a second sharded engine in this process",
+            "one at a time",
+            "close the first one (LLM.close, Engine.close), or load each in a process of its own",
         )
 
 
