@@ -116,6 +116,18 @@ class Engine:
     def max_seq_len(self) -> int:
         return self.cache.shape.max_seq_len
 
+    @property
+    def is_lost(self) -> bool:
+        """A rank of a sharded engine is lost: every call fails from now on."""
+        leader = getattr(self.target, "leader", None)
+        return leader is not None and leader.is_lost
+
+    def close(self) -> None:
+        """End the other ranks of a sharded engine, which can run no more; of others, do nothing."""
+        leader = getattr(self.target, "leader", None)
+        if leader is not None:
+            leader.close()
+
     def check_weights(self) -> None:
         """Raises EngineError: a mapped file was cut while in use."""
         for weights in self.mapped_weights:
