@@ -90,7 +90,7 @@ def load_led(
         address = None
         if launched is not None and launched.num_local < launched.size:
             address = launched.free_address()
-        group = make_group(options.num_ranks, options.timeout_s, address)
+        group = make_group(options.num_ranks, options.collective_timeout_s, address)
     setup = {
         "path": str(path.resolve()),
         "backend": backend,
@@ -100,6 +100,7 @@ def load_led(
         "num_threads": num_threads,
         "num_ranks": options.num_ranks,
         "timeout_s": options.timeout_s,
+        "collective_timeout_s": options.collective_timeout_s,
     }
     job = Job(options, facts_about(path), setup, group)
     watch = Watch(job, _start_all if launched is None else Rendezvous(launched, options).accept)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from specc.errors import ConfigError
 
+# more than rank 0 takes to see and to tell that another one is silent
+_LATER_S = 3.0
+
 
 @dataclass(frozen=True)
 class RankOptions:
@@ -30,6 +33,11 @@ class RankOptions:
     ends_process: bool = True
     draft_ranks: int = 1
     oversubscribes: bool = False
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """That a rank waits for others in a collective: who watches sees more, and earlier."""
+        return self.timeout_s + _LATER_S
 
     def __post_init__(self) -> None:
         if type(self.num_ranks) is not int or self.num_ranks < 1:

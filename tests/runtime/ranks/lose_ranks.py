@@ -1,7 +1,10 @@
-"""Ranks of a cut engine that are killed or stopped while it serves a request: what comes of it.
+r"""Ranks of a cut engine that are killed or stopped while it serves a request: what comes of it.
 
-`python -m tests.runtime.ranks.lose_ranks --json out.json` builds cut engines of a tiny model and
-goes through all of it; `test_cut_ranks.py` looks at some cases in every run of the tests.
+`test_cut_ranks.py` looks at some cases in every run of the tests. All of them, with times:
+
+    specc compile --target examples/pair/target --draft examples/pair/draft -tp 2 \
+      --backend eager --tree 3,2,1 -o out/two-ranks
+    PYTHONPATH=. python -m tests.runtime.ranks.lose_ranks out/two-ranks --json out.json
 """
 
 from __future__ import annotations
@@ -100,7 +103,9 @@ def lose(engine: Path, num_ranks: int, rank: int, number: signal.Signals, stage:
         seconds = time.monotonic() - begin_s
         assert not wait_gone(led.pids, 0)
         errors = [(told["error"], told["health"]) for told in led.said("error")]
-        log = [line for line in led.errors().splitlines() if "rank" in line]
+        # what is said, not where in the code
+        lines = led.errors().splitlines()
+        log = [line for line in lines if line.startswith(("rank", "found:"))]
     # the first request of an idle one has ended well
     error, health = errors[-1] if errors and rank else (None, None)
     return Loss(
@@ -120,14 +125,15 @@ def lose(engine: Path, num_ranks: int, rank: int, number: signal.Signals, stage:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engines", nargs="+", type=Path, help="engine directories, cut for ranks")
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES, help="all, or some")
+    parser.add_argument("--json", type=Path, help="file to write; what it holds stays")
     args = parser.parse_args()
     from specc.artifact.directory import read_manifest
 
     losses = []
     for engine in args.engines:
         num_ranks = read_manifest(engine).num_ranks
-        for stage in STAGES:
+        for stage in args.stages:
             for number in SIGNALS:
                 for rank in range(num_ranks):
                     loss = lose(engine, num_ranks, rank, number, stage)
@@ -135,13 +141,14 @@ def main() -> None:
                     losses.append(loss)
                     print(num_ranks, stage, number.name, rank, loss.seconds, loss.error, flush=True)
     if args.json:
+        before = json.loads(args.json.read_text())["losses"] if args.json.exists() else []
         found = {
             "machine": describe_machine(),
             "versions": {"specc": __version__, "torch": torch.__version__},
             "date": time.strftime("%Y-%m-%d"),
             "timeout_s": TIMEOUT_S,
             "load_average": os.getloadavg()[0],
-            "losses": [asdict(loss) for loss in losses],
+            "losses": [*before, *(asdict(loss) for loss in losses)],
         }
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
