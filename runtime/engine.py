@@ -117,6 +117,18 @@ class Engine:
     def max_seq_len(self) -> int:
         return self.cache.shape.max_seq_len
 
+    @property
+    def is_lost(self) -> bool:
+        """A rank of a sharded engine is lost: every call fails from now on."""
+        leader = getattr(self.target, "leader", None)
+        return leader is not None and leader.is_lost
+
+    def close(self) -> None:
+        """End the other ranks of a sharded engine, which can run no more; of others, do nothing."""
+        leader = getattr(self.target, "leader", None)
+        if leader is not None:
+            leader.close()
+
     def check_weights(self) -> None:
         """Raises EngineError: a mapped file was cut while in use."""
         for weights in self.mapped_weights:
@@ -134,6 +146,7 @@ class Engine:
         kv_cache_tokens: int | None = None,
         ranks: RankOptions | None = None,
         rank_timeout_s: float = 30.0,
+        oversubscribes: bool = False,
     ) -> Engine:
         """Open an engine directory; weights stay in the memory-mapped files.
 
@@ -153,6 +166,7 @@ class Engine:
                 was cut for.
             rank_timeout_s: after which a rank that does not get on counts as lost, where `ranks`
                 is None.
+            oversubscribes: ranks of this machine may be more than its cores, where `ranks` is None.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime or more
                 memory; or a rank cannot load it.
@@ -170,7 +184,9 @@ class Engine:
             limits = LoadLimits(max_num_seqs, kv_cache_tokens, capture)
             backend = backend or manifest.backend
             if ranks is None and manifest.parallel is not None:
-                ranks = RankOptions(manifest.num_ranks, rank_timeout_s)
+                ranks = RankOptions(
+                    manifest.num_ranks, rank_timeout_s, oversubscribes=oversubscribes
+                )
             if ranks is None or (ranks.num_ranks == 1 and manifest.parallel is None):
                 loaded = backend_of(backend).load(path, manifest, limits)
             else:

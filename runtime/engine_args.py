@@ -62,6 +62,11 @@ class EngineArgs:
         "--rank-timeout",
         above=0,
     )
+    oversubscribes: bool = option(
+        False,
+        "Run more ranks of a sharded engine on this machine than it has cores, which is slow.",
+        "--oversubscribe",
+    )
     backend: str | None = option(
         None, "Run with another backend: eager takes the graphs of any engine."
     )
@@ -169,6 +174,7 @@ class EngineArgs:
                 capture=self.capture,
                 kv_cache_tokens=self.kv_cache_tokens,
                 rank_timeout_s=self.rank_timeout_s,
+                oversubscribes=self.oversubscribes,
             )
         self._check(engine)
         return engine

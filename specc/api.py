@@ -143,8 +143,9 @@ def probe_engine(directory: Path) -> dict[str, Any]:
     from specc.runtime.llm import LLM
     from specc.sampling.params import SamplingParams
 
-    # a GPU captures only what these prompts run
-    llm = LLM(Engine.load(directory, verify=False, capture=CaptureLimits.lazy()))
+    # a GPU captures only what these prompts run; who compiles for ranks may have few cores
+    engine = Engine.load(directory, verify=False, capture=CaptureLimits.lazy(), oversubscribes=True)
+    llm = LLM(engine)
     room = llm.engine.max_seq_len // 2
     tokenizer = llm.tokenizer
     assert tokenizer is not None, "build probes engines with a tokenizer only"

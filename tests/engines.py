@@ -63,3 +63,36 @@ def _say_where(manifest: Path, checkpoints: Sequence[Path]) -> None:
         if model.get("location") is not None:
             model |= {"source": str(checkpoint), "location": str(checkpoint.resolve())}
     manifest.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def build_cut(root: Path, num_ranks: int = 2, positions: int = 4096) -> Path:
+    """A tiny Llama with a tokenizer, cut for ranks, and a draft that is right at times.
+
+    Args:
+        root: directory that gets the checkpoints and the engine.
+        num_ranks: that share the target.
+        positions: room for requests that are under way for long.
+    Returns:
+        the engine directory.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from specc.speculation.plans import SpecPlan
+    from tests.conftest import save_tiny_llama
+
+    for name in ("target", "draft"):
+        save_tiny_llama(root / name, 1, 1, max_position_embeddings=positions)
+    weights = load_file(root / "draft" / "model.safetensors")
+    torch.manual_seed(2)
+    noisy = {name: w + 0.05 * torch.randn(w.shape) * w.std() for name, w in weights.items()}
+    save_file(noisy, root / "draft" / "model.safetensors", {"format": "pt"})
+    config = CompileConfig(
+        plans=(SpecPlan.from_widths((2, 1)),),
+        max_seq_len=positions,
+        max_batch_size=4,
+        backend="eager",
+        probe=False,
+        tensor_parallel_size=num_ranks,
+    )
+    return build(root / "target", root / "draft", root / "engine", config)

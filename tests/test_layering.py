@@ -337,6 +337,11 @@ FORBIDDEN = (
     "specc.compiler",
     "specc.api",
     "specc.cli",
+    # of several processes: an engine of one has nothing to do with them
+    *(
+        f"specc.runtime.ranks.{name}"
+        for name in ("launch", "leader", "channel", "rendezvous", "group", "gloo")
+    ),
 )
 
 DEPLOYED = """
@@ -356,6 +361,9 @@ for name in FORBIDDEN:
         continue
     raise SystemExit(f"{name} is importable: the blocker does not work")
 
+# torch itself imports parts of it
+import torch
+before = {m for m in sys.modules if m.startswith("torch.distributed")}
 from specc import LLM, SamplingParams
 
 llm = LLM(sys.argv[1])
@@ -366,6 +374,7 @@ for plan in llm.engine.plans:
     )
     result[plan] = [output.outputs[0].token_ids for output in outputs]
 loaded = [m for m in sys.modules if any(m == x or m.startswith(x + ".") for x in FORBIDDEN)]
+loaded += [m for m in sys.modules if m.startswith("torch.distributed") and m not in before]
 print(json.dumps({"tokens": result, "loaded": loaded}))
 """
 

@@ -99,6 +99,11 @@ def use_group(group: Ranks | None) -> None:
     _group = group
 
 
+def has_group() -> bool:
+    """Whether this process is a rank of a group that is open."""
+    return _group is not None
+
+
 def _of_this_process() -> Ranks:
     if _group is None:
         raise RankError(

@@ -9,9 +9,9 @@ import threading
 
 import torch
 
+from specc.errors import FaultError
 from specc.runtime.ranks.orders import (
     HEADER_BYTES,
-    Header,
     Message,
     decode,
     decode_header,
@@ -68,11 +68,27 @@ class Channel:
         Raises:
             FaultError: what comes is no message, or is cut.
         """
-        head = bytearray(HEADER_BYTES)
-        if not self._read_into(memoryview(head), may_end=True):
-            return None
-        header = decode_header(head)
-        return self._read_payload(header)
+        kept = self._received
+        while len(kept) < HEADER_BYTES:
+            try:
+                data = self._socket.recv(_AT_ONCE)
+            except ConnectionError:
+                data = b""
+            if not data:
+                self.is_ended = True
+                if not kept:
+                    return None
+                raise _cut(len(kept), HEADER_BYTES)
+            kept += data
+        header = decode_header(kept[:HEADER_BYTES])
+        payload = torch.empty(header.num_bytes, dtype=torch.uint8)
+        end = min(len(kept), HEADER_BYTES + header.num_bytes)
+        done = end - HEADER_BYTES
+        if done:
+            ctypes.memmove(payload.data_ptr(), bytes(kept[HEADER_BYTES:end]), done)
+        del kept[:end]
+        self._read_rest(payload, done)
+        return decode(header, payload)
 
     def received(self) -> list[Message]:
         """Messages that are there, without waiting; sets `is_ended`.
@@ -114,16 +130,12 @@ class Channel:
         self.shut()
         self._socket.close()
 
-    def _read_payload(self, header: Header) -> Message:
-        payload = torch.empty(header.num_bytes, dtype=torch.uint8)
-        if header.num_bytes:
-            memory = (ctypes.c_char * header.num_bytes).from_address(payload.data_ptr())
-            self._read_into(memoryview(memory).cast("B"))
-        return decode(header, payload)
-
-    def _read_into(self, view: memoryview, may_end: bool = False) -> bool:
-        """False where the stream ends before the first byte, and may."""
-        done = 0
+    def _read_rest(self, payload: torch.Tensor, done: int) -> None:
+        """Wait for the bytes of a payload from `done` on."""
+        if done == len(payload):
+            return
+        memory = (ctypes.c_char * len(payload)).from_address(payload.data_ptr())
+        view = memoryview(memory).cast("B")
         while done < len(view):
             try:
                 count = self._socket.recv_into(view[done:])
@@ -131,8 +143,9 @@ class Channel:
                 count = 0
             if count == 0:
                 self.is_ended = True
-                if may_end and done == 0:
-                    return False
-                raise refused(f"a message that ends after {done} of {len(view)} bytes")
+                raise _cut(done, len(view))
             done += count
-        return True
+
+
+def _cut(done: int, wanted: int) -> FaultError:
+    return refused(f"a message that ends after {done} of {wanted} bytes")

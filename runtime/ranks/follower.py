@@ -178,7 +178,9 @@ def _follow_orders(
     facts = {"pid": os.getpid(), "host": platform.node(), **facts_about(path)}
     signs.send(json_message(Kind.HELLO, facts))
     manifest = open_part(path, setup)
-    group = open_group(setup["group"], setup["rank"], setup["num_ranks"], setup["timeout_s"])
+    group = open_group(
+        setup["group"], setup["rank"], setup["num_ranks"], setup["collective_timeout_s"]
+    )
     thread.group = group
     loaded = load_part(path, manifest, setup)
     engine = FollowedEngine(loaded, group, manifest.models[0].vocab_size)

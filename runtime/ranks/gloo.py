@@ -69,9 +69,10 @@ def join_gloo(
         if dist.is_initialized():
             processes = dist.new_group(backend="gloo", timeout=limit)
         else:
-            dist.init_process_group(
-                "gloo", init_method=address, rank=rank, world_size=num_ranks, timeout=limit
-            )
+            where: dict[str, Any] = {"init_method": address}
+            if address.startswith("tcp://"):
+                where = {"store": _store(address, rank, limit)}
+            dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=limit, **where)
             processes = dist.group.WORLD
     except (RuntimeError, ValueError, OSError) as error:
         raise RankError(
@@ -93,3 +94,21 @@ def join_gloo(
         dist.destroy_process_group(processes)
         raise
     return GlooRankGroup(rank, num_ranks, address, processes)
+
+
+def _store(address: str, rank: int, limit: timedelta) -> Any:
+    """The store at rank 0's address.
+
+    torch would make it of `tcp://`, too, but under torchrun it takes every address for that of the
+    launcher's own store, and starts none.
+    """
+    import torch.distributed as dist
+
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return dist.TCPStore(
+        host.strip("[]"),
+        int(port),
+        is_master=rank == 0,
+        timeout=limit,
+        wait_for_workers=False,
+    )

@@ -20,6 +20,7 @@ import torch
 from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.manifest import Manifest
 from specc.errors import ConfigError, EngineError
+from specc.kernels.reference.ranks import has_group
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.program_files import load_operators
 from specc.runtime.backends.registry import backend_of
@@ -36,8 +37,8 @@ from specc.runtime.ranks.led_step import LedStep
 from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, make_group
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.ranks.rendezvous import Launched, Rendezvous
+from specc.runtime.ranks.room import check_cores, check_memory, threads_of_rank
 from specc.runtime.ranks.watch import Watch
-from specc.system.machine import num_usable_cores
 
 _MODULE = "specc.runtime.ranks"
 
@@ -64,19 +65,26 @@ def load_led(
     Returns:
         models and steps whose passes and commits all ranks run.
     Raises:
-        ConfigError: a backend that has no ranks, or a launch of another number of processes.
-        EngineError: a rank cannot load the engine, has another one, or does not come.
+        ConfigError: a backend that has no ranks, a launch of another number of processes, more
+            ranks on this machine than cores, or another sharded engine in this process.
+        EngineError: a rank cannot load the engine, has another one, or does not come; or there is
+            not enough memory for all ranks of this machine.
         SystemExit: this was another rank than 0, and its work is done.
     """
     _check_backend(backend)
     _check_size(manifest, options)
+    _check_alone(manifest)
     launched = Launched.from_environment()
     if launched is not None:
         launched.check(options.num_ranks)
-        if launched.rank > 0:
-            _follow_launched(launched, options, path)
-    num_local = launched.num_local if launched is not None else options.num_ranks
-    num_threads = num_threads or _threads(num_local)
+    local = launched.local_ranks if launched is not None else range(options.num_ranks)
+    check_cores(len(local), options)
+    if launched is None or launched.rank == local[0]:
+        # one for all of this machine, before any of them has loaded its part
+        check_memory(manifest, local, limits.max_num_seqs)
+    if launched is not None and launched.rank > 0:
+        _follow_launched(launched, options, path)
+    num_threads = num_threads or threads_of_rank(len(local))
     torch.set_num_threads(num_threads)
     group: RankGroup = Copies(0, options.num_ranks)
     if manifest.parallel is not None:
@@ -85,7 +93,7 @@ def load_led(
         address = None
         if launched is not None and launched.num_local < launched.size:
             address = launched.free_address()
-        group = make_group(options.num_ranks, options.timeout_s, address)
+        group = make_group(options.num_ranks, options.collective_timeout_s, address)
     setup = {
         "path": str(path.resolve()),
         "backend": backend,
@@ -95,13 +103,14 @@ def load_led(
         "num_threads": num_threads,
         "num_ranks": options.num_ranks,
         "timeout_s": options.timeout_s,
+        "collective_timeout_s": options.collective_timeout_s,
     }
     job = Job(options, facts_about(path), setup, group)
     watch = Watch(job, _start_all if launched is None else Rendezvous(launched, options).accept)
     watch.start()
     try:
         if isinstance(group, Gathering):
-            job.group = group.meet(options.start_timeout_s)
+            job.group = group.meet(options.start_timeout_s, job.check)
         loaded = backend_of(backend).load(path, manifest, limits)
         job.wait_ready()
         vocab_size = manifest.models[0].vocab_size
@@ -173,11 +182,6 @@ def _follow_launched(launched: Launched, options: RankOptions, path: Path) -> No
     raise SystemExit(follow(orders, signs, launched.rank, path=path))
 
 
-def _threads(num_local: int) -> int:
-    """Threads of each rank: more than there are cores would wait for each other."""
-    return min(torch.get_num_threads(), max(1, num_usable_cores() // num_local))
-
-
 def _check_size(manifest: Manifest, options: RankOptions) -> None:
     """A cut engine has as many ranks as it was cut for; copies of a whole one are for tests."""
     if manifest.parallel is not None and options.num_ranks != manifest.num_ranks:
@@ -185,6 +189,16 @@ def _check_size(manifest: Manifest, options: RankOptions) -> None:
             f"{options.num_ranks} ranks, and an engine that was cut for {manifest.num_ranks}",
             f"{manifest.num_ranks} ranks",
             "leave the number to the engine, or make another one with specc reshard",
+        )
+
+
+def _check_alone(manifest: Manifest) -> None:
+    """Collectives of a program find the group of their process, of which there is one."""
+    if manifest.parallel is not None and has_group():
+        raise ConfigError(
+            "a second sharded engine in this process",
+            "one at a time",
+            "close the first one (LLM.close, Engine.close), or load each in a process of its own",
         )
 
 

@@ -42,6 +42,11 @@ class Leader:
         """Process ids of the other ranks, rank 1 first."""
         return [follower.pid for follower in self._job.followers]
 
+    @property
+    def is_lost(self) -> bool:
+        """A rank is lost, and every order fails from now on."""
+        return self._job.failure is not None
+
     def check(self) -> None:
         """Raises RankError: a rank is lost."""
         self._job.check()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import json
 import math
 import struct
@@ -148,24 +149,58 @@ def decode(header: Header, payload: Tensor) -> Message:
     Raises:
         FaultError: a tensor is not what its entry says, or bytes are left over.
     """
-    tensors: list[Tensor | None] = []
     end = _ENTRY.size * header.num_tensors
-    table = bytes_of(payload[:end])
+    table = ctypes.string_at(payload.data_ptr(), end) if end else b""
+    # a view of all of it for each dtype, then one call a tensor
+    typed: dict[torch.dtype, Tensor] = {}
+    tensors: list[Tensor | None] = []
+    for part in _parts(table, header.num_bytes):
+        if part is None:
+            tensors.append(None)
+            continue
+        values = typed.get(part.dtype)
+        if values is None:
+            whole = header.num_bytes - header.num_bytes % part.dtype.itemsize
+            values = typed[part.dtype] = payload[:whole].view(part.dtype)
+        first = values.storage_offset()
+        tensors.append(values.as_strided(part.shape, part.strides, first + part.offset))
+    return Message(header.kind, tuple(tensors), header.model, header.sequence)
+
+
+class _Part(NamedTuple):
+    """A tensor of a payload; strides and offset in items."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@functools.lru_cache(256)
+def _parts(table: bytes, num_bytes: int) -> tuple[_Part | None, ...]:
+    """Where the tensors of a payload lie; steps of one plan have the same table again and again.
+
+    Raises:
+        FaultError: see `decode`.
+    """
+    parts: list[_Part | None] = []
+    end = len(table)
     for code, ndim, *sizes in _ENTRY.iter_unpack(table):
         if code == _ABSENT:
-            tensors.append(None)
+            parts.append(None)
             continue
         if code not in _DTYPES or ndim > _MOST_DIMS or any(sizes[ndim:]):
             raise refused(f"a tensor of dtype {code} with {ndim} dimensions of sizes {sizes}")
-        dtype, shape = _DTYPES[code], sizes[:ndim]
+        dtype, shape = _DTYPES[code], tuple(sizes[:ndim])
         begin = _aligned(end)
         end = begin + math.prod(shape) * dtype.itemsize
-        if end > header.num_bytes:
-            raise refused(f"a tensor of shape {shape} in a message of {header.num_bytes} bytes")
-        tensors.append(payload[begin:end].view(dtype).view(shape))
-    if end != header.num_bytes:
-        raise refused(f"{header.num_bytes} bytes, of which tensors take {end}")
-    return Message(header.kind, tuple(tensors), header.model, header.sequence)
+        if end > num_bytes:
+            raise refused(f"a tensor of shape {list(shape)} in a message of {num_bytes} bytes")
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(ndim))
+        parts.append(_Part(dtype, shape, strides, begin // dtype.itemsize))
+    if end != num_bytes:
+        raise refused(f"{num_bytes} bytes, of which tensors take {end}")
+    return tuple(parts)
 
 
 def beat(done: int, position: int) -> Message:

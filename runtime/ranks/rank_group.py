@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from specc.errors import FaultError
 from specc.runtime.execution.draws import Draws
+
+_LOOK_S = 0.2
 
 
 class RankGroup(Protocol):
@@ -101,9 +107,27 @@ class Gathering(Copies):
         super().__init__(0, size)
         self.ticket = ticket
 
-    def meet(self, timeout_s: float) -> RankGroup:
-        """The group, when all are there; the others open its ticket meanwhile."""
-        return _join_gloo(self.ticket, 0, self.size, timeout_s)
+    def meet(self, timeout_s: float, check: Callable[[], None]) -> RankGroup:
+        """The group, when all are there; the others open its ticket meanwhile.
+
+        Args:
+            timeout_s: to wait for them.
+            check: called now and then; what it raises ends the wait.
+        """
+        met: Future[RankGroup] = Future()
+
+        def join() -> None:
+            try:
+                met.set_result(_join_gloo(self.ticket, 0, self.size, timeout_s))
+            except BaseException as error:
+                met.set_exception(error)
+
+        # of a rank that cannot come, only others know
+        threading.Thread(target=join, name="specc-ranks-meet", daemon=True).start()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return met.result(_LOOK_S)
+            check()
 
 
 def make_group(size: int, timeout_s: float, address: str | None = None) -> RankGroup:

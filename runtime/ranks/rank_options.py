@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from specc.errors import ConfigError
 
+# more than rank 0 takes to see and to tell that another one is silent
+_LATER_S = 3.0
+
 
 @dataclass(frozen=True)
 class RankOptions:
@@ -19,6 +22,7 @@ class RankOptions:
         ends_process: where a rank is lost, this process ends too, with exit code 1, when open
             requests have had time to get their errors. Else every call raises the error.
         draft_ranks: ranks that run the drafts.
+        oversubscribes: ranks of this machine may be more than its cores.
     Raises:
         ConfigError: a number that cannot be.
     """
@@ -28,6 +32,12 @@ class RankOptions:
     start_timeout_s: float = 300.0
     ends_process: bool = True
     draft_ranks: int = 1
+    oversubscribes: bool = False
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """That a rank waits for others in a collective: who watches sees more, and earlier."""
+        return self.timeout_s + _LATER_S
 
     def __post_init__(self) -> None:
         if type(self.num_ranks) is not int or self.num_ranks < 1:

@@ -42,7 +42,8 @@ class Launched:
     Args:
         rank: of it.
         size: processes.
-        num_local: of these on this machine.
+        num_local: of these on this machine, which have consecutive ranks.
+        local_rank: of this process among those.
         address: of the store.
         port: of the store.
         has_store: the launcher runs the store; else rank 0 does.
@@ -52,6 +53,7 @@ class Launched:
     rank: int
     size: int
     num_local: int
+    local_rank: int
     address: str
     port: int
     has_store: bool
@@ -82,16 +84,26 @@ class Launched:
             return int(text)
 
         size = number("WORLD_SIZE", 2, 1 << 16)
+        rank = number("RANK", 0, size - 1)
+        num_local = number("LOCAL_WORLD_SIZE", 1, size, default=1)
+        local_rank = number("LOCAL_RANK", 0, min(rank, num_local - 1), default=rank % num_local)
         run = environment.get("TORCHELASTIC_RUN_ID", "none")
         return cls(
-            number("RANK", 0, size - 1),
+            rank,
             size,
-            number("LOCAL_WORLD_SIZE", 1, size, default=1),
+            num_local,
+            local_rank,
             environment["MASTER_ADDR"],
             number("MASTER_PORT", 1, 65535),
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             f"{run}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         )
+
+    @property
+    def local_ranks(self) -> range:
+        """Of this machine."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.num_local)
 
     def free_address(self) -> str:
         """`tcp://HOST:PORT` of this machine, towards the store's, where nobody listens yet.

@@ -218,7 +218,8 @@ class Service:
     @property
     def _is_dead(self) -> bool:
         has_ended = not self._is_closed and not self._thread.is_alive()
-        return self._num_failures >= MAX_FAILURES or self._error is not None or has_ended
+        has_failed = self._num_failures >= MAX_FAILURES or self.engine.is_lost
+        return has_failed or self._error is not None or has_ended
 
     def _refuse_if_full(self) -> None:
         if self._is_dead:

@@ -75,7 +75,7 @@ class TritonOptions:
         version = Path(args["model_repository"]) / args["model_version"]
         return cls(
             args=_engine_args(version / given.get("engine", "engine"), given),
-            drain_s=_seconds(given, "drain_s", cls.drain_s),
+            drain_s=_seconds("drain_s", given.get("drain_s", str(cls.drain_s))),
             stops_server=_choice("on_fault", given.get("on_fault", "refuse"), _ON_FAULT),
             devices=_devices(
                 given.get("gpu_device_ids"), args, os.environ if environ is None else environ
@@ -139,10 +139,7 @@ def _integer(name: str, text: str) -> int:
     return int(text)
 
 
-def _seconds(given: Mapping[str, str], name: str, default: float) -> float:
-    text = given.get(name)
-    if text is None:
-        return default
+def _seconds(name: str, text: str) -> float:
     if not re.fullmatch(r"\d{1,6}(\.\d+)?", text):
         raise ConfigError(f"parameter {name} {text!r}", "seconds, 0 or more", _DO)
     return float(text)
@@ -166,6 +163,8 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = {
     "max_num_seqs": _integer,
     "max_waiting": _integer,
     "num_threads": _integer,
+    "rank_timeout_s": _seconds,
+    "oversubscribes": partial(_choice, values={"true": True, "false": False}),
     "verify": partial(_choice, values={"true": True, "false": False}),
 }
 _PARAMETERS = ("engine", *_READERS, "gpu_device_ids", "drain_s", "on_fault")

@@ -150,11 +150,8 @@ def _check_isa(needed: Collection[str]) -> None:
 
 def _check_memory(manifest: Manifest, available: int, max_num_seqs: int | None) -> None:
     limits = manifest.limits
-    needed = manifest.total_memory
-    if max_num_seqs is not None:
-        caches = sum(entry.cache for entry in manifest.memory_plan.values())
-        unused = limits.max_batch_size - min(max_num_seqs, limits.max_batch_size)
-        needed -= caches * unused // limits.max_batch_size
+    # of a cut engine, what each rank takes at least: who starts them knows how many come here
+    needed = manifest.memory_of((0,) if manifest.parallel is None else (1,), max_num_seqs)
     if needed > available:
         raise EngineError(
             f"{format_bytes(available)} of memory available",

@@ -55,7 +55,7 @@ def run_triton(
 def parameters_of(args: AsyncEngineArgs, on_fault: str | None) -> dict[str, str]:
     """What config.pbtxt has to say: all that is not as it is without it."""
     given = {
-        field.name: str(value)
+        field.name: str(value).lower() if isinstance(value, bool) else str(value)
         for field in dataclasses.fields(args)
         if (value := getattr(args, field.name)) != field.default
     }

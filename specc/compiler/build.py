@@ -205,10 +205,10 @@ def _probe(
 ) -> tuple[Manifest, list[str]]:
     """Try the engine, or say why not; returns the manifest with what was found, and warnings."""
     refusal, available = backend.probe_refusal(manifest), available_memory_bytes()
-    if refusal is None and available is not None and manifest.total_memory > available:
+    needed = manifest.memory_of(range(manifest.num_ranks))
+    if refusal is None and available is not None and needed > available:
         refusal = (
-            f"the engine needs {format_bytes(manifest.total_memory)},"
-            f" {format_bytes(available)} are free here"
+            f"the engine needs {format_bytes(needed)}, {format_bytes(available)} are free here"
         )
     if refusal is not None:
         return manifest, [f"no probe: {refusal}"]

@@ -161,6 +161,8 @@ def tune(
         tuning = Tuning(acceptance, latency=latency)
         lengths = [len(t.token_ids) - options.max_tokens // 2 for t in trajectories]
         context = _typical_context(lengths, engine.max_seq_len, room)
+        # a process has one sharded engine at a time, and the next one is loaded below
+        engine.close()
         for size in sizes:
             seconds = {
                 draft: StepSeconds(latency, None if is_lookup(draft) else draft, size, context)
@@ -284,6 +286,7 @@ def _measure(
         for plan in (OFF, *plans)
     ]
     rounds = run_rounds(contenders, options.rounds, warmup=1)
+    engine.close()
     candidates = []
     for plan, predicted in plans.items():
         pairs = list(zip(rounds.of(plan.name), rounds.of(OFF.name), strict=True))

@@ -20,7 +20,9 @@ from specc.runtime.engine_args import EngineArgs
 def bench(
     shapes: ShapesOptions,
     options: Annotated[BenchOptions, Fields(plot={"help": "Draw tokens/s."})],
-    args: Annotated[EngineArgs, Fields("num_threads", "verify", "rank_timeout_s")],
+    args: Annotated[
+        EngineArgs, Fields("num_threads", "verify", "rank_timeout_s", "oversubscribes")
+    ],
     engine: Annotated[
         Path | None,
         typer.Argument(help="Engine directory; none with --synthetic.", show_default=False),
@@ -52,7 +54,10 @@ def bench_serve(
         LoadOptions, Fields(without=("num_prompts",), plot={"help": "Draw latency over rate."})
     ],
     args: Annotated[
-        EngineArgs, Fields("max_num_seqs", "num_threads", "backend", "verify", "rank_timeout_s")
+        EngineArgs,
+        Fields(
+            "max_num_seqs", "num_threads", "backend", "verify", "rank_timeout_s", "oversubscribes"
+        ),
     ],
     engine: Annotated[
         Path | None,

@@ -17,7 +17,8 @@ from specc.runtime.engine_args import EngineArgs
 def chat(
     engine: EngineArgument,
     args: Annotated[
-        EngineArgs, Fields("plan", "policy", "num_threads", "backend", "rank_timeout_s")
+        EngineArgs,
+        Fields("plan", "policy", "num_threads", "backend", "rank_timeout_s", "oversubscribes"),
     ],
     sampling: Annotated[SamplingOptions, Fields("temperature", "top_p", "top_k", "seed")],
     system: Annotated[

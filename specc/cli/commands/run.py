@@ -19,7 +19,10 @@ def run(
     source: PromptSource,
     sampling: SamplingOptions,
     args: Annotated[
-        EngineArgs, Fields("plan", "policy", "verify", "num_threads", "backend", "rank_timeout_s")
+        EngineArgs,
+        Fields(
+            "plan", "policy", "verify", "num_threads", "backend", "rank_timeout_s", "oversubscribes"
+        ),
     ],
     prompt: Annotated[
         str | None,

@@ -29,6 +29,7 @@ def serve(
             "num_threads",
             "backend",
             "rank_timeout_s",
+            "oversubscribes",
             policy={
                 "help": "What chooses plans: goodput (the default of engines that speculate),"
                 " adaptive, best, profile, fixed."

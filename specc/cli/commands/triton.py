@@ -18,7 +18,16 @@ def triton(
     config: TritonConfig,
     args: Annotated[
         AsyncEngineArgs,
-        Fields("max_num_seqs", "max_waiting", "plan", "policy", "backend", "num_threads"),
+        Fields(
+            "max_num_seqs",
+            "max_waiting",
+            "plan",
+            "policy",
+            "backend",
+            "num_threads",
+            "rank_timeout_s",
+            "oversubscribes",
+        ),
     ],
     as_json: Json = False,
     debug: Debug = False,

@@ -26,7 +26,7 @@ PLANS = (
     replace(TREE, name="tiles-3-2-1", tile=4),
 )
 # several engines in one process, none of which may take it down
-OPTIONS = RankOptions(2, timeout_s=20.0, ends_process=False)
+OPTIONS = RankOptions(2, timeout_s=20.0, ends_process=False, oversubscribes=True)
 
 
 def build(zoo: Zoo, path: Path, backend: str) -> Path:

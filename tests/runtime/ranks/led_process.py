@@ -10,12 +10,14 @@ import functools
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from specc.errors import SpeccError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -67,7 +69,9 @@ def wait(stage: str, engine: Engine) -> None:
 
 def main() -> None:
     options = json.loads(sys.argv[2])
-    engine = Engine.load(sys.argv[1], ranks=RankOptions(**options["ranks"]))
+    engine = Engine.load(
+        sys.argv[1], ranks=RankOptions(**{"oversubscribes": True} | options["ranks"])
+    )
     say(pids=[os.getpid(), *engine.target.leader.pids])
     stage, step = options.get("stage"), engine.steps[PLAN]
     if stage == "prefill":
@@ -80,7 +84,7 @@ def main() -> None:
         step.before_accept = paused(stage, 2, engine, lambda values: None)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     if options.get("is_service"):
-        serve(engine, params)
+        serve(engine, params, stage)
     say(tokens=generate(engine, params))
     if stage == "idle":
         time.sleep(options.get("idle_s", 0))
@@ -95,15 +99,30 @@ def generate(engine: Engine, params: SamplingParams) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-def serve(engine: Engine, params: SamplingParams) -> None:
-    """One open request, whose end is said; then a server that waits for others."""
+def serve(engine: Engine, params: SamplingParams, stage: str | None) -> None:
+    """One open request, whose end is said; then a server that waits for others.
+
+    Where the stage is `idle`, the request ends, and there is another one after the line.
+    """
     service = Service(EngineCore(engine, PLAN))
+    has_ended = threading.Event()
 
     def update(news: Any) -> None:
         if news.is_last:
             say(error=type(news.error).__name__, health=service.health.value)
+            has_ended.set()
 
-    service.submit(PROMPT, params, update)
+    def submit() -> None:
+        try:
+            service.submit(PROMPT, params, update)
+        except SpeccError as error:
+            say(error=type(error).__name__, health=service.health.value)
+
+    submit()
+    if stage == "idle":
+        has_ended.wait()
+        wait("idle", engine)
+        submit()
     time.sleep(30)
 
 

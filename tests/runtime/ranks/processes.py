@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -35,6 +36,15 @@ def wait_gone(pids: list[int], seconds: float) -> list[int]:
     while (left := [pid for pid in pids if not is_gone(pid)]) and time.monotonic() < end_s:
         time.sleep(0.02)
     return left
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started, in whichever of its threads."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return sorted(found)
 
 
 class LedProcess:
@@ -104,6 +114,12 @@ class LedProcess:
                 assert data, f"it ended before {key}: {self.errors()}"
                 self._text += data
         raise AssertionError(f"no {key} within {seconds} s")
+
+    def said(self, key: str) -> list[dict[str, Any]]:
+        """All with this key that it said before it ended, and that was not expected."""
+        assert self.process.stdout is not None
+        lines = (self._text + self.process.stdout.read()).splitlines()
+        return [told for line in lines if key in (told := json.loads(line))]
 
     def answer(self, text: str = "") -> None:
         assert self.process.stdin is not None

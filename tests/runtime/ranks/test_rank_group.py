@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
 
 from specc.errors import FaultError
-from specc.runtime.ranks.rank_group import Copies, open_group, whole_logits
+from specc.runtime.ranks import rank_group
+from specc.runtime.ranks.rank_group import Copies, Gathering, open_group, whole_logits
 
 
 class Gathered(Copies):
@@ -28,6 +31,22 @@ def test_columns_that_pad_are_cut_off() -> None:
 def test_logits_that_are_whole_stay() -> None:
     logits = torch.arange(12.0).view(3, 4)
     assert whole_logits(Gathered(0, 2), logits, 4) is logits
+
+
+def test_a_rank_that_cannot_come_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 hears of it from the thread that watches; gloo would wait for its time limit."""
+    is_over = threading.Event()
+    monkeypatch.setattr(rank_group, "_join_gloo", lambda *_: is_over.wait(30))
+
+    def check() -> None:
+        raise FaultError("rank 1 has failed", "", "")
+
+    try:
+        with pytest.raises(FaultError, match="rank 1 has failed"):
+            Gathering("tcp://127.0.0.1:9", 2).meet(30, check)
+    finally:
+        is_over.set()
+    assert Gathering("tcp://127.0.0.1:9", 2).meet(30, check) is True
 
 
 def test_a_group_of_another_kind_is_told() -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,16 @@ def variables(rank: int, size: int, port: int) -> dict[str, str]:
 
 def test_a_launch_is_read() -> None:
     launched = Launched.from_environment({**GIVEN, "TORCHELASTIC_RUN_ID": "a"})
-    assert launched == Launched(1, 2, 1, "127.0.0.1", 29500, False, "a/0")
+    assert launched == Launched(1, 2, 1, 0, "127.0.0.1", 29500, False, "a/0")
+    assert list(launched.local_ranks) == [1]
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"}
     launched = Launched.from_environment({**GIVEN, **agent, "TORCHELASTIC_RESTART_COUNT": "3"})
-    assert launched == Launched(1, 2, 2, "127.0.0.1", 29500, True, "none/3")
+    assert launched == Launched(1, 2, 2, 1, "127.0.0.1", 29500, True, "none/3")
+    assert list(launched.local_ranks) == [0, 1]
+    second = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    launched = Launched.from_environment({**GIVEN, **second})
+    assert launched is not None
+    assert list(launched.local_ranks) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("environment", [{}, {**GIVEN, "WORLD_SIZE": "1"}, {"WORLD_SIZE": "2"}])
@@ -65,6 +72,7 @@ def test_no_launch(environment: Mapping[str, str]) -> None:
         ({"WORLD_SIZE": ""}, "WORLD_SIZE="),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
         ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3"),
+        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
         ({"MASTER_ADDR": None}, "RANK without MASTER_ADDR"),
     ],
 )
@@ -105,7 +113,7 @@ def test_a_rank_that_does_not_come_is_named(
 ) -> None:
     for name, value in variables(0, 3, free_port()).items():
         monkeypatch.setenv(name, value)
-    options = RankOptions(3, start_timeout_s=1.0, ends_process=False)
+    options = replace(OPTIONS, num_ranks=3, start_timeout_s=1.0)
     with pytest.raises(EngineError, match=r"rank 1, rank 2: absent after 1 s"):
         Engine.load(engine_path, ranks=options)
 
@@ -113,8 +121,8 @@ def test_a_rank_that_does_not_come_is_named(
 def test_strangers_are_turned_away() -> None:
     """Of those that connect, only ranks with the secret of the store are taken."""
     port = free_port()
-    leader = Rendezvous(Launched(0, 2, 2, "127.0.0.1", port, False, "t/0"), OPTIONS)
-    follower = Rendezvous(Launched(1, 2, 2, "127.0.0.1", port, False, "t/0"), OPTIONS)
+    leader = Rendezvous(Launched(0, 2, 2, 0, "127.0.0.1", port, False, "t/0"), OPTIONS)
+    follower = Rendezvous(Launched(1, 2, 2, 1, "127.0.0.1", port, False, "t/0"), OPTIONS)
 
     class Going:
         is_closing = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from specc.artifact.directory import read_manifest
 from specc.config import CompileConfig
@@ -26,6 +26,7 @@ from specc.sampling.params import SamplingParams
 from tests import engines, models
 from tests.lossless import Zoo
 from tests.runtime.ranks.conftest import OPTIONS, PLANS
+from tests.runtime.ranks.processes import ENDS_S, wait_gone
 from tests.runtime.ranks.test_led_engine import (
     COUPLED,
     GRAMMAR,
@@ -178,7 +179,7 @@ def test_an_engine_starts_its_own_ranks(zoo: Zoo, load: Engines) -> None:
     """As the commands, the servers and `LLM` do: the manifest says how many."""
     load.close()
     path = path_of(zoo, "llama", "eager", 2)
-    engine = EngineArgs(path, rank_timeout_s=20.0).load()
+    engine = EngineArgs(path, rank_timeout_s=20.0, oversubscribes=True).load()
     leader = engine.target.leader  # type: ignore[attr-defined]
     try:
         assert len(leader.pids) == 1
@@ -191,6 +192,29 @@ def test_an_engine_starts_its_own_ranks(zoo: Zoo, load: Engines) -> None:
         assert generate(LLM(engine), params(2))
     finally:
         leader.close()
+
+
+def test_one_sharded_engine_in_a_process(zoo: Zoo, load: Engines) -> None:
+    """A second one is refused, and leaves the first alone; after `close` there is room for it."""
+    load.close()
+    path = path_of(zoo, "llama", "eager", 2)
+    with LLM(path, oversubscribes=True) as llm:
+        wanted = generate(llm, params(2))
+        with pytest.raises(ConfigError) as caught:
+            LLM(path, oversubscribes=True)
+        assert caught.value.found == "a second sharded engine in this process"
+        assert "LLM.close" in caught.value.do
+        assert generate(llm, params(2)) == wanted
+        # whole engines have no ranks
+        assert generate(LLM(load("llama", 1)), params(2))[0][0] == wanted[0][0]
+        pids = llm.engine.target.leader.pids  # type: ignore[attr-defined]
+    del llm
+    assert not wait_gone(pids, ENDS_S)
+    engine = Engine.load(path, oversubscribes=True)
+    pids = engine.target.leader.pids  # type: ignore[attr-defined]
+    engine.close()
+    assert not wait_gone(pids, ENDS_S)
+    load("llama", 1).close()
 
 
 def test_another_number_of_ranks_is_told(zoo: Zoo) -> None:
@@ -224,11 +248,10 @@ def test_collectives_are_as_many_as_the_plan_says(
 
 
 def test_two_launches_meet_over_gloo(zoo: Zoo, load: Engines, tmp_path: Path) -> None:
-    """As two hosts would start them, each with one rank: the same tokens as one process."""
+    """As torchrun starts them on two hosts, each with one rank: the same tokens as one process."""
     path = path_of(zoo, "llama", "eager", 2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # the launcher's, which gloo must not take for that of rank 0
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     prompts = tmp_path / "prompts.jsonl"
     given = models.prompts()[1]
     prompts.write_text(json.dumps({"prompt_token_ids": given}) + "\n", encoding="utf-8")
@@ -242,7 +265,8 @@ def test_two_launches_meet_over_gloo(zoo: Zoo, load: Engines, tmp_path: Path) ->
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -38,6 +38,7 @@ class TritonServer:
     def __init__(
         self, repository: Path, backends: Path, directory: Path, models: tuple[str, ...]
     ) -> None:
+        self.repository = repository
         self.http, self.grpc, self.metrics_port = _free_ports(3)
         self._log = directory / "server.log"
         # what this server, and no other, leaves in shared memory

@@ -30,6 +30,7 @@ from specc.cli.main import app
 from specc.config import CompileConfig
 from specc.speculation.plans import SpecPlan
 from tests import engines
+from tests.runtime.ranks.processes import children_of, is_gone, wait_gone
 from tests.runtime.triton.environment import backends as server_backends
 from tests.runtime.triton.environment import environment, unsupported
 from tests.runtime.triton.server import ROOT, TritonServer, import_client
@@ -418,3 +419,48 @@ def test_a_model_whose_process_died_comes_back_by_loading_it_again(server, wante
     assert got["text_output"] == wanted[PROMPTS[0], None].text
     # the other model has noticed nothing
     assert server.generate(**asked)[1]["text_output"] == wanted[PROMPTS[0], None].text
+
+
+def test_a_sharded_engine_and_the_end_of_the_server(server, wanted, tmp_path_factory):
+    """Last of all, as it ends the server: the ranks are processes of the model's process."""
+    cut = engines.build_cut(tmp_path_factory.mktemp("cut"), positions=POSITIONS)
+    options = ("--name", "ranks", "--reference", "--oversubscribe", "--rank-timeout", "5")
+    invoke("triton", cut, "-o", server.repository, *options)
+    asked = {"text_input": PROMPTS[0], "max_tokens": 40, "ignore_eos": True}
+    before = set(server.stubs())
+
+    def stubs() -> set[int]:
+        # the server keeps the exit code of one that died
+        return {pid for pid in server.stubs() if not is_gone(pid)}
+
+    def load() -> list[int]:
+        """Processes of the model: its own, and that of rank 1."""
+        status, got = server.post("repository/models/ranks/load")
+        assert status == 200, got
+        (stub,) = stubs() - before
+        pids = [stub, *children_of(stub)]
+        assert len(pids) == 2
+        status, got = server.generate("ranks", **asked)
+        assert status == 200, got
+        assert got["text_output"] == wanted[PROMPTS[0], None].text
+        return pids
+
+    pids = load()
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(server.generate, "ranks", **asked | {"max_tokens": LONG})
+        assert server.wait_for(lambda: server.metrics("ranks")["num_requests_running"] == 1)
+        os.kill(pids[1], signal.SIGKILL)
+        status, got = answer.result(10)
+    assert status >= 400
+    assert "the engine failed" in got["error"]
+    assert not wait_gone(pids, 10)
+    assert f"rank 1 (pid {pids[1]}) was killed by signal 9" in server.log
+    status, got = server.generate("ranks", **asked)
+    assert "not healthy" in got["error"]
+    # the other models have noticed nothing
+    assert server.generate(**asked)[1]["text_output"] == wanted[PROMPTS[0], None].text
+    assert server.post("repository/models/ranks/unload")[0] == 200
+    pids = [*load(), *before]
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(20)
+    assert not wait_gone(pids, 10)

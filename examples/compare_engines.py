@@ -1,0 +1,82 @@
+"""Compare two engine directories file by file, such as those of two versions of specc.
+
+    python examples/compare_engines.py out/before out/after --json out.json
+
+Of compiled programs (`.pt2`, archives) it shows the lines of code that differ; comments hold paths
+and times of the compilation, and are left out. The exit status is 1 if graphs, steps or weights
+differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from specc.system.machine import describe_machine
+from specc.version import __version__
+
+# what says when and for how long an engine was compiled, and the hashes of everything else
+RECORDS = ("manifest.json", "report.json")
+
+
+def hashes(engine: Path) -> dict[str, str]:
+    """Of every file, by its path in the engine."""
+    files = sorted(path for path in engine.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(engine)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+def code_of(archive: Path) -> list[str]:
+    """Lines of the C++ that a compiled program was made of, comments and empty lines left out."""
+    lines: list[str] = []
+    with zipfile.ZipFile(archive) as members:
+        # names hold hashes of what they contain: their kind is what they have in common
+        names = [name for name in members.namelist() if name.endswith(".cpp")]
+        for name in sorted(names, key=lambda name: name.split(".", 1)[1]):
+            lines += members.read(name).decode().splitlines()
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("//")]
+
+
+def compare(before: Path, after: Path) -> dict[str, Any]:
+    """Files that are the same, that differ, and of which code which lines do."""
+    old, new = hashes(before), hashes(after)
+    differing = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    code = {}
+    for name in differing:
+        if name.endswith(".pt2") and name in old and name in new:
+            pair = (code_of(engine / name) for engine in (before, after))
+            lines = difflib.unified_diff(*pair, lineterm="", n=0)
+            code[name] = [x for x in lines if not x.startswith(("---", "+++", "@@"))]
+    same = sorted(old.keys() - {*differing})
+    return {"same": same, "differing": differing, "lines_of_code": code}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--json", type=Path, help="file to write")
+    args = parser.parse_args()
+    found = compare(args.before, args.after)
+    print(f"{len(found['same'])} files are the same; not {', '.join(found['differing']) or 'none'}")
+    for name, lines in found["lines_of_code"].items():
+        print(f"{name}: {len(lines)} lines of code", *lines, sep="\n  ")
+    if args.json:
+        about = {"machine": describe_machine(), "specc": __version__}
+        about |= {"date": time.strftime("%Y-%m-%d")}
+        args.json.write_text(json.dumps(about | found, indent=1) + "\n", encoding="utf-8")
+    rest = [name for name in found["differing"] if name not in RECORDS]
+    return int(any(name.endswith((".json", ".safetensors")) for name in rest))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

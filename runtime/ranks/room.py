@@ -1,0 +1,76 @@
+"""Whether this machine has cores and memory for the ranks that are to run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from specc.artifact.directory import available_memory_bytes
+from specc.artifact.manifest import Manifest
+from specc.errors import ConfigError, EngineError
+from specc.runtime.ranks.rank_options import RankOptions
+from specc.system.files import format_bytes
+from specc.system.machine import num_usable_cores
+
+
+def check_cores(num_local: int, options: RankOptions) -> None:
+    """Ranks wait for each other in every layer: two on one core wait for its scheduler, too.
+
+    Args:
+        num_local: ranks on this machine.
+        options: `oversubscribes` lets them be more than there are cores.
+    Raises:
+        ConfigError: there are more ranks than cores that this process may use.
+    """
+    cores = num_usable_cores()
+    if num_local > cores and not options.oversubscribes:
+        raise ConfigError(
+            f"{num_local} ranks on this machine, and {cores}"
+            f" {'core' if cores == 1 else 'cores'} that this process may use",
+            "a core for each rank, as long as oversubscribes is off",
+            "use more cores or more machines, or let ranks share cores, which is slow"
+            " (--oversubscribe, oversubscribes=True)",
+        )
+
+
+def check_memory(
+    manifest: Manifest,
+    ranks: Collection[int],
+    max_num_seqs: int | None,
+    available: int | None = None,
+) -> None:
+    """Compare what all ranks of this machine take together with what is free, before any loads.
+
+    Args:
+        manifest: of the engine; copies of a whole one map the same files, and are not counted.
+        ranks: on this machine.
+        max_num_seqs: sequences that caches are made for; None is what the engine allows.
+        available: bytes; None asks the system, where it tells.
+    Raises:
+        EngineError: it is not enough.
+    """
+    if available is None:
+        available = available_memory_bytes()
+    if manifest.parallel is None or available is None:
+        return
+    needed = manifest.memory_of(ranks, max_num_seqs)
+    if needed > available:
+        limits = manifest.limits
+        raise EngineError(
+            f"{format_bytes(available)} of memory available",
+            f"{format_bytes(needed)} for {len(ranks)} of {manifest.num_ranks} ranks on this"
+            f" machine, max_batch_size {max_num_seqs or limits.max_batch_size} and max_seq_len"
+            f" {limits.max_seq_len}",
+            "spread the ranks over more machines, compile with a smaller --max-batch-size or"
+            " --max-seq-len, or free memory",
+        )
+
+
+def threads_of_rank(num_local: int) -> int:
+    """Threads of each rank: more than there are cores would wait for each other.
+
+    Args:
+        num_local: ranks on this machine.
+    """
+    return min(torch.get_num_threads(), max(1, num_usable_cores() // num_local))

@@ -1,0 +1,134 @@
+"""Cores and memory of a machine are compared with all ranks that run on it, before any starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specc.artifact.directory import read_manifest
+from specc.errors import ConfigError, EngineError
+from specc.runtime.engine import Engine
+from specc.runtime.engine_args import EngineArgs
+from specc.runtime.ranks import launch, room
+from specc.runtime.ranks.rank_options import RankOptions
+from specc.runtime.ranks.room import check_cores, check_memory, threads_of_rank
+from specc.system import machine
+from specc.system.files import format_bytes
+from tests.lossless import Zoo
+from tests.runtime.ranks.conftest import OPTIONS
+from tests.runtime.ranks.test_sharded_engine import path_of
+
+
+@pytest.fixture
+def cut_path(zoo: Zoo) -> Path:
+    return path_of(zoo, "llama", "eager", 2)
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with as many cores as a test says."""
+
+    def set_cores(count: int) -> None:
+        for module in (room, machine):
+            monkeypatch.setattr(module, "num_usable_cores", lambda: count)
+
+    return set_cores
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test in which a rank is started, or a part of an engine loaded."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(launch, "_start_all", refuse)
+    monkeypatch.setattr(launch, "backend_of", refuse)
+    monkeypatch.setattr(launch, "make_group", refuse)
+
+
+def test_more_ranks_than_cores(cut_path: Path, cores: Any, no_ranks: None) -> None:
+    cores(1)
+    with pytest.raises(ConfigError) as caught:
+        EngineArgs(cut_path).load()
+    assert caught.value.found == "2 ranks on this machine, and 1 core that this process may use"
+    assert caught.value.needed.startswith("a core for each rank")
+    assert "--oversubscribe" in caught.value.do
+
+
+def test_as_many_ranks_as_cores(cores: Any) -> None:
+    cores(3)
+    for count in (1, 2, 3):
+        check_cores(count, RankOptions(count))
+    with pytest.raises(ConfigError, match="4 ranks on this machine, and 3 cores"):
+        check_cores(4, RankOptions(4))
+    check_cores(4, RankOptions(4, oversubscribes=True))
+
+
+def test_ranks_may_share_a_core(cut_path: Path, cores: Any) -> None:
+    """The way through, as the commands, the servers and `LLM` take it."""
+    cores(1)
+    engine = EngineArgs(cut_path, oversubscribes=True).load()
+    try:
+        assert len(engine.target.leader.pids) == 1  # type: ignore[attr-defined]
+    finally:
+        engine.target.leader.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("count", "num_local", "threads"), [(8, 2, 4), (8, 3, 2), (2, 4, 1)])
+def test_threads_of_a_rank(
+    cores: Any, monkeypatch: pytest.MonkeyPatch, count: int, num_local: int, threads: int
+) -> None:
+    cores(count)
+    monkeypatch.setattr(room.torch, "get_num_threads", lambda: count)
+    assert threads_of_rank(num_local) == threads
+
+
+def test_ranks_of_a_launch_on_this_machine_are_counted(
+    cut_path: Path, cores: Any, no_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores(1)
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for rank in "01":
+        for name, value in {**given, "RANK": rank, "LOCAL_WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match="2 ranks on this machine, and 1 core"):
+            Engine.load(cut_path)
+    # the first of two hosts
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(AssertionError, match="too late"):
+        Engine.load(cut_path, ranks=replace(OPTIONS, oversubscribes=False, start_timeout_s=1.0))
+
+
+def test_memory_of_ranks_is_the_sum(zoo: Zoo, cut_path: Path) -> None:
+    """Each has its part of the target, and rank 0 the draft."""
+    manifest = read_manifest(cut_path)
+    target, draft = (manifest.memory_plan[name].total for name in ("target", "draft_0"))
+    assert manifest.memory_of((0,)) == target + draft == manifest.total_memory
+    assert manifest.memory_of((1,)) == target
+    assert manifest.memory_of(range(2)) == 2 * target + draft
+    caches = [manifest.memory_plan[name].cache for name in ("target", "draft_0")]
+    half = manifest.limits.max_batch_size // 2
+    assert manifest.memory_of(range(2), half) == 2 * target + draft - caches[0] - caches[1] // 2
+    whole = read_manifest(path_of(zoo, "llama", "eager", 1))
+    assert whole.memory_of((0,)) == whole.total_memory
+
+
+def test_too_little_memory_for_all(
+    cut_path: Path, no_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank would fit, two do not: nobody is started."""
+    manifest = read_manifest(cut_path)
+    both = manifest.memory_of(range(2))
+    check_memory(manifest, range(2), None, both)
+    check_memory(manifest, (0,), None, both - 1)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: both - 1)
+    with pytest.raises(EngineError) as caught:
+        Engine.load(cut_path, ranks=OPTIONS)
+    assert caught.value.found == f"{format_bytes(both - 1)} of memory available"
+    assert caught.value.needed.startswith(f"{format_bytes(both)} for 2 of 2 ranks on this machine")
+    assert "more machines" in caught.value.do
