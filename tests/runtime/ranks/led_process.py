@@ -79,7 +79,9 @@ def main() -> None:
     elif stage == "verify":
         engine.target.program = paused(stage, 3, engine, engine.target.program)
     elif stage == "draft":
-        step._step.draft = paused(stage, 2, engine, step._step.draft)
+        # of a cut engine, the step that draws runs
+        for one in (step, *([engine.drawn.steps[PLAN]] if engine.drawn else [])):
+            one._step.draft = paused(stage, 2, engine, one._step.draft)
     elif stage == "accept":
         step.before_accept = paused(stage, 2, engine, lambda values: None)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
