@@ -43,6 +43,13 @@ async def until_idle(llm: AsyncLLM) -> None:
             await asyncio.sleep(0.005)
 
 
+async def until_open(llm: AsyncLLM, count: int) -> None:
+    """Until so many outputs have their names."""
+    async with asyncio.timeout(WAIT_S):
+        while llm._running._num_open != count:
+            await asyncio.sleep(0.001)
+
+
 def run(work: object) -> object:
     async def bounded() -> object:
         async with asyncio.timeout(WAIT_S):
@@ -94,10 +101,12 @@ def test_a_cancelled_task_ends_its_request(llm: AsyncLLM, prompts) -> None:
 
     async def leave() -> None:
         task = asyncio.create_task(last(llm.generate(prompts[4], long, "left")))
-        await asyncio.sleep(0.02)
+        # one that is still being handed in would take its name a moment later
+        await until_open(llm, 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        await until_open(llm, 0)
         await until_idle(llm)
         # the name is free again, and leaving the loop ends the request, too
         async for _ in llm.generate(prompts[4], long, "left"):
