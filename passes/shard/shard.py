@@ -53,6 +53,7 @@ class Shard(Pass):
         self._num_ranks = num_ranks
 
     def run(self, program: Program) -> PassResult:
+        _forget_names(program)
         cut = _Cut(program, self._num_ranks)
         cut.rewrite()
         program.shard = cut.plan()
@@ -330,6 +331,16 @@ class _Cut:
                 size *= item if isinstance(item, int) else 1
             found.append(Collective(node.name, ALL_REDUCE, node.args[0].name, layer, size))
         return found
+
+
+def _forget_names(program: Program) -> None:
+    """Let names of new nodes follow from the graph alone, not from nodes that it had before.
+
+    The cut of a graph that was read from a file is then the same text.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    program.graph_module.graph = graph
 
 
 def _check_cover(cut: WeightCut, num_ranks: int) -> None:

@@ -12,6 +12,7 @@ from specc.cli.app import Debug, EngineArgument, Json, add_command, app, print_v
 from specc.cli.commands.bench import bench, bench_serve
 from specc.cli.commands.chat import chat
 from specc.cli.commands.compile import compile_
+from specc.cli.commands.reshard import reshard
 from specc.cli.commands.run import run
 from specc.cli.commands.serve import serve
 from specc.cli.commands.triton import triton
@@ -126,6 +127,7 @@ add_command("serve", serve)
 add_command("bench", bench)
 add_command("bench serve", bench_serve)
 add_command("tune", tune)
+add_command("reshard", reshard)
 add_command("triton", triton)
 add_command("inspect", inspect)
 add_command("doctor", doctor)

@@ -12,9 +12,8 @@ import typer
 from rich.table import Table
 
 from specc.artifact.directory import read_manifest
-from specc.artifact.manifest_entries import ModelEntry
 from specc.cli.render import heading, make_console, make_table
-from specc.errors import ConfigError, EngineError
+from specc.errors import ConfigError
 from specc.sharding.shard_plan import Cut, ShardPlan, WeightCut
 from specc.system.files import format_bytes
 
@@ -49,7 +48,7 @@ def show_sharding(engine: Path, as_json: bool) -> None:
             "an engine whose target is cut for several",
             "compile it with --tensor-parallel-size",
         )
-    plans = {model.name: read_plan(engine, model) for model in cut}
+    plans = {model.name: ShardPlan.read(engine / model.shard_file) for model in cut}
     if as_json:
         typer.echo(json.dumps({name: plan.to_json() for name, plan in plans.items()}, indent=1))
         return
@@ -62,21 +61,6 @@ def show_sharding(engine: Path, as_json: bool) -> None:
         console.print()
         for line in _totals(plan):
             console.print(line)
-
-
-def read_plan(engine: Path, model: ModelEntry) -> ShardPlan:
-    """How a model of an engine is cut.
-
-    Raises:
-        EngineError: the file cannot be read, or is malformed.
-    """
-    path = engine / model.shard_file
-    try:
-        return ShardPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EngineError(
-            f"{path}: {error}", "the plan of a cut model", "compile or copy the engine again"
-        ) from error
 
 
 def _weights_table(plan: ShardPlan) -> Table:
