@@ -76,6 +76,12 @@ def inspect(
             help="Show what each rank holds of every weight, and where sums over ranks stand.",
         ),
     ] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(
+            "--svg", metavar="OUT.svg", help="With --sharding: draw it into this file instead."
+        ),
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -92,16 +98,22 @@ def inspect(
       specc inspect engine/ --tree tree.svg --plan tree-3-2-1
       specc inspect engine/ --step step.svg
       specc inspect engine/ --sharding
+      specc inspect engine/ --sharding --svg sharding.svg
       specc inspect engine/ --json | jq .manifest.plans
     """  # noqa: D301
     from specc.cli.inspect_engine import run_inspect
     from specc.cli.pictures import draw_pictures
     from specc.cli.show_sharding import show_sharding
+    from specc.errors import ConfigError
 
+    if svg is not None and not sharding:
+        raise ConfigError(
+            f"--svg {svg} without --sharding", "what is to be drawn", "pass --sharding, too"
+        )
     if tree is not None or step is not None:
         draw_pictures(engine, plan, tree=tree, step=step)
     elif sharding:
-        show_sharding(engine, as_json)
+        show_sharding(engine, as_json, svg)
     else:
         run_inspect(engine, only=only, why=why, verify=verify, as_json=as_json)
 
