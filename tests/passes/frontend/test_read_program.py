@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specc.errors import EngineError
+from specc.kernels import ops
 from specc.passes.frontend.read_program import read_program
 from specc.passes.lower.cpu.lower import LAYOUT_PHASES
 from specc.passes.lower.emit import constant_key, program_to_json
@@ -61,6 +62,20 @@ def test_what_is_written_is_read_and_cut_alike(name: str) -> None:
         fresh = traced(name, (*PHASES, *cut))
         assert program_to_json(again) == program_to_json(fresh)
         assert again.shard == fresh.shard
+
+
+def test_new_nodes_are_named_after_the_graph_alone() -> None:
+    """Nodes of the same operators, which were there before the cut, leave no trace."""
+    programs = [traced("llama", PHASES) for _ in range(2)]
+    graph = programs[1].graph
+    (output,) = graph.find_nodes(op="output")
+    with graph.inserting_before(output):
+        for target in (ops.all_reduce, torch.ops.aten.sub.Tensor):
+            values = (output.args[0],) * len(target._schema.arguments[:2])
+            graph.erase_node(graph.call_function(target, values))
+    for program in programs:
+        Pipeline((("shard", (partial(Shard, 2),)),)).run(program)
+    assert program_to_json(programs[0]) == program_to_json(programs[1])
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,8 @@ def test_engines_are_those_that_the_checkpoint_makes(
     before, after = way
     reshard_engine(fresh(name, before), tmp_path / "engine", after)
     compare(tmp_path / "engine", fresh(name, after))
+    # nothing was written through a link
+    open_engine(fresh(name, before), verify=True)
 
 
 class Pair:
@@ -172,6 +174,27 @@ def test_drafts_carry_over_and_the_result_is_probed(pair: Pair, tmp_path: Path) 
     compare(tmp_path / "unprobed", pair.one)
     # nothing was written through a link
     open_engine(pair.two, verify=True)
+
+
+def test_tiles_are_those_of_the_new_number_of_ranks(tmp_path: Path) -> None:
+    """Rank 0 of two holds half of the columns beside all of them, so that fewer rows fit."""
+    checkpoint = models.save_tiny("llama", tmp_path / "checkpoint")
+    plan = SpecPlan.from_widths((1,) * 24, ("lookup-3",))
+    for num_ranks in (1, 2):
+        config = CompileConfig(
+            plans=(plan,),
+            max_batch_size=64,
+            max_seq_len=64,
+            max_logits_mb=1,
+            backend="eager",
+            tensor_parallel_size=num_ranks,
+        )
+        with shared_traces():
+            build(checkpoint, None, tmp_path / f"fresh-{num_ranks}", config)
+    for before, after, tile in ((1, 2, 13), (2, 1, None)):
+        made = reshard_engine(tmp_path / f"fresh-{before}", tmp_path / f"for-{after}", after)
+        assert made.manifest.plans[0].tile == tile
+        compare(tmp_path / f"for-{after}", tmp_path / f"fresh-{after}")
 
 
 def test_an_engine_can_take_its_own_place(engine: Path, pair: Pair) -> None:

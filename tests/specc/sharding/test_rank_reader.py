@@ -28,8 +28,9 @@ PADDED = (Interval(0, 8, 4),)
 CUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "rows": ((21, 8), (FUSED, WHOLE_8)),
     "columns": ((8, 21), (WHOLE_8, FUSED)),
-    "padded": ((6, 8), (PADDED, WHOLE_8)),
-    "padded-columns": ((8, 6), (WHOLE_8, PADDED)),
+    "padded": ((7, 8), (PADDED, WHOLE_8)),
+    "padded-columns": ((8, 5), (WHOLE_8, PADDED)),
+    "padded-stack": ((3, 7, 8), (WHOLE_3, PADDED, WHOLE_8)),
     "experts": ((3, 21, 8), (WHOLE_3, FUSED, WHOLE_8)),
     "first": ((8, 3, 2), ((Interval(0, 8, 4),), WHOLE_3, (Interval(0, 2),))),
     "vector": ((21,), (FUSED,)),
