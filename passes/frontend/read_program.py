@@ -18,9 +18,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from specc.artifact.graph_io import describe_value, graph_from_json
 from specc.errors import EngineError
 from specc.kernels import ops
-from specc.passes.frontend.trace_flat import export_flat
-from specc.passes.lower.emit import constant_key
-from specc.passes.program import RUNTIME_INPUTS, AttentionLayer, Program, Weight
+from specc.passes.frontend.trace import export_flat
+from specc.passes.program import RUNTIME_INPUTS, AttentionLayer, Program, Weight, constant_key
 
 _GEOMETRY = "geometry"
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)

@@ -38,12 +38,11 @@ from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.read_program import read_program
-from specc.passes.lower.emit import constant_key, program_to_json
-from specc.passes.lower.inductor.directory import inductor_directory
+from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
-from specc.passes.program import Program
+from specc.passes.program import Program, constant_key, program_to_json
 from specc.passes.shard.shard import Shard
-from specc.progress import Phases, ProgressEvent
+from specc.progress import PhaseTimer, ProgressEvent
 from specc.sharding.rank_reader import RankReader
 from specc.sharding.shard_plan import ShardPlan
 from specc.system.json_file import read_json
@@ -74,7 +73,7 @@ def reshard_engine(
     Raises:
         SpeccError: found / needed / do; nothing is left behind.
     """
-    engine, phases = Path(engine), Phases(listen)
+    engine, phases = Path(engine), PhaseTimer(listen)
     asked = CompileConfig(tensor_parallel_size=num_ranks)  # within the range of the option
     with inductor_directory(), EngineWriter(output, force=force) as writer:
         with phases.phase("check engine"):
@@ -95,7 +94,7 @@ def reshard_engine(
                 _take_over(engine, old, writer)
                 write_programs(writer, [target])
                 slabs = {model.name: len(model.entry.slabs) for model in models}
-                steps = write_steps(writer, plans, slabs, backend.facts.is_rectangular)
+                steps = write_steps(writer, plans, slabs, backend.facts.is_padded)
             with phases.phase("write target weights") as advance:
                 warnings = write_model_weights(writer, target, config, advance)
         emitted = backend.emit(new)
@@ -199,7 +198,9 @@ class _StoredSource(ModelSource):
 
 
 @contextmanager
-def _open_models(engine: Path, manifest: Manifest, phases: Phases) -> Iterator[list[CompiledModel]]:
+def _open_models(
+    engine: Path, manifest: Manifest, phases: PhaseTimer
+) -> Iterator[list[CompiledModel]]:
     """The models of an engine with their graphs, the target whole; files are closed in the end."""
     models: list[CompiledModel] = []
     try:

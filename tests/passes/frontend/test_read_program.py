@@ -13,10 +13,9 @@ from specc.errors import EngineError
 from specc.kernels import ops
 from specc.passes.frontend.read_program import read_program
 from specc.passes.lower.cpu.lower import LAYOUT_PHASES
-from specc.passes.lower.emit import constant_key, program_to_json
 from specc.passes.memory import PassShape, plan_memory
 from specc.passes.pipeline import PHASES, Phases, Pipeline
-from specc.passes.program import Program
+from specc.passes.program import Program, constant_key, program_to_json
 from specc.passes.shard.shard import Shard
 from tests import models
 from tests.traces import trace_once
