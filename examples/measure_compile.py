@@ -3,13 +3,15 @@
     python examples/measure_compile.py --output docs/results/compile_scale.json
     python examples/measure_compile.py --part cpu --output docs/results/compile_cpu.json
     python examples/measure_compile.py --part ranks --output docs/results/compile_ranks.json
+    python examples/measure_compile.py --part reshard --output docs/results/reshard.json
 
 Each measurement runs in a process of its own, so that peaks do not mix. `passes`: the traced
 models have the shapes of Llama 3 70B and no weights; the model that is compiled for the backend
 eager has random weights of 3 GB. `cpu`: the same weights for the backend cpu, and models of many
 narrow layers, since code grows with layers and not with weights; no cache is warm. The memory of
 Inductor and of the C++ compiler is the highest of any one process, theirs being apart. `ranks`: the
-70B shape cut for 8 ranks, and the weights of 3 GB written as files of 4.
+70B shape cut for 8 ranks, and the weights of 3 GB written as files of 4. `reshard`: of these files
+those of 2 ranks, and the whole ones.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +153,26 @@ def measure_weights(directory: Path, backend: str, num_ranks: int) -> dict[str, 
     }
 
 
+def measure_reshard(directory: Path, backend: str, num_ranks: int) -> dict[str, Any]:
+    """Make an engine of so many ranks of the one in this directory, without the probe."""
+    import specc
+
+    engine, before = directory / f"engine-{backend}", peak_rss_bytes()
+    start, cpu, read = time.perf_counter(), time.process_time(), bytes_read()
+    made = specc.reshard(engine, directory / f"to-{num_ranks}", num_ranks, probe=False)
+    return {
+        "backend": backend,
+        "num_ranks": num_ranks,
+        "bytes_read": bytes_read() - read,
+        "engine_bytes": sum(f.stat().st_size for f in engine.rglob("*") if f.is_file()),
+        "reshard_s": round(time.perf_counter() - start, 2),
+        "cpu_s": round(time.process_time() - cpu, 2),
+        "phases_s": {name: round(value, 2) for name, value in made.seconds.items()},
+        "peak_rss_before_bytes": before,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+
+
 def write_random_checkpoint(directory: Path, shape: dict[str, int]) -> None:
     """Write a Llama checkpoint of random bfloat16 parameters, one layer a file."""
     import torch
@@ -199,8 +222,17 @@ def run_apart(*arguments: str, **environment: str) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def compile_apart(shape: dict[str, int], backend: str, num_ranks: int = 1) -> dict[str, Any]:
-    """Write a checkpoint and compile it with empty caches."""
+def compile_apart(
+    shape: dict[str, int], backend: str, num_ranks: int = 1, reshard_to: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Write a checkpoint and compile it with empty caches, then make engines of other ranks of it.
+
+    Args:
+        shape: of the model.
+        backend: of the engine.
+        num_ranks: that share it.
+        reshard_to: ranks of each further engine; what these cost is under `reshard`.
+    """
     with tempfile.TemporaryDirectory() as directory:
         run_apart("--write-checkpoint", directory, "--shape", json.dumps(shape))
         caches = {
@@ -208,6 +240,12 @@ def compile_apart(shape: dict[str, int], backend: str, num_ranks: int = 1) -> di
         }
         options = ("--backend", backend, "--ranks", str(num_ranks))
         made = run_apart("--weights", directory, *options, **caches)
+        for other in reshard_to:
+            given = ("--backend", backend, "--reshard", str(other))
+            found = run_apart("--weights", directory, *given, **caches)
+            made.setdefault("reshard", []).append(found)
+            peak = found["peak_rss_bytes"] / _MIB
+            print(f"{num_ranks} to {other}: {found['reshard_s']} s, {peak:.0f} MiB", flush=True)
     print(
         f"{made['checkpoint_bytes'] / 1e9:.2f} GB, {made['num_layers']} layers, {backend}:"
         f" {made['compile_s']} s, peak {made['peak_rss_bytes'] / _MIB:.0f} MiB,"
@@ -243,13 +281,14 @@ def main() -> None:
     """Run all measurements and write JSON and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("compile_scale.json"))
-    parser.add_argument("--part", choices=("passes", "cpu", "ranks"), default="passes")
+    parser.add_argument("--part", choices=("passes", "cpu", "ranks", "reshard"), default="passes")
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write-checkpoint", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--backend", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--reshard", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--cut", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.layers:
@@ -258,6 +297,10 @@ def main() -> None:
     if arguments.write_checkpoint:
         write_random_checkpoint(arguments.write_checkpoint / "model", arguments.shape)
         print("{}")
+        return
+    if arguments.reshard:
+        measured = measure_reshard(arguments.weights, arguments.backend, arguments.reshard)
+        print(json.dumps(measured))
         return
     if arguments.weights:
         measured = measure_weights(arguments.weights, arguments.backend, arguments.ranks)
@@ -282,6 +325,8 @@ def main() -> None:
         cut = run_apart("--cut", "8")
         print(f"70B for 8 ranks: {cut['total_s']} s, {cut['peak_rss_bytes'] / _MIB:.0f} MiB")
         results = {"cut": cut, "weights": compile_apart(WIDE, "eager", 4)}
+    elif arguments.part == "reshard":
+        results = {"weights": compile_apart(WIDE, "eager", 4, (2, 1))}
     else:
         layers = [compile_apart(NARROW | {"num_hidden_layers": n}, "cpu") for n in CODE_LAYERS]
         results = {"layers": layers, "weights": compile_apart(WIDE, "cpu")}

@@ -9,6 +9,7 @@ from specc.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from specc.api import compile as compile
+    from specc.api import reshard as reshard
     from specc.config import CompileConfig as CompileConfig
     from specc.errors import SpeccError as SpeccError
     from specc.runtime.async_llm import AsyncLLM as AsyncLLM
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 # must not import the compiler
 _EXPORTS = {
     "compile": "specc.api",
+    "reshard": "specc.api",
     "CompileConfig": "specc.config",
     "SamplingParams": "specc.sampling.params",
     "SpeccError": "specc.errors",
@@ -50,6 +52,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TokenTree",
     "compile",
+    "reshard",
 ]
 
 

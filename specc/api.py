@@ -1,4 +1,4 @@
-"""`specc.compile`: compile a pair in Python, with the probe that the command line runs."""
+"""`specc.compile` and `specc.reshard`, with the probe that the command line runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specc.compiler.build import Compilation, build
 from specc.compiler.checks import ModelLike
+from specc.compiler.reshard import reshard_engine
 from specc.config import CompileConfig
 from specc.progress import ProgressEvent
 from specc.speculation.choose_plans import Tree, choose_plans, policy_of, split_drafts
@@ -112,6 +113,41 @@ def compile(
         tokenizer=tokenizer,
         force=force,
         dump_graphs=Path(dump_graphs) if dump_graphs else None,
+        listen=listen,
+    )
+
+
+def reshard(
+    engine: str | Path,
+    output: str | Path,
+    tensor_parallel_size: int,
+    *,
+    force: bool = False,
+    probe: bool = True,
+    listen: Callable[[ProgressEvent], None] = lambda event: None,
+) -> Compilation:
+    """Make an engine for another number of ranks out of an engine, without its checkpoint.
+
+        specc.reshard("engine/", "engine-4/", 4)
+
+    Args:
+        engine: directory of the engine that there is, with the files of all of its ranks.
+        output: engine directory to make.
+        tensor_parallel_size: ranks that share the target of the new engine; 1 makes it whole.
+        force: replace an existing engine.
+        probe: generate a few dozen tokens at the end and report acceptance.
+        listen: called as phases begin, advance and end.
+    Returns:
+        the manifest, what each pass did, and warnings.
+    Raises:
+        SpeccError: found / needed / do; nothing is left behind.
+    """
+    return reshard_engine(
+        engine,
+        output,
+        tensor_parallel_size,
+        force=force,
+        probe=probe_engine if probe else None,
         listen=listen,
     )
 

@@ -204,21 +204,33 @@ class CutChoice:
         if size % self._num_ranks == 0:
             return Pieces(self._num_ranks)
         if name in self._inner:
-            self._refuse(size, "inner features")
+            self._refuse(size, "inner features", self._summed_weight(name))
         return None
 
-    def _heads_of(self, name: Run) -> tuple[int, str]:
-        for queries, keys in self._relations.heads:
+    def _heads_of(self, name: Run) -> tuple[int, str, str]:
+        for layer, (queries, keys) in zip(self._program.layers, self._relations.heads, strict=True):
             if name in self._classes_of(queries):
-                return size_of(queries), "attention heads"
+                return size_of(queries), "attention heads", layer.name
             if name in self._classes_of(keys):
-                return size_of(keys), "key and value heads"
+                return size_of(keys), "key and value heads", layer.name
         raise AssertionError(name)
 
-    def _refuse(self, size: int, what: str) -> None:
+    def _summed_weight(self, name: Run) -> str:
+        """The first weight of a product that sums over a class, with its shape."""
+        for node, summed in self._relations.contracted.items():
+            if name not in self._classes_of(summed):
+                continue
+            for item in node.all_input_nodes:
+                weight = self._program.weights.get(str(item.target))
+                if weight is not None and item.op == "placeholder" and len(weight.shape) > 1:
+                    return f"{weight.key} {list(weight.shape)}"
+            return node.name  # a product of two computed values
+        raise AssertionError(name)
+
+    def _refuse(self, size: int, what: str, where: str) -> None:
         fits = [n for n in range(2, size + 1) if size % n == 0]
         raise ConfigError(
-            f"{size} {what} in {self._program.name}, for {self._num_ranks} ranks",
+            f"{size} {what} of {where} in {self._program.name}, for {self._num_ranks} ranks",
             f"a number of ranks that divides them: {', '.join(map(str, fits[:6])) or '1'}",
             "choose another --tensor-parallel-size",
         )

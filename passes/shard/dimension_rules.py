@@ -139,10 +139,15 @@ def _addmm(found: Relations, node: fx.Node) -> None:
         for item in (bias, x, weight, node):
             found.block_all(item, "a product with factors")
         return
+    _mm(found, node, x, weight)
+    found.same(bias, bias.meta["val"].dim() - 1, node, 1)
+
+
+def _mm(found: Relations, node: fx.Node, *operands: fx.Node) -> None:
+    x, weight = operands or node.args
     found.same(x, 0, node, 0)
     found.same(weight, 1, node, 1)
     _contract(found, node, x, 1, weight, 0)
-    found.same(bias, bias.meta["val"].dim() - 1, node, 1)
 
 
 def _grouped_mm(found: Relations, node: fx.Node) -> None:
@@ -285,6 +290,7 @@ _RULES: Mapping[str, Rule] = VIEW_RULES | {
     "chunk": _nothing,
     "linear": _linear,
     "addmm": _addmm,
+    "mm": _mm,
     "grouped_mm": _grouped_mm,
     "embedding": _embedding,
     "index_select": _index_select,

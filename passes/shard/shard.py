@@ -16,6 +16,7 @@ from specc.passes.base import Pass, PassResult
 from specc.passes.facts import attention_is_cached
 from specc.passes.program import Program, add_placeholder, bind_args, emit_call, last_placeholder
 from specc.passes.proof.token_routing import name_of
+from specc.passes.shard.biases import PartBiases, add_after
 from specc.passes.shard.cut_choice import CutChoice
 from specc.passes.shard.dimension_rules import parts_of, relations_of, slice_of
 from specc.passes.shard.place_reduces import check_sums, place_reduces
@@ -53,7 +54,12 @@ class Shard(Pass):
         self._num_ranks = num_ranks
 
     def run(self, program: Program) -> PassResult:
+        _forget_names(program)
         cut = _Cut(program, self._num_ranks)
+        if cut.shared_biases:
+            # what is added after a sum is one more value, that sums stand before
+            add_after(program, cut.shared_biases)
+            cut = _Cut(program, self._num_ranks)
         cut.rewrite()
         program.shard = cut.plan()
         program.graph.lint()
@@ -83,11 +89,16 @@ class _Cut:
             for node in nodes
             if node.op == "placeholder" and node.target in program.weights
         }
-        self._first_only = self._biases_of_parts()
+        self._biases = PartBiases(program, self._relations.contracted, self._is_part)
         self._constants: list[RankConstant] = []
         (output,) = (node for node in nodes if node.op == "output")
         self._logits: fx.Node = output.args[0]
         self._vocab_size = int(self._logits.meta["val"].shape[-1])
+
+    @property
+    def shared_biases(self) -> list[fx.Node]:
+        """Products that leave parts of sums, and whose bias all ranks need."""
+        return self._biases.shared
 
     # --- before the cut
 
@@ -112,22 +123,6 @@ class _Cut:
             self._choice.local_size(node, dim) if isinstance(size, int) else str(size)
             for dim, size in enumerate(node.meta["val"].shape)
         )
-
-    def _biases_of_parts(self) -> set[str]:
-        """Biases that are added to a part of a sum: only one rank may add them.
-
-        They may have no other reader: it would see zeros on the other ranks.
-        """
-        found = set()
-        for node in self._relations.contracted:
-            given = bind_args(node)
-            bias = given["self"] if name_of(node) == "addmm" else given.get("bias")
-            if bias is None or not self._is_part(node):
-                continue
-            if bias.target not in self._program.weights or len(bias.users) > 1:
-                raise AssertionError(f"{bias.name} is added to a part of a sum, and read elsewhere")
-            found.add(bias.target)
-        return found
 
     def _new_literals(self, node: fx.Node) -> dict[int, Any]:
         """Position of an argument → what it is after the cut."""
@@ -302,7 +297,7 @@ class _Cut:
                 str(weight.dtype).removeprefix("torch."),
                 self._whole_shapes[name],
                 self._weight_cuts[name],
-                name in self._first_only,
+                name in self._biases.first_only,
             )
             if weights.setdefault(weight.key, cut) != cut:
                 raise AssertionError(f"{weight.key} is cut in two ways")
@@ -330,6 +325,16 @@ class _Cut:
                 size *= item if isinstance(item, int) else 1
             found.append(Collective(node.name, ALL_REDUCE, node.args[0].name, layer, size))
         return found
+
+
+def _forget_names(program: Program) -> None:
+    """Let names of new nodes follow from the graph alone, not from nodes that it had before.
+
+    The cut of a graph that was read from a file is then the same text.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    program.graph_module.graph = graph
 
 
 def _check_cover(cut: WeightCut, num_ranks: int) -> None:

@@ -65,7 +65,7 @@ def open_engine(
     if verify is not False:
         weights = () if verify else manifest.weights_files
         hashed = {name: e for name, e in manifest.files.items() if name not in weights}
-        _check_hashes(path, hashed, progress)
+        check_hashes(path, hashed, progress)
     return manifest
 
 
@@ -91,6 +91,37 @@ def read_manifest(path: Path) -> Manifest:
         return Manifest.from_json(data)
     except EngineError as error:
         raise EngineError(f"{file}: {error.found}", error.needed, error.do) from error
+
+
+def check_hashes(path: Path, files: Mapping[str, FileEntry], progress: Progress | None) -> None:
+    """Read files of an engine and compare them with what its manifest says.
+
+    Args:
+        path: the engine directory.
+        files: name → content.
+        progress: called with (bytes hashed, bytes in all).
+    Raises:
+        EngineError: one was altered, or cannot be read.
+    """
+    total, done = sum(entry.bytes for entry in files.values()), 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress:
+            progress(done, total)
+
+    for name, entry in files.items():
+        try:
+            sha256 = hash_file(path / name, advance)
+        except OSError as error:
+            raise EngineError(
+                f"{path / name} cannot be read: {error.strerror}",
+                "a readable file",
+                "check its permissions and the disk",
+            ) from error
+        if sha256 != entry.sha256:
+            raise _altered(f"{path / name} has sha256 {sha256}", f"sha256 {entry.sha256}")
 
 
 def available_memory_bytes() -> int | None:
@@ -168,28 +199,6 @@ def _check_file(path: Path, name: str, entry: FileEntry) -> None:
     size = file.stat().st_size
     if size != entry.bytes:
         raise _altered(f"{file} has {size} bytes", f"{entry.bytes} bytes")
-
-
-def _check_hashes(path: Path, files: Mapping[str, FileEntry], progress: Progress | None) -> None:
-    total, done = sum(entry.bytes for entry in files.values()), 0
-
-    def advance(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        if progress:
-            progress(done, total)
-
-    for name, entry in files.items():
-        try:
-            sha256 = hash_file(path / name, advance)
-        except OSError as error:
-            raise EngineError(
-                f"{path / name} cannot be read: {error.strerror}",
-                "a readable file",
-                "check its permissions and the disk",
-            ) from error
-        if sha256 != entry.sha256:
-            raise _altered(f"{path / name} has sha256 {sha256}", f"sha256 {entry.sha256}")
 
 
 def _altered(found: str, needed: str) -> EngineError:

@@ -107,10 +107,17 @@ def graph_to_json(graph: fx.Graph) -> dict[str, Any]:
 
 
 def graph_from_json(
-    data: Mapping[str, Any], modules: Mapping[str, torch.nn.Module] | None = None
+    data: Mapping[str, Any],
+    modules: Mapping[str, torch.nn.Module] | None = None,
+    *,
+    keeps_names: bool = False,
 ) -> fx.GraphModule:
-    """Decode a graph; `modules` are what its call_module nodes name.
+    """Decode a graph.
 
+    Args:
+        data: of `graph_to_json`.
+        modules: what its call_module nodes name.
+        keeps_names: nodes have their names of before, not new ones.
     Raises:
         EngineError: an unknown operator, an unknown node, or a malformed entry.
     """
@@ -133,7 +140,13 @@ def graph_from_json(
                     raise ValueError(f"no module {entry['target']}")
                 node = graph.call_module(entry["target"], args, kwargs)
             elif entry["op"] == "call_function":
-                node = graph.call_function(resolve_target(entry["target"]), args, kwargs)
+                node = graph.create_node(
+                    "call_function",
+                    resolve_target(entry["target"]),
+                    args,
+                    kwargs,
+                    name=name if keeps_names else None,
+                )
             else:
                 raise ValueError(f"node {name} is a {entry['op']}")
             if "val" in entry:

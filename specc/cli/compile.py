@@ -1,4 +1,4 @@
-"""`specc compile`: options to a configuration, progress while it runs, a summary at the end."""
+"""`specc compile` and `specc reshard`: progress while they run, a summary at the end."""
 
 from __future__ import annotations
 
@@ -47,6 +47,21 @@ def run_compile(
         compilation = compile_with(
             target, models, output, config, force=force, dump_graphs=dump_graphs, listen=listen
         )
+    print_summary(compilation, output, verbose)
+
+
+def run_reshard(
+    engine: Path, output: Path, num_ranks: int, *, force: bool, probe: bool, verbose: bool
+) -> None:
+    """Make an engine of another number of ranks, with progress and summary as of a compilation.
+
+    Raises:
+        SpeccError: found / needed / do; nothing is left behind.
+    """
+    with make_listener() as listen:
+        from specc.api import reshard
+
+        compilation = reshard(engine, output, num_ranks, force=force, probe=probe, listen=listen)
     print_summary(compilation, output, verbose)
 
 

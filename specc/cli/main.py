@@ -12,6 +12,7 @@ from specc.cli.app import Debug, EngineArgument, Json, add_command, app, print_v
 from specc.cli.commands.bench import bench, bench_serve
 from specc.cli.commands.chat import chat
 from specc.cli.commands.compile import compile_
+from specc.cli.commands.reshard import reshard
 from specc.cli.commands.run import run
 from specc.cli.commands.serve import serve
 from specc.cli.commands.triton import triton
@@ -75,6 +76,12 @@ def inspect(
             help="Show what each rank holds of every weight, and where sums over ranks stand.",
         ),
     ] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(
+            "--svg", metavar="OUT.svg", help="With --sharding: draw it into this file instead."
+        ),
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -91,16 +98,22 @@ def inspect(
       specc inspect engine/ --tree tree.svg --plan tree-3-2-1
       specc inspect engine/ --step step.svg
       specc inspect engine/ --sharding
+      specc inspect engine/ --sharding --svg sharding.svg
       specc inspect engine/ --json | jq .manifest.plans
     """  # noqa: D301
     from specc.cli.inspect_engine import run_inspect
     from specc.cli.pictures import draw_pictures
     from specc.cli.show_sharding import show_sharding
+    from specc.errors import ConfigError
 
+    if svg is not None and not sharding:
+        raise ConfigError(
+            f"--svg {svg} without --sharding", "what is to be drawn", "pass --sharding, too"
+        )
     if tree is not None or step is not None:
         draw_pictures(engine, plan, tree=tree, step=step)
     elif sharding:
-        show_sharding(engine, as_json)
+        show_sharding(engine, as_json, svg)
     else:
         run_inspect(engine, only=only, why=why, verify=verify, as_json=as_json)
 
@@ -126,6 +139,7 @@ add_command("serve", serve)
 add_command("bench", bench)
 add_command("bench serve", bench_serve)
 add_command("tune", tune)
+add_command("reshard", reshard)
 add_command("triton", triton)
 add_command("inspect", inspect)
 add_command("doctor", doctor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,14 @@ import typer
 from rich.table import Table
 
 from specc.artifact.directory import read_manifest
-from specc.artifact.manifest_entries import ModelEntry
 from specc.cli.render import heading, make_console, make_table
 from specc.errors import ConfigError, EngineError
-from specc.sharding.shard_plan import Cut, ShardPlan, WeightCut
+from specc.sharding.shard_plan import ShardPlan, WeightCut
+from specc.sharding.words import NUMBER, short_name, words_of
 from specc.system.files import format_bytes
+from specc.system.json_file import read_json
 
-# layers that are alike are one line
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_AGAIN = "compile or copy the engine again"
 
 
 @dataclass
@@ -31,12 +30,13 @@ class _Row:
     count: int = 0
 
 
-def show_sharding(engine: Path, as_json: bool) -> None:
-    """Print how the models of an engine are cut.
+def show_sharding(engine: Path, as_json: bool, svg: Path | None = None) -> None:
+    """Print or draw how the models of an engine are cut.
 
     Args:
         engine: the directory.
         as_json: print the plans as JSON instead of tables.
+        svg: file that gets a picture of the target instead.
     Raises:
         EngineError: it is no engine, or a plan is malformed.
         ConfigError: its models are whole.
@@ -49,11 +49,23 @@ def show_sharding(engine: Path, as_json: bool) -> None:
             "an engine whose target is cut for several",
             "compile it with --tensor-parallel-size",
         )
-    plans = {model.name: read_plan(engine, model) for model in cut}
+    plans = {model.name: ShardPlan.read(engine / model.shard_file) for model in cut}
     if as_json:
         typer.echo(json.dumps({name: plan.to_json() for name, plan in plans.items()}, indent=1))
         return
     console = make_console()
+    if svg is not None:
+        from specc.draw.sharding import sharding_svg
+        from specc.draw.sharding_items import sections
+
+        (model,) = cut
+        program = read_json(engine / model.program_file, EngineError, "a program", _AGAIN)
+        plan = plans[model.name]
+        title = f"{model.architecture} on {plan.num_ranks} ranks"
+        heads = [(layer.num_heads, layer.num_kv_heads) for layer in model.layers]
+        sharding_svg(plan, sections(program, plan, heads), title, svg)
+        console.print(f"{svg}: {model.name}, {plan.num_ranks} ranks", soft_wrap=True)
+        return
     for name, plan in plans.items():
         console.print(heading(f"{name}: {plan.num_ranks} ranks"))
         console.print(_weights_table(plan))
@@ -62,21 +74,6 @@ def show_sharding(engine: Path, as_json: bool) -> None:
         console.print()
         for line in _totals(plan):
             console.print(line)
-
-
-def read_plan(engine: Path, model: ModelEntry) -> ShardPlan:
-    """How a model of an engine is cut.
-
-    Raises:
-        EngineError: the file cannot be read, or is malformed.
-    """
-    path = engine / model.shard_file
-    try:
-        return ShardPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EngineError(
-            f"{path}: {error}", "the plan of a cut model", "compile or copy the engine again"
-        ) from error
 
 
 def _weights_table(plan: ShardPlan) -> Table:
@@ -88,7 +85,7 @@ def _weights_table(plan: ShardPlan) -> Table:
             row.name,
             str(row.count),
             " × ".join(map(str, row.weight.shape)),
-            _words(row.weight),
+            words_of(row.weight),
             format_bytes(row.count * row.weight.local_bytes),
         )
     return table
@@ -97,48 +94,10 @@ def _weights_table(plan: ShardPlan) -> Table:
 def _rows(weights: Iterable[WeightCut]) -> list[_Row]:
     rows: dict[object, _Row] = {}
     for weight in weights:
-        name = _short(_NUMBER.sub("*", weight.key))
+        name = short_name(NUMBER.sub("*", weight.key))
         key = (name, weight.shape, weight.cuts, weight.is_first_only)
         rows.setdefault(key, _Row(name, weight)).count += 1
     return list(rows.values())
-
-
-def _short(key: str) -> str:
-    """`a.q_proj.weight+a.k_proj.weight` as `a.q_proj.weight + k_proj`."""
-    first, *others = key.split("+")
-    parts = first.split(".")
-    names = []
-    for other in others:
-        own = [part for part in other.split(".") if part not in parts]
-        names.append(".".join(own) or other)
-    return " + ".join([first, *names])
-
-
-def _words(weight: WeightCut) -> str:
-    """Which dimension is cut into what."""
-    if weight.is_first_only:
-        return "rank 0: all; others: zeros"
-    found = [
-        f"{_dimension(dim, weight)} {_cut_words(cut)}"
-        for dim, cut in enumerate(weight.cuts)
-        if any(interval.parts > 1 for interval in cut)
-    ]
-    return ", ".join(found) or "all"
-
-
-def _dimension(dim: int, weight: WeightCut) -> str:
-    last = len(weight.shape) - 1
-    return "rows" if dim == 0 else "columns" if dim == last else f"dimension {dim}"
-
-
-def _cut_words(cut: Cut) -> str:
-    words = []
-    for interval in cut:
-        text = f"{interval.local_size} of {interval.stop - interval.start}"
-        if interval.copies > 1:
-            text += f" (each on {interval.copies} ranks)"
-        words.append(text)
-    return " | ".join(words)
 
 
 def _sums_table(plan: ShardPlan) -> Table:

@@ -97,7 +97,7 @@ def build(
         with phases.phase("load models"):
             sources = checked.load()
         engine, records = _compile(sources, plans, config, backend, writer, phases, dump_graphs)
-        memory = _plan_memory(engine, backend)
+        memory = plan_engine_memory(engine, backend)
         with phases.phase("write programs"):
             write_programs(writer, engine.models)
             slabs = {model.name: len(model.entry.slabs) for model in engine.models}
@@ -105,7 +105,7 @@ def build(
             facts = backend.facts
             steps = write_steps(writer, engine.plans, slabs, facts.is_padded, is_cut)
         # before minutes of compiling: what is wrong with a checkpoint is found here
-        warnings = [*checked.warnings, *told, *_write_weights(engine)]
+        warnings = [*checked.warnings, *told, *write_engine_weights(engine)]
         emitted = backend.emit(engine)
         records += emitted.records
         warnings += emitted.warnings
@@ -113,7 +113,7 @@ def build(
         write_report(writer, records, phases.seconds)
         manifest = _describe(engine, backend, emitted, steps, memory, checked.tokens)
         if probe is not None and config.probe and checked.tokens.file is not None:
-            manifest, refused = _probe(manifest, backend, writer, probe, phases)
+            manifest, refused = probe_staged(manifest, backend, writer, probe, phases)
             warnings += refused
         manifest = writer.commit(manifest)
     return Compilation(manifest, records, warnings, phases.seconds)
@@ -143,7 +143,9 @@ def _compile(
     return UnfinishedEngine(writer, models, plans, limits, config, phases, dump), records
 
 
-def _plan_memory(engine: UnfinishedEngine, backend: CompilerBackend) -> dict[str, MemoryEntry]:
+def plan_engine_memory(
+    engine: UnfinishedEngine, backend: CompilerBackend
+) -> dict[str, MemoryEntry]:
     """Model name → memory; of the graphs before the backend changes them for its own compiler."""
     found = {}
     for model in engine.models:
@@ -154,7 +156,7 @@ def _plan_memory(engine: UnfinishedEngine, backend: CompilerBackend) -> dict[str
     return found
 
 
-def _write_weights(engine: UnfinishedEngine) -> list[str]:
+def write_engine_weights(engine: UnfinishedEngine) -> list[str]:
     """Write the weights of all models; returns what the user should know."""
     warnings = []
     for model in engine.models:
@@ -196,7 +198,7 @@ def _parallel(engine: UnfinishedEngine) -> ParallelEntry | None:
     return ParallelEntry(engine.config.tensor_parallel_size, cut) if cut else None
 
 
-def _probe(
+def probe_staged(
     manifest: Manifest,
     backend: CompilerBackend,
     writer: EngineWriter,

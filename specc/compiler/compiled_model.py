@@ -21,8 +21,8 @@ from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
-# the phase that cuts
-_CUT = "shard"
+# phases that not every model has: what fits a draft to its target, and what cuts a target
+VOCABULARY, CUT = "vocabulary", "shard"
 
 
 @dataclass
@@ -76,13 +76,13 @@ def compile_models(
         layout = PHASES
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size
-            layout = (*layout, ("vocabulary", (partial(FitVocabulary, num_ids),)))
+            layout = (*layout, (VOCABULARY, (partial(FitVocabulary, num_ids),)))
         elif num_ranks > 1:
-            layout = (*layout, (_CUT, (partial(Shard, num_ranks),)))
+            layout = (*layout, (CUT, (partial(Shard, num_ranks),)))
         whole: list[dict[str, Any]] = []
 
         def keep_whole(_: str, phase: str, program: Program = program, kept: list = whole) -> None:
-            if phase == _CUT:
+            if phase == CUT:
                 kept.append(program_to_json(program))
 
         with phases.phase(f"rewrite {source.name}"), advice_for(author):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest_entries import PlanEntry
@@ -73,11 +74,21 @@ def write_configurations(
 
 
 def write_report(
-    writer: EngineWriter, records: Sequence[PassRecord], seconds: Mapping[str, float]
+    writer: EngineWriter,
+    records: Sequence[PassRecord],
+    seconds: Mapping[str, float],
+    earlier: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write what each pass did, and how long each phase took."""
+    """Write what each pass did, and how long each phase took.
+
+    Args:
+        writer: of the engine.
+        records: of passes.
+        seconds: of phases.
+        earlier: records in JSON, of passes that another compilation ran.
+    """
     report = {
-        "passes": [record.to_json() for record in records],
+        "passes": [*earlier, *(record.to_json() for record in records)],
         "phases": {name: round(value, 3) for name, value in seconds.items()},
     }
     writer.write_json("report.json", report)

@@ -11,10 +11,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from specc.errors import EngineError
+from specc.system.json_file import read_json
 
 FIRST_ROW, PADDING = "first_row", "padding"
 ALL_REDUCE = "all_reduce"
@@ -206,6 +210,20 @@ class ShardPlan:
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    @classmethod
+    def read(cls, path: Path) -> ShardPlan:
+        """The plan in a file of an engine.
+
+        Raises:
+            EngineError: it cannot be read, or is malformed.
+        """
+        needed, do = "the plan of a cut model", "compile or copy the engine again"
+        data = read_json(path, EngineError, needed, do)
+        try:
+            return cls.from_json(data)
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{path}: {error}", needed, do) from error
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ShardPlan:

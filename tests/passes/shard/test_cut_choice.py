@@ -146,6 +146,66 @@ class ValuesToo(Tiny):
         return x + self.d(self.v(x))
 
 
+class Biased(Wide):
+    """`Wide`, whose last product is cut and has the bias that a subclass gives it."""
+
+    other = 24
+
+    def bias(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + F.linear(self.a(x).relu(), self.c.weight, self.bias(x))
+
+
+class BiasReadTwice(Biased):
+    """The bias also scales something: all ranks need its values."""
+
+    def bias(self, x: Tensor) -> Tensor:
+        return self.c.bias
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().after(x, positions) * self.c.bias.sigmoid()
+
+
+class BiasOfTwoSums(Biased):
+    """Both of its readers add it to a part of a sum: one rank does, twice."""
+
+    def bias(self, x: Tensor) -> Tensor:
+        return self.c.bias
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().after(super().after(x, positions), positions)
+
+
+class BiasOfSumAndWhole(Biased):
+    """One of its readers is no sum over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = nn.Linear(16, 16, bias=False)
+
+    def bias(self, x: Tensor) -> Tensor:
+        return self.c.bias
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        return F.linear(super().after(x, positions), self.d.weight, self.c.bias)
+
+
+class ComputedBias(Biased):
+    def bias(self, x: Tensor) -> Tensor:
+        return self.c.bias * 3
+
+
+class TransposedBias(Biased):
+    """As GPT-2 multiplies."""
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        y = self.a(x).relu().view(-1, 24)
+        z = torch.addmm(self.c.bias, y, self.c.weight.t())
+        return x + z.view(1, -1, 16) * self.c.bias.sigmoid()
+
+
 HEADS = {"o.weight", "q.weight", "k.weight", "v.weight"}
 TABLES = {"embedding.weight", "place.weight"}
 
@@ -173,6 +233,22 @@ TABLES = {"embedding.weight", "place.weight"}
 )
 def test_what_is_cut_and_what_stays_whole(kind: type[Tiny], cut: Collection[str]) -> None:
     assert cut_of(kind, 2) == cut
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_first_only"),
+    [
+        (BiasReadTwice, False),
+        (BiasOfTwoSums, True),
+        (BiasOfSumAndWhole, False),
+        (ComputedBias, False),
+        (TransposedBias, False),
+    ],
+)
+def test_a_bias_of_a_sum_counts_once(kind: type[Tiny], is_first_only: bool) -> None:
+    assert cut_of(kind, 2) >= {"a.weight", "a.bias", "c.weight"}
+    plan = Both.of(kind().eval(), 2).plan
+    assert plan.by_key["c.bias"].is_first_only == is_first_only
 
 
 def test_heads_that_ranks_share_are_in_no_sum() -> None:

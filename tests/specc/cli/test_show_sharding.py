@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from specc.cli.main import app
 from specc.sharding.shard_plan import ShardPlan
 from tests import models
+from tests.specc.draw.read_svg import Svg
 from tests.specc.sharding.test_weight_pieces import compiled
 
 GOLDEN = Path(__file__).parent / "sharding"
@@ -34,6 +35,37 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_
     result = CliRunner().invoke(app, ["inspect", str(engine), "--sharding", "--json"])
     plan = ShardPlan.from_json(json.loads(result.stdout)["target"])
     assert plan == ShardPlan.from_json(json.loads((engine / "target" / "shard.json").read_text()))
+    picture = tmp_path / "sharding.svg"
+    result = CliRunner().invoke(app, ["inspect", str(engine), "--sharding", "--svg", str(picture)])
+    assert result.exit_code == 0, result.stderr
+    assert f"target, {num_ranks} ranks" in result.stdout
+    sums = Svg(picture).texts("sum-").values()
+    assert set(sums) == {f"Σ  all_reduce: {plan.collectives[0].bytes_per_token} bytes a token"}
+
+
+def test_a_picture_of_nothing_is_refused(tiny_engine: Path) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(tiny_engine), "--svg", "a.svg"])
+    assert result.exit_code == 2
+    assert "--svg a.svg without --sharding" in result.stderr
+
+
+def test_reshard_says_what_it_makes(tiny_engine: Path, tmp_path: Path) -> None:
+    """As a compilation does: phases, models, memory, and what comes next."""
+    two = tmp_path / "two"
+    given = ["reshard", str(tiny_engine), "-tp", "2", "--no-probe", "-o", str(two)]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.stderr
+    assert "write target weights" in result.stderr
+    assert f"specc run {two}" in result.stdout.replace("\n", "")
+    assert CliRunner().invoke(app, ["inspect", str(two), "--sharding"]).exit_code == 0
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert "exists" in result.stderr
+    given[3] = "3"
+    result = CliRunner().invoke(app, [*given, "--force"])
+    assert result.exit_code == 2
+    assert "for 3 ranks" in result.stderr
+    assert CliRunner().invoke(app, ["inspect", str(two), "--verify"]).exit_code == 0
 
 
 def test_an_engine_of_one_rank_is_told(tiny_engine: Path) -> None:

@@ -1,0 +1,287 @@
+"""An engine of another number of ranks, made of an engine: no checkpoint and no model is needed.
+
+The graph of the whole target is in every engine: beside a cut one as `whole.json`, else it is the
+program itself. It is cut anew, goes through the phases of the backend that follow a cut, and gets
+its weights from the files of the ranks. What does not depend on the ranks, as drafts and the
+tokenizer, is taken over as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specc.artifact.backends import backend_names
+from specc.artifact.directory import check_hashes, open_engine, read_manifest, torch_version
+from specc.artifact.engine_writer import EngineWriter
+from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
+from specc.artifact.manifest_entries import ModelEntry, ParallelEntry
+from specc.artifact.weights import Source, WeightSpec
+from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
+from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.build import Compilation, plan_engine_memory, probe_staged
+from specc.compiler.compiled_model import CUT, VOCABULARY, CompiledModel
+from specc.compiler.engine_files import write_programs, write_report, write_steps
+from specc.compiler.engine_plans import tile_plans
+from specc.compiler.model_entries import cache_layout
+from specc.compiler.weights import write_model_weights
+from specc.config import CompileConfig
+from specc.errors import ConfigError, EngineError
+from specc.passes.frontend.model_source import ModelSource
+from specc.passes.frontend.read_program import read_program
+from specc.passes.lower.inductor.package import inductor_directory
+from specc.passes.pipeline import PHASES, PassRecord, Pipeline
+from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.shard.shard import Shard
+from specc.progress import PhaseTimer, ProgressEvent
+from specc.sharding.rank_reader import RankReader
+from specc.sharding.shard_plan import ShardPlan
+from specc.system.json_file import read_json
+from specc.version import __version__
+
+_AGAIN = "compile or copy the engine again"
+_REPORT = "report.json"
+
+
+def reshard_engine(
+    engine: str | Path,
+    output: str | Path,
+    num_ranks: int,
+    *,
+    force: bool = False,
+    listen: Callable[[ProgressEvent], None] = lambda event: None,
+    probe: Callable[[Path], dict[str, Any]] | None = None,
+) -> Compilation:
+    """Write the engine that compiling the checkpoints for so many ranks would write.
+
+    Args:
+        engine: directory of the one that there is, with the files of all of its ranks.
+        output: engine directory to make.
+        num_ranks: that share the target of the new one; 1 makes it whole.
+        force: replace an existing engine.
+        listen: called as phases begin, advance and end.
+        probe: called with the finished engine, before it gets its name; what it returns is stored.
+    Raises:
+        SpeccError: found / needed / do; nothing is left behind.
+    """
+    engine, phases = Path(engine), PhaseTimer(listen)
+    asked = CompileConfig(tensor_parallel_size=num_ranks)  # within the range of the option
+    with inductor_directory(), EngineWriter(output, force=force) as writer:
+        with phases.phase("check engine"):
+            old, backend = _check(engine, asked)
+        config = _config_of(old, backend, num_ranks)
+        with _open_models(engine, old, phases) as models:
+            target, *_ = models
+            with phases.phase("rewrite target"):
+                records = _cut_anew(target, backend, config, old.limits.max_seq_len)
+            plans = [dataclasses.replace(entry.plan, tile=None) for entry in old.plans]
+            plans = tile_plans(plans, [model.program for model in models], config)
+            new = UnfinishedEngine(writer, models, plans, old.limits, config, phases)
+            memory = plan_engine_memory(new, backend)
+            with phases.phase("check files") as advance:
+                # altered graphs have been met by now, what is left is long
+                check_hashes(engine, {x: old.files[x] for x in old.weights_files}, advance)
+            with phases.phase("write programs"):
+                _take_over(engine, old, writer)
+                write_programs(writer, [target])
+                slabs = {model.name: len(model.entry.slabs) for model in models}
+                steps = write_steps(writer, plans, slabs, backend.facts.is_padded)
+            with phases.phase("write target weights") as advance:
+                warnings = write_model_weights(writer, target, config, advance)
+        emitted = backend.emit(new)
+        earlier = _earlier_passes(engine)
+        write_report(writer, [*records, *emitted.records], phases.seconds, earlier)
+        unread = old.models[0].unread_tensors
+        target.entry = dataclasses.replace(target.entry, unread_tensors=unread)
+        manifest = dataclasses.replace(
+            old,
+            specc_version=__version__,
+            torch_version=torch_version(),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            models=tuple(model.entry for model in models),
+            plans=steps,
+            memory_plan=memory,
+            native=emitted.native,
+            parallel=ParallelEntry(num_ranks, (target.name,)) if num_ranks > 1 else None,
+            probe=None,
+            files={},
+        )
+        warnings += emitted.warnings
+        if PROFILE_FILE in old.files:
+            warnings.append(
+                "what specc tune measured holds for the other number of ranks: run it again"
+            )
+        if probe is not None and manifest.tokenizer.file is not None:
+            manifest, refused = probe_staged(manifest, backend, writer, probe, phases)
+            warnings += refused
+        manifest = writer.commit(manifest)
+    return Compilation(manifest, records, warnings, phases.seconds)
+
+
+def _check(engine: Path, asked: CompileConfig) -> tuple[Manifest, CompilerBackend]:
+    """The manifest of an engine that can be made anew here, and the backend of both.
+
+    Raises:
+        SpeccError: it cannot; no weight has been read.
+    """
+    manifest = read_manifest(engine)
+    num_ranks = asked.tensor_parallel_size
+    backend = compiler_backend(manifest.backend)
+    if "tensor_parallel_size" not in backend.options:
+        takers = [
+            x for x in backend_names() if "tensor_parallel_size" in compiler_backend(x).options
+        ]
+        raise ConfigError(
+            f"{engine}, an engine for the backend {backend.name}",
+            f"one for {' or '.join(takers)}, which run several ranks",
+            f"compile it with --backend {takers[0]} --tensor-parallel-size {num_ranks}",
+        )
+    if num_ranks == manifest.num_ranks:
+        raise ConfigError(
+            f"--tensor-parallel-size {num_ranks}, and {engine}, an engine of {num_ranks} rank"
+            + "s" * (num_ranks > 1),
+            "another number of ranks than the engine has",
+            "use the engine as it is, or choose another --tensor-parallel-size",
+        )
+    backend.check_machine()
+    # code is compiled anew, and nothing is run: any processor and any amount of memory will do
+    open_engine(engine, backend="eager", available_memory=sys.maxsize)
+    return manifest, backend
+
+
+def _config_of(manifest: Manifest, backend: CompilerBackend, num_ranks: int) -> CompileConfig:
+    """The options that an engine was compiled with, as far as they count after its trace."""
+    limits, target = manifest.limits, manifest.models[0]
+    config = CompileConfig(
+        plans=tuple(entry.plan for entry in manifest.plans),
+        dtype=target.dtype,
+        max_batch_size=limits.max_batch_size,
+        max_seq_len=limits.max_seq_len,
+        block_size=limits.block_size,
+        prefill_chunk=limits.prefill_chunk,
+        backend=manifest.backend,
+        policy=manifest.policy,
+        max_logits_mb=limits.max_logits_mb,
+        allow_nonfinite_weights=target.nonfinite_weights > 0,
+        tensor_parallel_size=num_ranks,
+    )
+    return backend.adapt(config)
+
+
+class _StoredSource(ModelSource):
+    """A model whose graph is read from an engine: there is no module, and weights have its keys."""
+
+    def weight_specs(self, program: Program) -> list[WeightSpec]:
+        """What to write for each weight and constant of a program, whole where it is cut."""
+        cuts = program.shard.by_key if program.shard else {}
+        specs = [
+            WeightSpec(
+                weight.key,
+                weight.dtype,
+                cuts[weight.key].shape if weight.key in cuts else weight.shape,
+                (Source(weight.key),),
+                in_blocks=weight.in_blocks,
+            )
+            for weight in program.weights.values()
+        ]
+        constants = program.constants.items()
+        return [*specs, *(WeightSpec.from_tensor(constant_key(n), value) for n, value in constants)]
+
+
+@contextmanager
+def _open_models(
+    engine: Path, manifest: Manifest, phases: PhaseTimer
+) -> Iterator[list[CompiledModel]]:
+    """The models of an engine with their graphs, the target whole; files are closed in the end."""
+    models: list[CompiledModel] = []
+    try:
+        for entry in manifest.models:
+            with phases.phase(f"read {entry.name}"):
+                models.append(_read_model(engine, manifest, entry))
+        yield models
+    finally:
+        for model in models:
+            model.source.reader.close()  # type: ignore[attr-defined]
+
+
+def _read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledModel:
+    program_json = _read(engine / entry.program_file)
+    blocks = {
+        item["key"]: tuple(item["blocks_of"])
+        for item in program_json["inputs"]
+        if "blocks_of" in item
+    }
+    plan, whole_json = None, program_json
+    if manifest.is_cut(entry):
+        plan = ShardPlan.read(engine / entry.shard_file)
+        whole_json = _read(engine / entry.whole_file)
+    ranks = range(manifest.num_ranks if plan else 1)
+    reader = RankReader(
+        [engine / manifest.weights_file(entry, rank) for rank in ranks],
+        plan.by_key if plan else {},
+        blocks,
+    )
+    constants = [item["key"] for item in whole_json["inputs"] if item["kind"] == "constant"]
+    keys = [*(plan.by_key if plan else ()), *reader.keys()]
+    program = read_program(
+        whole_json,
+        {key: reader.tensor(key) for key in constants},
+        [(layer.name, layer.window) for layer in entry.layers],
+        list(dict.fromkeys(keys)),
+    )
+    dtype = getattr(torch, entry.dtype)
+    source = _StoredSource(entry.name, entry.source, dtype, nn.Module(), None, None, reader)
+    return CompiledModel(source, program, entry)
+
+
+def _read(path: Path) -> Any:
+    return read_json(path, EngineError, "a program", _AGAIN)
+
+
+def _cut_anew(
+    target: CompiledModel, backend: CompilerBackend, config: CompileConfig, max_seq_len: int
+) -> list[PassRecord]:
+    """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
+    program, layout = target.program, backend.phases(max_seq_len)
+    for name, weight in program.weights.items():
+        program.weights[name] = dataclasses.replace(weight, in_blocks=False)
+    if config.tensor_parallel_size > 1:
+        target.whole = program_to_json(program)
+        layout = ((CUT, (partial(Shard, config.tensor_parallel_size),)), *layout)
+    records = Pipeline(layout).run(program)
+    layers, slabs = cache_layout(program)
+    target.entry = dataclasses.replace(target.entry, layers=layers, slabs=slabs)
+    return records
+
+
+def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
+    """Link what is the same for any number of ranks; nothing of it is written to afterwards."""
+    target = manifest.models[0]
+    made = {MANIFEST_FILE, PROFILE_FILE, _REPORT, target.program_file}
+    made |= {target.shard_file, target.whole_file}
+    made |= {manifest.weights_file(target, rank) for rank in range(manifest.num_ranks)}
+    made |= {model.package_file for model in manifest.models}
+    made |= {plan.file for plan in manifest.plans}
+    if manifest.native is not None:
+        made.add(manifest.native.library)
+    for name, entry in manifest.files.items():
+        if name not in made:
+            writer.link_file(engine / name, name, entry)
+
+
+def _earlier_passes(engine: Path) -> list[dict[str, Any]]:
+    """What was done to the models before they were cut; nothing, where no report is."""
+    if not (engine / _REPORT).is_file():
+        return []
+    report = _read(engine / _REPORT)
+    before = {name for name, _ in PHASES} | {VOCABULARY}
+    return [record for record in report.get("passes", ()) if record.get("phase") in before]

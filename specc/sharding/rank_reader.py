@@ -1,0 +1,262 @@
+"""Whole weights, read from the files of the ranks that hold parts of them.
+
+A part of a weight is read from the ranks that hold it, and of those that hold copies from the first
+one: every byte that is asked for is read once, but for borders of blocks, and none is held longer
+than a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, SafetensorsReader, tensor_bytes
+from specc.artifact.tensor_part import Range, TensorPart, new_buffer
+from specc.artifact.weight_layout import BLOCK, UNITS
+from specc.errors import EngineError
+from specc.sharding.shard_plan import Cut, WeightCut
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Indices start … stop - 1 of a whole dimension, which a rank has from `local` on."""
+
+    start: int
+    stop: int
+    rank: int
+    local: int
+
+    def within(self, first: int, last: int) -> _Run | None:
+        """What lies between two indices."""
+        start, stop = max(self.start, first), min(self.stop, last)
+        if start >= stop:
+            return None
+        return _Run(start, stop, self.rank, self.local + start - self.start)
+
+
+class RankReader:
+    """The weights of a model of an engine as a `TensorReader`, whole, whatever the engine's cut.
+
+    Args:
+        files: weight file of each rank; one, where the model is not cut.
+        cuts: key → how it is cut; what it does not name is whole in the first file.
+        in_blocks: key → shape of a rank's part, of weights that the files hold in blocks; see
+            `specc.artifact.weight_layout`.
+    Raises:
+        ModelNotFoundError: a file is missing.
+        WeightError: a header is malformed, or a file is truncated.
+        EngineError: a file holds other tensors than the cut says.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        cuts: Mapping[str, WeightCut],
+        in_blocks: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._files, self._cuts, self._in_blocks = files, cuts, in_blocks
+        self._readers: list[SafetensorsReader] = []
+        try:
+            for file in files:
+                self._readers.append(SafetensorsReader(file))
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+
+    def keys(self) -> Iterable[str]:
+        return self._readers[0].keys()
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._readers[0].dtype(key)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        if key in self._cuts:
+            return self._cuts[key].shape
+        return self._in_blocks.get(key) or self._readers[0].shape(key)
+
+    def location(self, key: str | None = None) -> str:
+        return str(self._files[0].parent if key is None else self._files[0])
+
+    def tensor(self, key: str) -> Tensor:
+        """A whole tensor, in memory: for small ones.
+
+        Raises:
+            WeightError: there is none of this name.
+        """
+        values = torch.empty(self.shape(key), dtype=self.dtype(key))
+        flat, done = memoryview(tensor_bytes(values)), 0
+        for chunk in self.read_chunks(key):
+            flat[done : done + len(chunk)] = chunk
+            done += len(chunk)
+        return values
+
+    def read_chunks(
+        self,
+        key: str,
+        chunk_bytes: int = CHUNK_BYTES,
+        rows: tuple[int, int] | None = None,
+        transpose: bool = False,
+    ) -> Iterator[Buffer]:
+        """See `TensorReader`; weights of engines are not transposed."""
+        shape = self.shape(key)
+        inner, columns = math.prod(shape[1:-1]), shape[-1] if shape else 1
+        first, last = rows or (0, shape[0] if len(shape) > 1 else 1)
+        if len(shape) < 2 and rows is not None:
+            part = TensorPart(((0, 1),), (rows,))
+        else:
+            part = TensorPart(((first * inner, last * inner),), ((0, columns),))
+        yield from self.read_part(key, part, transpose, chunk_bytes)
+
+    def read_part(
+        self,
+        key: str,
+        part: TensorPart,
+        transpose: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Iterator[Buffer]:
+        """See `TensorReader`; weights of engines are not transposed."""
+        if transpose:
+            raise ValueError(f"{key}, transposed")
+        dtype = self.dtype(key)
+        columns = [run for ask in part.columns for run in _within(self._columns(key), ask)]
+        step = max(1, chunk_bytes // max(1, part.num_columns * dtype.itemsize))
+        for vectors in self._vector_runs(key, part.vectors, step):
+            count = vectors.stop - vectors.start
+            size = count * part.num_columns * dtype.itemsize
+            if not size:
+                continue
+            buffer = new_buffer(size)
+            values = torch.frombuffer(buffer, dtype=dtype).view(count, part.num_columns)
+            done = 0
+            for run in columns:
+                width = run.stop - run.start
+                # a weight is cut along one dimension: the other one says nothing of the rank
+                rank = max(run.rank, vectors.rank)
+                rows, own = (vectors.local, vectors.local + count), (run.local, run.local + width)
+                values[:, done : done + width] = self._rectangle(rank, key, rows, own)
+                done += width
+            yield buffer
+
+    def _columns(self, key: str) -> list[_Run]:
+        shape = self.shape(key)
+        if key not in self._cuts or not shape:
+            return [_Run(0, shape[-1] if shape else 1, 0, 0)]
+        return _runs(self._cuts[key].cuts[-1], shape[-1])
+
+    def _vector_runs(self, key: str, asked: Iterable[Range], step: int) -> Iterator[_Run]:
+        """What one read takes of each: at most so many vectors of one rank, whole blocks if any."""
+        for ask in asked:
+            for run in _within(self._vectors(key, ask), ask):
+                first = run.start
+                while first < run.stop:
+                    local = run.local + first - run.start
+                    count = step
+                    if key in self._in_blocks:
+                        # so that no block is read by two of them
+                        count = max(BLOCK, step // BLOCK * BLOCK) - local % BLOCK
+                    last = min(first + count, run.stop)
+                    yield _Run(first, last, run.rank, local)
+                    first = last
+
+    def _vectors(self, key: str, ask: Range) -> Iterator[_Run]:
+        """Who has which vectors, seen along all dimensions but the last; from around `ask` on."""
+        shape = self.shape(key)
+        cuts = self._cuts[key].cuts[:-1] if key in self._cuts else ()
+        dim = next((d for d, cut in enumerate(cuts) if any(x.parts > 1 for x in cut)), None)
+        if dim is None:
+            yield _Run(0, math.prod(shape[:-1]), 0, 0)
+            return
+        inner = math.prod(shape[dim + 1 : -1])
+        whole = shape[dim] * inner
+        own = sum(interval.local_size for interval in cuts[dim]) * inner
+        runs = _runs(cuts[dim], shape[dim])
+        for outer in range(ask[0] // whole, -(-ask[1] // whole)):
+            for run in runs:
+                yield _Run(
+                    outer * whole + run.start * inner,
+                    outer * whole + run.stop * inner,
+                    run.rank,
+                    outer * own + run.local * inner,
+                )
+
+    def _rectangle(self, rank: int, key: str, rows: Range, columns: Range) -> Tensor:
+        """Vectors and columns of a rank's part; [rows, columns]."""
+        width = columns[1] - columns[0]
+        if key not in self._in_blocks:
+            return self._read(rank, key, [rows], columns).view(rows[1] - rows[0], width)
+        _, units, _, unit = self._readers[rank].shape(key)
+        blocks = range(rows[0] // BLOCK, -(-rows[1] // BLOCK))
+        first, last = columns[0] // unit, -(-columns[1] // unit)
+        vectors = [((b * units + first) * BLOCK, (b * units + last) * BLOCK) for b in blocks]
+        values = self._read(rank, key, vectors, (0, unit))
+        values = values.view(len(blocks), last - first, BLOCK, unit).transpose(1, 2)
+        values = values.reshape(len(blocks) * BLOCK, (last - first) * unit)
+        top, left = rows[0] - blocks[0] * BLOCK, columns[0] - first * unit
+        return values[top : top + rows[1] - rows[0], left : left + width]
+
+    def _read(self, rank: int, key: str, vectors: Sequence[Range], columns: Range) -> Tensor:
+        """Vectors and columns as a rank's file has them, one after the other."""
+        part, dtype = TensorPart(tuple(vectors), (columns,)), self.dtype(key)
+        buffer = new_buffer(part.num_vectors * part.num_columns * dtype.itemsize)
+        done = 0
+        for chunk in self._readers[rank].read_part(key, part):
+            buffer[done : done + len(chunk)] = chunk
+            done += len(chunk)
+        return torch.frombuffer(buffer, dtype=dtype)
+
+    def _check(self) -> None:
+        """Compare what files hold with the cut, so that no byte is taken for another one."""
+        for file, reader in zip(self._files, self._readers, strict=True):
+            missing = next((key for key in self._cuts if key not in set(reader.keys())), None)
+            if missing is not None:
+                raise _other_file(file, f"no {missing}", f"a part of {missing}")
+            for key, cut in self._cuts.items():
+                dtype = getattr(torch, cut.dtype)
+                wanted: tuple[int, ...] = cut.local_shape
+                if key in self._in_blocks:
+                    units = -(-wanted[1] // UNITS[dtype])
+                    wanted = (-(-wanted[0] // BLOCK), units, BLOCK, UNITS[dtype])
+                found = reader.dtype(key), reader.shape(key)
+                if found != (dtype, wanted):
+                    raise _other_file(
+                        file,
+                        f"{key} as {found[0]} {list(found[1])}",
+                        f"{dtype} {list(wanted)}",
+                    )
+
+
+def _other_file(file: Path, found: str, needed: str) -> EngineError:
+    return EngineError(
+        f"{file} with {found}",
+        f"{needed}, as the plan of the cut says",
+        "compile or copy the engine again",
+    )
+
+
+def _runs(cut: Cut, size: int) -> list[_Run]:
+    """Which rank holds which indices of a dimension of this size, without what pads it."""
+    found, offset = [], 0
+    for interval in cut:
+        for part in range(interval.parts):
+            rank = part * interval.copies
+            first, last = interval.piece(rank)
+            if first < size:
+                found.append(_Run(first, min(last, size), rank, offset))
+        offset += interval.local_size
+    return found
+
+
+def _within(runs: Iterable[_Run], ask: Range) -> Iterator[_Run]:
+    for run in runs:
+        if (taken := run.within(*ask)) is not None:
+            yield taken

@@ -1,0 +1,300 @@
+"""Engines of another number of ranks: what compiling the checkpoint for so many would write."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import specc
+from specc.artifact.directory import open_engine, read_manifest
+from specc.artifact.engine_writer import EngineWriter
+from specc.artifact.manifest import PROFILE_FILE, Manifest
+from specc.compiler.build import build
+from specc.compiler.reshard import reshard_engine
+from specc.config import CompileConfig
+from specc.errors import ConfigError, EngineError, OutputError, SpeccError
+from specc.passes.lower.cpu import lower
+from specc.speculation.plans import SpecPlan
+from tests import models
+from tests.traces import shared_traces
+
+# from so many ranks to so many
+WAYS = ((2, 1), (2, 4), (4, 2), (1, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, and the ways that it goes in the default tier; the others are slow."""
+
+    model: str
+    dtype: str
+    ways: tuple[tuple[int, int], ...]
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+CASES = {
+    # two heads of keys and values, which are copied for four
+    "llama": Case("llama", "float32", ((4, 2), (2, 1))),
+    # transposed in the checkpoint, and with biases of sums
+    "gpt2": Case("gpt2", "bfloat16", ((2, 4),)),
+    "mixtral": Case("mixtral", "float32", ((2, 1), (1, 2))),
+    # the head is the embedding
+    "tied": Case("gemma3-tied", "bfloat16", ((1, 2),)),
+    # the model fuses its projections, and columns of logits are padded for four
+    "padded": Case("phi3", "float32", ((4, 2), (2, 4)), {"vocab_size": 126}),
+}
+ROUTES = [
+    pytest.param(
+        name,
+        way,
+        marks=() if way in case.ways else pytest.mark.slow,
+        id=f"{name}-{way[0]}-to-{way[1]}",
+    )
+    for name, case in CASES.items()
+    for way in WAYS
+]
+CHAIN = SpecPlan.from_widths((1, 1))
+
+
+def config_for(num_ranks: int, **options: Any) -> CompileConfig:
+    return CompileConfig(
+        max_batch_size=2,
+        max_seq_len=64,
+        probe=False,
+        tensor_parallel_size=num_ranks,
+        **{"backend": "eager", **options},
+    )
+
+
+@pytest.fixture
+def compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of compiled code, engines for the CPU hold the program that it is compiled of."""
+
+    def write(program: Mapping[str, Any], package: Path, children: object) -> None:
+        package.write_text(json.dumps(program, indent=1))
+
+    monkeypatch.setattr(lower, "_compile", write)
+
+
+def compare(found: Path, wanted: Path) -> None:
+    """Equal to the byte but for the report; and nothing else of the manifest differs."""
+    files = {path.relative_to(wanted) for path in wanted.rglob("*") if path.is_file()}
+    assert {path.relative_to(found) for path in found.rglob("*") if path.is_file()} == files
+    for name in files - {Path("manifest.json"), Path("report.json")}:
+        assert (found / name).read_bytes() == (wanted / name).read_bytes(), name
+    mine, other = open_engine(found, verify=True), open_engine(wanted, verify=True)
+    same = {"created": "", "files": {}}
+    assert dataclasses.replace(mine, **same) == dataclasses.replace(other, **same)
+    passes = [
+        json.loads((engine / "report.json").read_text())["passes"] for engine in (found, wanted)
+    ]
+    names = [[(item["program"], item["pass"], item["rewrites"]) for item in one] for one in passes]
+    assert names[0] == names[1]
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Engines as they are compiled of checkpoints."""
+    root = tmp_path_factory.mktemp("fresh")
+
+    @cache
+    def checkpoint(name: str) -> Path:
+        return models.save_tiny(CASES[name].model, root / name, **CASES[name].changes)
+
+    @cache
+    def engine(name: str, num_ranks: int) -> Path:
+        path = root / f"{name}-{num_ranks}"
+        config = config_for(num_ranks, backend="cpu", dtype=CASES[name].dtype)
+        with shared_traces():
+            build(checkpoint(name), None, path, config)
+        return path
+
+    return engine
+
+
+@pytest.mark.parametrize(("name", "way"), ROUTES)
+@pytest.mark.usefixtures("compiles_nothing")
+def test_engines_are_those_that_the_checkpoint_makes(
+    fresh: Callable[[str, int], Path], tmp_path: Path, name: str, way: tuple[int, int]
+) -> None:
+    """In blocks, as for the CPU; among the files is what its code would be compiled of."""
+    before, after = way
+    reshard_engine(fresh(name, before), tmp_path / "engine", after)
+    compare(tmp_path / "engine", fresh(name, after))
+    # nothing was written through a link
+    open_engine(fresh(name, before), verify=True)
+
+
+class Pair:
+    """A target and its draft, compiled for two ranks and for one."""
+
+    def __init__(self, root: Path) -> None:
+        self.target = models.save_tiny("llama", root / "target")
+        self.draft = models.save_tiny("llama", root / "draft", noise=0.05)
+        self.two, self.one = root / "two", root / "one"
+        for path, num_ranks in ((self.two, 2), (self.one, 1)):
+            with shared_traces():
+                build(self.target, self.draft, path, config_for(num_ranks, plans=(CHAIN,)))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def engine(pair: Pair, tmp_path: Path) -> Path:
+    """A copy of the engine of two ranks, to be broken."""
+    return Path(shutil.copytree(pair.two, tmp_path / "engine"))
+
+
+def test_drafts_carry_over_and_the_result_is_probed(pair: Pair, tmp_path: Path) -> None:
+    told: list[str] = []
+    output = tmp_path / "one"
+    made = specc.reshard(pair.two, output, 1, listen=lambda event: told.append(event.phase))
+    assert made.manifest.probe is not None
+    assert made.manifest.probe["num_spec_steps"] > 0
+    assert not made.warnings
+    draft = read_manifest(pair.one).files["draft-0/weights.safetensors"]
+    assert made.manifest.files["draft-0/weights.safetensors"] == draft
+    assert list(dict.fromkeys(told)) == [
+        "check engine", "read target", "read draft_0", "rewrite target", "check files",
+        "write programs", "write target weights", "probe",
+    ]  # fmt: skip
+    specc.reshard(pair.two, tmp_path / "unprobed", 1, probe=False)
+    compare(tmp_path / "unprobed", pair.one)
+    # nothing was written through a link
+    open_engine(pair.two, verify=True)
+
+
+def test_tiles_are_those_of_the_new_number_of_ranks(tmp_path: Path) -> None:
+    """Rank 0 of two holds half of the columns beside all of them, so that fewer rows fit."""
+    checkpoint = models.save_tiny("llama", tmp_path / "checkpoint")
+    plan = SpecPlan.from_widths((1,) * 24, ("lookup-3",))
+    for num_ranks in (1, 2):
+        config = CompileConfig(
+            plans=(plan,),
+            max_batch_size=64,
+            max_seq_len=64,
+            max_logits_mb=1,
+            backend="eager",
+            tensor_parallel_size=num_ranks,
+        )
+        with shared_traces():
+            build(checkpoint, None, tmp_path / f"fresh-{num_ranks}", config)
+    for before, after, tile in ((1, 2, 13), (2, 1, None)):
+        made = reshard_engine(tmp_path / f"fresh-{before}", tmp_path / f"for-{after}", after)
+        assert made.manifest.plans[0].tile == tile
+        compare(tmp_path / f"for-{after}", tmp_path / f"fresh-{after}")
+
+
+def test_an_engine_can_take_its_own_place(engine: Path, pair: Pair) -> None:
+    with pytest.raises(OutputError, match="exists"):
+        reshard_engine(engine, engine, 1)
+    reshard_engine(engine, engine, 1, force=True)
+    compare(engine, pair.one)
+
+
+def test_nonfinite_weights_that_were_allowed_stay(tmp_path: Path) -> None:
+    """Those of a part that two ranks share are counted once."""
+    checkpoint = models.save_tiny("llama", tmp_path / "checkpoint")
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.down_proj.weight"][3, 5:7] = torch.nan
+    tensors["model.norm.weight"][1] = torch.inf
+    save_file(tensors, file, {"format": "pt"})
+    for num_ranks in (1, 2):
+        config = config_for(num_ranks, allow_nonfinite_weights=True)
+        build(checkpoint, None, tmp_path / f"fresh-{num_ranks}", config)
+    made = reshard_engine(tmp_path / "fresh-2", tmp_path / "engine", 1)
+    compare(tmp_path / "engine", tmp_path / "fresh-1")
+    assert made.manifest.models[0].nonfinite_weights == 3
+
+
+def test_a_profile_is_left_out(engine: Path, tmp_path: Path) -> None:
+    with EngineWriter(engine, force=True) as writer:
+        manifest = read_manifest(engine)
+        for name, entry in manifest.files.items():
+            writer.link_file(engine / name, name, entry)
+        writer.write_json(PROFILE_FILE, {"plans": {"1": CHAIN.name}})
+        writer.commit(manifest)
+    made = reshard_engine(engine, tmp_path / "one", 1)
+    assert PROFILE_FILE not in made.manifest.files
+    assert "specc tune" in made.warnings[0]
+
+
+def change(engine: Path, **fields: Any) -> None:
+    file = engine / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def lose(engine: Path) -> None:
+    (engine / "target" / "rank-1.weights.safetensors").unlink()
+
+
+def swap(engine: Path) -> None:
+    """A file of the same tensors, but of another engine."""
+    file = engine / "target" / "rank-1.weights.safetensors"
+    file.write_bytes((engine / "target" / "rank-0.weights.safetensors").read_bytes())
+
+
+BROKEN: list[tuple[Callable[[Path], object], type[SpeccError], str]] = [
+    (shutil.rmtree, EngineError, "engine does not exist"),
+    (lambda engine: (engine / "manifest.json").unlink(), EngineError, "is not an engine"),
+    (lambda engine: change(engine, schema_version=4), EngineError, "written by an older specc"),
+    (lambda engine: change(engine, torch_version="2.0.0"), EngineError, "for torch 2.0.0"),
+    (lose, EngineError, r"rank-1\.weights\.safetensors is missing"),
+    (swap, EngineError, r"rank-1\.weights\.safetensors has sha256"),
+    (lambda engine: (engine / "target" / "whole.json").write_text("{}"), EngineError, "whole.json"),
+]
+
+
+@pytest.mark.parametrize(("breaks", "kind", "told"), BROKEN)
+def test_what_is_wrong_with_an_engine_is_told(
+    engine: Path, breaks: Callable[[Path], object], kind: type[SpeccError], told: str
+) -> None:
+    breaks(engine)
+    output = engine.parent / "output"
+    with pytest.raises(kind, match=told):
+        reshard_engine(engine, output, 1)
+    assert [path.name for path in engine.parent.iterdir() if path != engine] == []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "told"),
+    [
+        (2, "an engine of 2 ranks"),
+        (0, "--tensor-parallel-size 0"),
+        (3, "for 3 ranks"),
+        (8, "for 8 ranks"),
+    ],
+)
+def test_numbers_of_ranks_are_refused_before_weights_are_read(
+    engine: Path, num_ranks: int, told: str
+) -> None:
+    """The file of a rank is another one's, which nobody notices."""
+    swap(engine)
+    with pytest.raises(ConfigError, match=told):
+        reshard_engine(engine, engine.parent / "output", num_ranks)
+    assert not (engine.parent / "output").exists()
+
+
+def test_other_backends_are_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Manifest.from_json
+
+    def read(data: Any) -> Manifest:
+        return dataclasses.replace(plain(data), backend="onnx")
+
+    monkeypatch.setattr(Manifest, "from_json", read)
+    with pytest.raises(ConfigError, match="an engine for the backend onnx") as error:
+        reshard_engine(engine, engine.parent / "output", 4)
+    assert "one for cpu or eager" in error.value.needed
