@@ -67,7 +67,12 @@ class StepProgram:
         }
 
 
-def fuse_step(plan: SpecPlan, slabs: dict[str, int], is_rectangular: bool = False) -> StepProgram:
+def fuse_step(
+    plan: SpecPlan,
+    slabs: dict[str, int],
+    is_rectangular: bool = False,
+    block_size: int = 0,
+) -> StepProgram:
     """Compose the step of a plan.
 
     Args:
@@ -75,11 +80,12 @@ def fuse_step(plan: SpecPlan, slabs: dict[str, int], is_rectangular: bool = Fals
         slabs: number of cache slabs of each model, `target` and the drafts of the plan.
         is_rectangular: the models' programs write the nodes of a pass to rows that follow each
             other.
+        block_size: rows of a block of the caches; only plans with views ask.
     """
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
-        stages["draft"] = draft_stage(plan, constants, is_rectangular)
+        stages["draft"] = draft_stage(plan, constants, is_rectangular, block_size)
     stages["verify"] = _verify_stage(plan, constants)
     stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants)
     return StepProgram(plan, constants, stages)

@@ -24,7 +24,7 @@ from specc.compiler.engine_files import (
     write_report,
     write_steps,
 )
-from specc.compiler.engine_plans import engine_plans, tile_plans
+from specc.compiler.engine_plans import check_budgets, check_views, engine_plans, tile_plans
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.compiler.tokenizer import EngineTokenizer
 from specc.compiler.weights import write_model_weights
@@ -89,6 +89,7 @@ def build(
     plans = engine_plans(config, len(draft_models))
     backend, told = choose_backend(config.backend)
     check_options(config, backend)
+    check_views(plans, config, backend.facts)
     config = backend.adapt(config)
     with inductor_directory(), EngineWriter(output, force=force) as writer:
         check_dump(dump_graphs)
@@ -101,7 +102,8 @@ def build(
         with phases.phase("write programs"):
             write_programs(writer, engine.models)
             slabs = {model.name: len(model.entry.slabs) for model in engine.models}
-            steps = write_steps(writer, engine.plans, slabs, backend.facts.is_rectangular)
+            sizes = (backend.facts.is_rectangular, engine.limits.block_size)
+            steps = write_steps(writer, engine.plans, slabs, *sizes)
         # before minutes of compiling: what is wrong with a checkpoint is found here
         warnings = [*checked.warnings, *told, *_write_weights(engine)]
         emitted = backend.emit(engine)
@@ -129,6 +131,7 @@ def _compile(
     """Trace and rewrite the models; sizes and plans of the engine follow from their graphs."""
     # what can be refused before tracing
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
+    check_budgets(plans, limits.block_size, limits.max_seq_len)
     lowering = backend.phases(limits.max_seq_len)
     models, records = compile_models(
         sources, plans, limits.max_seq_len, lowering, phases, dump, config.tensor_parallel_size

@@ -26,6 +26,7 @@ def write_steps(
     plans: Sequence[SpecPlan],
     slabs: dict[str, int],
     is_rectangular: bool,
+    block_size: int,
 ) -> tuple[PlanEntry, ...]:
     """Fuse and write the step program of each plan.
 
@@ -34,11 +35,13 @@ def write_steps(
         plans: of the engine.
         slabs: model name → number of its slabs.
         is_rectangular: the engine's programs take rectangles of tokens.
+        block_size: rows of a block of its caches.
     Returns:
         what the manifest says of the plans.
     """
     for plan in plans:
-        writer.write_json(step_file(plan), fuse_step(plan, slabs, is_rectangular).to_json())
+        step = fuse_step(plan, slabs, is_rectangular, block_size)
+        writer.write_json(step_file(plan), step.to_json())
     return tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
 
 
