@@ -90,6 +90,21 @@ class View:
         """Committed rows that it sees at most."""
         return sum(self.blocks(block_size)) * block_size + block_size - 1
 
+    def columns(self, length: int, block_size: int) -> tuple[list[int], int]:
+        """What it sees of a sequence with room for one more token.
+
+        Args:
+            length: committed rows.
+            block_size: rows of a block.
+        Returns:
+            columns of the sequence's block table, and how many committed rows are in them.
+        """
+        sink, window = self.blocks(block_size)
+        own = length // block_size
+        first = max(own - window, sink)
+        seen = length - (first - sink) * block_size
+        return [*range(min(sink, own + 1)), *range(first, own + 1)], seen
+
     def num_columns(self, block_size: int, num_rows: int) -> int:
         """Columns of its block table.
 

@@ -20,6 +20,7 @@ from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.step_buffers import PADDING
 from specc.sampling.rows import Value, Word
 from specc.speculation.plans import DynamicTree, SpecPlan
+from specc.speculation.views import View
 from tests.passes.step.reading_models import NAMES, VOCAB
 
 BLOCK, WIDTH = 4, 20
@@ -145,6 +146,10 @@ def test_rows_around_the_budget(length):
     assert int(call["cache_len"][0]) == len(seen[length])
     assert call["slot"].tolist() == [len(seen[length])]
     assert call["positions"].tolist() == [length]
+    # what `specc tune` measures acceptance with
+    columns, held = View(8, 3).columns(length, BLOCK)
+    assert call["block_table"][0, : len(columns)].tolist() == table[0, columns].tolist()
+    assert held == len(seen[length])
     wanted = [place(table, 0, row) for row in seen[length]]
     assert [place(call["block_table"], 0, c) for c in range(len(wanted))] == wanted
 
