@@ -48,7 +48,7 @@ class Proposals:
 def draft_stage(
     plan: SpecPlan,
     constants: dict[str, torch.Tensor],
-    is_rectangular: bool = False,
+    is_padded: bool = False,
     block_size: int = 0,
 ) -> fx.Graph:
     """Grow the tree of a plan that speculates.
@@ -57,7 +57,7 @@ def draft_stage(
     `depths` [B * N] and `slot_of_<draft>` [B, N] of draft models; of merged trees also `image`
     [B, T]. `q_0`, `q_1`, … are the logits that children were drawn from.
     """
-    sizes = {"is_rectangular": is_rectangular, "block_size": block_size}
+    sizes = {"is_padded": is_padded, "block_size": block_size}
     g = StepGraph(constants, *STEP_INPUTS, **sizes)
     if plan.is_static:
         outputs = _static(g, plan)

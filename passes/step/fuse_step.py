@@ -70,7 +70,7 @@ class StepProgram:
 def fuse_step(
     plan: SpecPlan,
     slabs: dict[str, int],
-    is_rectangular: bool = False,
+    is_padded: bool = False,
     block_size: int = 0,
 ) -> StepProgram:
     """Compose the step of a plan.
@@ -78,14 +78,14 @@ def fuse_step(
     Args:
         plan: off, or what proposes in which shape.
         slabs: number of cache slabs of each model, `target` and the drafts of the plan.
-        is_rectangular: the models' programs write the nodes of a pass to rows that follow each
+        is_padded: the models' programs write the nodes of a pass to rows that follow each
             other.
         block_size: rows of a block of the caches; only plans with views ask.
     """
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
-        stages["draft"] = draft_stage(plan, constants, is_rectangular, block_size)
+        stages["draft"] = draft_stage(plan, constants, is_padded, block_size)
     stages["verify"] = _verify_stage(plan, constants)
     stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants)
     return StepProgram(plan, constants, stages)

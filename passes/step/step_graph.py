@@ -29,7 +29,7 @@ class StepGraph:
     Args:
         constants: of the step; stages add theirs, which become inputs as they are asked for.
         inputs: names of the environment.
-        is_rectangular: model programs write the nodes of a pass to rows that follow each other.
+        is_padded: model programs write the nodes of a pass to rows that follow each other.
         block_size: rows of a block of the caches, which views count in.
     """
 
@@ -37,11 +37,11 @@ class StepGraph:
         self,
         constants: dict[str, Tensor],
         *inputs: str,
-        is_rectangular: bool = False,
+        is_padded: bool = False,
         block_size: int = 0,
     ) -> None:
         self.graph = fx.Graph()
-        self.is_rectangular = is_rectangular
+        self.is_padded = is_padded
         self.block_size = block_size
         self._constants = constants
         self._inputs = {name: self.graph.placeholder(name) for name in inputs}

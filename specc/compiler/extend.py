@@ -97,7 +97,7 @@ class EngineExtension:
                 self._writer.path(step_file(plan)).unlink()
         self._plans = list(plans)
         slabs = {model.name: len(model.slabs) for model in self._manifest.models}
-        sizes = (self._backend.facts.is_rectangular, limits.block_size)
+        sizes = (self._backend.facts.is_padded, limits.block_size)
         self._entries = write_steps(self._writer, plans, slabs, *sizes)
         return plans
 

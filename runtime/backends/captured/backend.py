@@ -19,7 +19,7 @@ from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda.graphs import cuda_device
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import make_cache, rows_of
-from specc.runtime.backends.rectangular.model import RectangularModel
+from specc.runtime.backends.padded.model import PaddedModel
 from specc.runtime.execution.device_link import DeviceLink
 from specc.runtime.scheduling.kv_cache import KVCache
 
@@ -34,7 +34,7 @@ class DeviceModels:
         adapt: called with the graph of each stage of a step, which it may change.
     """
 
-    between: Mapping[str, ModelProgram | RectangularModel]
+    between: Mapping[str, ModelProgram | PaddedModel]
     within: Mapping[str, nn.Module]
     adapt: Callable[[fx.GraphModule], object] = lambda graph: None
 
@@ -87,7 +87,7 @@ class DeviceModel:
         graphs: the device.
     """
 
-    def __init__(self, program: ModelProgram | RectangularModel, graphs: GraphDevice) -> None:
+    def __init__(self, program: ModelProgram | PaddedModel, graphs: GraphDevice) -> None:
         self.name = program.name
         self.weights = program.weights
         self._program = program

@@ -32,7 +32,7 @@ PLANS = [
     SpecPlan("merge-gaps", parents=GAPS.parents, drafts=PAIR, combine=MERGE),
     SpecPlan("vote", (1, 1, 1), drafts=("draft_0", "suffix", "draft_1"), combine=VOTE),
 ]  # fmt: skip
-# programs of rectangles know no views
+# programs of padded batches know no views
 VIEWS = [
     SpecPlan("view", (3, 2, 1), drafts=("self_w32_s4",)),
     SpecPlan.from_dynamic(DynamicTree(5, 2, 3), "self_w32_s4"),
@@ -42,26 +42,26 @@ VIEWS = [
 SIZES = (None, 1, 2, 3, 4)
 
 
-def program_of(plan: SpecPlan, is_rectangular: bool = False) -> dict:
+def program_of(plan: SpecPlan, is_padded: bool = False) -> dict:
     models = {"target": 1, **dict.fromkeys(plan.models, 1)}
-    return json.loads(json.dumps(fuse_step(plan, models, is_rectangular).to_json()))
+    return json.loads(json.dumps(fuse_step(plan, models, is_padded).to_json()))
 
 
 @pytest.mark.parametrize(
-    ("plan", "tile", "is_rectangular"),
+    ("plan", "tile", "is_padded"),
     [
-        (plan, tile, is_rectangular)
+        (plan, tile, is_padded)
         for plan in [*PLANS, *VIEWS]
         for tile in SIZES
-        for is_rectangular in (False, True)
-        if (plan.speculates or tile is None) and not (plan.views and is_rectangular)
+        for is_padded in (False, True)
+        if (plan.speculates or tile is None) and not (plan.views and is_padded)
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_the_compiler_writes_what_the_plan_says(plan, tile, is_rectangular):
+def test_the_compiler_writes_what_the_plan_says(plan, tile, is_padded):
     plan = dataclasses.replace(plan, tile=tile)
     slabs = {"target": 1, **dict.fromkeys(plan.models, 1)}
-    step = fuse_step(plan, slabs, is_rectangular, block_size=16)
+    step = fuse_step(plan, slabs, is_padded, block_size=16)
     found = step_constants(json.loads(json.dumps(step.to_json())), plan)
     assert found.keys() == step.constants.keys()
     for name, value in found.items():
