@@ -1,4 +1,4 @@
-"""Expand and rerank: a draft model grows the tree that it finds likeliest.
+"""Expand and rerank: a draft model or a view grows the tree that it finds likeliest.
 
 Every level feeds the `top_k` best nodes of the level before, tile by tile, and takes the `top_k`
 best children of each; a node's score is the sum of log probabilities on its path. In the end the
@@ -13,7 +13,7 @@ import operator
 import torch
 from torch import fx
 
-from specc.passes.step.draft_levels import children, feed_level, first_level
+from specc.passes.step.draft_levels import Grower, children, feed_level, first_level
 from specc.passes.step.step_graph import StepGraph, int32, slots_name
 from specc.speculation.plans import SpecPlan
 
@@ -28,7 +28,8 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     k, depth = plan.dynamic.top_k, plan.dynamic.depth
     root = g.last(g["last_tokens"], 1)
     # no rule of these trees draws by column
-    logits = first_level(g, draft, plan.catch_up)
+    grower = Grower.of(g, plan, draft)
+    logits = first_level(g, grower)
     made, found = children(g, logits, k, g.constant("root_column", int32([0])), 0, scored=True)
 
     zero = g.call(aten.full_like.default, root, 0, dtype=torch.int32)
@@ -54,7 +55,7 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
             size, row = last_fed - first_fed, num_fed - k + first_fed
             rows = g.node_rows(words, row, row + size, num_fed)
             part = g.part(best, 1, first_fed, last_fed, k)
-            logits = feed_level(g, draft, part, rows, row, size, level)
+            logits = feed_level(g, grower, part, rows, row, size, level)
             name = "frontier_columns" + (f"_{size}" if size < k else "")
             columns = g.constant(name, torch.zeros(size, dtype=torch.int32))
             parts.append(children(g, logits, k, columns, level, scored=True))
@@ -85,15 +86,12 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
         specc.rerank_tree.default, 3, g.cat(*tokens), g.cat(*parents), g.cat(*scores), size
     )
     words, depths = g.parts(specc.ancestor_words.default, 2, tree[1])
-    rows = _rows_of_candidates(g, plan, g.cat(*fed))
-    kept = g.call(aten._to_copy.default, tree[2], dtype=torch.int64)
-    return {
-        "tokens": tree[0],
-        "parents": tree[1],
-        "ancestors": words,
-        "depths": depths,
-        slots_name(draft): g.call(aten.gather.default, rows, 1, kept),
-    }
+    outputs = {"tokens": tree[0], "parents": tree[1], "ancestors": words, "depths": depths}
+    if grower.view is None:
+        rows = _rows_of_candidates(g, plan, g.cat(*fed))
+        kept = g.call(aten._to_copy.default, tree[2], dtype=torch.int64)
+        outputs[slots_name(draft)] = g.call(aten.gather.default, rows, 1, kept)
+    return outputs
 
 
 def _rows_of_candidates(g: StepGraph, plan: SpecPlan, fed: fx.Node) -> fx.Node:

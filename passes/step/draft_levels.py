@@ -1,44 +1,73 @@
-"""A draft model grows a tree of static shape, level by level."""
+"""A draft model or a view grows a tree of static shape, level by level."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from specc.passes.step.step_graph import StepGraph, int32
+from specc.passes.step.draft_view import DraftView
+from specc.passes.step.step_graph import TARGET, StepGraph, int32
 from specc.speculation.plans import SpecPlan
 
 aten = torch.ops.aten
 specc = torch.ops.specc
 
 
-def first_level(g: StepGraph, draft: str, catch_up: int) -> fx.Node:
+@dataclass(frozen=True)
+class Grower:
+    """What is asked level by level: a draft model over its own cache, or the target over a view.
+
+    Args:
+        draft: name in the plan.
+        num_first: last tokens of a sequence that its first level reads.
+        view: None of a model.
+    """
+
+    draft: str
+    num_first: int
+    view: DraftView | None = None
+
+    @classmethod
+    def of(cls, g: StepGraph, plan: SpecPlan, draft: str) -> Grower:
+        """Of a plan's draft; what a view sees is computed here, once for all levels."""
+        return cls(draft, plan.first_level(draft), DraftView.of(g, plan, draft))
+
+
+def first_level(g: StepGraph, grower: Grower) -> fx.Node:
     """Feed the last tokens of each sequence causally; returns logits [B, V] of the root.
 
-    A draft has not seen the leaf that the last step accepted, nor what only other drafts proposed.
-    Feeding all that it can lack is idempotent and keeps the shape; tokens before the sequence
-    have negative slots, which makes them dead.
+    A draft model has not seen the leaf that the last step accepted, nor what only other drafts
+    proposed. Feeding all that it can lack is idempotent and keeps the shape; tokens before the
+    sequence have negative slots, which makes them dead. A view is fed the root alone: it would
+    overwrite the target's rows of other tokens with what it computes from less than they were
+    computed from.
     """
-    batch = g.batch
-    nodes = g.arange(1 - catch_up, 1, 1, torch.int32)
+    if grower.view is not None:
+        root = g.constant("view_root", torch.ones(1, 1, dtype=torch.int64))
+        ancestors = g.repeat_rows(root, g.batch)
+        return feed_level(g, grower, g.last(g["last_tokens"], 1), ancestors, 0, 1, 0)
+    batch, count = g.batch, grower.num_first
+    nodes = g.arange(1 - count, 1, 1, torch.int32)
     slots, positions = g.rows(nodes, nodes)
-    total = g.multiple(batch, catch_up)
+    total = g.multiple(batch, count)
     return g.model(
-        draft,
-        g.flat(g.last(g["last_tokens"], catch_up)),
+        grower.draft,
+        g.flat(g.last(g["last_tokens"], count)),
         positions,
-        g.arange(0, g.multiple(batch, catch_up, 1), catch_up, torch.int32),
+        g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
         slots,
         g["cache_len"],
         None,
         g["block_table"],
-        g.arange(catch_up - 1, total, catch_up, torch.int64),
+        g.arange(count - 1, total, count, torch.int64),
     )
 
 
 def feed_level(
     g: StepGraph,
-    draft: str,
+    grower: Grower,
     tokens: fx.Node,
     ancestors: fx.Node,
     first_slot: int | fx.Node,
@@ -49,28 +78,31 @@ def feed_level(
 
     Args:
         g: the stage.
-        draft: model.
+        grower: what is asked.
         tokens: [B, count].
         ancestors: [B * count, W].
         first_slot: the draft's row of the first node, the others after it; or all rows, [count].
         count: nodes of a sequence.
         depth: of all of them.
     """
-    batch = g.batch
+    batch, view = g.batch, grower.view
     if isinstance(first_slot, int):
         nodes = g.arange(first_slot, first_slot + count, 1, torch.int32)
     else:
         nodes = first_slot
-    slots, positions = g.rows(nodes, g.call(aten.full_like.default, nodes, depth))
+    depths = g.call(aten.full_like.default, nodes, depth)
+    slots, positions = g.rows(nodes, depths)
+    if view is not None:
+        slots, _ = g.rows(nodes, depths, view.cache_len)
     return g.model(
-        draft,
+        grower.draft if view is None else TARGET,
         g.flat(tokens),
         positions,
         g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
         slots,
-        g["cache_len"],
+        g["cache_len"] if view is None else view.cache_len,
         ancestors,
-        g["block_table"],
+        g["block_table"] if view is None else view.block_table,
         g.arange(0, g.multiple(batch, count), 1, torch.int64),
     )
 
@@ -84,22 +116,22 @@ def children(
 
 
 def draft_tree(
-    g: StepGraph, draft: str, plan: SpecPlan, logits: fx.Node, column: int
+    g: StepGraph, grower: Grower, plan: SpecPlan, column: int
 ) -> tuple[list[fx.Node], fx.Node]:
-    """Grow a static tree from the logits of its root.
+    """Grow a static tree.
 
-    Node i lives in slot cache_len + i of the draft. Of a level, the nodes with children are fed,
+    Node i lives in row i after the committed ones. Of a level, the nodes with children are fed,
     tile by tile: nodes of one level do not attend to each other.
 
     Args:
         g: the stage.
-        draft: model.
+        grower: what is asked.
         plan: whose shape it proposes.
-        logits: [B, V] of the root.
         column: proposal column of the root; the other nodes' follow.
     Returns:
         logits [B * F, V] of each level that was fed, or of each tile of one, and tokens [B, N].
     """
+    draft, logits = grower.draft, first_level(g, grower)
     tree = plan.tree_of(draft)
     found, levels = [], [g.last(g["last_tokens"], 1)]
     words = tree.ancestor_words()
@@ -118,7 +150,7 @@ def draft_tree(
                 tokens = g.select(levels[-1], f"{name}_fed", picked, len(nodes))
                 rows = g.repeat_rows(g.constant(f"{name}_ancestors", words[between]), g.batch)
                 slots = g.constant(f"{name}_nodes", int32(between))
-                logits = feed_level(g, draft, tokens, rows, slots, len(between), depth)
+                logits = feed_level(g, grower, tokens, rows, slots, len(between), depth)
                 logits = _rows_of(g, logits, f"{name}_rows", between, fed)
             found.append(logits)
             counts = [len(tree.children(node)) for node in fed]

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from specc.passes.step.draft_dynamic import draft_dynamic
-from specc.passes.step.draft_levels import draft_tree, first_level
+from specc.passes.step.draft_levels import Grower, draft_tree
 from specc.passes.step.step_graph import (
     HISTORY,
     PROPOSALS,
@@ -35,7 +35,7 @@ class Proposals:
         q_rows: of each node, which row of logits it was drawn from; -1 is none.
         logits: [B * F, V] of each level.
         slots: of each node, the draft's row after the committed ones, -1 for none; None of
-            lookups, which have no cache.
+            lookups and views, which have no cache of their own to commit in.
     """
 
     tokens: fx.Node
@@ -46,15 +46,19 @@ class Proposals:
 
 
 def draft_stage(
-    plan: SpecPlan, constants: dict[str, torch.Tensor], is_padded: bool = False
+    plan: SpecPlan,
+    constants: dict[str, torch.Tensor],
+    is_padded: bool = False,
+    block_size: int = 0,
 ) -> fx.Graph:
     """Grow the tree of a plan that speculates.
 
     Outputs `tokens` [B, N] and, where the tree is data, `parents` [B, N], `ancestors` [B * N, W],
-    `depths` [B * N] and `slot_of_<draft>` [B, N]; of merged trees also `image` [B, T]. `q_0`,
-    `q_1`, … are the logits that children were drawn from.
+    `depths` [B * N] and `slot_of_<draft>` [B, N] of draft models; of merged trees also `image`
+    [B, T]. `q_0`, `q_1`, … are the logits that children were drawn from.
     """
-    g = StepGraph(constants, *STEP_INPUTS, is_padded=is_padded)
+    sizes = {"is_padded": is_padded, "block_size": block_size}
+    g = StepGraph(constants, *STEP_INPUTS, **sizes)
     if plan.is_static:
         outputs = _static(g, plan)
     elif plan.dynamic is not None:
@@ -68,14 +72,15 @@ def num_levels(plan: SpecPlan) -> int:
     """Levels of logits that the draft stage leaves as `q_0`, `q_1`, …; 0 where no rule reads q."""
     if plan.dynamic is not None or not set(plan.rules) - {0, 1}:
         return 0
-    return sum(plan.tree_of(draft).max_depth for draft in plan.models)
+    return sum(plan.tree_of(draft).max_depth for draft in plan.asked)
 
 
 def _static(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     (draft,) = plan.drafts
     tree = plan.shape
-    logits, tokens = draft_tree(g, draft, plan, first_level(g, draft, plan.catch_up), 0)
-    g.constant(slots_name(draft), int32(fed_slots(tree)))
+    logits, tokens = draft_tree(g, Grower.of(g, plan, draft), plan, 0)
+    if draft in plan.models:
+        g.constant(slots_name(draft), int32(fed_slots(tree)))
     return {"tokens": tokens} | _drawn_from(g, plan, logits, q_rows_of(tree))
 
 
@@ -122,11 +127,11 @@ def _propose(g: StepGraph, plan: SpecPlan, draft: str, column: int) -> Proposals
     if draft == SUFFIX:
         tokens, parents = _chain(g, g[PROPOSALS], num_nodes)
         return Proposals(tokens, parents, [-1] * num_nodes)
-    first = first_level(g, draft, plan.catch_up)
-    logits, tokens = draft_tree(g, draft, plan, first, column)
+    logits, tokens = draft_tree(g, Grower.of(g, plan, draft), plan, column)
     constant = g.constant(f"parents_of_{draft}", int32(tree.parents))
     parents = g.expand_rows(constant, num_nodes)
-    return Proposals(tokens, parents, q_rows_of(tree), logits, fed_slots(tree))
+    slots = fed_slots(tree) if draft in plan.models else None
+    return Proposals(tokens, parents, q_rows_of(tree), logits, slots)
 
 
 def _merge(g: StepGraph, plan: SpecPlan, made: dict[str, Proposals]) -> dict[str, fx.Node]:

@@ -71,6 +71,7 @@ def fuse_step(
     plan: SpecPlan,
     slabs: dict[str, int],
     is_padded: bool = False,
+    block_size: int = 0,
     reads_winners: bool = False,
 ) -> StepProgram:
     """Compose the step of a plan.
@@ -80,6 +81,7 @@ def fuse_step(
         slabs: number of cache slabs of each model, `target` and the drafts of the plan.
         is_padded: the models' programs write the nodes of a pass to rows that follow each
             other.
+        block_size: rows of a block of the caches; only plans with views ask.
         reads_winners: acceptance reads what the target wants after each node, as that of a plan in
             tiles does in any case. Trees are accepted so under rules that follow the target's own
             token.
@@ -88,7 +90,7 @@ def fuse_step(
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
-        stages["draft"] = draft_stage(plan, constants, is_padded)
+        stages["draft"] = draft_stage(plan, constants, is_padded, block_size)
     stages["verify"] = _verify_stage(plan, constants, reads_winners)
     stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants, reads_winners)
     return StepProgram(plan, constants, stages)

@@ -30,11 +30,19 @@ class StepGraph:
         constants: of the step; stages add theirs, which become inputs as they are asked for.
         inputs: names of the environment.
         is_padded: model programs write the nodes of a pass to rows that follow each other.
+        block_size: rows of a block of the caches, which views count in.
     """
 
-    def __init__(self, constants: dict[str, Tensor], *inputs: str, is_padded: bool = False) -> None:
+    def __init__(
+        self,
+        constants: dict[str, Tensor],
+        *inputs: str,
+        is_padded: bool = False,
+        block_size: int = 0,
+    ) -> None:
         self.graph = fx.Graph()
         self.is_padded = is_padded
+        self.block_size = block_size
         self._constants = constants
         self._inputs = {name: self.graph.placeholder(name) for name in inputs}
         self._last = next(reversed(self._inputs.values()))
@@ -78,9 +86,12 @@ class StepGraph:
         """Side by side: [B, ·] each."""
         return nodes[0] if len(nodes) == 1 else self.call(aten.cat.default, list(nodes), 1)
 
-    def rows(self, nodes: fx.Node, depths: fx.Node) -> list[fx.Node]:
-        """Slots [B * M] i32 and positions [B * M] i64 of nodes [M]."""
-        return self.parts(specc.tree_rows.default, 2, self["cache_len"], nodes, depths)
+    def rows(
+        self, nodes: fx.Node, depths: fx.Node, cache_len: fx.Node | None = None
+    ) -> list[fx.Node]:
+        """Slots [B * M] i32 and positions [B * M] i64 of nodes [M], after so many rows."""
+        cache_len = self["cache_len"] if cache_len is None else cache_len
+        return self.parts(specc.tree_rows.default, 2, cache_len, nodes, depths)
 
     def multiple(self, size: fx.Node, factor: int, extra: int = 0) -> fx.Node:
         return self.call(operator.add, self.call(operator.mul, size, factor), extra)

@@ -8,7 +8,7 @@ the logits of one pass over at most `tile` nodes of each sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from specc.errors import ConfigError
 from specc.passes.step.draft_stage import num_levels
@@ -22,19 +22,23 @@ def logit_rows(plan: SpecPlan, model: str) -> int:
 
     Args:
         plan: of the step.
-        model: `target`, `draft_0`, …; 0 rows where it takes no part.
+        model: `target`, `draft_0`, …; 0 rows where it takes no part. The logits of views are the
+            target's.
     """
-    if model == TARGET:
-        return min(plan.num_nodes, plan.tile or plan.num_nodes)
-    levels = _level_rows(plan, model)
-    return sum(levels) if num_levels(plan) else max(levels, default=0)
+    if model != TARGET:
+        return _drafted_rows(plan, [model] if model in plan.models else [])
+    rows = min(plan.num_nodes, plan.tile or plan.num_nodes)
+    drafted = _drafted_rows(plan, [view.name for view in plan.views])
+    # what no rule verifies with is let go of before the tree is verified
+    return rows + drafted if num_levels(plan) else max(rows, drafted)
 
 
 def pass_rows(plan: SpecPlan, model: str) -> int:
     """Tokens a sequence of the widest pass that a step makes with a model."""
     if model == TARGET:
-        return logit_rows(plan, model)
-    levels = _level_rows(plan, model)
+        own = min(plan.num_nodes, plan.tile or plan.num_nodes)
+        return max([own, *(rows for view in plan.views for rows in _level_rows(plan, view.name))])
+    levels = _level_rows(plan, model) if model in plan.models else []
     return max(plan.catch_up, *levels) if levels else 0
 
 
@@ -62,7 +66,7 @@ def tile_plan(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit_mb
         )
     if not plan.speculates or (plan.tile is None and _fits(plan, row_bytes, batch, limit)):
         return plan
-    levels = [rows for model in plan.models for rows in _level_rows(plan, model)]
+    levels = [rows for draft in plan.asked for rows in _level_rows(plan, draft)]
     widest = max([plan.num_nodes, *levels])
     # as few tiles as fit, all of about one size
     count = -(-widest // min(largest, widest))
@@ -76,10 +80,14 @@ def _fits(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit: int) 
     return (sum(sizes) if num_levels(plan) else max(sizes)) <= limit
 
 
+def _drafted_rows(plan: SpecPlan, drafts: Sequence[str]) -> int:
+    """Rows of logits a sequence that drafting leaves alive at a time."""
+    levels = [rows for draft in drafts for rows in _level_rows(plan, draft)]
+    return sum(levels) if num_levels(plan) else max(levels, default=0)
+
+
 def _level_rows(plan: SpecPlan, draft: str) -> list[int]:
-    """Nodes a sequence that a draft model is asked about at a time, level by level."""
-    if draft not in plan.models:
-        return []
+    """Nodes a sequence that a draft model or view is asked about at a time, level by level."""
     if plan.dynamic is not None:
         levels = [1, *[plan.dynamic.top_k] * (plan.dynamic.depth - 1)]
     else:

@@ -25,7 +25,7 @@ class HostDrafts:
     def __init__(self, plans: Mapping[str, SpecPlan]) -> None:
         self._weights = {
             name: VoteWeights(
-                len(plan.drafts), [i for i, d in enumerate(plan.drafts) if d in plan.models]
+                len(plan.drafts), [i for i, d in enumerate(plan.drafts) if d in plan.asked]
             )
             for name, plan in plans.items()
             if plan.combine == VOTE
@@ -90,7 +90,7 @@ class HostDrafts:
         # a leader's chain is the one that was verified
         first = leader(extra["vote_weights"][0].tolist())
         for place, draft in enumerate(plan.drafts):
-            if draft not in plan.models:
+            if draft not in plan.asked:
                 counts = [
                     self._agreed(request, draft, plan.max_depth, tokens[: count + 1])
                     for request, tokens, count in zip(

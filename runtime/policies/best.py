@@ -171,8 +171,8 @@ class BestPolicy(Policy):
 
 
 def pick_plans(plans: Mapping[str, SpecPlan]) -> tuple[SpecPlan, SpecPlan]:
-    """The first plan of a model alone, and the first of a lookup alone."""
+    """The first plan of a model or view alone, and the first of a lookup alone."""
     alone = [plan for plan in plans.values() if plan.speculates and not plan.combine]
-    model = next(plan for plan in alone if plan.models)
+    model = next(plan for plan in alone if plan.asked)
     lookup = next(plan for plan in alone if is_lookup(plan.drafts[0]))
     return model, lookup

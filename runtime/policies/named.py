@@ -54,7 +54,10 @@ def make_policy(
         }
         if len(chains) > 1:
             return AdaptivePolicy(chains)
-        needed, do = "a chain of one draft model or more", "compile it with several --tree 1,1,…"
+        needed, do = (
+            "a chain of one draft model or self-draft, or more",
+            "compile it with several --tree 1,1,…",
+        )
     elif name == BEST:
         alone = [plan for plan in plans.values() if plan.speculates and not plan.combine]
         if len({is_lookup(plan.drafts[0]) for plan in alone}) == 2:
@@ -84,7 +87,7 @@ def _chains(plans: Mapping[str, SpecPlan]) -> list[SpecPlan]:
     found = [
         plan
         for plan in plans.values()
-        if plan.speculates and not plan.combine and plan.models and set(plan.widths) == {1}
+        if plan.speculates and not plan.combine and plan.asked and set(plan.widths) == {1}
     ]
     return [plan for plan in found if plan.drafts == found[0].drafts]
 

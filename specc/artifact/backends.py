@@ -32,6 +32,8 @@ class BackendFacts:
         by_default: chosen where the user names none; others have to be asked for.
         unrun_dtypes: those of `dtypes` that its runtime does not compute in: such an engine's files
             are for other readers.
+        takes_views: self-drafts run: caches are in blocks, and programs take block tables of any
+            width.
         runs_all: it runs the graphs that every engine has, whichever backend the engine is for.
     """
 
@@ -46,6 +48,7 @@ class BackendFacts:
     model_files: tuple[str, ...] = ()
     by_default: bool = False
     unrun_dtypes: tuple[str, ...] = ()
+    takes_views: bool = False
     runs_all: bool = False
 
     @property
@@ -101,14 +104,14 @@ def backend_names() -> tuple[str, ...]:
 register(
     BackendFacts(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
-        model_files=("package_file",), by_default=True,
+        model_files=("package_file",), by_default=True, takes_views=True,
     )
 )  # fmt: skip
-register(BackendFacts("cuda", _DTYPES, "cuda", "flat", is_captured=True))
+register(BackendFacts("cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True))
 register(
     BackendFacts(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
-        by_default=True, runs_all=True,
+        by_default=True, takes_views=True, runs_all=True,
     )
 )  # fmt: skip
 register(

@@ -111,7 +111,7 @@ def check_plans(
     if len(set(names)) < len(names):
         raise invalid(f"plans are {', '.join(names)}", "plans of different names")
     for plan in plans:
-        _check_plan(plan, [model.name for model in models], limits.max_nodes)
+        _check_plan(plan, [model.name for model in models], limits)
 
 
 def check_choice(default_plan: str, policy: str, plans: Sequence[PlanEntry]) -> None:
@@ -214,16 +214,20 @@ def _check_part(facts: BackendFacts, name: str, part: object, when: str) -> None
         )
 
 
-def _check_plan(entry: PlanEntry, models: Sequence[str], max_nodes: int) -> None:
+def _check_plan(entry: PlanEntry, models: Sequence[str], limits: LimitsEntry) -> None:
     try:
         plan = entry.plan
     except SpeccError as error:
         raise invalid(f"plan {entry.name} is {error.found}", error.needed) from error
     if missing := [model for model in plan.models if model not in models]:
         raise invalid(f"plan {entry.name} asks {missing[0]}", f"one of {', '.join(models)}")
-    if plan.num_rows > max_nodes:
+    if plan.views and not limits.block_size:
         raise invalid(
-            f"plan {entry.name} takes {plan.num_rows} rows, limits.max_nodes is {max_nodes}",
+            f"plan {entry.name} has views, limits.block_size is 0", "a cache in blocks, for views"
+        )
+    if plan.num_rows > limits.max_nodes:
+        raise invalid(
+            f"plan {entry.name} takes {plan.num_rows} rows, limits.max_nodes is {limits.max_nodes}",
             "rows for every plan",
         )
 

@@ -38,9 +38,9 @@ class StepBytes:
 
     Args:
         target_weights: read once, by verification.
-        draft_weights: read once in each draft pass.
+        draft_weights: read once in each draft pass; of a self-draft the target's.
         embeddings: rows of tables that are only looked up.
-        kv_cache: committed rows of all sequences, once in each pass.
+        kv_cache: committed rows of all sequences, once in each pass, as far as it sees them.
     """
 
     target_weights: int
@@ -121,6 +121,9 @@ def count_step_bytes(
         sequences: that take part in a step, on average.
     """
     passes = count_passes(step)
+    drafting = count_passes({"stages": [s for s in step["stages"] if s["name"] == "draft"]})
+    # those of views are counted apart
+    passes[_TARGET] -= drafting[_TARGET]
     num_tokens = _tokens_of(plan)
     weights: Counter[str] = Counter()
     embeddings, cache = 0.0, 0.0
@@ -131,6 +134,15 @@ def count_step_bytes(
         if passes[name]:
             embeddings += own.row * num_tokens[kind] * sequences
         cache += passes[name] * sequences * cache_bytes(model.layers, model.dtype, context)
+    if plan.views:
+        target, viewed = models[_TARGET], drafting[_TARGET]
+        weights["draft"] += viewed * model_bytes(target.program).weights
+        fed = len(plan.views) * num_tokens["view"]
+        embeddings += model_bytes(target.program).row * fed * sequences
+        # all views have the shape of the plan, and so as many passes
+        for view in plan.views:
+            seen = cache_bytes(target.layers, target.dtype, min(context, view.num_rows))
+            cache += viewed / len(plan.views) * sequences * seen
     return StepBytes(weights[_TARGET], weights["draft"], round(embeddings), round(cache))
 
 
@@ -223,10 +235,11 @@ def _is_lookup(node: fx.Node) -> bool:
 def _tokens_of(plan: SpecPlan) -> dict[str, int]:
     """Tokens that a sequence feeds to the models of each kind in one step."""
     if not plan.speculates:
-        return {_TARGET: 1, "draft": 0}
+        return {_TARGET: 1, "draft": 0, "view": 0}
     if plan.dynamic is not None:
         fed = plan.dynamic.num_fed
     else:
         fed = plan.shape.num_nodes - len(plan.shape.leaves)
     # a draft's first level feeds what it can lack besides the root; leaves are never fed
-    return {_TARGET: plan.num_nodes, "draft": plan.catch_up + fed - 1 if plan.models else 0}
+    draft = plan.catch_up + fed - 1 if plan.models else 0
+    return {_TARGET: plan.num_nodes, "draft": draft, "view": fed}

@@ -16,6 +16,7 @@ from rich.tree import Tree
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import TokenTree
+from specc.speculation.views import View
 from specc.system.files import format_bytes
 
 if TYPE_CHECKING:
@@ -217,12 +218,17 @@ def describe_plan(plan: SpecPlan) -> str:
         text = f"{kind} of depth {plan.max_depth}: {size}"
         text += f", {leaves} {'path' if leaves == 1 else 'paths'}" if plan.is_static else ""
     if plan.combine:
-        text += f"; {plan.combine} of {', '.join(plan.drafts)}"
+        text += f"; {plan.combine} of {', '.join(map(_describe_draft, plan.drafts))}"
     elif plan.drafts != ("draft_0",):
-        text += f"; of {plan.drafts[0]}"
+        text += f"; of {_describe_draft(plan.drafts[0])}"
     if plan.tile is not None:
         text += f"; logits of {plan.tile} nodes at a time"
     return text
+
+
+def _describe_draft(draft: str) -> str:
+    view = View.named(draft)
+    return draft if view is None else view.option
 
 
 def draw_tree(tree: TokenTree) -> Tree:

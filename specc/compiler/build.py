@@ -24,7 +24,7 @@ from specc.compiler.engine_files import (
     write_report,
     write_steps,
 )
-from specc.compiler.engine_plans import engine_plans, tile_plans
+from specc.compiler.engine_plans import check_budgets, check_views, engine_plans, tile_plans
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.compiler.weights import write_model_weights
@@ -89,6 +89,7 @@ def build(
     plans = engine_plans(config, len(draft_models))
     backend, told = choose_backend(config.backend)
     check_options(config, backend)
+    check_views(plans, config, backend.facts)
     config = backend.adapt(config)
     with inductor_directory(), EngineWriter(output, force=force) as writer:
         check_dump(dump_graphs)
@@ -101,9 +102,9 @@ def build(
         with phases.phase("write programs"):
             write_programs(writer, engine.models)
             slabs = {model.name: len(model.entry.slabs) for model in engine.models}
+            sizes = (backend.facts.is_padded, engine.limits.block_size)
             is_cut = engine.models[0].program.shard is not None
-            facts = backend.facts
-            steps = write_steps(writer, engine.plans, slabs, facts.is_padded, is_cut)
+            steps = write_steps(writer, engine.plans, slabs, *sizes, is_cut)
         # before minutes of compiling: what is wrong with a checkpoint is found here
         warnings = [*checked.warnings, *told, *write_engine_weights(engine)]
         emitted = backend.emit(engine)
@@ -131,6 +132,7 @@ def _compile(
     """Trace and rewrite the models; sizes and plans of the engine follow from their graphs."""
     # what can be refused before tracing
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
+    check_budgets(plans, limits.block_size, limits.max_seq_len)
     lowering = backend.phases(limits.max_seq_len)
     models, records = compile_models(
         sources, plans, limits.max_seq_len, lowering, phases, dump, config.tensor_parallel_size

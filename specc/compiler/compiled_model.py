@@ -10,7 +10,7 @@ from typing import Any
 
 from specc.artifact.manifest_entries import ModelEntry
 from specc.compiler.checks import advice_for
-from specc.compiler.model_entries import check_windows, describe_model
+from specc.compiler.model_entries import check_viewed, check_windows, describe_model
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace import position_limit, trace
 from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
@@ -90,4 +90,6 @@ def compile_models(
         entry = describe_model(source, program, max_seq_len)
         models.append(CompiledModel(source, program, entry, whole=whole[0] if whole else None))
         check_windows(entry, plans)
+        if source.name == TARGET:
+            check_viewed(entry, plans, max_seq_len)
     return models, records

@@ -27,6 +27,7 @@ def write_steps(
     plans: Sequence[SpecPlan],
     slabs: dict[str, int],
     is_padded: bool,
+    block_size: int,
     is_cut: bool = False,
 ) -> tuple[PlanEntry, ...]:
     """Fuse and write the step programs of each plan.
@@ -36,15 +37,17 @@ def write_steps(
         plans: of the engine.
         slabs: model name → number of its slabs.
         is_padded: the engine's programs take padded batches.
+        block_size: rows of a block of its caches.
         is_cut: ranks have parts of the target, and can draw tokens without its logits.
     Returns:
         what the manifest says of the plans.
     """
+    sizes = (is_padded, block_size)
     entries = tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
     for plan, entry in zip(plans, entries, strict=True):
-        writer.write_json(entry.file, fuse_step(plan, slabs, is_padded).to_json())
+        writer.write_json(entry.file, fuse_step(plan, slabs, *sizes).to_json())
         if is_cut and entry.winners_file != entry.file:
-            step = fuse_step(plan, slabs, is_padded, reads_winners=True)
+            step = fuse_step(plan, slabs, *sizes, reads_winners=True)
             writer.write_json(entry.winners_file, step.to_json())
     return entries
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.memory import logit_row_bytes
@@ -33,6 +34,63 @@ def engine_plans(config: CompileConfig, num_drafts: int) -> list[SpecPlan]:
     if not plans and not config.plans and known:
         plans = [SpecPlan.from_widths((1,) * DEFAULT_CHAIN)]
     return list(dict.fromkeys([*plans, OFF]))
+
+
+def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: BackendFacts) -> None:
+    """Whether the backend runs the self-drafts of some plans.
+
+    Raises:
+        ConfigError: it does not, or its cache has no blocks, or the target is cut for ranks.
+    """
+    views = [view for plan in plans for view in plan.views]
+    if not views:
+        return
+    draft = f"--draft {views[0].option}"
+    if not backend.takes_views:
+        others = [name for name in backend_names() if facts_of(name).takes_views]
+        raise ConfigError(
+            f"{draft} and the backend {backend.name}, whose programs read the cache of a sequence"
+            " as a whole",
+            f"a backend that reads it in blocks: {' or '.join(others)}",
+            f"pass --backend {others[0]}, or another draft",
+        )
+    if not config.block_size:
+        raise ConfigError(
+            f"{draft} and --block-size 0, one block for each sequence",
+            "a cache in blocks, of which the draft sees some",
+            "leave out --block-size",
+        )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"{draft} and --tensor-parallel-size {config.tensor_parallel_size}",
+            "one rank: a target that is cut does not draft",
+            "leave out one of the two",
+        )
+
+
+def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) -> None:
+    """Compare the rows that self-drafts see with what there is.
+
+    Raises:
+        ConfigError: a window of less than a block, or a budget that no sequence outgrows.
+    """
+    for view in (view for plan in plans for view in plan.views):
+        if view.window < block_size:
+            raise ConfigError(
+                f"--draft {view.option}, and blocks of {block_size} rows",
+                f"a window of {block_size} rows or more",
+                f"pass --draft self:window={block_size}, or a smaller --block-size",
+            )
+        if sum(view.blocks(block_size)) * block_size >= max_seq_len:
+            most = max_seq_len // 2 // block_size * block_size
+            raise ConfigError(
+                f"--draft {view.option}, in sequences of at most {max_seq_len} tokens",
+                "fewer rows than a sequence can have: a draft that sees all of them costs what"
+                " the target costs",
+                f"pass --draft self:window={most}, or a larger --max-seq-len"
+                if most
+                else "pass a larger --max-seq-len",
+            )
 
 
 def tile_plans(

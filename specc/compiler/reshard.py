@@ -31,7 +31,7 @@ from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import Compilation, plan_engine_memory, probe_staged
 from specc.compiler.compiled_model import CUT, VOCABULARY, CompiledModel
 from specc.compiler.engine_files import write_programs, write_report, write_steps
-from specc.compiler.engine_plans import tile_plans
+from specc.compiler.engine_plans import check_views, tile_plans
 from specc.compiler.model_entries import cache_layout
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
@@ -79,6 +79,7 @@ def reshard_engine(
         with phases.phase("check engine"):
             old, backend = _check(engine, asked)
         config = _config_of(old, backend, num_ranks)
+        check_views(config.plans, config, backend.facts)
         with _open_models(engine, old, phases) as models:
             target, *_ = models
             with phases.phase("rewrite target"):
@@ -94,7 +95,8 @@ def reshard_engine(
                 _take_over(engine, old, writer)
                 write_programs(writer, [target])
                 slabs = {model.name: len(model.entry.slabs) for model in models}
-                steps = write_steps(writer, plans, slabs, backend.facts.is_padded)
+                sizes = (backend.facts.is_padded, old.limits.block_size)
+                steps = write_steps(writer, plans, slabs, *sizes, is_cut=num_ranks > 1)
             with phases.phase("write target weights") as advance:
                 warnings = write_model_weights(writer, target, config, advance)
         emitted = backend.emit(new)

@@ -22,6 +22,7 @@ from specc.cost.measured_seconds import MeasuredSeconds
 from specc.errors import EngineError
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import TokenTree
+from specc.speculation.views import View
 
 SCHEMA_VERSION = 1
 _DO = "measure the table again"
@@ -176,8 +177,20 @@ class LatencyTable:
         for draft, levels in draft_levels(shape.plan):
             for width in levels:
                 part = PassPart(shape.rows, shape.rows * width, shape.context)
-                seconds += self.drafts[draft]((part,))
+                seconds += self.level_s(draft, part)
         return seconds
+
+    def level_s(self, draft: str, part: PassPart) -> float:
+        """Seconds of a pass of a draft: of a model, or of the target over as much as a view sees.
+
+        Args:
+            draft: name in a plan.
+            part: sequences, with all of their committed rows.
+        """
+        view = View.named(draft)
+        if view is None:
+            return self.drafts[draft]((part,))
+        return self.target((part._replace(context=min(part.context, part.rows * view.num_rows)),))
 
     def target_s(self, shapes: Iterable[StepShape]) -> float:
         """Seconds of one pass that verifies all groups."""
@@ -265,7 +278,7 @@ def verify_part(shape: StepShape) -> PassPart:
 
 @functools.lru_cache(maxsize=256)
 def draft_levels(plan: SpecPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Draft model → tokens of a sequence that each of its passes reads, one pass a level.
+    """Draft model or view → tokens of a sequence that each of its passes reads, one a level.
 
     The first one reads what a step of the same plan left unread, besides the root.
     """
@@ -275,7 +288,7 @@ def draft_levels(plan: SpecPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
         levels = [1, *itertools.repeat(plan.dynamic.top_k, plan.dynamic.depth - 1)]
     else:
         levels = fed_rows(plan.shape)
-    return tuple((draft, (plan.catch_up, *levels[1:])) for draft in plan.models)
+    return tuple((draft, (plan.first_level(draft), *levels[1:])) for draft in plan.asked)
 
 
 def fed_rows(tree: TokenTree) -> list[int]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from specc.cost.latency_table import LatencyTable, PassPart, fed_rows
 from specc.errors import ConfigError
 from specc.speculation.tree import TokenTree
+from specc.speculation.views import is_view
 
-# tokens that a draft's first level reads: the root, and the token before it
+# tokens that a draft model's first level reads: the root, and the token before it
 _FIRST_LEVEL = 2
 
 
@@ -18,7 +19,8 @@ class StepSeconds:
 
     Args:
         table: of the engine's passes.
-        draft: model that proposes, such as `draft_0`; None is a lookup, which takes no pass.
+        draft: model or view that proposes, such as `draft_0` or `self_w512_s4`; None is a lookup,
+            which takes no pass.
         requests: of the batch.
         context: committed rows of each.
     Raises:
@@ -61,7 +63,8 @@ class StepSeconds:
         """
         if self.draft is None:
             return 0.0
-        return self.table.drafts[self.draft]((self._part(num_rows if depth else _FIRST_LEVEL),))
+        first = 1 if is_view(self.draft) else _FIRST_LEVEL
+        return self.table.level_s(self.draft, self._part(num_rows if depth else first))
 
     def of(self, tree: TokenTree) -> float:
         """Seconds of a step with this tree; of the root alone, those of off."""

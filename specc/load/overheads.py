@@ -23,9 +23,9 @@ def with_overheads(
 ) -> LatencyTable:
     """The same table with the seconds of an iteration and of a group as requests see them.
 
-    Requests are served alone, with every plan that passes of models draft: what the gaps between
-    their tokens have beyond passes is the host's part, the service's and the client's included,
-    and what a pass takes longer after others than in a row of its own kind.
+    Requests are served alone, with every plan that passes of models or views draft: what the gaps
+    between their tokens have beyond passes is the host's part, the service's and the client's
+    included, and what a pass takes longer after others than in a row of its own kind.
 
     Args:
         table: of passes.
@@ -35,7 +35,7 @@ def with_overheads(
     """
     alone = dataclasses.replace(subject, limits=ClientLimits(max_concurrency=1))
     first = [dataclasses.replace(request, arrival_s=0.0) for request in requests[:_REQUESTS]]
-    plans = [p for p in subject.engine.plans.values() if p.speculates and p.models and not p.tile]
+    plans = [p for p in subject.engine.plans.values() if p.speculates and p.asked and not p.tile]
     beyond: dict[str, float] = {}
     for done, plan in enumerate([OFF, *plans]):
         beyond[plan.name] = _beyond(table, plan, alone, first)

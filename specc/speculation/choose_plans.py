@@ -10,6 +10,7 @@ from typing import Any
 from specc.errors import ConfigError, TreeError
 from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan, is_lookup
 from specc.speculation.tree import TokenTree
+from specc.speculation.views import View
 
 BEST = "best"
 COMBINE = (MERGE, VOTE, BEST)
@@ -22,11 +23,11 @@ def split_drafts(drafts: Any) -> tuple[list[Any], tuple[str, ...]]:
     """Models to compile, and what plans call all that proposes.
 
     Args:
-        drafts: None, or one or several of a model, `lookup:N` and `suffix`.
+        drafts: None, or one or several of a model, `self:window=W,sink=S`, `lookup:N` and `suffix`.
     Returns:
-        the models, and names in the order given: `draft_0`, `lookup-3`, …
+        the models, and names in the order given: `draft_0`, `self_w512_s4`, `lookup-3`, …
     Raises:
-        ConfigError: a malformed lookup, or one draft twice.
+        ConfigError: a malformed self-draft or lookup, or one draft twice.
     """
     if drafts is None:
         return [], ()
@@ -34,7 +35,7 @@ def split_drafts(drafts: Any) -> tuple[list[Any], tuple[str, ...]]:
     models: list[Any] = []
     names: list[str] = []
     for draft in given:
-        name = _lookup_name(draft)
+        name = _name_without_model(draft)
         if name is None:
             name = f"draft_{len(models)}"
             models.append(draft)
@@ -146,18 +147,21 @@ def _plan(shape: TokenTree | DynamicTree, drafts: tuple[str, ...], combine: str)
     if len(drafts) > 1:
         raise ConfigError(
             f"a dynamic tree of {len(drafts)} drafts",
-            "one draft model, which every level asks anew",
+            "one draft model or self-draft, which every level asks anew",
             "choose a static tree, or --combine best",
         )
     return SpecPlan.from_dynamic(shape, drafts[0])
 
 
-def _lookup_name(draft: Any) -> str | None:
+def _name_without_model(draft: Any) -> str | None:
+    """What plans call a self-draft or a lookup; None of a model."""
     if not isinstance(draft, (str, Path)):
         return None
     text = str(draft)
     if text == SUFFIX:
         return SUFFIX
+    if isinstance(draft, str) and (view := View.parse(text)) is not None:
+        return view.name
     match = _LOOKUP.fullmatch(text)
     if match is None:
         if text.startswith("lookup:") or text == "lookup":
@@ -184,13 +188,13 @@ def _check_combine(drafts: tuple[str, ...], combine: str | None) -> None:
 
 
 def _of_each_kind(drafts: tuple[str, ...]) -> tuple[str, str]:
-    """The model and the lookup that compete."""
+    """The model or view, and the lookup that competes with it."""
     models = [draft for draft in drafts if not is_lookup(draft)]
     lookups = [draft for draft in drafts if is_lookup(draft)]
     if len(models) != 1 or len(lookups) != 1:
         raise ConfigError(
             f"--combine best of {', '.join(drafts)}",
-            "one draft model, and one lookup that it competes with",
+            "one draft model or self-draft, and one lookup that it competes with",
             "for example --draft D/ --draft suffix --combine best",
         )
     return models[0], lookups[0]

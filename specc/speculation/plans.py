@@ -12,6 +12,7 @@ from typing import Any
 from specc.errors import ConfigError, EngineError, TreeError
 from specc.sampling.rows import Rule
 from specc.speculation.tree import MAX_NODES, TokenTree
+from specc.speculation.views import View, is_view
 
 MERGE, VOTE = "merge", "vote"
 # proposals that the host's index makes, for all plans of an engine
@@ -76,9 +77,9 @@ class SpecPlan:
             shape is another one, and for off.
         parents: of a static tree that is no expansion; see `TokenTree`.
         dynamic: instead of a static shape.
-        drafts: what proposes: `draft_0`, `draft_1`, …, `lookup-N` (n-grams of at most N tokens are
-            looked up in the request), `suffix` (the host's index). A lookup proposes a chain as
-            long as the shape is deep.
+        drafts: what proposes: `draft_0`, `draft_1`, …, `self_wW_sS` (the target over a view of its
+            cache), `lookup-N` (n-grams of at most N tokens are looked up in the request), `suffix`
+            (the host's index). A lookup proposes a chain as long as the shape is deep.
         combine: `merge` or `vote`, where several propose.
         tile: nodes of each sequence whose logits exist at a time; the models pass over the tree
             tile by tile. None: over all nodes at once, and what children were drawn from is kept
@@ -100,10 +101,10 @@ class SpecPlan:
         shapes = [bool(self.widths), len(self.parents) > 1, self.dynamic is not None]
         assert sum(shapes) <= 1, "one shape"
         for name in self.drafts:
-            if not (is_lookup(name) or re.fullmatch(r"draft_\d+", name)):
+            if not (is_lookup(name) or is_view(name) or re.fullmatch(r"draft_\d+", name)):
                 raise ConfigError(
                     f"a plan of the draft {name!r}",
-                    "draft_0, draft_1, …, lookup-N or suffix",
+                    "draft_0, draft_1, …, self_wW_sS, lookup-N or suffix",
                     "compile the engine again",
                 )
         if len(set(self.drafts)) < max(1, len(self.drafts)):
@@ -127,7 +128,7 @@ class SpecPlan:
         if self.dynamic is not None and (self.combine or is_lookup(self.drafts[0])):
             raise ConfigError(
                 f"a dynamic tree of {', '.join(self.drafts)}",
-                "one draft model, which every level asks anew",
+                "one draft model or self-draft, which every level asks anew",
                 "choose a static tree for several drafts and for lookups",
             )
         if list(self.parents) != sorted(self.parents):
@@ -191,7 +192,7 @@ class SpecPlan:
 
     @cached_property
     def shape(self) -> TokenTree:
-        """What each draft model proposes; only of a plan without a dynamic tree."""
+        """What each draft but lookups proposes; only of a plan without a dynamic tree."""
         assert self.dynamic is None, "its shape is data"
         if self.parents:
             return TokenTree(self.parents)
@@ -223,7 +224,7 @@ class SpecPlan:
 
     @cached_property
     def is_static(self) -> bool:
-        """The topology is known when the engine is compiled: one draft model, no reranking."""
+        """The topology is known when the engine is compiled: one model or view, no reranking."""
         return self.dynamic is None and not self.combine and not is_lookup(self.drafts[0])
 
     @property
@@ -258,19 +259,39 @@ class SpecPlan:
 
     @cached_property
     def catch_up(self) -> int:
-        """Last tokens of a sequence that a draft's first level reads.
+        """Last tokens of a sequence that the first level of a draft model reads.
 
         After a step of the same plan it has not seen these: the accepted leaf and the bonus token,
         and of several drafts' proposals all that the others made.
         """
+        if all(map(is_view, self.drafts)):
+            return 1
         return self.max_depth + 1 if self.combine else min(2, self.max_depth + 1)
+
+    def first_level(self, draft: str) -> int:
+        """Last tokens of a sequence that the first level of a draft reads.
+
+        Of a view only the root: the rows before it are the target's own, and must stay them.
+        """
+        return 1 if is_view(draft) else self.catch_up
 
     @cached_property
     def models(self) -> tuple[str, ...]:
         """Draft models that take part."""
         if not self.speculates:
             return ()
-        return tuple(draft for draft in self.drafts if not is_lookup(draft))
+        return tuple(d for d in self.drafts if not (is_lookup(d) or is_view(d)))
+
+    @cached_property
+    def views(self) -> tuple[View, ...]:
+        """Views that the target drafts with."""
+        found = map(View.named, self.drafts) if self.speculates else ()
+        return tuple(view for view in found if view is not None)
+
+    @cached_property
+    def asked(self) -> tuple[str, ...]:
+        """Drafts that are asked level by level: models and views."""
+        return tuple(d for d in self.drafts if not is_lookup(d)) if self.speculates else ()
 
     @cached_property
     def level_sizes(self) -> tuple[int, ...]:
@@ -338,7 +359,7 @@ class SpecPlan:
 
 
 def is_lookup(draft: str) -> bool:
-    """Whether a draft looks tokens up, rather than asking a model."""
+    """Whether a draft looks tokens up, rather than asking a model or the target."""
     return draft == SUFFIX or _LOOKUP.fullmatch(draft) is not None
 
 
@@ -349,13 +370,13 @@ def lookup_ngram(draft: str) -> int | None:
 
 
 def _prefix(drafts: tuple[str, ...], combine: str) -> str:
-    """What tells a plan from that of the first draft alone: `merge-0+1-`, `lookup3-`."""
+    """What tells a plan from that of the first draft alone: `merge-0+1-`, `selfw512s4-`."""
     if not drafts or drafts == _FIRST_DRAFT:
         return ""
-    names = "+".join(name.removeprefix("draft_").replace("-", "") for name in drafts)
+    names = "+".join(re.sub("[-_]", "", name.removeprefix("draft_")) for name in drafts)
     if combine:
         return f"{combine}-{names}-"
-    return f"{names}-" if is_lookup(drafts[0]) else f"draft{names}-"
+    return f"draft{names}-" if drafts[0].startswith("draft_") else f"{names}-"
 
 
 OFF = SpecPlan("off")

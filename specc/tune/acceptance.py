@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specc.runtime.backends.step import Model
 from specc.runtime.drafts.suffix_index import OutputIndex, SuffixIndex
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SUFFIX, lookup_ngram
+from specc.speculation.views import View
 
 NONE = -1
 
@@ -55,6 +57,34 @@ def draft_acceptance(
     ranks = []
     for count, trajectory in enumerate(trajectories, start=1):
         ranks.append(_ranks(engine, draft, trajectory, width))
+        progress(count)
+    return acceptance_of(ranks, width, depth)
+
+
+def view_acceptance(
+    engine: Engine,
+    view: View,
+    trajectories: Sequence[Trajectory],
+    width: int,
+    depth: int,
+    progress: Callable[[int], object] = lambda count: None,
+) -> list[list[float]]:
+    """Acceptance table of a self-draft, [depth][width].
+
+    Every token is proposed from the target's own rows before it. Rows of draft tokens are a
+    little different, which acceptance hardly shows.
+
+    Args:
+        engine: with nobody else at work, and a cache in blocks.
+        view: what the target sees.
+        trajectories: outputs of the target.
+        width: children of a node at most.
+        depth: levels at most.
+        progress: called with the number of trajectories that are done.
+    """
+    ranks = []
+    for count, trajectory in enumerate(trajectories, start=1):
+        ranks.append(_ranks_over(engine, view, trajectory, width))
         progress(count)
     return acceptance_of(ranks, width, depth)
 
@@ -129,7 +159,8 @@ def _ranks(engine: Engine, draft: int, trajectory: Trajectory, width: int) -> li
             last = min(len(tokens) - 1, first + engine.prefill_chunk)
             # row r predicts the token at position r + 1
             rows = torch.arange(min(max(start - 1, first), last), last)
-            logits = _causal_pass(engine, draft, tokens[first:last], first, rows - first, table)
+            model, chunk = engine.drafts[draft], tokens[first:last]
+            logits = _causal_pass(model, engine, chunk, first, rows - first, table)
             if len(rows):
                 found += _ranks_of(engine, logits, trajectory.request, rows, width)
         return found
@@ -137,8 +168,41 @@ def _ranks(engine: Engine, draft: int, trajectory: Trajectory, width: int) -> li
         cache.allocator.free(blocks)
 
 
+@torch.inference_mode()
+def _ranks_over(engine: Engine, view: View, trajectory: Trajectory, width: int) -> list[int]:
+    """Rank of each output token among a self-draft's children, given all tokens before it."""
+    tokens, start = trajectory.token_ids, max(1, trajectory.num_prompt)
+    cache, last = engine.cache, len(trajectory.token_ids) - 1
+    blocks = cache.allocator.allocate(cache.shape.blocks_per_sequence)
+    try:
+        table = cache.block_table([blocks])
+        moved = table.to(cache.device)
+        for first in range(0, start - 1, engine.prefill_chunk):
+            chunk = tokens[first : min(start - 1, first + engine.prefill_chunk)]
+            _causal_pass(engine.target, engine, chunk, first, torch.tensor([0]), moved)
+        found = []
+        for row in range(start - 1, last):
+            columns, seen = view.columns(row, cache.shape.block_size)
+            slot = torch.tensor([seen], dtype=torch.int32)
+            inputs = (
+                torch.tensor(tokens[row : row + 1]), torch.tensor([row]),
+                torch.tensor([0, 1], dtype=torch.int32), slot, slot,
+                torch.ones(1, 1, dtype=torch.int64), table[:, columns], torch.tensor([0]),
+            )  # fmt: skip
+            found.append(engine.target(*(x.to(cache.device) for x in inputs)))
+            # the target's own row in place of the draft's
+            own = tokens[row : row + 1]
+            _causal_pass(engine.target, engine, own, row, torch.tensor([0]), moved)
+        if not found:
+            return []
+        rows = torch.arange(start - 1, last)
+        return _ranks_of(engine, torch.cat(found), trajectory.request, rows, width)
+    finally:
+        cache.allocator.free(blocks)
+
+
 def _causal_pass(
-    engine: Engine, draft: int, tokens: list[int], first: int, rows: Tensor, table: Tensor
+    model: Model, engine: Engine, tokens: list[int], first: int, rows: Tensor, table: Tensor
 ) -> Tensor:
     positions = torch.arange(first, first + len(tokens))
     inputs = (
@@ -152,7 +216,7 @@ def _causal_pass(
         rows,
     )
     device = engine.cache.device
-    return engine.drafts[draft](*(x if x is None else x.to(device) for x in inputs))
+    return model(*(x if x is None else x.to(device) for x in inputs))
 
 
 def _ranks_of(

@@ -99,7 +99,7 @@ def measure_latency(
 def _overheads(engine: Engine, table: LatencyTable) -> tuple[float, float]:
     """Seconds of an iteration, and of a group that drafts, outside of their passes."""
     iteration_s = max(0.0, _iteration_s(engine, OFF) - table.iteration([_shape(OFF)]))
-    drafting = [plan for plan in engine.plans.values() if plan.models and plan.tile is None]
+    drafting = [plan for plan in engine.plans.values() if plan.asked and plan.tile is None]
     plan = min(drafting, key=lambda plan: plan.num_nodes, default=None)
     if plan is None or plan.max_depth + 2 * _SHORT > engine.position_limit:
         return iteration_s, 0.0

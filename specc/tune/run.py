@@ -27,8 +27,9 @@ from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan, is_lookup
+from specc.speculation.views import View
 from specc.system.machine import describe_machine
-from specc.tune.acceptance import Trajectory, draft_acceptance, lookup_acceptance
+from specc.tune.acceptance import Trajectory, draft_acceptance, lookup_acceptance, view_acceptance
 from specc.tune.latency import measure_latency
 from specc.tune.options import TuneOptions
 
@@ -179,8 +180,10 @@ def tune(
 
 
 def _drafts_of(plans: Sequence[SpecPlan], num_models: int) -> list[str]:
-    lookups = {name for plan in plans if plan.speculates for name in plan.drafts if is_lookup(name)}
-    return [*(f"draft_{i}" for i in range(num_models)), *sorted(lookups)]
+    others = {name for plan in plans if plan.speculates for name in plan.drafts} - {
+        model for plan in plans for model in plan.models
+    }
+    return [*(f"draft_{i}" for i in range(num_models)), *sorted(others)]
 
 
 def _batch_sizes(options: TuneOptions, most: int) -> list[int]:
@@ -226,6 +229,8 @@ def _acceptance(
     if is_lookup(draft):
         return lookup_acceptance(draft, trajectories, _LOOKUP_DEPTH)
     width = min(_WIDTH, engine.vocab_size, options.max_nodes)
+    if (view := View.named(draft)) is not None:
+        return view_acceptance(engine, view, trajectories, width, options.max_depth)
     number = int(draft.removeprefix("draft_"))
     return draft_acceptance(engine, number, trajectories, width, options.max_depth)
 

@@ -174,7 +174,7 @@ def build_engine(
         model.caches = [(layer[0], layer[1]) for layer in cache.slabs[name][0]]
     steps = {}
     for plan in spec_plans:
-        program = fuse_step(plan, dict.fromkeys(modules, 1)).to_json()
+        program = fuse_step(plan, dict.fromkeys(modules, 1), block_size=block_size).to_json()
         steps[plan.name] = EagerStep(json.loads(json.dumps(program)), modules)
     return Engine(
         target=target,

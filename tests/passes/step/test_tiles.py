@@ -46,6 +46,29 @@ def test_rows(plan, target, draft, passes):
     assert logit_rows(plan, "draft_7") == pass_rows(plan, "draft_7") == 0
 
 
+VIEW = "self_w64_s4"
+
+
+@pytest.mark.parametrize(
+    ("plan", "logits", "passes"),
+    [
+        # the levels' logits are the target's, too, and stay until the tree is verified
+        (SpecPlan.from_widths((3, 2, 1), (VIEW,)), 16 + 1 + 3 + 6, 16),
+        (SpecPlan.from_widths((2, 2), (VIEW, "draft_0"), MERGE), 13 + 1 + 2, 13),
+        (SpecPlan.from_widths((2, 2), (VIEW, "self_w32_s0"), MERGE), 13 + 2 * (1 + 2), 13),
+        # no rule looks at them
+        (SpecPlan.from_dynamic(DynamicTree(16, 3, 4), VIEW), 16, 16),
+        (SpecPlan.from_dynamic(DynamicTree(3, 4, 2), VIEW), 4, 4),
+        (replace(SpecPlan.from_widths((3, 2, 1), (VIEW,)), tile=5), 5, 5),
+        (SpecPlan.from_widths((1, 1, 1), (VIEW, "draft_0"), VOTE), 4, 4),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_rows_of_views(plan, logits, passes):
+    assert (logit_rows(plan, "target"), pass_rows(plan, "target")) == (logits, passes)
+    assert logit_rows(plan, VIEW) == pass_rows(plan, VIEW) == 0
+
+
 MB = 1 << 20
 
 
@@ -100,3 +123,13 @@ def test_not_one_node_of_each_sequence(plan):
     assert caught.value.needed == "14 or more"
     assert caught.value.do == "pass --max-logits-mb 14, or lower --max-batch-size"
     tile_plan(plan, {"target": 3 * MB // 2, "draft_0": MB}, 9, 14)
+
+
+def test_views_are_cut_like_models():
+    """A level of 48 nodes is wider than the limit, the tree's own tiles apart."""
+    plan = SpecPlan.from_widths((48, 1), (VIEW,))
+    tiled = tile_plan(plan, {"target": MB}, 1, 40)
+    assert tiled.tile is not None
+    assert logit_rows(tiled, "target") <= 40
+    assert tile_plan(plan, {"target": MB}, 1, 97 + 49) == plan
+    assert tile_plan(plan, {"target": MB}, 1, 97 + 48).tile is not None

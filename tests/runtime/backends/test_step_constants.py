@@ -32,6 +32,13 @@ PLANS = [
     SpecPlan("merge-gaps", parents=GAPS.parents, drafts=PAIR, combine=MERGE),
     SpecPlan("vote", (1, 1, 1), drafts=("draft_0", "suffix", "draft_1"), combine=VOTE),
 ]  # fmt: skip
+# programs of padded batches know no views
+VIEWS = [
+    SpecPlan("view", (3, 2, 1), drafts=("self_w32_s4",)),
+    SpecPlan.from_dynamic(DynamicTree(5, 2, 3), "self_w32_s4"),
+    SpecPlan("merge-view", (2, 1), drafts=("draft_0", "self_w32_s4", "suffix"), combine=MERGE),
+    SpecPlan("vote-view", (1, 1), drafts=("self_w32_s4", "self_w64_s0"), combine=VOTE),
+]
 SIZES = (None, 1, 2, 3, 4)
 
 
@@ -40,15 +47,21 @@ def program_of(plan: SpecPlan, is_padded: bool = False) -> dict:
     return json.loads(json.dumps(fuse_step(plan, models, is_padded).to_json()))
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize(
-    ("plan", "tile"),
-    [(plan, tile) for plan in PLANS for tile in SIZES if plan.speculates or tile is None],
+    ("plan", "tile", "is_padded"),
+    [
+        (plan, tile, is_padded)
+        for plan in [*PLANS, *VIEWS]
+        for tile in SIZES
+        for is_padded in (False, True)
+        if (plan.speculates or tile is None) and not (plan.views and is_padded)
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_the_compiler_writes_what_the_plan_says(plan, tile, is_padded):
     plan = dataclasses.replace(plan, tile=tile)
-    step = fuse_step(plan, {"target": 1, **dict.fromkeys(plan.models, 1)}, is_padded)
+    slabs = {"target": 1, **dict.fromkeys(plan.models, 1)}
+    step = fuse_step(plan, slabs, is_padded, block_size=16)
     found = step_constants(json.loads(json.dumps(step.to_json())), plan)
     assert found.keys() == step.constants.keys()
     for name, value in found.items():

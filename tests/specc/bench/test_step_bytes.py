@@ -12,15 +12,19 @@ from torch import fx
 from specc.artifact.directory import open_engine
 from specc.artifact.graph_io import graph_to_json
 from specc.bench.step_bytes import (
+    ModelShape,
     cache_bytes,
     count_passes,
+    count_step_bytes,
     mean_context,
     measure_read_bandwidth,
     model_bytes,
     step_bytes,
 )
 from specc.kernels import ops as _ops  # noqa: F401
+from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.program_files import read_json
+from specc.speculation.plans import OFF, SpecPlan
 
 aten = torch.ops.aten
 HIDDEN, HEAD_DIM, KV_HEADS, LAYERS = 32, 8, 2, {"target": 2, "draft": 1}
@@ -58,6 +62,26 @@ def test_bytes_of_a_step(tiny_engine, tiny_models, manifest, plan):
     assert spec.total == (
         spec.target_weights + spec.draft_weights + spec.kv_cache + spec.embeddings
     )
+
+
+def test_bytes_of_a_self_draft(tiny_engine, manifest):
+    """Its passes read the target's weights, and of the cache what it sees."""
+    models = {
+        model.name: ModelShape(
+            read_json(tiny_engine / model.program_file), model.layers, model.dtype
+        )
+        for model in manifest.models
+    }
+    off = step_bytes(tiny_engine, manifest, OFF, context=20.0, sequences=3.0)
+    plan = SpecPlan.from_widths((2, 1), ("self_w8_s4",))
+    step = fuse_step(plan, {"target": 1}, block_size=4).to_json()
+    spec = count_step_bytes(step, models, plan, context=20.0, sequences=3.0)
+    assert spec.target_weights == off.target_weights
+    assert spec.draft_weights == 2 * off.target_weights
+    assert spec.kv_cache == 3 * (kv_bytes("target", 20) + 2 * kv_bytes("target", 12))
+    assert spec.embeddings == 3 * (5 + 1 + 2) * ROW
+    short = count_step_bytes(step, models, plan, context=10.0, sequences=3.0)
+    assert short.kv_cache == 3 * 3 * kv_bytes("target", 10)
 
 
 def test_passes_of_a_step(tiny_engine, manifest):

@@ -324,6 +324,46 @@ def test_tree_just_within_the_window(tmp_path):
     assert stats.mean_acceptance_length > 1.5
 
 
+VIEW = SpecPlan.from_widths((1, 1), ("self_w32_s4",))
+
+
+@pytest.mark.parametrize(
+    ("window", "sink", "changes", "found"),
+    [
+        (15, 4, {}, "--draft self:window=15,sink=4, and blocks of 16 rows"),
+        (64, 4, {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
+        (16, 60, {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
+        (64, 4, {"block_size": 0}, "and --block-size 0"),
+        (64, 4, {"tensor_parallel_size": 2}, "and --tensor-parallel-size 2"),
+        (64, 4, {"backend": "onnx"}, "and the backend onnx"),
+        (64, 4, {"backend": "tensorrt"}, "and the backend tensorrt"),
+    ],
+)
+def test_views_that_cannot_be(models, tmp_path, window, sink, changes, found):
+    plan = SpecPlan.from_widths((1, 1), (f"self_w{window}_s{sink}",))
+    config = options(plan, **{"max_seq_len": 200, "block_size": 16} | changes)
+    assert found in refused(ConfigError, tmp_path, models / "target", None, config)
+
+
+def test_a_view_that_just_fits(models, tmp_path):
+    """One block, and a budget one block below the longest sequence."""
+    for window, length in ((16, 200), (48, 65)):
+        plan = SpecPlan.from_widths((1, 1), (f"self_w{window}_s4",))
+        config = options(plan, max_seq_len=length, block_size=16, backend="eager")
+        manifest = build(models / "target", None, tmp_path / str(window), config).manifest
+        assert [model.name for model in manifest.models] == ["target"]
+        assert manifest.default_plan == plan.name
+
+
+def test_a_view_of_a_sliding_window(tmp_path):
+    config = options(VIEW, max_seq_len=64, block_size=16, backend="eager")
+    found = refused(ConfigError, tmp_path, Custom(window=63), None, config)
+    assert found.startswith("--draft self:window=32,sink=4; layer ")
+    assert found.endswith(" of target has a sliding window of 63")
+    # no sequence outgrows it
+    build(Custom(window=64), None, tmp_path / "engine", config)
+
+
 def test_longer_than_the_models_positions(models, tmp_path):
     config = options(max_seq_len=257)
     found = refused(ConfigError, tmp_path, models / "target", None, config)

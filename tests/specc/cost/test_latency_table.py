@@ -15,6 +15,7 @@ from specc.cost.latency_table import (
     draft_levels,
 )
 from specc.cost.roofline import LLAMA_1B, LLAMA_8B, Device, roofline
+from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, EngineError
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 
@@ -62,6 +63,11 @@ def test_levels_read_what_a_step_left_and_each_frontier():
     dynamic = SpecPlan.from_dynamic(DynamicTree(8, 4, 3))
     assert draft_levels(dynamic) == (("draft_0", (2, 4, 4)),)
     assert draft_levels(SpecPlan.from_widths((1, 1), ("lookup-3",))) == ()
+    # a view is fed the root alone, however many tokens a model beside it missed
+    view = SpecPlan.from_widths((3, 2), ("self_w64_s4",))
+    assert draft_levels(view) == (("self_w64_s4", (1, 3)),)
+    mixed = SpecPlan.from_widths((1, 1), ("self_w64_s4", "draft_0"), "merge")
+    assert draft_levels(mixed) == (("self_w64_s4", (1, 1)), ("draft_0", (3, 1)))
     two = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1"), "merge")
     assert draft_levels(two) == (("draft_0", (3, 1)), ("draft_1", (3, 1)))
 
@@ -115,3 +121,17 @@ def test_roofline_is_bound_by_memory_then_by_arithmetic():
     # 128 KiB of keys and values for each row
     row = target([PassPart(1, 1, 1000)]) - target([PassPart(1, 1, 0)])
     assert row == pytest.approx(1000 * 131072 / (4.8e12 * 0.85))
+
+
+def test_a_view_costs_passes_of_the_target_over_what_it_sees():
+    known = table()
+    plan = SpecPlan.from_widths((1, 1), ("self_w60_s4",))
+    for rows, context in [(1, 1000.0), (3, 3000.0), (2, 100.0)]:
+        seen = min(context, rows * 64)
+        wanted = known.step_s + 2 * known.target([PassPart(rows, rows, seen)])
+        assert known.draft_s(StepShape(plan, rows, context)) == pytest.approx(wanted)
+    # a table of an engine without draft models
+    alone = LatencyTable(known.target)
+    assert StepSeconds(alone, "self_w60_s4", 3, 1000.0).level(0, 1) == pytest.approx(
+        known.target([PassPart(3, 3, 192)])
+    )

@@ -29,7 +29,14 @@ from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, OFF, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
-from specc.tune.acceptance import Trajectory, acceptance_of, draft_acceptance, lookup_acceptance
+from specc.speculation.views import View
+from specc.tune.acceptance import (
+    Trajectory,
+    acceptance_of,
+    draft_acceptance,
+    lookup_acceptance,
+    view_acceptance,
+)
 from specc.tune.latency import measure_latency
 from specc.tune.options import TuneOptions
 from specc.tune.run import tune
@@ -278,3 +285,50 @@ def test_command_line(engine_copy: Path, tmp_path: Path):
         result = CliRunner().invoke(app, [*args, option, value])
         assert result.exit_code == 2
         assert f"{option} {value}" in result.stderr or f"{option} -1.0" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def viewing(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target alone, which drafts with what it sees of its last rows."""
+    path = tmp_path_factory.mktemp("views") / "engine"
+    config = CompileConfig(
+        plans=(SpecPlan.from_widths((1, 1), ("self_w16_s4",)),),
+        max_batch_size=2, max_seq_len=128, block_size=4, backend="eager", probe=False,
+    )  # fmt: skip
+    return engines.build(zoo.checkpoint("llama"), [], path, config)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_acceptance_of_views(viewing: Path, temperature: float):
+    """All rows are the target; fewer are right less often; and the cache is left as it was."""
+    engine = Engine.load(viewing)
+    engine.prefill_chunk = 7
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, seed=5)
+    runs = trajectories(engine, params)
+    whole = view_acceptance(engine, View(124, 0), runs, 3, 4)
+    assert whole == [[1.0, 0.0, 0.0]] * 4
+    some = view_acceptance(engine, View(16, 4), runs, 3, 4)
+    few = view_acceptance(engine, View(4, 0), runs, 3, 4)
+    assert 0 < few[0][0] < some[0][0] < 1
+    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+
+
+def test_tuning_of_a_view(viewing: Path, tmp_path: Path):
+    directory = Path(shutil.copytree(viewing, tmp_path / "engine"))
+    options = TuneOptions(
+        batch_sizes=(1,), max_tokens=12, max_nodes=6, max_depth=3, rounds=1, latency_s=0.1
+    )
+    tuning = tune(directory, [list(p) for p in models.prompts()[3:]], options, PhaseTimer())
+    assert tuning.acceptance.keys() == {"self_w16_s4"}
+    (batch,) = tuning.batches
+    plans = [candidate.plan for candidate in batch.candidates]
+    assert plans
+    assert all(plan.drafts == ("self_w16_s4",) for plan in plans)
+    profile = json.loads((directory / "profile.json").read_text())
+    assert profile["latency"]["drafts"] == {}
+    # the policy that reads them knows what views cost
+    llm = LLM(Engine.load(directory), policy="goodput")
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    off = LLM(Engine.load(directory), plan="off").generate(models.prompts(), params)
+    found = llm.generate(models.prompts(), params)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in off]

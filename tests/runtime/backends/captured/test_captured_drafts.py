@@ -32,6 +32,9 @@ PLANS = (
     SpecPlan.from_widths((1, 1), ("draft_1", SUFFIX), MERGE),
     SpecPlan.from_widths((1, 1, 1, 1, 1), ("draft_0", "draft_1"), VOTE),
     SpecPlan.from_widths((1, 1), (*MIXED, SUFFIX), VOTE),
+    SpecPlan.from_widths((2, 1), ("self_w4_s2",)),
+    SpecPlan.from_dynamic(DynamicTree(6, 2, 3), "self_w4_s2"),
+    SpecPlan.from_widths((1, 1), ("self_w8_s0", "draft_0", "lookup-2"), MERGE),
     replace(SpecPlan.from_widths((3, 2)), tile=2),
     replace(SpecPlan.from_dynamic(DynamicTree(7, 3, 3)), tile=2),
     replace(SpecPlan.from_widths((2, 2), ("draft_0", "draft_1"), MERGE), tile=5),
@@ -112,7 +115,9 @@ class Steps(dict[str, CapturedStep]):
         )
 
     def __missing__(self, plan: str) -> CapturedStep:
-        program = fuse_step(BY_NAME[plan], dict.fromkeys(self._models, 1)).to_json()
+        size = self._engine.cache.shape.block_size
+        slabs = dict.fromkeys(self._models, 1)
+        program = fuse_step(BY_NAME[plan], slabs, block_size=size).to_json()
         self[plan] = CapturedStep(
             json.loads(json.dumps(program)),
             self._models,

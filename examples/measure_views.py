@@ -1,0 +1,143 @@
+"""Tokens a step of self-drafts by window and context, beside those of a draft model.
+
+    python examples/measure_views.py --json docs/results/views_pair.json
+
+The demo target drafts chains with windows of its own cache. A context is held-out prompts of
+`examples/pair`, joined until they have so many tokens; no two contexts share a prompt. Output is
+greedy, and compared with plain decoding, token by token. Counts can be repeated exactly; no times
+are taken. Text that loops is easy to draft, so the share of distinct 4-grams of the outputs stands
+beside each context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+# matrices this small gain nothing from a second thread, and lose where cores are shared
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from specc.compiler.build import build
+from specc.config import CompileConfig
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import SpecPlan
+from specc.speculation.views import View
+from specc.system.machine import describe_machine
+
+PAIR = Path(__file__).resolve().parent / "pair"
+FILES = ("prompts.jsonl", "prompts_unused.jsonl")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", type=Path, default=PAIR / "target")
+    parser.add_argument("--draft", type=Path, default=PAIR / "draft", help="to compare with")
+    parser.add_argument("--windows", type=int, nargs="+", default=[16, 64, 128, 256, 512])
+    parser.add_argument("--sink", type=int, default=4)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 512, 900])
+    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=6, help="at most, of each context")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--backend", default=None)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser.parse_args()
+
+
+def contexts_of(engine: Engine, length: int, count: int) -> list[list[int]]:
+    """Token ids of joined prompts, none of them in two contexts."""
+    assert engine.tokenizer is not None
+    found: list[list[int]] = [[]]
+    for file in FILES:
+        for line in (PAIR / file).read_text(encoding="utf-8").splitlines():
+            if len(found[-1]) >= length:
+                found.append([])
+            found[-1] += engine.tokenizer.encode(json.loads(line)["prompt"]).ids
+    return [ids[:length] for ids in found if len(ids) >= length][:count]
+
+
+def distinct(outputs: list[list[int]]) -> float:
+    """Share of different 4-grams."""
+    grams = [tuple(ids[i : i + 4]) for ids in outputs for i in range(len(ids) - 3)]
+    return len(set(grams)) / len(grams)
+
+
+def measure(engine: Engine, options: argparse.Namespace, length: int) -> dict[str, Any]:
+    """All plans on the contexts of one length."""
+    prompts = contexts_of(engine, length, options.sequences)
+    params = [SamplingParams(max_tokens=options.tokens, ignore_eos=True) for _ in prompts]
+
+    def run(plan: str) -> tuple[list[list[int]], Any]:
+        llm = LLM(engine, plan=plan)
+        outputs = llm.generate([list(ids) for ids in prompts], params)
+        engine.cache.allocator.forget_all()
+        return [output.outputs[0].token_ids for output in outputs], llm.get_metrics()
+
+    wanted, _ = run("off")
+    rows = []
+    for plan in engine.plans.values():
+        if not plan.speculates:
+            continue
+        outputs, stats = run(plan.name)
+        rows.append(
+            {
+                "plan": plan.name,
+                "tokens_a_step": round(stats.mean_acceptance_length, 3),
+                "accepted_per_depth": [round(share, 3) for share in stats.accepted_per_depth],
+                "num_spec_steps": stats.num_spec_steps,
+                "equal_outputs": sum(a == b for a, b in zip(outputs, wanted, strict=True)),
+            }
+        )
+        print(f"{length:6} {plan.name:24} {rows[-1]['tokens_a_step']:.2f}", flush=True)
+    return {
+        "context": length,
+        "num_sequences": len(prompts),
+        "distinct_4_grams": round(distinct(wanted), 3),
+        "plans": rows,
+    }
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(1)
+    chain = (1,) * options.num_speculative_tokens
+    views = [View(window, options.sink).name for window in options.windows]
+    plans = tuple(SpecPlan.from_widths(chain, (name,)) for name in [*views, "draft_0"])
+    config = CompileConfig(
+        plans=plans,
+        max_batch_size=options.sequences,
+        max_seq_len=1024,
+        backend=options.backend,
+        probe=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "engine"
+        build(options.target, [options.draft], path, config)
+        engine = Engine.load(path)
+        figures = [measure(engine, options, length) for length in options.contexts]
+    report = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": describe_machine(),
+        "torch_version": torch.__version__,
+        "backend": engine.backend,
+        "dtype": "float32",
+        "block_size": config.block_size,
+        "tokens": options.tokens,
+        "num_speculative_tokens": options.num_speculative_tokens,
+        "sink": options.sink,
+        "contexts": figures,
+    }
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

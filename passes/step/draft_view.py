@@ -1,0 +1,72 @@
+"""What a self-draft sees: a short block table over the target's own cache, made inside the step.
+
+The table of a sequence holds the blocks of the sink, then a run of blocks that begins `window` rows
+before the one that is being filled and ends with those that the step writes:
+
+    own       = cache_len // block_size           the block that is being filled
+    first     = max(own - window blocks, sink blocks)
+    columns   = [0 … sink blocks), then first, first + 1, …
+    cache_len - (first - sink blocks) * block_size
+
+are its columns, and the committed rows in them. The run has no gap, so that row i after the
+committed ones is the same row of the cache in the view and in the target's own table: verification
+writes all of them, in every layer before it attends to it, and no row of a draft is left. A short
+sequence is seen whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from specc.passes.step.step_graph import StepGraph
+from specc.speculation.plans import SpecPlan
+from specc.speculation.views import View
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class DraftView:
+    """Inputs of the target's program, as a draft.
+
+    Args:
+        block_table: [B, n] int32.
+        cache_len: [B] int32 committed rows in it.
+    """
+
+    block_table: fx.Node
+    cache_len: fx.Node
+
+    @classmethod
+    def of(cls, g: StepGraph, plan: SpecPlan, draft: str) -> DraftView | None:
+        """The view of one of a plan's drafts; None of a draft that is none.
+
+        Padding has lengths far below 0: its view begins at the beginning, and its rows stay dead.
+        """
+        view = View.named(draft)
+        if view is None:
+            return None
+        size, cache_len = g.block_size, g["cache_len"]
+        assert size, "views need blocks"
+        sink, window = view.blocks(size)
+        own = g.call(aten.div.Tensor_mode, cache_len, size, rounding_mode="floor")
+        first = g.call(aten.clamp.default, g.call(aten.sub.Tensor, own, window), sink)
+        skipped = g.call(aten.mul.Tensor, g.call(aten.sub.Tensor, first, sink), size)
+
+        count = view.num_columns(size, plan.num_rows) - sink
+        columns = g.call(aten.unsqueeze.default, first, 1)
+        columns = g.call(aten.add.Tensor, columns, g.arange(0, count, 1, torch.int64))
+        if sink:
+            columns = g.cat(g.expand_rows(g.arange(0, sink, 1, torch.int64), sink), columns)
+        # a table ends with the longest sequence: what lies beyond, nobody reads or writes
+        table = g["block_table"]
+        most = g.call(operator.add, g.call(aten.sym_size.int, table, 1), -1)
+        columns = g.call(aten.clamp.default, columns, 0, most)
+        return cls(
+            g.call(aten.gather.default, table, 1, columns),
+            g.call(aten.sub.Tensor, cache_len, skipped),
+        )

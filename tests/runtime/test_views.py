@@ -1,0 +1,279 @@
+"""Self-drafts: outputs and committed rows are those of plain decoding, after every step.
+
+Tokens alone do not tell: where a draft overwrites rows that the target computed, greedy outputs
+mostly stay what they were, and go wrong much later. So K and V of every layer are compared with
+those of one pass over the whole text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specc.runtime.core import EngineCore
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.runtime.scheduling.request import Request
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
+from tests.interleavings import Figures, Solo, run_interleaving
+
+# blocks have 4 rows: a sequence of 16 has the first row that the view does not see
+VIEW, OTHER = "self_w8_s4", "self_w4_s0"
+PLANS = [
+    SpecPlan.from_widths((1,), (VIEW,)),
+    SpecPlan.from_widths((1, 1, 1, 1), (VIEW,)),
+    SpecPlan.from_widths((3, 2, 1), (VIEW,)),
+    SpecPlan.from_dynamic(DynamicTree(6, 3, 3), VIEW),
+    # more rows than nodes
+    SpecPlan.from_dynamic(DynamicTree(5, 4, 3), OTHER),
+    SpecPlan.from_widths((2, 1, 1), (VIEW, "lookup-2"), MERGE),
+    SpecPlan.from_widths((1, 1, 1), ("draft_0", VIEW), MERGE),
+    SpecPlan.from_widths((2, 1), (OTHER, VIEW), MERGE),
+    SpecPlan.from_widths((1, 1, 1), (VIEW, "draft_0", OTHER), VOTE),
+    SpecPlan.from_widths((1, 1), (OTHER, "suffix"), VOTE),
+]
+IDS = [plan.name for plan in PLANS]
+OFF = SpecPlan.from_widths(())
+# within the budget, around its end by a row and by a block, and above it
+LENGTHS = (3, 11, 12, 13, 15, 16, 17, 19, 20, 21, 40)
+
+
+class RowOracle:
+    """Compares the target's committed rows with those of one pass over the same tokens.
+
+    Args:
+        plain: an engine with the same target, and a cache of its own.
+    """
+
+    TOLERANCE = 1e-5
+
+    def __init__(self, plain: Engine) -> None:
+        self._plain = plain
+        blocks = plain.cache.allocator.allocate(plain.cache.shape.blocks_per_sequence)
+        self._table = plain.cache.block_table([blocks])
+        self.num_rows = 0
+
+    @torch.inference_mode()
+    def check(self, engine: Engine, request: Request) -> None:
+        """Raises AssertionError: a committed row of a running request is another."""
+        count = request.cache_len
+        places = torch.arange(count)
+        self._plain.target(
+            torch.tensor(request.token_ids[:count]),
+            places,
+            torch.tensor([0, count], dtype=torch.int32),
+            places.int(),
+            torch.zeros(1, dtype=torch.int32),
+            None,
+            self._table,
+            torch.tensor([count - 1]),
+        )
+        wanted = rows_of(self._plain, self._table[0], count)
+        found = rows_of(engine, engine.cache.block_table([request.blocks])[0], count)
+        wrong = (found - wanted).abs().amax((0, 1, 3, 4)) > self.TOLERANCE
+        assert not wrong.any(), f"of {count} rows, these are others: {wrong.nonzero().flatten()}"
+        self.num_rows += count
+
+
+def rows_of(engine: Engine, blocks: Tensor, count: int) -> Tensor:
+    """[layers, 2, rows, heads, dim] of a sequence, K and V."""
+    (slab,) = engine.cache.slabs["target"]
+    rows = torch.arange(count)
+    return slab[:, :, blocks[rows // slab.shape[3]].long(), rows % slab.shape[3]]
+
+
+@pytest.fixture(scope="module")
+def spoiled(make_engine: Callable[..., Engine]) -> Engine:
+    """An engine of all plans, whose cache holds anything before it is written."""
+    engine = make_engine(plans=[OFF, *PLANS], max_num_seqs=5)
+    torch.manual_seed(3)
+    for slabs in engine.cache.slabs.values():
+        for slab in slabs:
+            slab.normal_(0.0, 30.0)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def oracle(make_engine: Callable[..., Engine]) -> RowOracle:
+    return RowOracle(make_engine(plans=[OFF]))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(0, 60, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def serve(
+    core: EngineCore,
+    texts: list[list[int]],
+    params: list[SamplingParams],
+    after: Callable[[Request], object],
+) -> list[list[int]]:
+    """Outputs of requests that run together; `after` sees each that runs after every iteration."""
+    requests = [core.requests.make(list(t), p) for t, p in zip(texts, params, strict=True)]
+    for request in requests:
+        core.scheduler.add(request)
+    while core.scheduler.has_work:
+        assert core.advance()
+        for request in requests:
+            if request.blocks and request.cache_len and not request.is_finished:
+                after(request)
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+def test_greedy_tokens_and_rows(
+    spoiled: Engine,
+    oracle: RowOracle,
+    texts: list[list[int]],
+    greedy: Callable[..., list[int]],
+    plan: SpecPlan,
+    batch: int,
+) -> None:
+    """Ragged batches: some sequences are seen whole, of some a part, and blocks are left behind."""
+    core = EngineCore(spoiled, plan.name, shares_prefixes=False)
+    chosen = texts if batch > 1 else texts[2::3]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    before = oracle.num_rows
+    for first in range(0, len(chosen), batch):
+        part = chosen[first : first + batch]
+        found = serve(core, part, [params] * len(part), lambda r: oracle.check(spoiled, r))
+        assert found == [greedy(text, 24) for text in part]
+    stats = core.scheduler.stats
+    assert stats.num_spec_steps > 10
+    assert oracle.num_rows - before > 200
+    # the draft is right and wrong
+    assert 1.05 < stats.mean_acceptance_length < plan.max_depth + 0.98 or plan.max_depth == 1
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+def test_seeded_tokens_and_rows(
+    spoiled: Engine, oracle: RowOracle, texts: list[list[int]], plan: SpecPlan
+) -> None:
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True, seed=i, temperature=t, **options)
+        for i, (t, options) in enumerate(
+            [
+                (1.0, {}),
+                (0.7, {"top_p": 0.9}),
+                (1.0, {"repetition_penalty": 1.2}),
+                (1.0, {"rule": "delta"}),
+                (0.5, {"top_k": 5, "presence_penalty": 0.3}),
+            ]
+        )
+    ]
+    chosen = texts[3:8]
+    wanted = serve(EngineCore(spoiled, "off"), chosen, params, lambda request: None)
+    core = EngineCore(spoiled, plan.name, shares_prefixes=False)
+    assert serve(core, chosen, params, lambda r: oracle.check(spoiled, r)) == wanted
+
+
+WHOLE = "self_w92_s0"
+EXACT = [
+    SpecPlan.from_widths((1, 1, 1, 1), (WHOLE,)),
+    SpecPlan.from_widths((3, 2, 1), (WHOLE,)),
+    # all candidates: which of fewer are kept is another question
+    SpecPlan.from_dynamic(DynamicTree(22, 3, 3), WHOLE),
+    SpecPlan.from_widths((2, 1), (OTHER, WHOLE), MERGE),
+]
+ALWAYS_RIGHT = [
+    pytest.param(plan, temperature, rule, id=f"{plan.name}-{rule}-{temperature}")
+    for plan in EXACT
+    for temperature, rule in [
+        (0.0, "coupled"), (1.0, "coupled"), (1.0, "swor"), (1.0, "mss"),
+    ]
+    if rule == "coupled" or (plan.is_static and not plan.combine)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "temperature", "rule"), ALWAYS_RIGHT)
+def test_a_view_of_all_rows_is_always_right(
+    make_engine: Callable[..., Engine],
+    texts: list[list[int]],
+    plan: SpecPlan,
+    temperature: float,
+    rule: str,
+) -> None:
+    """The draft is the target: positions, noise, masks and the rows that it drew from agree."""
+    engine = make_engine(plans=[OFF, plan], max_num_seqs=5)
+    params = [
+        SamplingParams(
+            max_tokens=1 + 4 * (plan.max_depth + 1),
+            ignore_eos=True,
+            temperature=temperature,
+            seed=i,
+            rule=rule,
+        )
+        for i in range(5)
+    ]
+    llm = LLM(engine, plan=plan.name)
+    llm.generate(texts[3:8], params)
+    assert llm.get_metrics().mean_acceptance_length == plan.max_depth + 1
+
+
+def test_a_budget_that_begins_to_bite(
+    make_engine: Callable[..., Engine], texts: list[list[int]]
+) -> None:
+    """A draft is exact as long as a sequence is seen whole, and one row later it is not."""
+    plan = SpecPlan.from_widths((1,), (VIEW,))
+    engine = make_engine(plans=[OFF, plan], max_num_seqs=5)
+    dice = torch.Generator().manual_seed(1)
+    for length, is_whole in ((12, True), (15, True), (16, False), (17, False)):
+        accepted = 0
+        for seed in range(30):
+            text = torch.randint(0, 60, (length,), generator=dice).tolist()
+            params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, seed=seed)
+            llm = LLM(engine, plan=plan.name)
+            llm.generate([text], [params])
+            accepted += llm.get_metrics().num_accepted_tokens
+        assert (accepted == 30) == is_whole, (length, accepted)
+
+
+@pytest.fixture(scope="module")
+def crowded(make_engine: Callable[..., Engine]) -> Engine:
+    """Five sequences, and blocks for little more than one of the largest."""
+    engine = make_engine(plans=[OFF, SpecPlan.from_widths((1, 1, 1)), *PLANS], max_num_seqs=5)
+    engine.cache.shape = dataclasses.replace(engine.cache.shape, pool_blocks=20)
+    pool: Any = type(engine.cache.allocator)(20)
+    engine.cache.allocator = pool
+    return engine
+
+
+def test_interleavings(
+    crowded: Engine,
+    make_engine: Callable[..., Engine],
+    prompts: list[list[int]],
+    oracle: RowOracle,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Preemption, shared prefixes and shared passes; plans change from step to step."""
+    advance = EngineCore.advance
+
+    def checked(core: EngineCore) -> bool:
+        did = advance(core)
+        if core.engine is crowded:
+            for request in core.scheduler.running:
+                if request.cache_len and request.blocks:
+                    oracle.check(crowded, request)
+        return did
+
+    monkeypatch.setattr(EngineCore, "advance", checked)
+    figures, solo = Figures(), Solo(make_engine(plans=[OFF]))
+    before = oracle.num_rows
+    for seed in range(4):
+        run_interleaving(crowded, solo, seed, prompts, figures)
+    assert figures.num_ties == 0
+    assert figures.num_compared > 40
+    assert figures.num_preemptions > 2
+    assert figures.num_cached_tokens > 30
+    assert figures.num_shared_passes > 30
+    assert figures.steps.keys() >= {plan.name for plan in PLANS}
+    assert oracle.num_rows - before > 2000

@@ -1,0 +1,100 @@
+"""Self-drafts as users write them, and how many blocks and columns they take."""
+
+from __future__ import annotations
+
+import pytest
+
+from specc.errors import ConfigError
+from specc.speculation.choose_plans import choose_plans, split_drafts
+from specc.speculation.plans import SpecPlan
+from specc.speculation.views import View, is_view
+
+
+@pytest.mark.parametrize(
+    ("text", "view"),
+    [
+        ("self:window=512", View(512, 4)),
+        ("self:window=64,sink=0", View(64, 0)),
+        ("self:sink=20,window=64", View(64, 20)),
+        ("lookup:3", None),
+        ("models/self", None),
+        ("selfish:window=3", None),
+    ],
+)
+def test_options(text, view):
+    assert View.parse(text) == view
+    if view is not None:
+        assert View.parse(view.option) == View.named(view.name) == view
+        assert is_view(view.name)
+        assert split_drafts(["D/", text]) == (["D/"], ("draft_0", view.name))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "self", "self:", "self:512", "self:window=", "self:sink=4", "self:window=-1",
+        "self:window=64,window=32", "self:window=64,sink=4,", "self:window=64;sink=4",
+        "self:window=0", "self:window=99999999", "self:layers=2",
+    ],
+)  # fmt: skip
+def test_malformed_options(text):
+    with pytest.raises(ConfigError) as error:
+        split_drafts(text)
+    assert text.split(",")[0].split(";")[0] in error.value.found
+    assert "self:window=512" in error.value.do
+
+
+def test_names_of_others():
+    assert not any(
+        map(is_view, ("draft_0", "lookup-3", "suffix", "self", "self_w16", "self_s4_w3"))
+    )
+
+
+def test_one_view_twice():
+    with pytest.raises(ConfigError, match="twice"):
+        split_drafts(["self:window=64", "self:window=64,sink=4"])
+
+
+def test_plans():
+    (chain,) = choose_plans([], None, ("self_w64_s4",))
+    assert (chain.name, chain.max_depth) == ("selfw64s4-chain-4", 4)
+    assert (chain.models, chain.asked, chain.views) == ((), ("self_w64_s4",), (View(64),))
+    assert chain.is_static
+    # its root alone: rows before it are the target's
+    assert chain.catch_up == chain.first_level("self_w64_s4") == 1
+    merged = SpecPlan.from_widths((1, 1), ("draft_0", "self_w64_s4", "lookup-2"), "merge")
+    assert merged.name == "merge-0+selfw64s4+lookup2-chain-2"
+    assert (merged.models, merged.asked) == (("draft_0",), ("draft_0", "self_w64_s4"))
+    assert [merged.first_level(draft) for draft in merged.asked] == [3, 1]
+    assert [p.drafts for p in choose_plans([], 3, ("self_w64_s4", "suffix"), "best")] == [
+        ("self_w64_s4",),
+        ("suffix",),
+    ]
+    assert SpecPlan("off", drafts=("self_w64_s4",)).views == ()
+    for plan in (chain, merged):
+        assert SpecPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("view", "blocks", "most"),
+    [
+        (View(16, 0), (0, 1), 31),
+        (View(17, 1), (1, 2), 63),
+        (View(64, 16), (1, 4), 95),
+        (View(64, 17), (2, 4), 111),
+    ],
+)
+def test_blocks(view, blocks, most):
+    assert (view.blocks(16), view.most_rows(16)) == (blocks, most)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 5, 16, 17, 18, 33])
+def test_columns_hold_every_row_of_a_step(block_size, num_rows):
+    """Wherever in its block the first of them lies; and no column is never used."""
+    view = View(2 * block_size, 3)
+    last = max(
+        (block_size * sum(view.blocks(block_size)) + start + num_rows - 1) // block_size
+        for start in range(block_size)
+    )
+    assert view.num_columns(block_size, num_rows) == last + 1
