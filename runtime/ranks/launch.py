@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +30,7 @@ from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.follower import facts_about, follow
 from specc.runtime.ranks.job import Follower, Job
 from specc.runtime.ranks.leader import Leader, end_job
+from specc.runtime.ranks.led_device import LedDevice
 from specc.runtime.ranks.led_model import LedModel
 from specc.runtime.ranks.led_step import LedStep
 from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, make_group
@@ -67,22 +70,27 @@ def load_led(
     """
     _check_backend(backend)
     _check_size(manifest, options)
+    _check_collectives(manifest, backend)
     launched = Launched.from_environment()
+    num_local = launched.num_local if launched is not None else options.num_ranks
+    local_rank = launched.local_rank if launched is not None else 0
     if launched is not None:
         launched.check(options.num_ranks)
-        if launched.rank > 0:
-            _follow_launched(launched, options, path)
-    num_local = launched.num_local if launched is not None else options.num_ranks
+    backend_of(backend).take_device(local_rank, num_local)
+    if launched is not None and launched.rank > 0:
+        _follow_launched(launched, options, path)
     num_threads = num_threads or _threads(num_local)
     torch.set_num_threads(num_threads)
     group: RankGroup = Copies(0, options.num_ranks)
-    if manifest.parallel is not None:
+    # inputs of passes go from GPU to GPU, too
+    is_on_gpu = facts_of(backend).is_on_gpu
+    if manifest.parallel is not None or is_on_gpu:
         # collectives are among the operators
         load_operators(path, manifest)
         address = None
         if launched is not None and launched.num_local < launched.size:
             address = launched.free_address()
-        group = make_group(options.num_ranks, options.timeout_s, address)
+        group = make_group(options.num_ranks, options.timeout_s, address, is_on_gpu)
     setup = {
         "path": str(path.resolve()),
         "backend": backend,
@@ -99,9 +107,16 @@ def load_led(
     try:
         if isinstance(group, Gathering):
             job.group = group.meet(options.start_timeout_s)
+        leader = Leader(job, watch, manifest.models[0].vocab_size)
+        if facts_of(backend).is_captured:
+            # the others have to be there when the first step is captured
+            led = LedDevice(leader, partial(job.wait_ready, starts=False))
+            loaded = backend_of(backend).load(path, manifest, replace(limits, ranks=led))
+            job.start()
+            return loaded
         loaded = backend_of(backend).load(path, manifest, limits)
         job.wait_ready()
-        return _led(loaded, Leader(job, watch, manifest.models[0].vocab_size))
+        return _led(loaded, leader)
     except BaseException:
         end_job(job, watch)
         raise
@@ -175,8 +190,19 @@ def _check_size(manifest: Manifest, options: RankOptions) -> None:
         )
 
 
+def _check_collectives(manifest: Manifest, backend: str) -> None:
+    """A cut engine for GPUs has no library for the host."""
+    is_on_host = not facts_of(backend).is_on_gpu
+    if manifest.parallel is not None and manifest.native is None and is_on_host:
+        raise ConfigError(
+            f"the backend {backend}, and an engine that was cut for GPUs",
+            f"the backend {manifest.backend}, whose collectives it was compiled for",
+            f"leave out --backend, or compile with --backend {backend}",
+        )
+
+
 def _check_backend(backend: str) -> None:
-    able = [name for name in backend_names() if facts_of(name).shares_pass]
+    able = [name for name in backend_names() if facts_of(name).takes_ranks]
     if backend not in able:
         raise ConfigError(
             f"several ranks of an engine of the backend {backend}",

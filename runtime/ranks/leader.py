@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -56,16 +57,36 @@ class Leader:
         Raises:
             RankError: a rank is lost, this one included.
         """
+        with self.ordered(Kind.PASS, inputs, model):
+            return self.whole_logits(run(*inputs))
+
+    @contextlib.contextmanager
+    def ordered(
+        self, kind: Kind, tensors: tuple[Tensor | None, ...], model: int = 0
+    ) -> Iterator[None]:
+        """Give an order; within it, this rank does its part.
+
+        Args:
+            kind: of the order.
+            tensors: of it, on the host.
+            model: number of the model that it is about.
+        Raises:
+            RankError: a rank is lost, this one included: what fails within fails all.
+        """
         job = self._job
         with uninterrupted():
             try:
-                job.order(Kind.PASS, inputs, model)
-                return whole_logits(job.group, run(*inputs), self._vocab_size)
+                job.order(kind, tensors, model)
+                yield
             except BaseException as error:
                 # the others have done it, or wait in it: nobody can do it again
                 job.fail(job.fault_of(error))
                 job.check()
                 raise
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """[R, V] logits of a pass, of this rank's columns; see `whole_logits`."""
+        return whole_logits(self._job.group, logits, self._vocab_size)
 
     def commit(self, model: int, commit: Commit) -> None:
         """Have the others keep what a step of this rank has kept in its caches.

@@ -40,9 +40,11 @@ class Kind(enum.IntEnum):
     """What a message is.
 
     Orders of rank 0: SETUP (what to load, as JSON), PASS (a model's eight inputs), COMMIT (of a
-    step, see `Commit`), CHECKSUM (of the caches), END. Reports of the others: HELLO (what they
-    are, as JSON), READY, ERROR (as JSON; also from rank 0, which then ends), SUM (32 bytes). BEAT
-    goes both ways: the sender is alive, and has done the order of this number.
+    step, see `Commit`), CHECKSUM (of the caches), END; of engines on devices WORK (what a table
+    says, see `device_work.py`), CAPTURE (it, as the graph of this number), REPLAY (a graph).
+    Reports of the others: HELLO (what they are, as JSON), READY, ERROR (as JSON; also from rank 0,
+    which then ends), SUM (32 bytes). BEAT goes both ways: the sender is alive, and has done the
+    order of this number.
     """
 
     SETUP = 1
@@ -50,6 +52,9 @@ class Kind(enum.IntEnum):
     COMMIT = 3
     CHECKSUM = 4
     END = 5
+    WORK = 6
+    CAPTURE = 7
+    REPLAY = 8
     HELLO = 16
     READY = 17
     ERROR = 18

@@ -47,6 +47,7 @@ class Launched:
         port: of the store.
         has_store: the launcher runs the store; else rank 0 does.
         attempt: of the launcher, which may start all ranks again.
+        local_rank: of this process, among those of this machine.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Launched:
     port: int
     has_store: bool
     attempt: str
+    local_rank: int = 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launched | None:
@@ -82,15 +84,17 @@ class Launched:
             return int(text)
 
         size = number("WORLD_SIZE", 2, 1 << 16)
+        num_local = number("LOCAL_WORLD_SIZE", 1, size, default=1)
         run = environment.get("TORCHELASTIC_RUN_ID", "none")
         return cls(
             number("RANK", 0, size - 1),
             size,
-            number("LOCAL_WORLD_SIZE", 1, size, default=1),
+            num_local,
             environment["MASTER_ADDR"],
             number("MASTER_PORT", 1, 65535),
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             f"{run}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            number("LOCAL_RANK", 0, num_local - 1, default=0),
         )
 
     def free_address(self) -> str:

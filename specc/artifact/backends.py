@@ -33,6 +33,7 @@ class BackendFacts:
         unrun_dtypes: those of `dtypes` that its runtime does not compute in: such an engine's files
             are for other readers.
         runs_all: it runs the graphs that every engine has, whichever backend the engine is for.
+        takes_ranks: several processes may run an engine together, each with a part of the target.
     """
 
     name: str
@@ -47,6 +48,7 @@ class BackendFacts:
     by_default: bool = False
     unrun_dtypes: tuple[str, ...] = ()
     runs_all: bool = False
+    takes_ranks: bool = False
 
     @property
     def is_rectangular(self) -> bool:
@@ -101,14 +103,14 @@ def backend_names() -> tuple[str, ...]:
 register(
     BackendFacts(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
-        model_files=("package_file",), by_default=True,
+        model_files=("package_file",), by_default=True, takes_ranks=True,
     )
 )  # fmt: skip
-register(BackendFacts("cuda", _DTYPES, "cuda", "flat", is_captured=True))
+register(BackendFacts("cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_ranks=True))
 register(
     BackendFacts(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
-        by_default=True, runs_all=True,
+        by_default=True, runs_all=True, takes_ranks=True,
     )
 )  # fmt: skip
 register(

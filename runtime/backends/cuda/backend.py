@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from specc.artifact.manifest import Manifest
-from specc.runtime.backends.captured.backend import CapturedBackend, DeviceModels
+from specc.runtime.backends.captured.backend import CapturedBackend
+from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda.aot_program import load_model
 from specc.runtime.backends.cuda.choose_products import DeviceLostError, Timer, choose_products
@@ -25,7 +26,7 @@ class CudaBackend(CapturedBackend):
     """See `RuntimeBackend`."""
 
     def load_models(
-        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice
+        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice, rank: int = 0
     ) -> DeviceModels:
         """See `CapturedBackend.load_models`; products are timed, unless that was done before."""
         hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
@@ -33,7 +34,7 @@ class CudaBackend(CapturedBackend):
             model.name: load_model(
                 path,
                 model.dir,
-                _to_device(path / model.weights_file, graphs.device),
+                _to_device(path / manifest.weights_file(model, rank), graphs.device),
                 caches_of(model, cache),
                 graphs.device,
                 hashes,
