@@ -15,6 +15,10 @@ WORKERS ?= $(shell $(BIN)/python -P tests/workers.py)
 PYTEST = $(RUN) env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(WORKERS) --dist loadfile \
 	--no-loadscope-reorder
 
+# of `make test-full`, as JSON; docs/results/test_full.json is the one that is committed
+RESULTS ?= build/test_full.json
+REPORT := build/test_full.xml
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
@@ -32,7 +36,7 @@ GPU_PYTHON ?= python3
 help:
 	@echo "make demo       compile examples/pair, generate with it, measure"
 	@echo "make test       formatting, lint, types, and all tests but the slow ones"
-	@echo "make test-full  the slow tests too"
+	@echo "make test-full  the slow tests too; RESULTS=FILE.json keeps what came of them"
 	@echo "make decode     build/decode: examples/decode.cpp, an engine without Python"
 	@echo "make sanitize   the C++ operators under GCC's sanitizers: their tests, and hostile calls"
 	@echo "make mutants    break the code on purpose and see that tests notice; tests/mutants"
@@ -56,7 +60,9 @@ test: lint build/triton-server/.installed
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-full: lint build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
-	@$(PYTEST) $(PYTEST_ARGS)
+	@rm -f $(REPORT); $(PYTEST) $(PYTEST_ARGS) --junitxml=$(REPORT); status=$$?; \
+		$(BIN)/python -P tests/full_results.py $(REPORT) $(RESULTS) --workers $(WORKERS) \
+		&& exit $$status
 
 # several minutes, the first of them for a build of its own in build/sanitize
 sanitize: $(VENV)/.dev

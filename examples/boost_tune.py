@@ -51,7 +51,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from specc.compiler.token_maps import TokenMap
+from specc.compiler.tokenizer import TokenMap
 from specc.errors import ConfigError, InputFileError, OutputError, SpeccError, VocabMismatchError
 from specc.passes.frontend import hf_model
 from specc.system.machine import check_threads

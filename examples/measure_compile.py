@@ -55,7 +55,7 @@ def measure_trace(num_layers: int) -> dict[str, Any]:
     from transformers import LlamaConfig
 
     from specc.passes.frontend import hf_model
-    from specc.passes.frontend.trace_flat import trace
+    from specc.passes.frontend.trace import trace
     from specc.passes.pipeline import Pipeline
 
     config = LlamaConfig(

@@ -34,10 +34,10 @@ import typer
 from onnx import helper, numpy_helper
 from torch import Tensor
 
-from specc.artifact.rectangle import mask_input
+from specc.artifact.cache_rows import mask_input
 from specc.cli.prompts import plain_prompts
 from specc.runtime.backends.onnx.program import OnnxProgram, any_length
-from specc.runtime.backends.rectangular.rectangle import Rectangle, named_inputs
+from specc.runtime.backends.padded.padded_batch import PaddedBatch, named_inputs
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -138,7 +138,7 @@ class PastPresent:
         )
         self.program = program
 
-    def __call__(self, first: int, batch: int, given: Rectangle) -> Tensor:
+    def __call__(self, first: int, batch: int, given: PaddedBatch) -> Tensor:
         nodes = given.tokens.shape[1]
         starts = given.write_index.tolist()
         past = max(starts)
@@ -161,10 +161,10 @@ class PastPresent:
         return torch.from_numpy(found["logits"]).to(self.program.dtype)
 
 
-def run_with_copies(program: OnnxProgram) -> Callable[[int, int, Rectangle], Tensor]:
+def run_with_copies(program: OnnxProgram) -> Callable[[int, int, PaddedBatch], Tensor]:
     """The program's own session without binding: it returns copies of whole caches."""
 
-    def run(first: int, batch: int, given: Rectangle) -> Tensor:
+    def run(first: int, batch: int, given: PaddedBatch) -> Tensor:
         caches = program._caches
         feed = {name: value.numpy() for name, value in named_inputs(given).items()}
         feed |= {name: cache[first : first + batch].numpy() for name, cache in caches.items()}

@@ -36,12 +36,12 @@ import specc
 from specc.compiler.model_entries import DEFAULT_MAX_SEQ_LEN
 from specc.kernels import native
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.frontend.trace_flat import trace
+from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
-from specc.passes.lower.emit import program_to_json
 from specc.passes.lower.inductor.package import lower
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.passes.program import program_to_json
+from specc.runtime.backends.program_files import MappedWeights
 from specc.system.machine import describe_machine
 
 BLOCK_SIZE = 16

@@ -75,12 +75,12 @@ def emit(name: str, dtype: str, directory: Path) -> dict[str, Any]:
     import transformers
     from safetensors.torch import save_file
 
-    from specc.artifact.rectangle import CacheRows
+    from specc.artifact.cache_rows import CacheRows
     from specc.passes.frontend import hf_model
-    from specc.passes.frontend.trace_flat import trace
+    from specc.passes.frontend.trace import trace
     from specc.passes.lower.onnx.lower import lower_onnx
     from specc.passes.pipeline import Pipeline
-    from specc.passes.rewrite.rectangular import rectangular_program
+    from specc.passes.rewrite.padded import padded_program
 
     kind, fields = MODELS[name]
     start = time.perf_counter()
@@ -89,7 +89,7 @@ def emit(name: str, dtype: str, directory: Path) -> dict[str, Any]:
     flat = trace(module, "target")
     Pipeline().run(flat)
     rows = CacheRows.of(MAX_SEQ_LEN, MAX_NODES, 1).total
-    program, _ = rectangular_program(module, flat, rows)
+    program, _ = padded_program(module, flat, rows)
     traced = time.perf_counter() - start
     torch.manual_seed(0)
     weights = {

@@ -25,7 +25,7 @@ from typing import Any
 
 from specc.cost.latency_table import LatencyTable
 from specc.cost.roofline import roofline
-from specc.draw.load import draw_load
+from specc.draw.charts import draw_load
 from specc.runtime.policies.named import ADAPTIVE, GOODPUT
 from specc.simulate.comparison import Comparison, compare
 from specc.simulate.load import Drafting, Lengths, Load, make_load

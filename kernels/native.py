@@ -25,9 +25,8 @@ from torch import Tensor
 from specc.errors import CompilerError, EngineError
 from specc.system.child_processes import ChildProcesses
 from specc.system.file_cache import FileCache, default_cache_dir
-from specc.system.files import is_full, read_checked
+from specc.system.files import is_full, read_checked, sealed_copy
 from specc.system.machine import isa_flags
-from specc.system.sealed_copy import sealed_copy
 
 LIBRARY_NAME = "libspecc_cpu.so"
 SOURCE_DIR = Path(__file__).parent / "cpu"

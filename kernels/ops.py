@@ -13,11 +13,10 @@ import torch
 from specc.kernels import fakes
 from specc.kernels.reference import accept as reference_accept
 from specc.kernels.reference import core as reference
-from specc.kernels.reference import experts as reference_experts
 from specc.kernels.reference import fused as reference_fused
+from specc.kernels.reference import padded as reference_padded
 from specc.kernels.reference import products as reference_products
 from specc.kernels.reference import ranks as reference_ranks
-from specc.kernels.reference import rectangular as reference_rectangular
 from specc.kernels.reference import sampling as reference_sampling
 from specc.kernels.reference import trees as reference_trees
 
@@ -226,18 +225,18 @@ act_and_mul = _define(
 experts = _define(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str activation)"
     " -> Tensor",
-    reference_experts.experts_reference,
+    reference_products.experts_reference,
     fakes.experts,
 )
 # what ONNX and TensorRT have of their own
 cache_write = _define(
     "cache_write(Tensor cache, Tensor update, Tensor write_index) -> Tensor",
-    reference_rectangular.cache_write_reference,
+    reference_padded.cache_write_reference,
     fakes.cache_write,
 )
 masked_attention = _define(
     "masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",
-    reference_rectangular.masked_attention_reference,
+    reference_padded.masked_attention_reference,
     fakes.masked_attention,
 )
 # of the ranks of a sharded engine

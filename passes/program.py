@@ -1,4 +1,4 @@
-"""What passes rewrite: one model's graph, its inputs by kind, and where its weights come from."""
+"""What passes rewrite: one model's graph, inputs by kind, origins of weights; written as JSON."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from specc.artifact.graph_io import graph_to_json
 from specc.artifact.weight_layout import blocks_shape
 from specc.errors import UnsupportedGraphError
 from specc.sharding.shard_plan import ShardPlan
@@ -25,8 +26,8 @@ RUNTIME_INPUTS = (
     "block_table",
     "logit_rows",
 )
-# those of programs that take rectangles of tokens; masks follow, one for each window
-RECTANGULAR_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
+# those of programs that take padded batches; masks follow, one for each window
+PADDED_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
 
 
 @dataclass(frozen=True)
@@ -229,3 +230,47 @@ def refusal(node: fx.Node, phase: str, reason: str) -> UnsupportedGraphError:
         "token-wise operators of aten and specc, and attention",
         "choose a model of a supported architecture (see README, What is supported), or report it",
     )
+
+
+def constant_key(placeholder: str) -> str:
+    """Name of a constant in the engine's weight file."""
+    return f"constant.{placeholder}"
+
+
+def program_to_json(program: Program) -> dict[str, Any]:
+    """JSON of a program; the order of inputs is that of its placeholders."""
+    inputs: list[dict[str, Any]] = []
+    for node in program.graph.find_nodes(op="placeholder"):
+        name = node.target
+        entry: dict[str, Any] = {"name": name}
+        if name in program.weights:
+            weight = program.weights[name]
+            entry |= {"kind": "weight", "key": weight.key, "dtype": _dtype(weight.dtype)}
+            entry["shape"] = list(weight.stored_shape)
+            if weight.in_blocks:
+                entry["blocks_of"] = list(weight.shape)
+        elif name in program.constants:
+            value = program.constants[name]
+            entry |= {"kind": "constant", "key": constant_key(name), "dtype": _dtype(value.dtype)}
+            entry["shape"] = list(value.shape)
+        elif name in program.caches:
+            layer, part = program.caches[name]
+            value = node.meta["val"]
+            entry |= {"kind": "cache", "layer": layer, "part": part}
+            # the number of blocks and their size are the runtime's choice
+            entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
+        else:
+            assert name in RUNTIME_INPUTS, name
+            entry["kind"] = "input"
+        inputs.append(entry)
+    return {
+        # a specc that knows no blocks is to refuse the program, not to misread its weights
+        "schema_version": 2 if any(w.in_blocks for w in program.weights.values()) else 1,
+        "name": program.name,
+        "inputs": inputs,
+        "graph": graph_to_json(program.graph),
+    }
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

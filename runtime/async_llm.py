@@ -15,9 +15,9 @@ from specc.runtime.engine import Engine
 from specc.runtime.engine_args import AsyncEngineArgs
 from specc.runtime.outputs.logprobs import TokenLogprobs
 from specc.runtime.outputs.request_output import CompletionOutput, RequestOutput
+from specc.runtime.requests.call_options import Seeds
 from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
 from specc.runtime.requests.prompt_forms import Prompt
-from specc.runtime.requests.seeds import Seeds
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.stream import UpdateStream
 from specc.sampling.params import SamplingParams

@@ -12,9 +12,8 @@ import torch
 from tokenizers import Tokenizer
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
-from specc.artifact.directory import open_engine
+from specc.artifact.directory import open_engine, unreplaced
 from specc.artifact.manifest import PROFILE_FILE
-from specc.artifact.unreplaced import unreplaced
 from specc.errors import EngineError
 
 # importing this registers the operators that programs call
@@ -22,8 +21,7 @@ from specc.kernels import ops as _ops  # noqa: F401
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.engine_cache import DTYPES
-from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.constraints.grammars import Grammars

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from specc.runtime.runner import Runner
-from specc.runtime.scheduling.batch import Batch
-from specc.runtime.scheduling.pending_batch import PendingBatch
+from specc.runtime.scheduling.batch import Batch, PendingBatch
 from specc.runtime.scheduling.scheduler import Scheduler
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +11,14 @@ from tokenizers import Tokenizer
 
 from specc.errors import RequestError
 from specc.runtime.core import EngineCore
+from specc.runtime.core_loop import CoreLoop, refuse_closed
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import EngineArgs
 from specc.runtime.outputs.request_output import RequestOutput, StreamOutput, joined
 from specc.runtime.policies.base import Policy
-from specc.runtime.requests.call_options import Call, read_call
+from specc.runtime.requests.call_options import Call, Seeds, read_call
 from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
 from specc.runtime.requests.prompt_forms import Prompt
-from specc.runtime.requests.seeds import Seeds
-from specc.runtime.shared_loop import SharedLoop
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 
@@ -120,7 +117,7 @@ class LLM:
         core = args.make_core()
         self._seeds = Seeds(args.seed)
         self._core: EngineCore | None = core
-        self._loop = SharedLoop(core.engine.turn, functools.partial(_advance, core))
+        self._loop = CoreLoop(core)
         self._process = os.getpid()
 
     @property
@@ -168,8 +165,9 @@ class LLM:
         call = read_call(prompts, sampling_params, options)
         groups = self._make_requests(core, call, is_streamed=False)
         with call.bar(len(groups)) as show:
+            requests = [request for group in groups for request in group]
             reports = [report for report in (progress, show) if report is not None]
-            for _ in self._serve(core, groups, by_iteration=bool(reports)):
+            for _ in self._loop.serve(core, requests, by_iteration=bool(reports)):
                 finished = sum(all(s.is_finished for s in group) for group in groups)
                 num_tokens = sum(s.stats.num_output_tokens for group in groups for s in group)
                 for report in reports:
@@ -248,16 +246,7 @@ class LLM:
         core, self._core = self._core, None
         if core is None or self._process != os.getpid():
             return
-
-        def drop() -> None:
-            for request in [*core.scheduler.running, *core.scheduler.waiting]:
-                core.scheduler.abort(request)
-            core.is_closed = True
-            _timed(core, core.in_flight.settle)
-
-        self._loop.do(drop)
-        # the loop holds the core
-        self._loop = SharedLoop(core.engine.turn, _refuse)
+        self._loop.close(core)
 
     def __enter__(self) -> LLM:
         return self
@@ -269,7 +258,7 @@ class LLM:
     def _open(self) -> EngineCore:
         """Raises RequestError: it is closed, or this is a child of the process that loaded it."""
         if self._core is None:
-            _refuse()
+            refuse_closed()
         if self._process != os.getpid():
             raise RequestError(
                 "an LLM in a process that was forked from the one that loaded it",
@@ -293,50 +282,10 @@ class LLM:
 
     def _stream(self, core: EngineCore, groups: list[list[Request]]) -> Iterator[StreamOutput]:
         requests = [request for group in groups for request in group]
-        for _ in self._serve(core, groups, by_event=True):
+        for _ in self._loop.serve(core, requests, by_event=True):
             for request in requests:
                 while request.events:
                     yield request.events.popleft()
-
-    def _serve(
-        self,
-        core: EngineCore,
-        groups: list[list[Request]],
-        *,
-        by_iteration: bool = False,
-        by_event: bool = False,
-    ) -> Iterator[None]:
-        """Queue requests and go on until they have ended; yield now and then, and at the end.
-
-        Whatever ends this early (an error, a closed stream) drops the requests.
-
-        Args:
-            core: of the engine.
-            groups: requests by prompt.
-            by_iteration: yield after each iteration.
-            by_event: yield when there are tokens of a stream.
-        """
-        core.engine.check_weights()
-        loop, watch = self._loop, _Watch(core, [s for group in groups for s in group])
-
-        def add() -> None:
-            for request in watch.requests:
-                core.scheduler.add(request)
-
-        def drop() -> None:
-            for request in watch.requests:
-                core.scheduler.abort(request)
-            _timed(core, core.in_flight.settle)
-
-        try:
-            loop.do(add)
-            while not watch.has_ended:
-                loop.run(watch.wakes_by(by_iteration, by_event))
-                if watch.error is not None:
-                    raise watch.error
-                yield
-        finally:
-            loop.do(drop)
 
     def _make_requests(
         self, core: EngineCore, call: Call, is_streamed: bool
@@ -353,58 +302,3 @@ class LLM:
                 )
             )
         return groups
-
-
-class _Watch:
-    """What a caller waits for; looked at between iterations, in whatever thread."""
-
-    def __init__(self, core: EngineCore, requests: list[Request]) -> None:
-        self.requests = requests
-        self.has_ended = False
-        self.error: RequestError | None = None
-        self._core = core
-
-    def wakes_by(self, by_iteration: bool, by_event: bool) -> Callable[[], bool]:
-        """Whether the caller has to be woken: at the end, or earlier."""
-        seen = self._core.num_iterations
-
-        def wakes() -> bool:
-            self._look()
-            if by_iteration and self._core.num_iterations != seen:
-                return True
-            has_events = by_event and any(request.events for request in self.requests)
-            return self.has_ended or has_events
-
-        return wakes
-
-    def _look(self) -> None:
-        try:
-            if self._core.is_closed:
-                _refuse()
-            self._core.scheduler.check(self.requests)
-        except RequestError as error:
-            self.error = error
-        self.has_ended = self.error is not None or all(s.is_finished for s in self.requests)
-
-
-def _advance(core: EngineCore) -> None:
-    has_run = _timed(core, core.advance)
-    if not has_run:
-        raise RequestError(
-            "no request can run: another LLM holds the caches of this engine",
-            "free slots and cache blocks",
-            "finish or close the streams of the other LLM first",
-        )
-
-
-def _timed(core: EngineCore, work: Callable[[], Any]) -> Any:
-    """Count the seconds, those of work that fails too."""
-    begin = time.perf_counter()
-    try:
-        return work()
-    finally:
-        core.scheduler.stats.elapsed_s += time.perf_counter() - begin
-
-
-def _refuse() -> None:
-    raise RequestError("an LLM that was closed", "one that is open", "load the engine again")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.captured.step_extras import StepExtras
+from specc.runtime.backends.captured.step_scores import StepExtras
 from specc.runtime.backends.step import Model, PendingStep, QueuedStep, StagedStep, Step
 from specc.runtime.backends.step_io import Drafted, StepInputs, StepResult, draft_lens_of
 from specc.runtime.constraints.grammar_masks import TreeMasks, has_masks, mask_roots
@@ -30,11 +30,16 @@ from specc.runtime.execution.shared_pass import (
 )
 from specc.runtime.outputs.logprobs import TokenLogprobs
 from specc.runtime.outputs.step_logprobs import emitted_logprobs, step_logprobs, wants_logprobs
-from specc.runtime.scheduling.batch import Batch, Span, StepGroup
+from specc.runtime.scheduling.batch import (
+    Batch,
+    PendingBatch,
+    PendingPrefill,
+    RunResult,
+    Span,
+    StepGroup,
+)
 from specc.runtime.scheduling.kv_cache import KVCache
-from specc.runtime.scheduling.pending_batch import PendingBatch, PendingPrefill
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 
 
 class _Last(NamedTuple):

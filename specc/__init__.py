@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specc.errors import SpeccError as SpeccError
     from specc.runtime.async_llm import AsyncLLM as AsyncLLM
     from specc.runtime.engine import Engine as Engine
+    from specc.runtime.engine_args import EngineArgs as EngineArgs
     from specc.runtime.llm import LLM as LLM
     from specc.runtime.outputs.request_output import CompletionOutput as CompletionOutput
     from specc.runtime.outputs.request_output import RequestOutput as RequestOutput
@@ -32,6 +33,7 @@ _EXPORTS = {
     "CompletionOutput": "specc.runtime.outputs.request_output",
     "RequestOutput": "specc.runtime.outputs.request_output",
     "Engine": "specc.runtime.engine",
+    "EngineArgs": "specc.runtime.engine_args",
     "LLM": "specc.runtime.llm",
     "TokenTree": "specc.speculation.tree",
 }
@@ -41,6 +43,7 @@ __all__ = [
     "CompileConfig",
     "CompletionOutput",
     "Engine",
+    "EngineArgs",
     "RequestOutput",
     "SamplingParams",
     "SpeccError",

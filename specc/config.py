@@ -17,7 +17,7 @@ _DTYPE_ALIASES = {
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
 }
-# the upper ends are those of traced dimensions (passes/frontend/trace_flat.py), or beyond any use
+# the upper ends are those of traced dimensions (passes/frontend/trace.py), or beyond any use
 _RANGES = (
     ("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16),
     ("max_logits_mb", 1, 1 << 20), ("tensor_parallel_size", 1, 256),

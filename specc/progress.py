@@ -26,7 +26,7 @@ class ProgressEvent:
 
 
 @dataclass
-class Phases:
+class PhaseTimer:
     """Times the phases of an operation and tells a listener.
 
     Args:

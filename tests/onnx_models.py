@@ -1,4 +1,4 @@
-"""A tiny model as two programs of one weights file: flat and eager, and rectangular in ONNX."""
+"""A tiny model as two programs of one weights file: flat and eager, and padded in ONNX."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, fx
 
+from specc.artifact.cache_rows import CacheRows, mask_input
 from specc.artifact.manifest_entries import LayerEntry, ModelEntry
-from specc.artifact.rectangle import CacheRows, mask_input
 from specc.kernels import ops
-from specc.passes.lower.emit import constant_key, program_to_json
 from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
 from specc.passes.pipeline import PassRecord
-from specc.passes.program import Program
-from specc.passes.rewrite.rectangular import rectangular_program
+from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.rewrite.padded import padded_program
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.onnx.program import load_onnx
-from specc.runtime.backends.rectangular.rectangle import rectangle
+from specc.runtime.backends.padded.padded_batch import padded_batch
 from tests.flat_passes import Inputs
 from tests.kept import COMPILER, keep
 from tests.models import build_model
@@ -41,16 +40,16 @@ class Lowered:
     Args:
         model: of transformers.
         flat: after all phases.
-        rectangular: after all phases.
+        padded: after all phases.
         flat_records: what the passes of the flat one did.
-        records: what those of the rectangular one did.
+        records: what those of the padded one did.
         rows: of its caches.
         made_of: all that decides what they are, besides sources.
     """
 
     model: Any
     flat: Program
-    rectangular: Program
+    padded: Program
     flat_records: list[PassRecord]
     records: list[PassRecord]
     rows: CacheRows
@@ -77,9 +76,9 @@ def lowered(
     model = build_model(name, **changes).to(dtype)
     flat, pipeline = compiled(model)
     with shared_traces():
-        rectangular, records = rectangular_program(model, flat, rows.total)
+        padded, records = padded_program(model, flat, rows.total)
     made_of = name, rows, dtype, sorted(changes.items())
-    return Lowered(model, flat, rectangular, pipeline.records, records, rows, made_of)
+    return Lowered(model, flat, padded, pipeline.records, records, rows, made_of)
 
 
 def write_onnx(pair: Lowered, directory: Path) -> OnnxFile:
@@ -88,7 +87,7 @@ def write_onnx(pair: Lowered, directory: Path) -> OnnxFile:
     def make(made: Path) -> None:
         made.mkdir()
         save_file(pair.weights, made / WEIGHTS)
-        file = lower_onnx(pair.rectangular, made / "model.onnx", made / WEIGHTS)
+        file = lower_onnx(pair.padded, made / "model.onnx", made / WEIGHTS)
         (made / "file.json").write_text(json.dumps(asdict(file)))
 
     keep(directory, make, *pair.made_of, sources=(*COMPILER, *_MODELS))
@@ -116,7 +115,7 @@ class BothPrograms:
 
     Args:
         pair: of programs.
-        directory: with the files of `write_onnx`; None runs the rectangular graph itself.
+        directory: with the files of `write_onnx`; None runs the padded graph itself.
         num_blocks: sequences that the caches hold.
     """
 
@@ -141,12 +140,12 @@ class BothPrograms:
             program_to_json(pair.flat), pair.weights | constants, self.flat_caches
         )
         # the one under test
-        self.onnx: Any = EagerRectangle(pair, self.onnx_caches)
+        self.onnx: Any = EagerPadded(pair, self.onnx_caches)
         if directory is not None:
             self.onnx = load_onnx(directory, model_entry(pair), self.onnx_caches, self.rows)
 
     def as_flat(self, cache: Tensor) -> Tensor:
-        """[blocks, slots, HK, D] of a head-major cache."""
+        """[blocks, slots, HK, D] of an HND cache."""
         return cache[:, :, self.rows.front : self.rows.front + self.rows.slots].transpose(1, 2)
 
     def compare(self, inputs: Inputs, tolerance: float) -> Tensor:
@@ -199,8 +198,8 @@ def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     assert error <= tolerance, f"{error:.2e} of the largest value"
 
 
-class EagerRectangle:
-    """The rectangular program's graph operator by operator, with caches that passes change.
+class EagerPadded:
+    """The padded program's graph operator by operator, with caches that passes change.
 
     Args:
         pair: of programs.
@@ -209,7 +208,7 @@ class EagerRectangle:
 
     def __init__(self, pair: Lowered, caches: Caches) -> None:
         self._pair = pair
-        program = pair.rectangular
+        program = pair.padded
         values = {
             name: caches[layer][part == "v"] for name, (layer, part) in program.caches.items()
         }
@@ -231,7 +230,7 @@ class EagerRectangle:
     ) -> Tensor:
         """A pass of as many tokens for each of its sequences."""
         shape, blocks = (len(cache_len), -1), block_table[:, 0].long()
-        made = rectangle(
+        made = padded_batch(
             self._pair.rows,
             self._pair.windows,
             *(x.view(shape) for x in (tokens, positions, slot)),
@@ -239,7 +238,7 @@ class EagerRectangle:
             None if ancestors is None else ancestors.view(*shape, ancestors.shape[-1]),
             logit_rows,
         )
-        program = self._pair.rectangular
+        program = self._pair.padded
         given = made._asdict()
         given |= {mask_input(window): mask for window, mask in given.pop("masks").items()}
         values: list[Tensor] = []

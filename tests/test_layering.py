@@ -90,13 +90,12 @@ _COMMANDS = tuple(
 )
 # modules whose dataclasses are options of commands
 _FACTS = {"specc.errors", "specc.option", "specc.system.machine"}
-_MEASURED = {*_FACTS, "specc.cli.options.prompts", "specc.cli.options.report"}
+_MEASURED = {*_FACTS, "specc.cli.options.common"}
 _OPTIONS = {
     "specc.cli.options.bench": {*_MEASURED, "specc.runtime.engine_args"},
     "specc.cli.options.compile": _FACTS,
     "specc.cli.options.load": {*_MEASURED, "specc.runtime.engine_args"},
-    "specc.cli.options.prompts": _FACTS,
-    "specc.cli.options.report": _FACTS,
+    "specc.cli.options.common": _FACTS,
     "specc.cli.options.sampling": _FACTS,
     "specc.cli.options.triton": _FACTS,
     "specc.runtime.engine_args": _FACTS,
@@ -111,12 +110,13 @@ LAZY = {
         "typer",
         "typer.core",
         "typer.main",
-        "specc.cli.synonyms",
         "specc.errors",
         _WITH_OPTIONS,
     },
-    "specc.cli.synonyms": {"specc.errors"},
-    **{name: {"typer", "specc.cli.app", _WITH_OPTIONS, *_OPTIONS} for name in _COMMANDS},
+    **{
+        name: {"typer", "specc.cli.app", "specc.errors", _WITH_OPTIONS, *_OPTIONS}
+        for name in _COMMANDS
+    },
     **_OPTIONS,
     _WITH_OPTIONS: {"typer", "specc.option"},
     "specc.errors": set(),
@@ -249,7 +249,7 @@ def test_imports_follow_the_arrows(tmp_path):
     for path in (ROOT / "runtime").iterdir():
         (package / "runtime" / path.name).symlink_to(path)
     wrong = {
-        package / "runtime/wrong.py": "specc.passes.frontend import trace_flat",
+        package / "runtime/wrong.py": "specc.passes.frontend import trace",
         package / "runtime/worse.py": "specc.compiler import build",
     }
     for path, what in wrong.items():
@@ -258,7 +258,7 @@ def test_imports_follow_the_arrows(tmp_path):
     assert found.returncode == 1, found.stdout + found.stderr
     # no others: `make lint` says nothing of the tree itself
     assert re.findall(r"specc\S* -> specc\S*", found.stdout) == [
-        "specc.runtime.wrong -> specc.passes.frontend.trace_flat",
+        "specc.runtime.wrong -> specc.passes.frontend.trace",
         "specc.runtime.worse -> specc.compiler.build",
     ]
 

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from specc.artifact.graph_io import graph_to_json
 from specc.compiler import compiled_model
-from specc.passes.frontend.trace_flat import trace
-from specc.passes.frontend.trace_rectangular import trace_rectangular
+from specc.passes.frontend.trace import trace, trace_padded
 from specc.passes.lower.onnx import lower
 from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
 from specc.passes.program import Program
-from specc.passes.rewrite import rectangular
+from specc.passes.rewrite import padded
 
 Trace = Callable[[nn.Module, str], Program]
 
@@ -78,8 +77,8 @@ def shared_traces() -> Iterator[None]:
     """Let the compiler trace models that are alike once, and write their ONNX files once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled_model, "trace", trace_once)
-        rectangle = functools.partial(trace_once, how=trace_rectangular)
-        patch.setattr(rectangular, "trace_rectangular", rectangle)
+        once = functools.partial(trace_once, how=trace_padded)
+        patch.setattr(padded, "trace_padded", once)
         patch.setattr(lower, "lower_onnx", write_once)
         yield
 

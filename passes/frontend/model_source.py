@@ -16,8 +16,7 @@ from specc.errors import ConfigError, WeightError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.config_numbers import check_layers
-from specc.passes.lower.emit import constant_key
-from specc.passes.program import Program
+from specc.passes.program import Program, constant_key
 
 
 @dataclass

@@ -19,7 +19,6 @@ from torch import Tensor, fx
 from specc.artifact.graph_io import target_name
 from specc.errors import UnsupportedGraphError, UnsupportedRotaryError
 from specc.passes.program import Program, bind_args, module_path, refusal
-from specc.passes.proof import token_operators as operators
 from specc.passes.proof import token_routing as routing
 from specc.passes.proof.token_routing import (
     Counts,
@@ -110,10 +109,10 @@ class _Proof:
             if isinstance(routed, Tokens) and sizes[0] is not None:
                 return replace(routed, scale=sizes[0].scale)
             return routed
-        if name in operators.ATTENTION:
-            return self._attention(node, *operators.ATTENTION[name])
-        if name in operators.ROWS:
-            return self._rows(node, *operators.ROWS[name])
+        if name in routing.ATTENTION:
+            return self._attention(node, *routing.ATTENTION[name])
+        if name in routing.ROWS:
+            return self._rows(node, *routing.ROWS[name])
         self._refuse_uses(node, name, states)
         if rule := self._rule(node, name):
             return rule(node, name)
@@ -124,17 +123,17 @@ class _Proof:
     def _rule(self, node: fx.Node, name: str) -> Callable[[fx.Node, str], Any] | None:
         tags = node.target.tags  # type: ignore[union-attr]
         rules: tuple[tuple[bool, Callable[[fx.Node, str], Any]], ...] = (
-            (name in operators.CONVERSIONS, self._conversion),
-            (name in operators.VIEWS, self._view),
-            (name in operators.MOVES, self._move),
-            (name in operators.ALONG and node.target._overloadname != "other", self._along),
-            (name in operators.NORMS, self._norm),
-            (name in operators.PRODUCTS, self._product),
+            (name in routing.CONVERSIONS, self._conversion),
+            (name in routing.VIEWS, self._view),
+            (name in routing.MOVES, self._move),
+            (name in routing.ALONG and node.target._overloadname != "other", self._along),
+            (name in routing.NORMS, self._norm),
+            (name in routing.PRODUCTS, self._product),
             (name == "expand", self._expand),
             (name in ("pad", "constant_pad_nd"), self._pad),
             (name in ("embedding", "embedding_of_blocks"), self._embedding),
             (name == "index", self._index),
-            (name in operators.POINTWISE or torch.Tag.pointwise in tags, self._pointwise),
+            (name in routing.POINTWISE or torch.Tag.pointwise in tags, self._pointwise),
         )
         return next((rule for applies, rule in rules if applies), None)
 
@@ -142,15 +141,15 @@ class _Proof:
         """Refuse numbers that say something about the pass as a whole."""
         target = target_name(node.target)
         for item, state in zip(node.all_input_nodes, states, strict=True):
-            if state == _SIZE and name not in operators.SIZED and not is_whole(node, name):
+            if state == _SIZE and name not in routing.SIZED and not is_whole(node, name):
                 raise self._refuse(node, f"{target} computes with the number of tokens in the pass")
             if state == _OPAQUE or (state == _ROWS and name != "index_select"):
                 raise self._refuse(node, f"{target} reads {item.name}, which only attention may")
-            if isinstance(state, Counts) and name not in operators.CONVERSIONS:
+            if isinstance(state, Counts) and name not in routing.CONVERSIONS:
                 raise self._refuse(node, f"{target} computes with counts of tokens in the pass")
             if isinstance(state, list):
                 raise self._refuse(node, f"{target} reads several tensors at once")
-            if isinstance(state, Tokens) and state.is_place and name not in operators.SAME:
+            if isinstance(state, Tokens) and state.is_place and name not in routing.SAME:
                 raise self._refuse(
                     node,
                     f"{target} computes with the places of tokens in the pass (arange, sort),"
@@ -206,7 +205,7 @@ class _Proof:
         dims = next((bound[key] for key in ("dim", "dims", "dimension") if key in bound), None)
         dims = (dims,) if isinstance(dims, int) else tuple(dims or range(state.ndim))
         if state.dim in {dim % state.ndim for dim in dims} and not is_whole(node, name):
-            if state.is_position and name in operators.REDUCTIONS:
+            if state.is_position and name in routing.REDUCTIONS:
                 raise UnsupportedRotaryError(
                     f"layer {module_path(node) or node.name}: {target_name(node.target)} over the"
                     " positions of the pass",
@@ -381,7 +380,7 @@ class _Proof:
             state = states[name]
             if not is_in_order(state) or (state.dim, state.ndim) != (0, 2):
                 raise self._refuse(node, f"{bound[name].name} is not [tokens, columns]")
-        for name in operators.PARAMETERS:
+        for name in routing.PARAMETERS:
             if states.get(name) is not None:
                 raise self._mixes(node)
         first = replace(first, role="", is_position=False)

@@ -1,4 +1,4 @@
-"""Rewrite dense attention of a rectangular program into a cache write and masked attention."""
+"""Rewrite dense attention of a padded program into a cache write and masked attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from specc.artifact.rectangle import mask_input
+from specc.artifact.cache_rows import mask_input
 from specc.errors import UnsupportedAttentionError
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult

@@ -112,8 +112,8 @@ def draft_tree(
             fed = frontier[first:last]
             name = f"{draft}_level_{depth}" + (f"_{first}" if first else "")
             if depth:
-                # a rectangle has no gaps: what lies between is fed, too, though nothing comes of it
-                between = [n for n in nodes if fed[0] <= n <= fed[-1]] if g.is_rectangular else fed
+                # a padded batch has no gaps: what lies between is fed, too, and never read
+                between = [n for n in nodes if fed[0] <= n <= fed[-1]] if g.is_padded else fed
                 picked = [place[node] for node in between]
                 tokens = g.select(levels[-1], f"{name}_fed", picked, len(nodes))
                 rows = g.repeat_rows(g.constant(f"{name}_ancestors", words[between]), g.batch)

@@ -46,7 +46,7 @@ class Proposals:
 
 
 def draft_stage(
-    plan: SpecPlan, constants: dict[str, torch.Tensor], is_rectangular: bool = False
+    plan: SpecPlan, constants: dict[str, torch.Tensor], is_padded: bool = False
 ) -> fx.Graph:
     """Grow the tree of a plan that speculates.
 
@@ -54,7 +54,7 @@ def draft_stage(
     `depths` [B * N] and `slot_of_<draft>` [B, N]; of merged trees also `image` [B, T]. `q_0`,
     `q_1`, … are the logits that children were drawn from.
     """
-    g = StepGraph(constants, *STEP_INPUTS, is_rectangular=is_rectangular)
+    g = StepGraph(constants, *STEP_INPUTS, is_padded=is_padded)
     if plan.is_static:
         outputs = _static(g, plan)
     elif plan.dynamic is not None:

@@ -67,19 +67,19 @@ class StepProgram:
         }
 
 
-def fuse_step(plan: SpecPlan, slabs: dict[str, int], is_rectangular: bool = False) -> StepProgram:
+def fuse_step(plan: SpecPlan, slabs: dict[str, int], is_padded: bool = False) -> StepProgram:
     """Compose the step of a plan.
 
     Args:
         plan: off, or what proposes in which shape.
         slabs: number of cache slabs of each model, `target` and the drafts of the plan.
-        is_rectangular: the models' programs write the nodes of a pass to rows that follow each
+        is_padded: the models' programs write the nodes of a pass to rows that follow each
             other.
     """
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
-        stages["draft"] = draft_stage(plan, constants, is_rectangular)
+        stages["draft"] = draft_stage(plan, constants, is_padded)
     stages["verify"] = _verify_stage(plan, constants)
     stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants)
     return StepProgram(plan, constants, stages)

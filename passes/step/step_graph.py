@@ -29,14 +29,12 @@ class StepGraph:
     Args:
         constants: of the step; stages add theirs, which become inputs as they are asked for.
         inputs: names of the environment.
-        is_rectangular: model programs write the nodes of a pass to rows that follow each other.
+        is_padded: model programs write the nodes of a pass to rows that follow each other.
     """
 
-    def __init__(
-        self, constants: dict[str, Tensor], *inputs: str, is_rectangular: bool = False
-    ) -> None:
+    def __init__(self, constants: dict[str, Tensor], *inputs: str, is_padded: bool = False) -> None:
         self.graph = fx.Graph()
-        self.is_rectangular = is_rectangular
+        self.is_padded = is_padded
         self._constants = constants
         self._inputs = {name: self.graph.placeholder(name) for name in inputs}
         self._last = next(reversed(self._inputs.values()))

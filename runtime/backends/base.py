@@ -17,7 +17,7 @@ import torch
 from specc.artifact.manifest import Manifest
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.device_models import DeviceRanks
-from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.program_files import MappedWeights
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.execution.device_link import DeviceLink, HostLink
 from specc.runtime.scheduling.kv_cache import KVCache

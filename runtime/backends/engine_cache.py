@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specc.artifact.cache_rows import CacheRows
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import ModelEntry
-from specc.artifact.rectangle import CacheRows
 from specc.errors import ConfigError
 from specc.runtime.backends.base import LoadLimits
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
@@ -37,7 +37,7 @@ def make_cache(
         manifest: of the engine.
         wanted: sequences and tokens that it has room for.
         device: that it lies on.
-        rows: of a sequence, for programs that take rectangles; None is a cache of flat rows.
+        rows: of a sequence, for programs that take padded batches; None is a cache of flat rows.
         grows: begin with few of these rows.
     Raises:
         ConfigError: more sequences or tokens than the engine allows, or too few tokens.
@@ -63,7 +63,7 @@ def make_cache(
 
 
 def rows_of(manifest: Manifest) -> CacheRows | None:
-    """Rows of a sequence, where the engine's programs take rectangles."""
+    """Rows of a sequence, where the engine's programs take padded batches."""
     return None if manifest.rectangle is None else manifest.rectangle.rows
 
 

@@ -15,12 +15,12 @@ from specc.speculation.plans import MERGE, SpecPlan, is_lookup
 from specc.speculation.tree import TokenTree
 
 
-def plan_constants(plan: SpecPlan, is_rectangular: bool) -> dict[str, Tensor]:
+def plan_constants(plan: SpecPlan, is_padded: bool) -> dict[str, Tensor]:
     """Name → value of the constants that a step of this plan may have.
 
     Args:
         plan: of the step.
-        is_rectangular: the step is one for programs that take rectangles of tokens.
+        is_padded: the step is one for programs that take padded batches.
     """
     made = {"slot_of_target": _int32(range(plan.num_nodes))}
     if plan.dynamic is not None:
@@ -39,7 +39,7 @@ def plan_constants(plan: SpecPlan, is_rectangular: bool) -> dict[str, Tensor]:
             row += tree.num_nodes - len(tree.leaves)
             made[f"parents_of_{draft}"] = _int32(tree.parents)
             made[f"slots_in_{draft}"] = made[f"slot_of_{draft}"] = _int32(_fed_slots(tree))
-            made |= _levels(plan, draft, tree, column, is_rectangular)
+            made |= _levels(plan, draft, tree, column, is_padded)
         column += tree.num_nodes
     made["q_rows"] = _int32(rows if plan.combine in ("", MERGE) else [-1] * plan.num_nodes)
     made["merge_start"] = _int32([0, *accumulate(tree.num_nodes for tree in trees.values())])
@@ -48,7 +48,7 @@ def plan_constants(plan: SpecPlan, is_rectangular: bool) -> dict[str, Tensor]:
 
 
 def _levels(
-    plan: SpecPlan, draft: str, tree: TokenTree, column: int, is_rectangular: bool
+    plan: SpecPlan, draft: str, tree: TokenTree, column: int, is_padded: bool
 ) -> dict[str, Tensor]:
     """Of the levels that a draft grows its tree by, tile by tile."""
     made, words = {}, tree.ancestor_words()
@@ -57,7 +57,7 @@ def _levels(
         place = {node: i for i, node in enumerate(nodes)}
         for first, fed in _tiles(plan, [node for node in nodes if node not in tree.leaves]):
             name = f"{draft}_level_{depth}" + (f"_{first}" if first else "")
-            between = [n for n in nodes if fed[0] <= n <= fed[-1]] if is_rectangular else fed
+            between = [n for n in nodes if fed[0] <= n <= fed[-1]] if is_padded else fed
             made[f"{name}_fed"] = torch.tensor([place[node] for node in between])
             made[f"{name}_ancestors"] = words[between]
             made[f"{name}_nodes"] = _int32(between)

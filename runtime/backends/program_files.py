@@ -1,14 +1,20 @@
-"""Files of programs: read, looked at, and bound to weights."""
+"""What files of an engine hold to run: programs on a device, mapped weights, operators."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, fx
 
+from specc.artifact.manifest import Manifest
 from specc.errors import EngineError
+from specc.kernels import native
 from specc.speculation.plans import SpecPlan
 from specc.system import json_file
 
@@ -101,3 +107,89 @@ def _bound_weight(model: str, entry: Mapping[str, Any], weights: Mapping[str, Te
     if found != needed:
         raise EngineError(f"{model} weight {key} is {found}", needed, _DO)
     return weight
+
+
+def place(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """Let every operator that makes or moves tensors use this device; changes the graph.
+
+    Programs are traced without a device of their own, so whatever device they name is the one
+    that they were traced on.
+    """
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.kwargs.get("device") is not None:
+            node.kwargs = {**node.kwargs, "device": device}
+    graph.recompile()
+    return graph
+
+
+def load_operators(path: Path, manifest: Manifest) -> Any:
+    """Namespace of the `specc::` operators on the host: the engine's own, where it has a library.
+
+    Args:
+        path: the engine directory.
+        manifest: its manifest.
+    Raises:
+        EngineError: the library is absent or was altered, or does not load.
+    """
+    if manifest.native is None:
+        return torch.ops.specc
+    library = manifest.native.library
+    native.load(path / library, manifest.files[library].sha256)
+    return torch.ops.specc_cpu
+
+
+def last_used(nodes: Iterable[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Node → values that no node after it reads, its own included.
+
+    Args:
+        nodes: in the order in which they run.
+        kept: values that are needed after all of them.
+    """
+    last: dict[fx.Node, fx.Node] = {}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        found[node] = []
+        last |= dict.fromkeys([node, *node.all_input_nodes], node)
+    for value, node in last.items():
+        if value not in kept:
+            found[node].append(value)
+    return found
+
+
+class MappedWeights(dict[str, Tensor]):
+    """Tensors of a safetensors file, by key; they lie in the mapped file.
+
+    Args:
+        path: the file.
+    Raises:
+        EngineError: the file is absent or no safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="pt") as file:
+                super().__init__((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except (OSError, SafetensorError) as error:
+            raise EngineError(
+                f"{path}: {error}", "a safetensors file", "compile the engine again"
+            ) from error
+        weakref.finalize(self, os.close, self._descriptor)
+        self._path = path
+        self._num_bytes = os.fstat(self._descriptor).st_size
+
+    def check(self) -> None:
+        """Find out whether the file still holds what is mapped; a microsecond.
+
+        Reading after the end of a mapped file kills the process, whatever cut it.
+
+        Raises:
+            EngineError: the file has become shorter.
+        """
+        size = os.fstat(self._descriptor).st_size
+        if size < self._num_bytes:
+            raise EngineError(
+                f"{self._path} was cut to {size} bytes while the engine was using it",
+                f"{self._num_bytes} bytes, unchanged while the engine runs",
+                "copy the engine again; replace engines by renaming, never in place",
+            )

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from specc.runtime.backends.captured.graph_device import Event
-from specc.runtime.backends.captured.step_extras import StepExtras
+from specc.runtime.backends.captured.step_scores import StepExtras
 from specc.runtime.backends.step_io import BeforeAccept, Drafted, StepInputs, StepResult
 from specc.speculation.plans import SpecPlan
 

@@ -33,7 +33,7 @@ def step_constants(program: Mapping[str, Any], plan: SpecPlan) -> dict[str, Tens
     entries = program.get("constants", {})
     if not isinstance(entries, Mapping):
         raise EngineError(f"a step program with constants {entries!r:.40}", "an object", _DO)
-    stated = [plan_constants(plan, is_rectangular) for is_rectangular in (False, True)]
+    stated = [plan_constants(plan, is_padded) for is_padded in (False, True)]
     constants = {}
     for name, entry in entries.items():
         where = f"constant {name} of plan {plan.name}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specc.runtime.constraints.grammar_compile import (
-    Source,
+    GrammarSource,
     Vocabulary,
     grammar_of,
     matcher_of,
@@ -47,13 +47,13 @@ class GrammarChild:
         """The grammar as the library writes it, and what it holds of memory.
 
         Args:
-            data: the fields of a `Source`.
+            data: the fields of a `GrammarSource`.
         Returns:
             `grammar`; `bytes`, of what is compiled; `state_bytes`, of each request's place in it.
         Raises:
             RequestError: it cannot be compiled, or its first mask cannot be made.
         """
-        source = Source(*data)
+        source = GrammarSource(*data)
         grammar = grammar_of(source)
         begin = _allocated_bytes()
         matcher = matcher_of(source, grammar, self._tokens, self._vocabulary)
@@ -67,7 +67,7 @@ class GrammarChild:
         end = _allocated_bytes()
         return {"grammar": grammar, "bytes": middle - begin, "state_bytes": end - middle}
 
-    def _walk(self, source: Source, matcher: LLMatcher) -> None:
+    def _walk(self, source: GrammarSource, matcher: LLMatcher) -> None:
         """Try a few tokens: the engine makes such masks while other requests wait.
 
         Raises:

@@ -64,7 +64,7 @@ class Vocabulary:
             raise not_understood(str(error)) from error
 
 
-class Source(NamedTuple):
+class GrammarSource(NamedTuple):
     """What a grammar is compiled from; see `StructuredOutputsParams`."""
 
     kind: str
@@ -103,7 +103,7 @@ def read_vocabulary(
     return vocabulary, tokens
 
 
-def grammar_of(source: Source) -> str:
+def grammar_of(source: GrammarSource) -> str:
     """The grammar as the library writes it.
 
     Raises:
@@ -127,7 +127,7 @@ def grammar_of(source: Source) -> str:
 
 
 def matcher_of(
-    source: Source, grammar: str, tokens: LLTokenizer, vocabulary: Vocabulary
+    source: GrammarSource, grammar: str, tokens: LLTokenizer, vocabulary: Vocabulary
 ) -> LLMatcher:
     """The grammar, ready for its first mask. Needs stack for every rule that another one names.
 
@@ -153,7 +153,7 @@ def library() -> Any:
     return llguidance
 
 
-def refused(source: Source, message: str) -> RequestError:
+def refused(source: GrammarSource, message: str) -> RequestError:
     return RequestError(
         f"{source.kind} {shortened(source.text)!r}: {shortened(message)}",
         f"what llguidance {library().__version__} can compile",

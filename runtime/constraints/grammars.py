@@ -15,7 +15,7 @@ from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.grammar_child import LIMITS, STACK_BYTES, TARGET
 from specc.runtime.constraints.grammar_compile import (
     DO,
-    Source,
+    GrammarSource,
     Vocabulary,
     grammar_of,
     matcher_of,
@@ -24,8 +24,8 @@ from specc.runtime.constraints.grammar_compile import (
     shortened,
 )
 from specc.runtime.processes.bounded_pool import BoundedPool, Cancellation, JobCancelled
-from specc.runtime.processes.child_errors import ChildError
-from specc.runtime.processes.large_stack import with_large_stack
+from specc.runtime.processes.fork_server import ChildError
+from specc.runtime.processes.threads import with_large_stack
 from specc.sampling.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _MAX_HELD_BYTES = 2 << 30
 # from this length on, a grammar may take long, and small ones go on beside it
 _LARGE_CHARS = 16 << 10
 _NICENESS = 5
-_ANY_OBJECT = Source(*StructuredOutputsParams(json_object=True).key)
+_ANY_OBJECT = GrammarSource(*StructuredOutputsParams(json_object=True).key)
 
 
 @dataclass(eq=False)
@@ -118,7 +118,7 @@ class Grammars:
             JobCancelled: by `cancellation`.
         """
         cancellation = cancellation or Cancellation()
-        source, key = Source(*params.key), params.digest
+        source, key = GrammarSource(*params.key), params.digest
         while True:
             if (found := self._find(key, cancellation)) is not None:
                 return self._state_of(found)
@@ -212,7 +212,7 @@ class Grammars:
         self._held.add(state, compiled.state_bytes, compiled)
         return state
 
-    def _compile(self, source: Source, cancellation: Cancellation) -> _Compiled:
+    def _compile(self, source: GrammarSource, cancellation: Cancellation) -> _Compiled:
         vocabulary, tokens = self._vocabulary
 
         def again(found: dict[str, Any]) -> _Compiled:
@@ -241,7 +241,7 @@ class Grammars:
             raise _too_costly(source, str(error)) from error
 
     def _matcher(
-        self, source: Source, grammar: str, tokens: LLTokenizer, vocabulary: Vocabulary
+        self, source: GrammarSource, grammar: str, tokens: LLTokenizer, vocabulary: Vocabulary
     ) -> LLMatcher:
         matcher = matcher_of(source, grammar, tokens, vocabulary)
         # now, what the first mask costs delays no other request
@@ -284,7 +284,7 @@ def _give_back(returned: deque[int], num_bytes: int, _needs: object) -> None:
     returned.append(num_bytes)
 
 
-def _too_costly(source: Source, reason: str) -> RequestError:
+def _too_costly(source: GrammarSource, reason: str) -> RequestError:
     return RequestError(
         f"{source.kind} {shortened(source.text)!r} that cannot be compiled: {shortened(reason)}",
         f"a grammar that takes at most {LIMITS.cpu_seconds:g} s of a processor,"

@@ -11,8 +11,7 @@ from specc.runtime.policies.adaptive_length import TUNED, AdaptiveConstants, Ada
 from specc.runtime.policies.base import Policy
 
 if TYPE_CHECKING:
-    from specc.runtime.scheduling.batch import Batch
-    from specc.runtime.scheduling.run_result import RunResult
+    from specc.runtime.scheduling.batch import Batch, RunResult
     from specc.speculation.metrics import SpecStats
 
 

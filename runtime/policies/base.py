@@ -11,9 +11,8 @@ from specc.speculation.metrics import SpecStats
 
 if TYPE_CHECKING:
     from specc.runtime.backends.step_io import StepResult
-    from specc.runtime.scheduling.batch import Batch, StepGroup
+    from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
     from specc.runtime.scheduling.request import Request
-    from specc.runtime.scheduling.run_result import RunResult
 
 
 class Decision(NamedTuple):

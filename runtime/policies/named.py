@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specc.cost.latency_table import LatencyTable
 from specc.errors import RequestError
@@ -13,8 +14,10 @@ from specc.runtime.policies.adaptive import AdaptivePolicy
 from specc.runtime.policies.base import Policy
 from specc.runtime.policies.best import BestPolicy
 from specc.runtime.policies.goodput.policy import GoodputPolicy
-from specc.runtime.policies.measured import ProfilePolicy
 from specc.speculation.plans import OFF, SpecPlan, is_lookup
+
+if TYPE_CHECKING:
+    from specc.speculation.metrics import SpecStats
 
 FIXED, ADAPTIVE, BEST, PROFILE, GOODPUT = "fixed", "adaptive", "best", "profile", "goodput"
 NAMES = (FIXED, ADAPTIVE, BEST, PROFILE, GOODPUT)
@@ -84,3 +87,20 @@ def _chains(plans: Mapping[str, SpecPlan]) -> list[SpecPlan]:
         if plan.speculates and not plan.combine and plan.models and set(plan.widths) == {1}
     ]
     return [plan for plan in found if plan.drafts == found[0].drafts]
+
+
+class ProfilePolicy(Policy):
+    """Follows a family of plans, one for each measured batch size.
+
+    Args:
+        plans: batch size → plan; a size between two of them takes that of the smaller one.
+    """
+
+    needs_results = False
+
+    def __init__(self, plans: Mapping[int, str]) -> None:
+        self._sizes = sorted(plans)
+        self._plans = [plans[size] for size in self._sizes]
+
+    def choose(self, num_running: int, stats: SpecStats) -> str:
+        return self._plans[max(0, bisect_right(self._sizes, num_running) - 1)]

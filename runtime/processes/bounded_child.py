@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.runtime.processes import fork_server_main as main
-from specc.runtime.processes.child_errors import (
+from specc.runtime.processes.fork_server import (
     AnswerTooLarge,
     ChildDied,
     ChildError,
     ChildStarved,
     ChildTimeout,
+    ForkServer,
     error_of,
+    kill,
 )
-from specc.runtime.processes.fork_server import ForkServer, kill
 
 # of the wall, for a second of the processor: a busy machine is not the job's fault, and large jobs
 # get the rest that others leave

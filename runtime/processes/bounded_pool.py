@@ -12,8 +12,7 @@ from typing import Any
 
 from specc.errors import FaultError, OverloadError
 from specc.runtime.processes.bounded_child import WALL_TO_CPU, BoundedChild, ChildLimits
-from specc.runtime.processes.child_errors import ChildError, ChildStarved, ChildTimeout
-from specc.runtime.processes.fork_server import ForkServer
+from specc.runtime.processes.fork_server import ChildError, ChildStarved, ChildTimeout, ForkServer
 
 # seconds of the processor from which on a job counts as large: it begins again, among those
 SMALL_CPU_S = 0.1

@@ -1,28 +1,72 @@
-"""A small process that is set up once, and forks one child after the other: those cost little."""
+"""A small process that is set up once and forks children, which cost little; their errors."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from specc import errors
 from specc.runtime.processes import fork_server_main as main
-from specc.runtime.processes.child_errors import error_of
-from specc.runtime.processes.interpreter import interpreter
 
 # of calls that work again when others are done
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 # seconds until a fork, or the end of a killed child, has to be known
 _ANSWER_S = 20.0
+
+
+class ChildError(Exception):
+    """A job has no answer; its text says why."""
+
+
+class ChildTimeout(ChildError):
+    """It took too much of the processor."""
+
+
+class ChildStarved(ChildError):
+    """It did not end in time, and not by its own fault: others had the processor."""
+
+
+class ChildDied(ChildError):
+    """The process has ended: a crash, or no memory."""
+
+
+class AnswerTooLarge(ChildError):
+    """The answer has more bytes than allowed."""
+
+
+class JobFailed(ChildError):
+    """The function raised something that is not a `SpeccError`.
+
+    Args:
+        kind: name of the exception's class.
+        message: its text.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+        self.message = message
+
+
+def error_of(reply: dict[str, Any]) -> Exception:
+    """What was raised in the other process, as its main module tells it."""
+    kind = getattr(errors, reply["error"], None)
+    has_parts = reply["parts"] is not None
+    if has_parts and isinstance(kind, type) and issubclass(kind, errors.SpeccError):
+        return kind(*reply["parts"])
+    return JobFailed(reply["error"], reply["message"])
 
 
 class ForkServer:
@@ -228,3 +272,32 @@ def _start_error(reason: str) -> errors.FaultError:
         "a process for work that may not harm this one",
         "look at the machine's memory and number of processes, and at the installation of specc",
     )
+
+
+@functools.cache
+def interpreter() -> str:
+    """A Python of this version; where Python is embedded, `sys.executable` may be another program.
+
+    Raises:
+        OSError: there is none.
+    """
+    major, minor = sys.version_info[:2]
+    for path in _candidates():
+        check = f"import sys; sys.exit(sys.version_info[:2] != ({major}, {minor}))"
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = [path, "-P", "-S", "-c", check]
+            null = subprocess.DEVNULL
+            done = subprocess.run(command, stdin=null, stdout=null, stderr=null, timeout=30)
+            if done.returncode == 0:
+                return path
+    raise OSError(f"no Python {major}.{minor} in {sys.prefix} or on the PATH")
+
+
+def _candidates() -> Iterator[str]:
+    name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    # a host program that is none would take the options for its own
+    if sys.executable and Path(sys.executable).name.startswith("python"):
+        yield sys.executable
+    for prefix in dict.fromkeys((sys.prefix, sys.exec_prefix, sys.base_prefix)):
+        yield from (str(Path(prefix) / "bin" / own) for own in (name, "python3"))
+    yield from filter(None, (shutil.which(own) for own in (name, "python3")))

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from specc.artifact.backends import backend_names, facts_of
-from specc.artifact.directory import open_engine
+from specc.artifact.directory import open_engine, unreplaced
 from specc.artifact.manifest import MANIFEST_FILE, Manifest
-from specc.artifact.unreplaced import unreplaced
 from specc.errors import SpeccError
 
 # importing this registers the operators that programs call
@@ -32,7 +31,7 @@ from specc.kernels import ops as _ops  # noqa: F401
 from specc.kernels.ranks import rank_error
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.captured.device_models import DeviceRanks
-from specc.runtime.backends.native_operators import load_operators
+from specc.runtime.backends.program_files import load_operators
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.checksum import checksum

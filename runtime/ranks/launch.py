@@ -22,10 +22,10 @@ from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.manifest import Manifest
 from specc.errors import ConfigError, EngineError
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
-from specc.runtime.backends.native_operators import load_operators
+from specc.runtime.backends.program_files import load_operators
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
-from specc.runtime.processes.interpreter import interpreter
+from specc.runtime.processes.fork_server import interpreter
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.follower import facts_about, follow
 from specc.runtime.ranks.job import Follower, Job

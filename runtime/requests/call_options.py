@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specc.errors import RequestError
 from specc.runtime.requests.prompt_forms import Prompt, split_prompts
 from specc.sampling.params import SamplingParams
-from specc.sampling.vllm_names import Answer, answer_names
+from specc.sampling.vllm_names import Unsupported, answer_names
 
-_NO_ADAPTER = Answer("the weights that were compiled", "merge the adapter, and compile")
-_ANSWERS: Mapping[str, Answer] = {
+_NO_ADAPTER = Unsupported("the weights that were compiled", "merge the adapter, and compile")
+_ANSWERS: Mapping[str, Unsupported] = {
     "lora_request": _NO_ADAPTER,
     "prompt_adapter_request": _NO_ADAPTER,
-    "guided_options_request": Answer(
+    "guided_options_request": Unsupported(
         "structured_outputs of SamplingParams",
         "pass SamplingParams(structured_outputs=StructuredOutputsParams(…))",
     ),
-    "tokenization_kwargs": Answer("text as the engine tokenizes it", "pass token ids", (None, {})),
-    "mm_processor_kwargs": Answer("text or token ids", "leave it out", (None, {})),
-    "tools": Answer(
+    "tokenization_kwargs": Unsupported(
+        "text as the engine tokenizes it", "pass token ids", (None, {})
+    ),
+    "mm_processor_kwargs": Unsupported("text or token ids", "leave it out", (None, {})),
+    "tools": Unsupported(
         "messages", "describe them in a message, or in chat_template_kwargs", (None, [])
     ),
-    "chat_template_content_format": Answer(
+    "chat_template_content_format": Unsupported(
         "contents of text", "leave it out", (None, "auto", "string")
     ),
-    "continue_final_message": Answer(
+    "continue_final_message": Unsupported(
         "messages that the assistant answers", "leave it out", (None, False)
     ),
 }
@@ -162,3 +165,19 @@ def _tqdm() -> Any:
             "pip install tqdm; or pass progress, a function that is called after every iteration",
         ) from error
     return tqdm
+
+
+class Seeds:
+    """Seeds in the order in which requests come.
+
+    Args:
+        seed: that all of them follow from; None leaves it to each request.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._random = None if seed is None else random.Random(seed)
+
+    def give(self, params: SamplingParams) -> SamplingParams:
+        if self._random is None or params.seed is not None:
+            return params
+        return replace(params, seed=self._random.getrandbits(63))

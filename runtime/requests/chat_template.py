@@ -10,7 +10,7 @@ from typing import Any
 from specc.errors import ConfigError, RequestError
 from specc.runtime.processes.bounded_child import ChildLimits
 from specc.runtime.processes.bounded_pool import BoundedPool
-from specc.runtime.processes.child_errors import ChildError
+from specc.runtime.processes.fork_server import ChildError
 from specc.system.extras import install_command
 from specc.system.json_file import read_json
 

@@ -6,53 +6,55 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from specc.errors import ConfigError
-from specc.sampling.vllm_names import Answer, answer_names
+from specc.sampling.vllm_names import Unsupported, answer_names
 
-_ONE_DEVICE = Answer("1: an engine runs on one device", "leave it out", (None, 1))
-_LOADED = Answer(
+_ONE_DEVICE = Unsupported("1: an engine runs on one device", "leave it out", (None, 1))
+_LOADED = Unsupported(
     "an engine directory, which holds all that was read at compile",
     "leave it out; pass it to specc compile, where it applies",
 )
 _AT_COMPILE = "compile the engine again with --{}"
-_NO_CHANGE = Answer("", "", (...,))
+_NO_CHANGE = Unsupported("", "", (...,))
 # options that need no loaded engine to be answered
-_ANSWERS: Mapping[str, Answer] = {
+_ANSWERS: Mapping[str, Unsupported] = {
     "tensor_parallel_size": _ONE_DEVICE,
     "pipeline_parallel_size": _ONE_DEVICE,
     "data_parallel_size": _ONE_DEVICE,
-    "enable_expert_parallel": Answer("one device", "leave it out", (None, False)),
-    "distributed_executor_backend": Answer("one device", "leave it out", (None, "uni")),
-    "worker_use_ray": Answer("one device", "leave it out", (None, False)),
-    "gpu_memory_utilization": Answer(
+    "enable_expert_parallel": Unsupported("one device", "leave it out", (None, False)),
+    "distributed_executor_backend": Unsupported("one device", "leave it out", (None, "uni")),
+    "worker_use_ray": Unsupported("one device", "leave it out", (None, False)),
+    "gpu_memory_utilization": Unsupported(
         "caches of max_num_seqs sequences, or of kv_cache_tokens rows in all",
         "leave it out, or pass kv_cache_tokens",
     ),
-    "num_gpu_blocks_override": Answer(
+    "num_gpu_blocks_override": Unsupported(
         "the rows of the cache", "pass kv_cache_tokens, which counts tokens"
     ),
-    "swap_space": Answer("rows that are computed again", "leave it out", (None, 0)),
-    "cpu_offload_gb": Answer("weights on one device", "leave it out", (None, 0)),
-    "kv_cache_dtype": Answer(
+    "swap_space": Unsupported("rows that are computed again", "leave it out", (None, 0)),
+    "cpu_offload_gb": Unsupported("weights on one device", "leave it out", (None, 0)),
+    "kv_cache_dtype": Unsupported(
         "a cache of the models' dtype", _AT_COMPILE.format("dtype"), (None, "auto")
     ),
-    "block_size": Answer("blocks as the engine was compiled for", _AT_COMPILE.format("block-size")),
-    "max_num_batched_tokens": Answer(
+    "block_size": Unsupported(
+        "blocks as the engine was compiled for", _AT_COMPILE.format("block-size")
+    ),
+    "max_num_batched_tokens": Unsupported(
         "passes as large as the engine was compiled for", _AT_COMPILE.format("prefill-chunk")
     ),
-    "enable_chunked_prefill": Answer(
+    "enable_chunked_prefill": Unsupported(
         "prompts in chunks, which is how all are read", "leave it out", (None, True)
     ),
-    "quantization": Answer(
+    "quantization": Unsupported(
         "weights of the dtype that they were compiled with",
         "leave it out, or compile a checkpoint of another dtype: --dtype",
     ),
-    "load_format": Answer("an engine directory", "leave it out", (None, "auto")),
-    "tokenizer": Answer(
+    "load_format": Unsupported("an engine directory", "leave it out", (None, "auto")),
+    "tokenizer": Unsupported(
         "the tokenizer that was compiled with the target",
         "leave it out, or compile a target directory that holds this tokenizer",
     ),
-    "tokenizer_mode": Answer("tokenizer.json", "leave it out", (None, "auto", "fast")),
-    "skip_tokenizer_init": Answer(
+    "tokenizer_mode": Unsupported("tokenizer.json", "leave it out", (None, "auto", "fast")),
+    "skip_tokenizer_init": Unsupported(
         "the engine's tokenizer, if it has one", "leave it out and pass token ids", (None, False)
     ),
     "revision": _LOADED,
@@ -62,41 +64,43 @@ _ANSWERS: Mapping[str, Answer] = {
     "hf_token": _LOADED,
     "hf_overrides": _LOADED,
     "hf_config_path": _LOADED,
-    "speculative_config": Answer(
+    "speculative_config": Unsupported(
         "a plan of the engine", "pass plan, or compile with --draft and --num-speculative-tokens"
     ),
-    "speculative_model": Answer(
+    "speculative_model": Unsupported(
         "a draft that the engine was compiled with", "compile with --draft"
     ),
-    "num_speculative_tokens": Answer(
+    "num_speculative_tokens": Unsupported(
         "a plan of the engine", "pass plan, or compile with --num-speculative-tokens"
     ),
-    "enable_lora": Answer(
+    "enable_lora": Unsupported(
         "the weights that were compiled", "merge the adapter, and compile", (None, False)
     ),
-    "max_loras": Answer("the weights that were compiled", "merge the adapter, and compile"),
-    "limit_mm_per_prompt": Answer("text or token ids", "leave it out", (None, {})),
-    "task": Answer("generate", "leave it out", (None, "auto", "generate")),
-    "runner": Answer("generate", "leave it out", (None, "auto", "generate")),
-    "device": Answer("the device that the engine was compiled for", "pass backend", (None, "auto")),
-    "compilation_config": Answer("an engine that is compiled", "leave it out"),
-    "max_seq_len_to_capture": Answer("steps that are captured at any length", "leave it out"),
-    "generation_config": Answer("SamplingParams", "pass them", (None, "auto", "vllm")),
-    "override_generation_config": Answer("SamplingParams", "pass them", (None, {})),
-    "scheduling_policy": Answer(
+    "max_loras": Unsupported("the weights that were compiled", "merge the adapter, and compile"),
+    "limit_mm_per_prompt": Unsupported("text or token ids", "leave it out", (None, {})),
+    "task": Unsupported("generate", "leave it out", (None, "auto", "generate")),
+    "runner": Unsupported("generate", "leave it out", (None, "auto", "generate")),
+    "device": Unsupported(
+        "the device that the engine was compiled for", "pass backend", (None, "auto")
+    ),
+    "compilation_config": Unsupported("an engine that is compiled", "leave it out"),
+    "max_seq_len_to_capture": Unsupported("steps that are captured at any length", "leave it out"),
+    "generation_config": Unsupported("SamplingParams", "pass them", (None, "auto", "vllm")),
+    "override_generation_config": Unsupported("SamplingParams", "pass them", (None, {})),
+    "scheduling_policy": Unsupported(
         "priorities, which always count", "leave it out", (None, "priority")
     ),
-    "chat_template": Answer("a template for each chat", "pass chat_template to chat"),
+    "chat_template": Unsupported("a template for each chat", "pass chat_template to chat"),
     # these permit, or tell, and change no output
     "trust_remote_code": _NO_CHANGE,
     "disable_log_stats": _NO_CHANGE,
     "disable_custom_all_reduce": _NO_CHANGE,
     "use_v2_block_manager": _NO_CHANGE,
     "guided_decoding_backend": _NO_CHANGE,
-    "n_gpu_layers": Answer("the device that the engine was compiled for", "pass backend"),
-    "n_ctx": Answer("max_model_len, as it is called here", "pass max_model_len", ()),
-    "torch_dtype": Answer("dtype, as it is called here", "pass dtype", ()),
-    "device_map": Answer("one device", "leave it out", (None, "auto")),
+    "n_gpu_layers": Unsupported("the device that the engine was compiled for", "pass backend"),
+    "n_ctx": Unsupported("max_model_len, as it is called here", "pass max_model_len", ()),
+    "torch_dtype": Unsupported("dtype, as it is called here", "pass dtype", ()),
+    "device_map": Unsupported("one device", "leave it out", (None, "auto")),
 }
 # fields of `EngineArgs` that vLLM has not got, and vLLM's names of two others
 _INTERNAL = ("capture",)

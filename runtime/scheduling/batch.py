@@ -1,11 +1,15 @@
-"""What an iteration runs: spans of tokens to be fed, and steps of groups of requests."""
+"""An iteration: what it runs (spans of tokens, steps of groups of requests), and its results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
+from specc.runtime.backends.captured.graph_device import Event
+from specc.runtime.backends.step import PendingStep, QueuedStep
+from specc.runtime.backends.step_io import StepResult
+from specc.runtime.outputs.logprobs import TokenLogprobs
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SpecPlan
 
@@ -80,3 +84,58 @@ class Batch:
         """All that have a part in it."""
         stepped = [request for group in self.groups for request in group.requests]
         return [*(span.request for span in self.prefill), *stepped]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Of its prompts and steps; `first_tokens` is None where a prompt is not finished yet."""
+
+    first_tokens: list[int | None] = field(default_factory=list)
+    prefill_s: float = 0.0
+    steps: list[StepResult] = field(default_factory=list)
+    # of first tokens, and of the prompt tokens after those of a span, by request; of each step's
+    # tokens, for the steps in which a request asks
+    first_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: list[list[list[TokenLogprobs] | None] | None] = field(default_factory=list)
+    # of the target's pass that everyone shared; stages and `prefill_s` have their parts of it
+    pass_s: float = 0.0
+
+
+class PendingPrefill(NamedTuple):
+    """Passes over prompts that were queued.
+
+    Args:
+        step: any of the engine, which knows when the host last saw the device's work end.
+        end: after the passes.
+        begin_s: when they were queued.
+        read: what they yield, once they are done.
+    """
+
+    step: QueuedStep
+    end: Event
+    begin_s: float
+    read: Callable[[], RunResult]
+
+    def result(self) -> RunResult:
+        """Wait for the passes; the seconds are those since the work before them ended."""
+        self.end.synchronize()
+        return replace(self.read(), prefill_s=self.step.seconds_since(self.begin_s))
+
+
+@dataclass(frozen=True)
+class PendingBatch:
+    """A batch that was queued.
+
+    Args:
+        read_prefill: waits for its prompts, and tells what they yield.
+        steps: of its groups, in their order.
+    """
+
+    read_prefill: Callable[[], RunResult]
+    steps: list[PendingStep]
+
+    def result(self) -> RunResult:
+        """Wait for all of it; once."""
+        found = self.read_prefill()
+        return replace(found, steps=[step.result() for step in self.steps])

@@ -13,7 +13,7 @@ class BlockPool:
     A block is free while nobody uses it. Some free blocks hold rows under a key: they are handed
     out last, the one unused for longest first, and can be taken back by their key until then.
     Among the others the lowest id goes first, so that the sequences of a dense cache lie side by
-    side, which rectangular programs can use.
+    side, which padded programs can use.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Collection
 
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy
-from specc.runtime.scheduling.batch import Batch
+from specc.runtime.scheduling.batch import Batch, RunResult
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 from specc.speculation.metrics import SpecStats
 
 

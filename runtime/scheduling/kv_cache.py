@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.cache_rows import CacheRows
 from specc.runtime.scheduling.block_pool import BlockPool
 
 # a cache that grows does so by this many rows: what attends to all of them reads no more in vain

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from specc.errors import RequestError
 from specc.runtime.scheduling.kv_cache import KVCache
+from specc.runtime.scheduling.look_ahead import LookAhead
 from specc.runtime.scheduling.prefix_cache import Hit, PrefixCache
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SpecPlan
+
+# tokens that a request may grow by before its step has to come from the host again
+_AHEAD = 64
 
 
 class RequestBlocks:
@@ -81,6 +85,38 @@ class RequestBlocks:
             return False
         request.blocks += self._pool.allocate(max(0, missing))
         return True
+
+    def grow_all(
+        self, requests: Iterable[Request], plans: Mapping[int, SpecPlan], ahead: LookAhead
+    ) -> bool:
+        """Have blocks for everyone's step, wherever those in flight end; False where they run out.
+
+        Args:
+            requests: admitted.
+            plans: of each one's step, by identity.
+            ahead: of steps in flight.
+        """
+        for request in requests:
+            plan, most = plans[id(request)], ahead.most(request)
+            if not self.grow(request, plan, most):
+                return False
+            if not self.holds(request, plan, request.cache_len + most):
+                return False
+        return True
+
+    def take_ahead(self, requests: Sequence[Request], plans: Mapping[int, SpecPlan]) -> None:
+        """Have blocks for several steps, so that tables rarely change.
+
+        Args:
+            requests: that step now.
+            plans: of those that have what this step needs, by identity.
+        """
+        for request in requests:
+            own = plans.get(id(request))
+            more = min(_AHEAD, request.num_tokens_left)
+            # not at the cost of somebody's next step
+            if own and self.missing(request, own, more) + len(requests) <= self.num_free:
+                self.grow(request, own, more)
 
     def trim(self, request: Request, plan: SpecPlan) -> None:
         """Give back what a step of this plan does not need."""

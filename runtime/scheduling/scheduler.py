@@ -10,19 +10,16 @@ from specc.errors import RequestError
 from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy, check_policy
-from specc.runtime.scheduling.batch import Batch, Span, StepGroup
+from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.commit_batch import commit_prefill, commit_steps
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.look_ahead import LookAhead
 from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_blocks import RequestBlocks
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
-from specc.runtime.scheduling.run_result import RunResult
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
 
-# tokens that a request may grow by before its step has to come from the host again
-_AHEAD = 64
 # share of a prefill pass that prompts get however many tokens are decoded beside them
 _LEAST_PREFILL = 8
 
@@ -199,10 +196,10 @@ class Scheduler:
         granted: Mapping[int, SpecPlan] = wishes
         if not ahead:
             granted = self._grant(ready, wishes)
-        elif not self._has_blocks_for(ready, wishes, ahead):
+        elif not self._blocks.grow_all(ready, wishes, ahead):
             return None
         if self._looks_ahead and self._may_look_ahead:
-            self._take_ahead(ready, granted)
+            self._blocks.take_ahead(ready, granted)
         members: dict[str, list[Request]] = {}
         for request in ready:
             if (own := granted.get(id(request))) is not None:
@@ -228,28 +225,6 @@ class Scheduler:
         if does and (ahead.lags(request, plan) or self.host_drafts.brings(plan)):
             return None
         return plan if does else OFF
-
-    def _has_blocks_for(
-        self, ready: list[Request], wishes: Mapping[int, SpecPlan], ahead: LookAhead
-    ) -> bool:
-        """Blocks for everyone's step, wherever those in flight end; False where they run out."""
-        for request in ready:
-            plan, most = wishes[id(request)], ahead.most(request)
-            if not self._blocks.grow(request, plan, most):
-                return False
-            if not self._blocks.holds(request, plan, request.cache_len + most):
-                return False
-        return True
-
-    def _take_ahead(self, ready: list[Request], granted: Mapping[int, SpecPlan]) -> None:
-        """Blocks for several steps, so that tables rarely change."""
-        blocks = self._blocks
-        for request in ready:
-            own = granted.get(id(request))
-            more = min(_AHEAD, request.num_tokens_left)
-            # not at the cost of somebody's next step
-            if own and blocks.missing(request, own, more) + len(ready) <= blocks.num_free:
-                blocks.grow(request, own, more)
 
     def _grant(self, ready: list[Request], wishes: Mapping[int, SpecPlan]) -> dict[int, SpecPlan]:
         """Blocks for everyone's step, by their turns; plainly, or not at all, where they run out.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specc.runtime.engine_args import AsyncEngineArgs
     from specc.runtime.service.service import Service
     from specc.runtime.triton.metrics import TritonMetrics
-    from specc.runtime.triton.responses import Answer, Answers
+    from specc.runtime.triton.responses import OpenRequest, ResponseSender
 
 _log = logging.getLogger("specc.triton")
 
@@ -85,23 +85,23 @@ class TritonModel:
         if not self._service.drain(self._options.drain_s):
             _log.warning("%d requests are still open", self._service.num_open)
         self._service.close(self._options.drain_s)
-        self._answers.close()
+        self._responses.close()
         self._metrics.close()
 
     def _serve(self) -> None:
         from specc.runtime.triton.metrics import TritonMetrics
-        from specc.runtime.triton.responses import Answers
+        from specc.runtime.triton.responses import ResponseSender
 
         labels = self._options.labels or {}
         self._metrics: TritonMetrics = TritonMetrics(self._service, self.pb_utils, labels)
         self._has_stopped = False
         # of requests whose grammars are compiled
         self._beginning: set[threading.Thread] = set()
-        self._answers: Answers = Answers(self._service, self.pb_utils, self._tick)
+        self._responses: ResponseSender = ResponseSender(self._service, self.pb_utils, self._tick)
 
     def _take(self, request: Any) -> None:
         from specc.runtime.triton.request import read_request
-        from specc.runtime.triton.responses import Answer
+        from specc.runtime.triton.responses import OpenRequest
 
         sender = None
         try:
@@ -111,32 +111,32 @@ class TritonModel:
                 request.parameters(),
                 request.requested_output_names(),
             )
-            answer = Answer(sender, asked)
+            opened = OpenRequest(sender, asked)
             structured, grammar = asked.params.structured_outputs, None
             if structured is not None:
                 grammar = self._service.engine.grammars.start_compiled(structured)
                 if grammar is None:
                     # Triton hands in the next request when this one was taken
-                    self._begin(partial(self._submit, answer))
+                    self._begin(partial(self._submit, opened))
                     return
-            self._submit(answer, grammar)
+            self._submit(opened, grammar)
         except Exception as error:
             self._refuse(sender, error)
 
-    def _submit(self, answer: Answer, grammar: GrammarState | None = None) -> None:
-        asked = answer.request
+    def _submit(self, opened: OpenRequest, grammar: GrammarState | None = None) -> None:
+        asked = opened.request
         try:
             ticket = self._service.submit(
                 asked.prompt,
                 asked.params,
-                partial(self._answers.put, answer),
+                partial(self._responses.put, opened),
                 priority=asked.priority,
                 timeout_s=asked.timeout_s,
                 grammar=grammar,
             )
-            self._answers.add(answer, ticket)
+            self._responses.add(opened, ticket)
         except Exception as error:
-            self._refuse(answer.sender, error)
+            self._refuse(opened.sender, error)
 
     def _begin(self, call: Callable[[], object]) -> None:
         def run() -> None:
@@ -151,7 +151,7 @@ class TritonModel:
         if not isinstance(error, SpeccError):
             _log.error("a request cannot be taken", exc_info=error)
         if sender is not None:
-            self._answers.refuse(sender, error)
+            self._responses.refuse(sender, error)
 
     def _tick(self) -> None:
         from specc.runtime.service.state import Health

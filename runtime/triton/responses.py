@@ -34,7 +34,7 @@ _DTYPES |= {"INT64": np.int64, "FP32": np.float32}
 _log = logging.getLogger("specc.triton")
 
 
-class Answer:
+class OpenRequest:
     """A request whose last response is not out.
 
     Args:
@@ -47,7 +47,7 @@ class Answer:
         self.request = request
         # for clients; the wall clock can jump, so all other times are told by the second one
         self.arrival_ns, self.begin_ns = time.time_ns(), time.monotonic_ns()
-        # from here on guarded by the lock of `Answers`
+        # from here on guarded by the lock of `ResponseSender`
         self.ticket: Ticket | None = None
         self.news: Update | None = None
         self.is_queued = False
@@ -68,7 +68,7 @@ class Answer:
         return self.request.is_streamed and bool(is_new)
 
 
-class Answers:
+class ResponseSender:
     """All open requests of a model.
 
     Args:
@@ -82,29 +82,29 @@ class Answers:
         self._pb_utils = pb_utils
         self._on_tick = on_tick
         self._changed = threading.Condition()
-        self._ready: deque[Answer] = deque()
-        self._open: set[Answer] = set()
+        self._ready: deque[OpenRequest] = deque()
+        self._open: set[OpenRequest] = set()
         self._is_closed = self._has_arrived = False
         self._thread = threading.Thread(target=self._run, name="specc-triton", daemon=True)
         self._thread.start()
 
-    def add(self, answer: Answer, ticket: Ticket) -> None:
+    def add(self, opened: OpenRequest, ticket: Ticket) -> None:
         """The request is with the service; its first updates may be here already."""
         with self._changed:
-            answer.ticket = ticket
-            self._open.add(answer)
+            opened.ticket = ticket
+            self._open.add(opened)
             self._has_arrived = True
-            self._queue(answer)
+            self._queue(opened)
             self._changed.notify()
 
-    def put(self, answer: Answer, update: Update) -> None:
+    def put(self, opened: OpenRequest, update: Update) -> None:
         """Take an update; from the engine's thread."""
         with self._changed:
-            answer.news = update if answer.news is None else answer.news.followed_by(update)
-            self._queue(answer)
+            opened.news = update if opened.news is None else opened.news.followed_by(update)
+            self._queue(opened)
 
     def refuse(self, sender: Any, error: Exception) -> None:
-        """Answer a request that was not taken; from any thread."""
+        """Respond to a request that was not taken; from any thread."""
         self._send(sender, self._failed(error), is_last=True)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -114,10 +114,10 @@ class Answers:
             self._changed.notify()
         self._thread.join(timeout_s)
 
-    def _queue(self, answer: Answer) -> None:
-        if answer.is_ready and not answer.is_queued:
-            answer.is_queued = True
-            self._ready.append(answer)
+    def _queue(self, opened: OpenRequest) -> None:
+        if opened.is_ready and not opened.is_queued:
+            opened.is_queued = True
+            self._ready.append(opened)
             self._changed.notify()
 
     def _run(self) -> None:
@@ -128,15 +128,15 @@ class Answers:
                     lambda: self._ready or self._has_arrived or self._is_closed,
                     max(0.0, next_s - time.monotonic()),
                 )
-                work = [(answer, answer.news) for answer in self._ready]
-                for answer in self._ready:
-                    answer.news, answer.is_queued = None, False
+                work = [(opened, opened.news) for opened in self._ready]
+                for opened in self._ready:
+                    opened.news, opened.is_queued = None, False
                 self._ready.clear()
                 self._has_arrived = False
                 is_closed, was_open = self._is_closed, bool(self._open)
-            for answer, update in work:
+            for opened, update in work:
                 assert update is not None
-                self._answer(answer, update)
+                self._respond(opened, update)
             now_s = time.monotonic()
             if now_s >= next_s or is_closed:
                 self._look_around()
@@ -151,11 +151,11 @@ class Answers:
         """Look for cancelled requests, and write metrics."""
         with self._changed:
             everyone = list(self._open)
-        for answer in everyone:
+        for opened in everyone:
             try:
-                if not answer.is_cancelled and answer.sender.is_cancelled():
-                    answer.is_cancelled = True
-                    self._cancel(answer)
+                if not opened.is_cancelled and opened.sender.is_cancelled():
+                    opened.is_cancelled = True
+                    self._cancel(opened)
             except Exception:
                 _log.exception("asking whether a request is cancelled has failed")
         try:
@@ -168,52 +168,52 @@ class Answers:
         error = OverloadError(
             "the model is being unloaded", "a model that is loaded", "send the request again later"
         )
-        for answer in list(self._open):
-            self._send(answer.sender, self._failed(error), is_last=True)
+        for opened in list(self._open):
+            self._send(opened.sender, self._failed(error), is_last=True)
         self._open.clear()
 
-    def _answer(self, answer: Answer, update: Update) -> None:
+    def _respond(self, opened: OpenRequest, update: Update) -> None:
         if update.is_last:
             with self._changed:
-                self._open.discard(answer)
+                self._open.discard(opened)
         if update.error is not None:
-            self._send(answer.sender, self._failed(update.error), is_last=True)
+            self._send(opened.sender, self._failed(update.error), is_last=True)
         elif update.finish_reason == "abort":
-            self._send(answer.sender, self._aborted(answer), is_last=True)
-        elif not answer.is_cancelled or update.is_last:
+            self._send(opened.sender, self._aborted(opened), is_last=True)
+        elif not opened.is_cancelled or update.is_last:
             try:
-                response = self._response(answer, update)
+                response = self._response(opened, update)
             except Exception as error:
                 _log.exception("a response cannot be made")
                 response = self._failed(error)
-            if not self._send(answer.sender, response, update.is_last) and not update.is_last:
-                self._cancel(answer)
-            answer.is_first = False
+            if not self._send(opened.sender, response, update.is_last) and not update.is_last:
+                self._cancel(opened)
+            opened.is_first = False
 
-    def _cancel(self, answer: Answer) -> None:
-        assert answer.ticket is not None
-        self._service.cancel(answer.ticket)
+    def _cancel(self, opened: OpenRequest) -> None:
+        assert opened.ticket is not None
+        self._service.cancel(opened.ticket)
 
-    def _response(self, answer: Answer, update: Update) -> Any:
+    def _response(self, opened: OpenRequest, update: Update) -> Any:
         """Tensors of an update; those of the whole request with the last one."""
-        values = self._values(answer, update)
+        values = self._values(opened, update)
         tensors = [
             self._tensor(_OUTPUTS[name], values[name])
             for name in _OUTPUTS
-            if name in values and name in answer.request.outputs
+            if name in values and name in opened.request.outputs
         ]
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
 
-    def _values(self, answer: Answer, update: Update) -> dict[str, Any]:
-        assert answer.ticket is not None
+    def _values(self, opened: OpenRequest, update: Update) -> dict[str, Any]:
+        assert opened.ticket is not None
         values: dict[str, Any] = {
-            TEXT.name: (answer.request.echoed if answer.is_first else "") + update.text,
+            TEXT.name: (opened.request.echoed if opened.is_first else "") + update.text,
             "output_ids": update.token_ids,
-            "num_input_tokens": answer.ticket.num_prompt_tokens,
+            "num_input_tokens": opened.ticket.num_prompt_tokens,
             "num_output_tokens": len(update.token_ids),
         }
         if update.logprobs is not None:
-            answer.cumulative_logprob += sum(
+            opened.cumulative_logprob += sum(
                 entries[token].logprob
                 for token, entries in zip(update.token_ids, update.logprobs, strict=True)
             )
@@ -226,10 +226,10 @@ class Answers:
         if update.is_last:
             values["finish_reason"] = update.finish_reason
             if update.logprobs is not None:
-                values["cumulative_logprob"] = answer.cumulative_logprob
+                values["cumulative_logprob"] = opened.cumulative_logprob
             if update.metrics is not None:
-                now_ns = answer.arrival_ns + time.monotonic_ns() - answer.begin_ns
-                values |= _perf_metrics(update.metrics, answer.arrival_ns, now_ns)
+                now_ns = opened.arrival_ns + time.monotonic_ns() - opened.begin_ns
+                values |= _perf_metrics(update.metrics, opened.arrival_ns, now_ns)
         return values
 
     def _tensor(self, tensor: TritonTensor, value: Any) -> Any:
@@ -239,10 +239,10 @@ class Answers:
         array: Any = np.array(values, dtype=_DTYPES[tensor.kind]).reshape(1, -1)
         return self._pb_utils.Tensor(tensor.name, array)
 
-    def _aborted(self, answer: Answer) -> Any:
+    def _aborted(self, opened: OpenRequest) -> Any:
         """The client has asked for it, or the model is being unloaded."""
         kind = self._pb_utils.TritonError
-        if answer.is_cancelled:
+        if opened.is_cancelled:
             error = kind("the request was cancelled", kind.CANCELLED)
         else:
             error = kind("the model is being unloaded: send the request again", kind.UNAVAILABLE)
@@ -251,13 +251,13 @@ class Answers:
     def _failed(self, error: Exception) -> Any:
         kind = self._pb_utils.TritonError
         if isinstance(error, RequestError):
-            answer = kind(str(error), kind.INVALID_ARG)
+            failure = kind(str(error), kind.INVALID_ARG)
         elif isinstance(error, OverloadError | FaultError):
-            answer = kind(str(error), kind.UNAVAILABLE)
+            failure = kind(str(error), kind.UNAVAILABLE)
         else:
             # a bug, or meant for whoever runs the server: it may name files
-            answer = kind("specc failed on this request: see the server's log", kind.INTERNAL)
-        return self._pb_utils.InferenceResponse(error=answer)
+            failure = kind("specc failed on this request: see the server's log", kind.INTERNAL)
+        return self._pb_utils.InferenceResponse(error=failure)
 
     def _send(self, sender: Any, response: Any, is_last: bool) -> bool:
         flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0

@@ -20,7 +20,7 @@ class BackendFacts:
         name: as `--backend` and `specc.json` have it.
         dtypes: arithmetic and weight types that it is compiled for.
         device: `cpu` or `cuda`, where its caches and programs are.
-        passes: `flat` programs take tokens [Nt] of any requests; `rectangular` ones take
+        passes: `flat` programs take tokens [Nt] of any requests; `padded` ones take
             [batch, nodes] and need dense caches.
         is_captured: a step is replayed as a whole, so that steps are queued ahead.
         shares_pass: prompt chunks and the trees of all plans are one pass of the target.
@@ -39,7 +39,7 @@ class BackendFacts:
     name: str
     dtypes: tuple[str, ...]
     device: Literal["cpu", "cuda"]
-    passes: Literal["flat", "rectangular"]
+    passes: Literal["flat", "padded"]
     is_captured: bool = False
     shares_pass: bool = False
     scores_prompts: bool = True
@@ -51,9 +51,9 @@ class BackendFacts:
     takes_ranks: bool = False
 
     @property
-    def is_rectangular(self) -> bool:
+    def is_padded(self) -> bool:
         """Its programs take [batch, nodes] tokens."""
-        return self.passes == "rectangular"
+        return self.passes == "padded"
 
     @property
     def has_plan_files(self) -> bool:
@@ -115,13 +115,13 @@ register(
 )  # fmt: skip
 register(
     BackendFacts(
-        "onnx", _DTYPES, "cpu", "rectangular", native="sometimes", model_files=("onnx_file",),
+        "onnx", _DTYPES, "cpu", "padded", native="sometimes", model_files=("onnx_file",),
         unrun_dtypes=("bfloat16",),
     )
 )  # fmt: skip
 register(
     BackendFacts(
-        "tensorrt", _DTYPES, "cuda", "rectangular", is_captured=True, scores_prompts=False,
+        "tensorrt", _DTYPES, "cuda", "padded", is_captured=True, scores_prompts=False,
         model_files=("onnx_file", "plan_file", "build_file"),
     )
 )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Opening an engine directory: checked before anything in it is used."""
+"""Opening an engine directory: checked before anything in it is used, and not replaced since."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -197,3 +198,39 @@ def _check_hashes(path: Path, files: Mapping[str, FileEntry], progress: Progress
 def _altered(found: str, needed: str) -> EngineError:
     do = "compile or copy the engine again"
     return EngineError(found, f"{needed}, as {MANIFEST_FILE} says", do)
+
+
+@contextlib.contextmanager
+def unreplaced(path: Path) -> Iterator[None]:
+    """What is read of an engine inside of the block belongs to one engine.
+
+    Raises:
+        EngineError: another one took its place meanwhile; this comes before errors that are due
+            to it, such as absent files.
+    """
+    before = _identity(path)
+    try:
+        yield
+    except Exception as error:
+        if before is None or _identity(path) == before:
+            raise
+        raise _replaced(path) from error
+    if _identity(path) != before:
+        raise _replaced(path)
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Tells an engine from one that takes its place; None where there is none."""
+    try:
+        directory, manifest = path.stat(), (path / MANIFEST_FILE).stat()
+    except OSError:
+        return None
+    return directory.st_dev, directory.st_ino, manifest.st_ino, manifest.st_mtime_ns
+
+
+def _replaced(path: Path) -> EngineError:
+    return EngineError(
+        f"{path} was replaced or removed while it was being loaded",
+        "an engine that stays in its place until it is loaded",
+        "try again when whatever writes it has finished",
+    )

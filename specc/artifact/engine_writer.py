@@ -7,9 +7,11 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from specc.artifact.manifest import MANIFEST_FILE, Manifest
@@ -26,10 +28,10 @@ from specc.system.files import (
 )
 from specc.system.json_file import parse_json
 from specc.system.owned_directory import other_owned, owned_directory
-from specc.system.signals import unwind_on_signals
 
 # outputs that this process is writing
 _active: set[Path] = set()
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class EngineWriter:
@@ -260,3 +262,25 @@ def _walk(directory: Path) -> Iterator[str]:
     for root, _, names in os.walk(directory):
         for name in names:
             yield (Path(root) / name).relative_to(directory).as_posix()
+
+
+@contextlib.contextmanager
+def unwind_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit inside of the block, unless somebody handles them.
+
+    Only the main thread may set handlers: in others this does nothing.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

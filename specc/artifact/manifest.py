@@ -9,16 +9,18 @@ from typing import Any
 from specc.artifact.backends import facts_of
 from specc.artifact.manifest_checks import (
     check_backend,
+    check_cache_rows,
     check_choice,
     check_files,
     check_models,
     check_parallel,
     check_plans,
-    check_rectangle,
     check_sizes,
+    decode,
+    invalid,
 )
-from specc.artifact.manifest_decode import decode, invalid
 from specc.artifact.manifest_entries import (
+    CacheRowsEntry,
     FileEntry,
     LimitsEntry,
     MemoryEntry,
@@ -26,7 +28,6 @@ from specc.artifact.manifest_entries import (
     NativeEntry,
     ParallelEntry,
     PlanEntry,
-    RectangleEntry,
     TensorRTEntry,
     TokenizerEntry,
 )
@@ -49,7 +50,7 @@ class Manifest:
         memory_plan: model name → bytes.
         policy: what chooses the plan of a step, see `CompileConfig`.
         native: what compiled code needs of the machine; None where there is none.
-        rectangle: of engines whose programs take rectangles of tokens; else None.
+        rectangle: cache rows of engines whose programs take padded batches; else None.
         tensorrt: of engines for TensorRT; else None.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
@@ -68,7 +69,7 @@ class Manifest:
     memory_plan: dict[str, MemoryEntry]
     policy: str = "fixed"
     native: NativeEntry | None = None
-    rectangle: RectangleEntry | None = None
+    rectangle: CacheRowsEntry | None = None
     tensorrt: TensorRTEntry | None = None
     parallel: ParallelEntry | None = None
     probe: dict[str, Any] | None = None
@@ -140,7 +141,7 @@ class Manifest:
         """
         check_models(self.models)
         check_backend(self.backend, self.native, self.rectangle, self.tensorrt)
-        check_rectangle(self.rectangle, self.limits)
+        check_cache_rows(self.rectangle, self.limits)
         check_plans(self.plans, self.models, self.limits)
         check_choice(self.default_plan, self.policy, self.plans)
         check_sizes(self.models, self.memory_plan, self.limits)

@@ -1,16 +1,18 @@
-"""What the types of a manifest cannot say: paths, references, and sizes that go together."""
+"""Decoding a manifest: types, and what types cannot say: paths, references, sizes of one engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
-from specc.artifact.manifest_decode import invalid
 from specc.artifact.manifest_entries import (
+    CacheRowsEntry,
     FileEntry,
     LimitsEntry,
     MemoryEntry,
@@ -18,7 +20,6 @@ from specc.artifact.manifest_entries import (
     NativeEntry,
     ParallelEntry,
     PlanEntry,
-    RectangleEntry,
     TensorRTEntry,
 )
 from specc.errors import EngineError, SpeccError
@@ -58,7 +59,7 @@ def check_models(models: Sequence[ModelEntry]) -> None:
 def check_backend(
     name: str,
     native: NativeEntry | None,
-    rectangle: RectangleEntry | None,
+    rectangle: CacheRowsEntry | None,
     tensorrt: TensorRTEntry | None,
 ) -> None:
     """Parts that only some backends have.
@@ -75,14 +76,14 @@ def check_backend(
         )
     facts = facts_of(name)
     _check_part(facts, "native", native, facts.native)
-    _check_part(facts, "rectangle", rectangle, _whether(facts.is_rectangular))
+    _check_part(facts, "rectangle", rectangle, _whether(facts.is_padded))
     _check_part(facts, "tensorrt", tensorrt, _whether(facts.has_plan_files))
     if native is not None:
         check_relative(native.library)
 
 
-def check_rectangle(rectangle: RectangleEntry | None, limits: LimitsEntry) -> None:
-    """Rows of rectangular caches, which are dense.
+def check_cache_rows(rectangle: CacheRowsEntry | None, limits: LimitsEntry) -> None:
+    """Rows of padded caches, which are dense.
 
     Raises:
         EngineError: rows for other limits than the engine's.
@@ -225,3 +226,48 @@ def _check_plan(entry: PlanEntry, models: Sequence[str], max_nodes: int) -> None
             f"plan {entry.name} takes {plan.num_rows} rows, limits.max_nodes is {max_nodes}",
             "rows for every plan",
         )
+
+
+def invalid(found: str, needed: str) -> EngineError:
+    """The error of a manifest with a wrong value."""
+    return EngineError(
+        f"the manifest is invalid: {found}", needed, "compile or copy the engine again"
+    )
+
+
+def decode(kind: Any, value: Any, where: str) -> Any:
+    """Decode JSON data to an annotated type; `where` is the path of the value for messages."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        inner = next(arg for arg in args if arg is not type(None))
+        return None if value is None else decode(inner, value, where)
+    if dataclasses.is_dataclass(kind):
+        return _decode_object(kind, value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: decode(args[1], item, f"{where}.{key}") for key, item in value.items()}
+    # bool is an int in Python; a manifest keeps them apart
+    if kind is Any or type(value) is kind:
+        return value
+    names = {tuple: "a list", dict: "an object"}
+    raise invalid(f"{where} is {value!r}", names.get(origin) or f"a value of type {kind.__name__}")
+
+
+def _decode_object(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise invalid(f"{where} is {value!r}", "an object")
+    fields = {field.name for field in dataclasses.fields(kind)}
+    for name in sorted(fields ^ value.keys()):
+        state = "is missing" if name in fields else "is unknown"
+        raise invalid(f"{_join(where, name)} {state}", _listed(fields))
+    hints = typing.get_type_hints(kind)
+    return kind(**{n: decode(hints[n], item, _join(where, n)) for n, item in value.items()})
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _listed(fields: Iterable[str]) -> str:
+    return f"the fields {', '.join(sorted(fields))}"

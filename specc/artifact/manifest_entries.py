@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.cache_rows import CacheRows
 from specc.speculation.plans import SpecPlan
 
 
@@ -73,7 +73,7 @@ class ModelEntry:
 
     @property
     def onnx_file(self) -> str:
-        """The rectangular program, in engines of a backend that runs rectangles."""
+        """The padded program, in engines of a backend that runs padded batches."""
         return f"{self.dir}/model.onnx"
 
     @property
@@ -196,7 +196,7 @@ class NativeEntry:
 
 
 @dataclass(frozen=True)
-class RectangleEntry:
+class CacheRowsEntry:
     """ONNX files of the models: their opset, and the rows of a cache, see `CacheRows`."""
 
     opset: int

@@ -53,7 +53,7 @@ class StepBytes:
         return self.target_weights + self.draft_weights + self.embeddings + self.kv_cache
 
 
-class Layer(Protocol):
+class LayerCache(Protocol):
     """Geometry of an attention layer; window 0 is no limit."""
 
     @property
@@ -71,7 +71,7 @@ class ModelShape:
     """What counting needs of a model: its `program.json`, attention layers, and caches' dtype."""
 
     program: Mapping[str, Any]
-    layers: Sequence[Layer]
+    layers: Sequence[LayerCache]
     dtype: str
 
 
@@ -154,7 +154,7 @@ def model_bytes(program: Mapping[str, Any]) -> ModelBytes:
     )
 
 
-def cache_bytes(layers: Sequence[Layer], dtype: str, context: float) -> float:
+def cache_bytes(layers: Sequence[LayerCache], dtype: str, context: float) -> float:
     """Bytes of K and V of one sequence; a sliding window cuts its layers."""
     itemsize = getattr(torch, dtype).itemsize
     return sum(

@@ -1,11 +1,12 @@
-"""The application of the command line: how commands end, and options that several share."""
+"""The application of the command line: how commands end, what several share, other names."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +15,30 @@ import typer.main
 from typer.core import TyperGroup
 
 from specc.cli.options.with_options import with_options
-from specc.cli.synonyms import in_words_of, synonym
 from specc.errors import RankError, SpeccError
 
 _LOST = 1  # of several processes; nothing that the user passed
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
+# option of vLLM, transformers or TensorRT-LLM → option of specc
+_SYNONYMS = {
+    "--model": "--target",
+    "--model-path": "--target",
+    "--speculative-model": "--draft",
+    "--draft-model": "--draft",
+    "--speculative-num-tokens": "--num-speculative-tokens",
+    "--max-model-len": "--max-seq-len",
+    "--max-batch": "--max-batch-size",
+    "--max-num-seqs": "--max-batch-size",
+    "--max-num-batched-tokens": "--prefill-chunk",
+    "--torch-dtype": "--dtype",
+    "--data-type": "--dtype",
+    "--output-dir": "--output",
+    "--output-directory": "--output",
+}
+# a field of a dataclass of options at the start of an error, and its value; without the equals
+# sign the value is one word, as others are prose
+_FIELD = re.compile(r"(\w+)(?:=('?)(.*?)\2| (\S+))$", re.DOTALL)
 
 
 class _Commands(TyperGroup):
@@ -160,3 +179,29 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 EngineArgument = Annotated[
     Path, typer.Argument(help="The engine directory that specc compile made.", show_default=False)
 ]
+
+
+def synonym(option: str, known: Collection[str]) -> str | None:
+    """The option that another program calls `option`; None where there is none.
+
+    Args:
+        option: with its dashes.
+        known: options of the command.
+    """
+    found = _SYNONYMS.get(option)
+    return found if found in known else None
+
+
+def in_words_of(options: Mapping[str, str], error: SpeccError) -> SpeccError:
+    """An error that names a field, as the command line has it: `top_p=2.0` is `--top-p 2.0`.
+
+    Args:
+        options: field → option of the command.
+        error: any; it comes back as it is where it names no such field.
+    """
+    match = _FIELD.match(error.found)
+    if match is None or (option := options.get(match[1])) is None:
+        return error
+    value = match[4] if match[3] is None else match[3]
+    do = re.sub(rf"\b{match[1]}\b", option, error.do)
+    return type(error)(f"{option} {value}", error.needed, do)

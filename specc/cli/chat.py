@@ -144,7 +144,7 @@ def run_chat(
         )
     talk(Conversation(llm, found, sampling, system, max_tokens))
     if stats:
-        from specc.cli.stats import print_stats
+        from specc.cli.render import print_stats
 
         print_stats(llm.get_metrics())
 

@@ -21,7 +21,7 @@ from specc.errors import RequestError
 from specc.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from specc.cli.options.prompts import PromptSource
+    from specc.cli.options.common import PromptSource
     from specc.cli.options.sampling import SamplingOptions
     from specc.runtime.engine_args import EngineArgs
     from specc.runtime.llm import LLM
@@ -99,7 +99,7 @@ def run_request(
     else:
         _stream(llm, prompts[0], params[0])
     if stats:
-        from specc.cli.stats import print_stats
+        from specc.cli.render import print_stats
 
         print_stats(llm.get_metrics())
 

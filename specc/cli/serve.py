@@ -44,8 +44,8 @@ def run_serve(
 def measure(engine: Engine) -> dict[str, Any]:
     """An engine's latency table as JSON, and a line that tells what takes so long."""
     from specc.cli.progress import make_listener
-    from specc.progress import Phases
+    from specc.progress import PhaseTimer
     from specc.tune.latency import measure_latency
 
-    with make_listener() as listen, Phases(listen).phase("measure latency") as progress:
+    with make_listener() as listen, PhaseTimer(listen).phase("measure latency") as progress:
         return measure_latency(engine, progress, budget_s=MEASURE_S).to_json()

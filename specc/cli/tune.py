@@ -12,12 +12,12 @@ from specc.cli import render
 from specc.cli.print_table import cell, print_lines, print_table
 from specc.cli.progress import make_listener
 from specc.cli.prompts import plain_prompts
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.speculation.plans import OFF
 from specc.tune.run import BatchTuning, tune
 
 if TYPE_CHECKING:
-    from specc.cli.options.prompts import PromptFile
+    from specc.cli.options.common import PromptFile
     from specc.runtime.engine_args import EngineArgs
     from specc.tune.options import TuneOptions
 
@@ -33,7 +33,7 @@ def run_tune(args: EngineArgs, file: PromptFile, options: TuneOptions, *, as_jso
         torch.set_num_threads(args.num_threads)
     texts = plain_prompts(file.prompts)[: file.num_prompts]
     with make_listener() as listen:
-        tuning = tune(args.directory, texts, options, Phases(listen))
+        tuning = tune(args.directory, texts, options, PhaseTimer(listen))
     if as_json:
         print(json.dumps(tuning.to_json(options), indent=1))
         return

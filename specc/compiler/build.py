@@ -14,7 +14,7 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import MemoryEntry, ParallelEntry, PlanEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
-from specc.compiler.backends.choice import check_options, choose_backend
+from specc.compiler.backends.registry import check_options, choose_backend
 from specc.compiler.checked_models import CheckedModels
 from specc.compiler.checks import ModelLike, as_drafts, check_dump
 from specc.compiler.compiled_model import compile_models
@@ -26,13 +26,13 @@ from specc.compiler.engine_files import (
 )
 from specc.compiler.engine_plans import engine_plans, tile_plans
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
-from specc.compiler.tokenizer import EngineTokenizer
+from specc.compiler.tokenizer import TokenizerFiles
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.lower.inductor.directory import inductor_directory
+from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord
-from specc.progress import Phases, ProgressEvent
+from specc.progress import PhaseTimer, ProgressEvent
 from specc.speculation.plans import SpecPlan
 from specc.system.files import format_bytes
 from specc.version import __version__
@@ -83,7 +83,7 @@ def build(
     Raises:
         SpeccError: found / needed / do; nothing is left behind.
     """
-    phases = Phases(listen)
+    phases = PhaseTimer(listen)
     draft_models = as_drafts(drafts)
     config.dtypes_of(len(draft_models))
     plans = engine_plans(config, len(draft_models))
@@ -101,7 +101,7 @@ def build(
         with phases.phase("write programs"):
             write_programs(writer, engine.models)
             slabs = {model.name: len(model.entry.slabs) for model in engine.models}
-            steps = write_steps(writer, engine.plans, slabs, backend.facts.is_rectangular)
+            steps = write_steps(writer, engine.plans, slabs, backend.facts.is_padded)
         # before minutes of compiling: what is wrong with a checkpoint is found here
         warnings = [*checked.warnings, *told, *_write_weights(engine)]
         emitted = backend.emit(engine)
@@ -123,7 +123,7 @@ def _compile(
     config: CompileConfig,
     backend: CompilerBackend,
     writer: EngineWriter,
-    phases: Phases,
+    phases: PhaseTimer,
     dump: Path | None,
 ) -> tuple[UnfinishedEngine, list[PassRecord]]:
     """Trace and rewrite the models; sizes and plans of the engine follow from their graphs."""
@@ -167,7 +167,7 @@ def _describe(
     emitted: Emitted,
     steps: tuple[PlanEntry, ...],
     memory: Mapping[str, MemoryEntry],
-    tokens: EngineTokenizer,
+    tokens: TokenizerFiles,
 ) -> Manifest:
     return Manifest(
         specc_version=__version__,
@@ -199,7 +199,7 @@ def _probe(
     backend: CompilerBackend,
     writer: EngineWriter,
     probe: Callable[[Path], dict[str, Any]],
-    phases: Phases,
+    phases: PhaseTimer,
 ) -> tuple[Manifest, list[str]]:
     """Try the engine, or say why not; returns the manifest with what was found, and warnings."""
     refusal, available = backend.probe_refusal(manifest), available_memory_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,10 +20,18 @@ from specc.compiler.checks import (
     errors_of,
     open_models,
 )
-from specc.compiler.rank_checks import check_ranks
-from specc.compiler.tokenizer import EngineTokenizer, check_tokenizers
+from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import CompileConfig
+from specc.errors import ConfigError
 from specc.passes.frontend.model_source import ModelSource
+
+# what has to be divisible, by the names that configurations have for it
+_SIZES = {
+    "attention heads": ("num_attention_heads", "n_head"),
+    "inner features": ("intermediate_size", "ffn_dim", "n_inner"),
+    "inner features of experts": ("moe_intermediate_size",),
+}
+_KV_HEADS = "num_key_value_heads"
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class CheckedModels:
 
     candidates: list[Candidate]
     dtypes: list[str]
-    tokens: EngineTokenizer
+    tokens: TokenizerFiles
     warnings: list[str]
 
     @classmethod
@@ -82,3 +91,43 @@ class CheckedModels:
                 kind = getattr(torch, dtype)
                 sources.append(ModelSource.load(candidate.name, candidate.model, kind))
         return sources
+
+
+def check_ranks(config: CompileConfig, model: Any) -> None:
+    """Sizes that a configuration names; what it does not name, the cut itself checks.
+
+    Args:
+        config: options.
+        model: the target's configuration; None for a module without one.
+    Raises:
+        ConfigError: a size that the number of ranks does not divide.
+    """
+    num_ranks = config.tensor_parallel_size
+    if num_ranks == 1 or model is None:
+        return
+    found = {
+        what: size
+        for what, names in _SIZES.items()
+        if (size := next((_size(model, name) for name in names if _size(model, name)), None))
+    }
+    for what, size in found.items():
+        if size % num_ranks:
+            raise _indivisible(num_ranks, f"{size} {what}", [size])
+    kv_heads = _size(model, _KV_HEADS)
+    if kv_heads and kv_heads % num_ranks and num_ranks % kv_heads:
+        raise _indivisible(num_ranks, f"{kv_heads} key and value heads", list(found.values()))
+
+
+def _size(model: Any, name: str) -> int | None:
+    value = getattr(model, name, None)
+    return value if type(value) is int and value > 0 else None
+
+
+def _indivisible(num_ranks: int, found: str, sizes: list[int]) -> ConfigError:
+    fits = [n for n in range(2, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
+    names = ", ".join(map(str, fits[:6]))
+    return ConfigError(
+        f"--tensor-parallel-size {num_ranks}, and {found} in the target",
+        f"a number that divides them: {names}" if fits else "a size that divides them",
+        "choose another --tensor-parallel-size",
+    )

@@ -12,16 +12,13 @@ from specc.artifact.manifest_entries import ModelEntry
 from specc.compiler.checks import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.frontend.position_limit import position_limit
-from specc.passes.frontend.trace_flat import trace
-from specc.passes.lower.emit import program_to_json
-from specc.passes.pipeline import PHASES, PassRecord, Pipeline
-from specc.passes.pipeline import Phases as Layout
-from specc.passes.program import Program
+from specc.passes.frontend.trace import position_limit, trace
+from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
+from specc.passes.program import Program, program_to_json
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
 # the phase that cuts
@@ -35,8 +32,8 @@ class CompiledModel:
     source: ModelSource
     program: Program
     entry: ModelEntry
-    # over rectangles, where the backend takes those
-    rectangular: Program | None = None
+    # over padded batches, where the backend takes those
+    padded: Program | None = None
     # the program before it was cut for ranks
     whole: dict[str, Any] | None = None
 
@@ -49,8 +46,8 @@ def compile_models(
     sources: Sequence[ModelSource],
     plans: Sequence[SpecPlan],
     max_seq_len: int,
-    lowering: Layout,
-    phases: Phases,
+    lowering: Phases,
+    phases: PhaseTimer,
     dump: Path | None = None,
     num_ranks: int = 1,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest_entries import PlanEntry
 from specc.compiler.compiled_model import CompiledModel
-from specc.compiler.tokenizer import EngineTokenizer
-from specc.passes.lower.emit import program_to_json
+from specc.compiler.tokenizer import TokenizerFiles
 from specc.passes.pipeline import PassRecord
+from specc.passes.program import program_to_json
 from specc.passes.step.fuse_step import fuse_step
 from specc.speculation.plans import SpecPlan
 
@@ -25,7 +25,7 @@ def write_steps(
     writer: EngineWriter,
     plans: Sequence[SpecPlan],
     slabs: dict[str, int],
-    is_rectangular: bool,
+    is_padded: bool,
 ) -> tuple[PlanEntry, ...]:
     """Fuse and write the step program of each plan.
 
@@ -33,12 +33,12 @@ def write_steps(
         writer: of the engine.
         plans: of the engine.
         slabs: model name → number of its slabs.
-        is_rectangular: the engine's programs take rectangles of tokens.
+        is_padded: the engine's programs take padded batches.
     Returns:
         what the manifest says of the plans.
     """
     for plan in plans:
-        writer.write_json(step_file(plan), fuse_step(plan, slabs, is_rectangular).to_json())
+        writer.write_json(step_file(plan), fuse_step(plan, slabs, is_padded).to_json())
     return tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
 
 
@@ -52,7 +52,7 @@ def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> Non
 
 
 def write_configurations(
-    writer: EngineWriter, models: Sequence[CompiledModel], tokens: EngineTokenizer
+    writer: EngineWriter, models: Sequence[CompiledModel], tokens: TokenizerFiles
 ) -> None:
     """Copy the configurations of models that come from directories, and the tokenizer's files."""
     for model in models:

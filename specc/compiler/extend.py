@@ -97,7 +97,7 @@ class EngineExtension:
                 self._writer.path(step_file(plan)).unlink()
         self._plans = list(plans)
         slabs = {model.name: len(model.slabs) for model in self._manifest.models}
-        self._entries = write_steps(self._writer, plans, slabs, self._backend.facts.is_rectangular)
+        self._entries = write_steps(self._writer, plans, slabs, self._backend.facts.is_padded)
         return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:

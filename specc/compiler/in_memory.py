@@ -21,10 +21,10 @@ from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.lower.emit import constant_key, program_to_json
+from specc.passes.program import constant_key, program_to_json
 from specc.passes.step.draw_acceptance import draw_acceptance
 from specc.passes.step.fuse_step import StepProgram, fuse_step
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.speculation.plans import OFF, SpecPlan
 
 _NAMES = ("target", "draft_0")
@@ -80,7 +80,7 @@ def check_positions(labels: Sequence[str], configs: Sequence[Any], options: Shap
 
 
 def compile_shapes(
-    labels: Sequence[str], configs: Sequence[Any], options: ShapeOptions, phases: Phases
+    labels: Sequence[str], configs: Sequence[Any], options: ShapeOptions, phases: PhaseTimer
 ) -> BenchPrograms:
     """Compile a target, and its draft where there is one.
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from specc.artifact.manifest_entries import TokenizerEntry
 from specc.compiler.checks import Candidate
-from specc.compiler.token_maps import TokenMap
+from specc.errors import VocabMismatchError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.hf_tokenizer import HfTokenizer
 
@@ -38,7 +38,7 @@ _SHOWN_IDS = 8
 
 
 @dataclass
-class EngineTokenizer:
+class TokenizerFiles:
     """The tokenizer of an engine.
 
     Args:
@@ -54,7 +54,7 @@ class EngineTokenizer:
     warnings: list[str] = field(default_factory=list)
 
 
-def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) -> EngineTokenizer:
+def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) -> TokenizerFiles:
     """Compare the token maps of all models, and the target's ids with those of transformers.
 
     Args:
@@ -73,7 +73,7 @@ def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) 
     eos = tuple(hf_model.eos_token_ids(directory, target.config))
     if file is None:
         empty = hashlib.sha256(b"").hexdigest()
-        return EngineTokenizer(TokenizerEntry(None, empty, eos, None, False))
+        return TokenizerFiles(TokenizerEntry(None, empty, eos, None, False))
     target_map = TokenMap.from_file(file)
     warnings = []
     for model in models[1:]:
@@ -87,7 +87,7 @@ def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) 
     entry = TokenizerEntry(
         file.name, target_map.sha256(), eos, bos, bos is not None and begins == [bos]
     )
-    return EngineTokenizer(entry, file, data, warnings + told)
+    return TokenizerFiles(entry, file, data, warnings + told)
 
 
 def follow_transformers(file: Path) -> tuple[bytes, list[str]]:
@@ -167,3 +167,80 @@ def _first_difference(
 def _shown(ids: Sequence[int]) -> str:
     more = ", …" if len(ids) > _SHOWN_IDS else ""
     return f"[{', '.join(map(str, ids[:_SHOWN_IDS]))}{more}]"
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """Ids and their tokens, special tokens included."""
+
+    source: str
+    tokens: dict[int, str]
+
+    @classmethod
+    def from_file(cls, path: Path) -> TokenMap:
+        """Read a tokenizer.json.
+
+        Raises:
+            VocabMismatchError: the file is missing or not a tokenizer.
+        """
+        from tokenizers import Tokenizer
+
+        needed = "a tokenizer.json that the tokenizers library reads"
+        if not path.is_file():
+            raise VocabMismatchError(
+                f"{path}: no such file",
+                needed,
+                "save the tokenizer with AutoTokenizer.from_pretrained(…).save_pretrained(…)",
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception for a malformed file
+            raise VocabMismatchError(
+                f"{path}: {error}", needed, "save the tokenizer again"
+            ) from error
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        return cls(str(path), {index: token for token, index in vocab.items()})
+
+    def sha256(self) -> str:
+        """Hash of the map, independent of file layout."""
+        items = json.dumps(sorted(self.tokens.items()), ensure_ascii=True)
+        return hashlib.sha256(items.encode()).hexdigest()
+
+    def require_same(self, draft: TokenMap) -> list[str]:
+        """Compare with a draft's map; returns warnings.
+
+        Ids that only one of the two has are padding or additions at the end: allowed, with a
+        warning where the draft lacks some of the target's tokens.
+
+        Raises:
+            VocabMismatchError: an id means different tokens, the first of which is named, or no
+                id is in both maps.
+        """
+        common = sorted(self.tokens.keys() & draft.tokens.keys())
+        if not common:
+            raise VocabMismatchError(
+                f"no id is in both {self._example()} and {draft._example()}",
+                "one token map: acceptance compares token ids",
+                "choose a draft of the target's family",
+            )
+        for index in common:
+            if self.tokens[index] != draft.tokens[index]:
+                raise VocabMismatchError(
+                    f"token {index} is {self.tokens[index]!r} in {self.source}"
+                    f" and {draft.tokens[index]!r} in {draft.source}",
+                    "one token map: acceptance compares token ids",
+                    "choose a draft of the target's family",
+                )
+        missing = sorted(self.tokens.keys() - draft.tokens.keys())
+        if not missing:
+            return []
+        return [
+            f"the draft lacks {len(missing)} of the target's tokens (first: {missing[0]},"
+            f" {self.tokens[missing[0]]!r}): it never proposes them"
+        ]
+
+    def _example(self) -> str:
+        if not self.tokens:
+            return f"{self.source} (which has no tokens)"
+        index = min(self.tokens)
+        return f"{self.source} (token {index} is {self.tokens[index]!r})"

@@ -14,9 +14,8 @@ from specc.system.files import output_error
 
 if TYPE_CHECKING:
     from specc.runtime.backends.step_io import StepResult
-    from specc.runtime.scheduling.batch import Batch, StepGroup
+    from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
     from specc.runtime.scheduling.request import Request
-    from specc.runtime.scheduling.run_result import RunResult
     from specc.runtime.scheduling.scheduler import Scheduler
 
 

@@ -1,14 +1,15 @@
-"""A load's results as figures, named as those of `vllm bench serve` where it has them."""
+"""A load's results as figures, named as those of `vllm bench serve`, and which were good enough."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specc.load.goodput import is_good
-from specc.load.result import LoadRun
+from specc.errors import ConfigError
+from specc.load.result import LoadRun, RequestResult
 from specc.percentile import percentile
 from specc.speculation.metrics import SpecStats
 
@@ -21,6 +22,8 @@ TIMES = {
     "e2el": "End-to-end Latency",
     "queue": "Queue",
 }
+# time to first token, time of each further token, end-to-end latency; as `vllm bench serve`
+OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def figures_of(run: LoadRun, objectives: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -94,3 +97,38 @@ def _times(name: str, values: list[float]) -> dict[str, float | None]:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
+
+
+def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
+    """Read `ttft:200 tpot:50 e2el:2000`, also with commas or in several parts.
+
+    Returns:
+        name → milliseconds at most.
+    Raises:
+        ConfigError: another name, or no number above 0.
+    """
+    found: dict[str, float] = {}
+    for part in re.split(r"[\s,]+", " ".join(texts).strip()):
+        if not part:
+            continue
+        name, _, value = part.partition(":")
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if name not in OBJECTIVES or not number > 0:
+            raise ConfigError(
+                f"--goodput {part}",
+                f"one of {', '.join(OBJECTIVES)}, a colon, and milliseconds above 0",
+                'for example --goodput "ttft:200 tpot:50 e2el:2000"',
+            )
+        found[name] = number
+    return found
+
+
+def is_good(result: RequestResult, objectives: Mapping[str, float]) -> bool:
+    """Whether a request ended and kept all objectives; one token has no time of further ones."""
+    if not result.is_ok:
+        return False
+    seconds = {"ttft": result.ttft_s, "tpot": result.tpot_s or 0.0, "e2el": result.latency_s}
+    return all(1000 * seconds[name] <= most for name, most in objectives.items())

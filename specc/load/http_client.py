@@ -10,18 +10,25 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
 from specc.errors import ConfigError, FaultError, OverloadError, RequestError, SpeccError
 from specc.load.request import LoadRequest
 from specc.load.run import Reply
-from specc.load.server_counters import parse_metrics
 from specc.speculation.metrics import SpecStats
 
 _DO = "look at the server's log"
 _ADDRESS = "look at the server's log; is this address the one of an HTTP server?"
 _MOST_TEXT = 200
 _SETTLE_S = 0.1
+# name of a sample, without the server's → field of SpecStats
+_FIELDS = {
+    "spec_decode_num_drafts": "num_spec_steps",
+    "spec_decode_num_draft_tokens": "num_draft_tokens",
+    "spec_decode_num_accepted_tokens": "num_accepted_tokens",
+}
+_PER_DEPTH = "spec_decode_num_accepted_tokens_per_pos"
 
 
 class HttpClient:
@@ -246,3 +253,26 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 def _message(body: Any) -> str:
     error = body.get("error") if isinstance(body, dict) else None
     return str(error.get("message", error) if isinstance(error, dict) else error or body)
+
+
+def parse_metrics(text: str) -> SpecStats | None:
+    """Counters named as vLLM's, summed over engines and models; None where there are none.
+
+    Raises:
+        ValueError: not Prometheus' text.
+    """
+    stats, depths = SpecStats(), dict[int, int]()
+    is_known = False
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            # older servers name their counters without the suffix
+            name = sample.name.partition(":")[2].removesuffix("_total")
+            if name in _FIELDS:
+                is_known = True
+                total = getattr(stats, _FIELDS[name]) + round(sample.value)
+                setattr(stats, _FIELDS[name], total)
+            elif name == _PER_DEPTH and "position" in sample.labels:
+                depth = int(sample.labels["position"])
+                depths[depth] = depths.get(depth, 0) + round(sample.value)
+    stats.accepted_at_depth = [depths.get(i, 0) for i in range(max(depths, default=-1) + 1)]
+    return stats if is_known else None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from specc.cost.latency_table import LatencyTable, StepShape
 from specc.load.request import LoadRequest
-from specc.load.run import LoadLimits
+from specc.load.run import ClientLimits
 from specc.load.subject import EngineSubject, Progress
 from specc.speculation.plans import OFF, SpecPlan
 
@@ -33,7 +33,7 @@ def with_overheads(
         requests: of a load; the first ones are served.
         progress: plans done, and of how many.
     """
-    alone = dataclasses.replace(subject, limits=LoadLimits(max_concurrency=1))
+    alone = dataclasses.replace(subject, limits=ClientLimits(max_concurrency=1))
     first = [dataclasses.replace(request, arrival_s=0.0) for request in requests[:_REQUESTS]]
     plans = [p for p in subject.engine.plans.values() if p.speculates and p.models and not p.tile]
     beyond: dict[str, float] = {}

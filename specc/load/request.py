@@ -39,7 +39,7 @@ class Workload:
     """What a load consists of; the same seed makes the same requests.
 
     Args:
-        num_requests: at most.
+        num_requests: at most; 1 or more.
         output_tokens: of each request.
         prompt_tokens: of each; None takes the prompts as they are.
         texts: prompts, text or token ids, in a shuffled order and over and over; with
@@ -49,7 +49,7 @@ class Workload:
         max_seconds: requests that come later are left out.
         seed: of everything.
     Raises:
-        ConfigError: no request, or lengths without a tokenizer.
+        ConfigError: lengths without a tokenizer.
     """
 
     num_requests: int
@@ -61,8 +61,6 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_requests < 1:
-            raise ConfigError(f"--num-requests {self.num_requests}", "1 or more", "raise it")
         if self.prompt_tokens is not None and self.texts and self.tokenize is None:
             raise ConfigError(
                 "--prompt-tokens without a tokenizer",

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specc.errors import ConfigError, SpeccError
+from specc.errors import SpeccError
 from specc.load.request import LoadRequest
 from specc.load.result import Chunk, LoadRun, RequestResult
 from specc.speculation.metrics import SpecStats
@@ -57,30 +57,22 @@ class LoadClient(Protocol):
 
 
 @dataclass(frozen=True)
-class LoadLimits:
-    """What a load may take.
+class ClientLimits:
+    """What a load may take; `TrafficOptions` says the ranges.
 
     Args:
-        max_concurrency: requests that are open at a time; None is any number.
-        timeout_s: of each request, after which it has failed; None is never.
-    Raises:
-        ConfigError: no request, or no second.
+        max_concurrency: requests that are open at a time, 1 or more; None is any number.
+        timeout_s: of each request, above 0, after which it has failed; None is never.
     """
 
     max_concurrency: int | None = None
     timeout_s: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ConfigError(f"--max-concurrency {self.max_concurrency}", "1 or more", "raise it")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(f"--timeout {self.timeout_s:g}", "seconds above 0", "raise it")
-
 
 async def run_load(
     requests: Sequence[LoadRequest],
     client: LoadClient,
-    limits: LoadLimits | None = None,
+    limits: ClientLimits | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> LoadRun:
     """Serve a load, in order of arrival.
@@ -91,7 +83,7 @@ async def run_load(
         limits: of them.
         progress: called with the requests that have ended, and of all.
     """
-    run = _Run(client, limits or LoadLimits(), progress, len(requests))
+    run = _Run(client, limits or ClientLimits(), progress, len(requests))
     before = await client.counters()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run.serve(request)) for request in requests]
@@ -107,7 +99,7 @@ class _Run:
     def __init__(
         self,
         client: LoadClient,
-        limits: LoadLimits,
+        limits: ClientLimits,
         progress: Callable[[int, int], object],
         total: int,
     ) -> None:

@@ -13,8 +13,8 @@ from specc.load.result import LoadRun, RequestResult
 from specc.load.subject import Progress
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
+from specc.simulate.comparison import SIMULATED, make_simulated_policy
 from specc.simulate.load import Drafting, Load, SimulatedRequest
-from specc.simulate.policies import SIMULATED, make_simulated_policy
 from specc.simulate.simulator import Iteration, Limits, simulate
 from specc.speculation.plans import OFF, SpecPlan
 

@@ -1,8 +1,10 @@
-"""What serves a load: an engine in this process, or a server."""
+"""What a load is sent to: a server, or an engine in this process by the service of every server."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,12 +14,14 @@ from specc.errors import ConfigError, RequestError
 from specc.load.decisions import DecisionTrace, TracedPolicy
 from specc.load.request import LoadRequest
 from specc.load.result import LoadRun
-from specc.load.run import LoadClient, LoadLimits, run_load
-from specc.load.service_client import ServiceClient
+from specc.load.run import ClientLimits, LoadClient, Reply, run_load
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.policies.named import NAMES
-from specc.runtime.service.service import Service
+from specc.runtime.service.service import Service, Update
+from specc.runtime.service.stream import UpdateStream
+from specc.sampling.params import SamplingParams
+from specc.speculation.metrics import SpecStats
 
 if TYPE_CHECKING:
     from specc.load.http_client import HttpClient
@@ -61,7 +65,7 @@ class EngineSubject:
     """
 
     engine: Engine
-    limits: LoadLimits
+    limits: ClientLimits
     warmup: int = 0
     temperature: float = 0.0
     seed: int = 0
@@ -113,7 +117,7 @@ class ServerSubject:
     """
 
     client: HttpClient
-    limits: LoadLimits
+    limits: ClientLimits
     warmup: int = 0
 
     def check(self, policies: Sequence[str]) -> None:
@@ -170,3 +174,50 @@ async def warm_up(client: LoadClient, requests: Sequence[LoadRequest], count: in
                 "requests that the engine serves",
                 "correct --prompt-tokens, --output-tokens or --base-url; or pass --warmup 0",
             )
+
+
+class ServiceClient:
+    """Requests of a service.
+
+    Args:
+        service: that serves.
+        temperature: 0 is greedy.
+        seed: of sampling; each request has its own.
+    """
+
+    def __init__(self, service: Service, temperature: float = 0.0, seed: int = 0) -> None:
+        self._service = service
+        self._temperature = temperature
+        self._seed = seed
+
+    async def send(self, request: LoadRequest, on_tokens: Callable[[int], object]) -> Reply:
+        params = SamplingParams(
+            temperature=self._temperature,
+            max_tokens=request.num_output_tokens,
+            ignore_eos=True,
+            seed=self._seed + request.index,
+        )
+
+        def observe(update: Update) -> None:
+            on_tokens(len(update.token_ids))
+
+        begin_s = time.perf_counter()
+        stream = UpdateStream(self._service, request.prompt, params, observe=observe)
+        last: Update | None = None
+        async with contextlib.aclosing(aiter(stream)) as updates:  # type: ignore[type-var]
+            async for update in updates:
+                last = update
+        assert last is not None, "a stream ends with an update"
+        if last.error is not None:
+            raise last.error
+        stats = last.metrics or SpecStats()
+        waited_s = time.perf_counter() - begin_s - stats.elapsed_s
+        return Reply(
+            finish_reason=last.finish_reason or "",
+            num_prompt_tokens=stream.ticket.num_prompt_tokens,
+            queue_s=max(0.0, waited_s),
+            stats=stats,
+        )
+
+    async def counters(self) -> None:
+        return None

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specc.bench.rounds import Spread, order_of_round
-from specc.errors import ConfigError
 from specc.load.arrivals import Arrivals
 from specc.load.decisions import DecisionTrace
 from specc.load.figures import figures_of
@@ -34,19 +33,13 @@ class Sweep:
         arrivals: one of each rate.
         policies: names; the first one is no different from the others.
         workload: of every rate.
-        rounds: counted ones; each has its own requests.
-    Raises:
-        ConfigError: no round.
+        rounds: counted ones, 1 or more; each has its own requests.
     """
 
     arrivals: Sequence[Arrivals]
     policies: Sequence[str]
     workload: Workload
     rounds: int = 1
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ConfigError(f"--rounds {self.rounds}", "1 or more", "raise it")
 
     def run_keys(self) -> list[RunKey]:
         """Runs in the order in which they happen."""

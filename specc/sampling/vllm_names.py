@@ -18,7 +18,7 @@ from specc.errors import RequestError
 Params = TypeVar("Params")
 
 
-class Answer(NamedTuple):
+class Unsupported(NamedTuple):
     """What is said about an option.
 
     Args:
@@ -32,12 +32,12 @@ class Answer(NamedTuple):
     idle: Collection[Any] = (None,)
 
 
-def _renamed(name: str) -> Answer:
-    return Answer(f"{name}, as it is called here", f"pass {name}", ())
+def _renamed(name: str) -> Unsupported:
+    return Unsupported(f"{name}, as it is called here", f"pass {name}", ())
 
 
-def _no_beams(*idle: Any) -> Answer:
-    return Answer(
+def _no_beams(*idle: Any) -> Unsupported:
+    return Unsupported(
         "greedy decoding or sampling: a beam search keeps other outputs than the target's own",
         "leave it out; n gives several outputs of one prompt",
         (None, *idle),
@@ -48,46 +48,48 @@ _CONTROLS = (
     "use the controls that exist: penalties, temperature and filters, stop_token_ids, and"
     " structured_outputs for what an output must look like"
 )
-SAMPLING: Mapping[str, Answer] = {
-    "best_of": Answer("n outputs, all of which come back", "pass n, and choose among them"),
+SAMPLING: Mapping[str, Unsupported] = {
+    "best_of": Unsupported("n outputs, all of which come back", "pass n, and choose among them"),
     "use_beam_search": _no_beams(False),
     "beam_width": _no_beams(1),
     "num_beams": _no_beams(1),
     "length_penalty": _no_beams(1),
     "early_stopping": _no_beams(False),
-    "logits_processors": Answer(
+    "logits_processors": Unsupported(
         "options that the engine itself applies: a processor would be Python between verification"
         " and acceptance, once for every node of every tree, and is no part of an engine",
         _CONTROLS,
         (None, [], ()),
     ),
-    "detokenize": Answer("text and token ids, which both come", "leave it out", (None, True)),
-    "truncate_prompt_tokens": Answer(
+    "detokenize": Unsupported("text and token ids, which both come", "leave it out", (None, True)),
+    "truncate_prompt_tokens": Unsupported(
         "a prompt that fits", "cut the token ids of the prompt before you pass them"
     ),
-    "guided_decoding": Answer(
+    "guided_decoding": Unsupported(
         "structured_outputs",
         "pass structured_outputs=StructuredOutputsParams(json=…, regex=…, choice=…, grammar=…)",
     ),
-    "spaces_between_special_tokens": Answer(
+    "spaces_between_special_tokens": Unsupported(
         "text as the tokenizer decodes it", "leave it out, or decode token_ids", (None, True)
     ),
-    "output_kind": Answer(
+    "output_kind": Unsupported(
         "whole outputs of generate, and new tokens of stream", "leave it out, or use stream"
     ),
-    "flat_logprobs": Answer("a dict for each token", "leave it out", (None, False)),
-    "skip_reading_prefix_cache": Answer(
+    "flat_logprobs": Unsupported("a dict for each token", "leave it out", (None, False)),
+    "skip_reading_prefix_cache": Unsupported(
         "what the engine was loaded with", "load it with shares_prefixes=False", (None, False)
     ),
-    "extra_args": Answer("options of specc", "leave it out", (None, {})),
-    "thinking_token_budget": Answer("max_tokens", "lower max_tokens"),
-    "output_text_buffer_length": Answer("stop strings, which need no length", "leave it out"),
-    "skip_clone": Answer("options that are never changed", "leave it out", (None, True, False)),
+    "extra_args": Unsupported("options of specc", "leave it out", (None, {})),
+    "thinking_token_budget": Unsupported("max_tokens", "lower max_tokens"),
+    "output_text_buffer_length": Unsupported("stop strings, which need no length", "leave it out"),
+    "skip_clone": Unsupported(
+        "options that are never changed", "leave it out", (None, True, False)
+    ),
     "max_new_tokens": _renamed("max_tokens"),
-    "max_length": Answer("max_tokens, which counts output tokens only", "pass max_tokens", ()),
-    "min_length": Answer("an output's own length", "pass ignore_eos=True and max_tokens"),
+    "max_length": Unsupported("max_tokens, which counts output tokens only", "pass max_tokens", ()),
+    "min_length": Unsupported("an output's own length", "pass ignore_eos=True and max_tokens"),
     "num_return_sequences": _renamed("n"),
-    "do_sample": Answer("temperature: 0 is greedy", "pass temperature", ()),
+    "do_sample": Unsupported("temperature: 0 is greedy", "pass temperature", ()),
     "stop_strings": _renamed("stop"),
     "eos_token_id": _renamed("stop_token_ids"),
     "random_seed": _renamed("seed"),
@@ -98,7 +100,7 @@ SAMPLING: Mapping[str, Answer] = {
 def answer_names(
     given: Mapping[str, Any],
     known: Collection[str],
-    answers: Mapping[str, Answer],
+    answers: Mapping[str, Unsupported],
     error: Callable[[str, str, str], Exception],
 ) -> dict[str, Any]:
     """The options that are known, without those that ask for nothing.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specc.errors import SpeccError
@@ -38,12 +40,16 @@ from specc.server.hosts import KnownHosts
 from specc.server.memory import memory_kept_low
 from specc.server.metrics import ServeMetrics
 from specc.server.openapi import describe, of_health, of_model, of_text, request_body
-from specc.server.page import page
 from specc.server.protocol import ChatRequest, CompletionRequest
 from specc.version import __version__
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _log = logging.getLogger("specc.serve")
+_PAGE = Path(__file__).with_name("page.html")
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
+    " connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
+)
 
 
 def create_app(
@@ -272,3 +278,13 @@ async def _on_validation_error(_: Request, error: Exception) -> Response:
 async def _on_unexpected(_: Request, error: Exception) -> Response:
     # whoever runs this application logs the error itself
     return error_response(internal_error())
+
+
+def page() -> HTMLResponse:
+    """Live figures, asked for at /stats."""
+    return HTMLResponse(_read_page(), headers={"Content-Security-Policy": _POLICY})
+
+
+@functools.cache
+def _read_page() -> bytes:
+    return _PAGE.read_bytes()

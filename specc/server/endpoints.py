@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specc.errors import RequestError
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.runtime.service.service import Service
 from specc.sampling.params import SamplingParams
-from specc.server.answers import Answer, ChatAnswer, CompletionAnswer, Options
+from specc.server.api_responses import ApiResponse, ChatResponse, CompletionResponse, Options
 from specc.server.body import parse_body, read_body
-from specc.server.chat import render
 from specc.server.config import MAX_CHOICES, ServeConfig
-from specc.server.errors import JSON, ApiError, bad_request, unknown_model
-from specc.server.generate import Generation, Job, Output, unless_gone
-from specc.server.grammar_size import check_grammar_size
+from specc.server.errors import JSON, ApiError, api_error_of, bad_request, unknown_model
+from specc.server.generate import Generation, Output, OutputJob, unless_gone
+from specc.server.grammar import check_grammar_size
 from specc.server.logprobs import TokenTexts
 from specc.server.metrics import ServeMetrics
 from specc.server.params import chat_params, completion_params, for_choices, is_prompt_alone
 from specc.server.protocol import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -35,6 +37,8 @@ from specc.server.work import PromptThreads
 Read = TypeVar("Read")
 # what was asked for: the request, its options, token ids of its prompts, texts to begin with
 _Completion = tuple[CompletionRequest, SamplingParams, list[list[int]], tuple[str, ...] | None]
+# what `ChatTemplate` complains about begins with the place of the fault, where it knows one
+_PLACE = re.compile(r"(messages[\w.]*)=")
 
 
 class Endpoints:
@@ -94,7 +98,7 @@ class Endpoints:
         found = await self._in_thread(request, read)
         wanted, params, token_ids, echo = found
         options = self._options(wanted, wanted.logprobs, echo)
-        answer = CompletionAnswer(self._config.model_names[0], self._tokens, options)
+        answer = CompletionResponse(self._config.model_names[0], self._tokens, options)
         is_alone = is_prompt_alone(wanted)
         return await self._answer(request, wanted, token_ids, params, answer, is_alone)
 
@@ -119,7 +123,7 @@ class Endpoints:
         found = await self._in_thread(request, read, is_chat=True)
         wanted, params, token_ids = found
         options = self._options(wanted, params.logprobs)
-        answer = ChatAnswer(self._config.model_names[0], self._tokens, options)
+        answer = ChatResponse(self._config.model_names[0], self._tokens, options)
         return await self._answer(request, wanted, [token_ids], params, answer)
 
     async def _in_thread(
@@ -154,11 +158,11 @@ class Endpoints:
         wanted: GenerationRequest,
         token_ids: Sequence[list[int]],
         params: SamplingParams,
-        answer: Answer,
+        answer: ApiResponse,
         is_prompt_alone: bool = False,
     ) -> Response:
         jobs = [
-            Job(prompt, ids, own)
+            OutputJob(prompt, ids, own)
             for prompt, ids in enumerate(token_ids)
             for own in for_choices(params, wanted.n or 1, bool(wanted.stream))
         ]
@@ -266,3 +270,38 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
         "correct it",
         "prompt",
     )
+
+
+def render(template: ChatTemplate | None, wanted: ChatRequest) -> str:
+    """The prompt of a chat, special tokens included.
+
+    Raises:
+        ApiError: there is no template, it refuses the messages, or they hold more than text.
+    """
+    if template is None:
+        raise bad_request(
+            "a chat, and a model without a chat template",
+            "a chat template",
+            "send the prompt to /v1/completions, or start the server with --chat-template FILE",
+            "messages",
+        )
+    try:
+        return template.render(
+            [_plain(message) for message in wanted.messages],
+            add_generation_prompt=wanted.add_generation_prompt is not False,
+            options=wanted.chat_template_kwargs,
+        )
+    except RequestError as error:
+        raise _api_error(error) from error
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    """A message with the fields that its client has sent."""
+    return message.model_dump(exclude_unset=True)
+
+
+def _api_error(error: RequestError) -> ApiError:
+    answer = api_error_of(error)
+    place = _PLACE.match(error.found)
+    answer.param = place[1] if place else "messages"
+    return answer

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Job:
+class OutputJob:
     """One output to make.
 
     Args:
@@ -48,7 +48,7 @@ class Job:
 class Output:
     """What one output has come to."""
 
-    job: Job
+    job: OutputJob
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Generation:
     def __init__(
         self,
         service: Service,
-        jobs: Sequence[Job],
+        jobs: Sequence[OutputJob],
         observe: Callable[[], Callable[[Update], object]],
         **options: Any,
     ) -> None:
@@ -179,7 +179,7 @@ class Generation:
         output.metrics = update.metrics
         return update
 
-    async def _submit(self, job: Job, leader: Ticket | None) -> UpdateStream:
+    async def _submit(self, job: OutputJob, leader: Ticket | None) -> UpdateStream:
         options = dict(self._options)
         if job.params.structured_outputs is not None:
             options["grammar"] = await start_grammar(

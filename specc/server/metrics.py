@@ -12,16 +12,18 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from specc.percentile import percentile
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.state import Health, ServiceState
-from specc.server.latencies import RecentLatencies
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _LABEL = ["model_name"]
 # rates are of the last seconds, looked at no more often than this
-_WINDOW_S, _LOOK_EVERY_S = 5.0, 0.2
+_RATE_WINDOW_S, _LOOK_EVERY_S = 5.0, 0.2
+# seconds that count, and how many values at most: the latest ones
+LATENCY_WINDOW_S, MAX_LATENCIES = 60.0, 4096
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class RateWindow:
         if not looks or now_s - looks[-1][0] >= _LOOK_EVERY_S:
             looks.append((now_s, state))
         # one that is older than the window stays, or rare looks would see nothing
-        while len(looks) > 2 and looks[1][0] <= now_s - _WINDOW_S:
+        while len(looks) > 2 and looks[1][0] <= now_s - _RATE_WINDOW_S:
             looks.popleft()
         begin_s, begin = looks[0]
         seconds, old, new = now_s - begin_s, begin.stats, state.stats
@@ -282,3 +284,29 @@ def _hit_rate(state: ServiceState, since: ServiceState | None = None) -> float |
 def _plans_now(state: ServiceState) -> dict[str, int]:
     """Those of the last iteration, which say nothing once all requests have ended."""
     return {name: count for name, count in state.plans.items() if count and state.num_running}
+
+
+class RecentLatencies:
+    """Seconds that something took, of the last minute; for one thread."""
+
+    def __init__(self) -> None:
+        self._values: deque[tuple[float, float]] = deque(maxlen=MAX_LATENCIES)
+
+    def add(self, seconds: float, now_s: float | None = None) -> None:
+        self._values.append((time.monotonic() if now_s is None else now_s, seconds))
+
+    def percentiles(
+        self, *percents: float, now_s: float | None = None
+    ) -> tuple[int, list[float | None]]:
+        """How many values there are, and their percentiles.
+
+        Args:
+            percents: 0 … 100.
+            now_s: the end of the minute; None for now.
+        """
+        begin_s = (time.monotonic() if now_s is None else now_s) - LATENCY_WINDOW_S
+        values = self._values
+        while values and values[0][0] < begin_s:
+            values.popleft()
+        found = [seconds for _, seconds in values]
+        return len(found), [percentile(found, percent) for percent in percents]

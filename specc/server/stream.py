@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specc.runtime.service.service import Update
-from specc.server.answers import Answer, usage_of
+from specc.server.api_responses import ApiResponse, usage_of
 from specc.server.errors import ApiError, internal_error, to_bytes
 from specc.server.generate import Generation, disconnected, end_tasks, unless_gone
 
@@ -65,7 +65,7 @@ class EventStream(Response):
 async def open_stream(
     request: Request,
     generation: Generation,
-    answer: Answer,
+    answer: ApiResponse,
     *,
     has_usage: bool,
     has_all_usage: bool,
@@ -96,7 +96,7 @@ async def _events(
     generation: Generation,
     updates: AsyncIterator[tuple[int, Update]],
     first: tuple[int, Update],
-    answer: Answer,
+    answer: ApiResponse,
     has_usage: bool,
     has_all_usage: bool,
 ) -> AsyncIterator[bytes]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from specc.errors import OverloadError
-from specc.runtime.processes.thread_niceness import be_nice
+from specc.runtime.processes.threads import be_nice
 
 # bytes of a body from which on its prompts are not for the event loop, and from which on they
 # take seconds: those wait for each other, and for nobody else

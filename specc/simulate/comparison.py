@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.cost.latency_table import LatencyTable
-from specc.runtime.policies.named import GOODPUT
+from specc.runtime.drafts.host_drafts import HostDrafts
+from specc.runtime.policies.base import FixedPolicy, Policy
+from specc.runtime.policies.named import ADAPTIVE, GOODPUT, make_policy
 from specc.simulate.load import Load
-from specc.simulate.policies import SIMULATED, make_simulated_policy
 from specc.simulate.simulator import Limits, simulate
 from specc.speculation.plans import OFF, SpecPlan
+
+# those that need no tokens: a lookup finds nothing in requests without content
+SIMULATED = (GOODPUT, ADAPTIVE)
 
 
 @dataclass(frozen=True)
@@ -94,3 +98,35 @@ def compare(
         rows.append(Comparison(name, reports))
         progress(rows[-1])
     return rows
+
+
+def make_simulated_policy(
+    name: str,
+    plans: Mapping[str, SpecPlan],
+    table: LatencyTable,
+    limits: Limits,
+    acceptance: Mapping[str, Sequence[Sequence[float]]] | None = None,
+) -> Policy:
+    """A fixed plan, or a policy that has not served yet.
+
+    Args:
+        name: of a plan, or one of `SIMULATED`.
+        plans: of the engine, `off` included.
+        table: what goodput believes of seconds.
+        limits: of the engine.
+        acceptance: what goodput believes of drafts, as `specc tune` measures it; None leaves it to
+            learn.
+    Raises:
+        RequestError: no such policy, or an engine without the plans that it needs.
+    """
+    if name in plans:
+        return FixedPolicy(name)
+    return make_policy(
+        name,
+        plans,
+        HostDrafts(plans),
+        {"latency": table.to_json(), "acceptance": acceptance},
+        shares_pass=limits.shares_pass,
+        max_num_seqs=limits.max_num_seqs,
+        clock=lambda: 0.0,  # deciding takes no simulated time
+    )

@@ -8,9 +8,8 @@ from specc.cost.best_tree import best_tree
 from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
 from specc.errors import ConfigError
 from specc.runtime.backends.step_io import StepResult, draft_lens_of
-from specc.runtime.scheduling.batch import Batch, Span, StepGroup
+from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 from specc.simulate.load import Load, uniform
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import TokenTree

@@ -23,10 +23,9 @@ from specc.cost.latency_table import LatencyTable
 from specc.errors import ConfigError
 from specc.percentile import percentile
 from specc.runtime.policies.base import Decision, Policy
-from specc.runtime.scheduling.batch import Batch
+from specc.runtime.scheduling.batch import Batch, RunResult
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 from specc.runtime.scheduling.scheduler import Scheduler
 from specc.sampling.params import SamplingParams
 from specc.simulate.load import Load

@@ -21,7 +21,7 @@ from specc.cost.latency_table import LatencyTable
 from specc.cost.plan_choice import PlanChoice, best_plan
 from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, RequestError
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
@@ -39,7 +39,7 @@ _MARGIN = 1.01
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MeasuredPlan:
     """One plan at one batch size.
 
     Args:
@@ -69,7 +69,7 @@ class BatchTuning:
 
     batch_size: int
     chosen: SpecPlan
-    candidates: list[Candidate]
+    candidates: list[MeasuredPlan]
     break_even: float | None
 
 
@@ -118,7 +118,7 @@ class Tuning:
 
 
 def tune(
-    directory: Path, prompts: Sequence[str | list[int]], options: TuneOptions, phases: Phases
+    directory: Path, prompts: Sequence[str | list[int]], options: TuneOptions, phases: PhaseTimer
 ) -> Tuning:
     """Choose an engine's plans by measuring, and write them and profile.json into it.
 
@@ -290,7 +290,7 @@ def _measure(
         ratios = [own.decode_tokens_per_s / off.decode_tokens_per_s for own, off in pairs]
         spread, length = Spread.of(ratios), pairs[-1][0].mean_acceptance_length
         candidates.append(
-            Candidate(plan, predicted, spread.median, (spread.min, spread.max), length)
+            MeasuredPlan(plan, predicted, spread.median, (spread.min, spread.max), length)
         )
     best = max(candidates, key=lambda item: item.measured)
     length = best.mean_acceptance_length

@@ -59,7 +59,7 @@ def _measure_shapes(
 ) -> dict[str, Any]:
     from specc.cli.bench.synthetic import measure_shapes
     from specc.cli.options.bench import BenchOptions, ShapesOptions
-    from specc.progress import Phases
+    from specc.progress import PhaseTimer
 
     shapes = ShapesOptions(SHAPES, context=CONTEXT, num_speculative_tokens=CHAIN)
     common = BenchOptions(tokens=TOKENS, rounds=ROUNDS, synthetic_acceptance=ACCEPTANCE)
@@ -73,7 +73,7 @@ def _measure_shapes(
             seconds[event.phase] = round(event.seconds, 2)
             results.note(phases=seconds)
 
-    return measure_shapes(shapes, common, Phases(listen), on_steps)
+    return measure_shapes(shapes, common, PhaseTimer(listen), on_steps)
 
 
 def measure_attention(

@@ -86,7 +86,7 @@ def compile_8b(acceptance: tuple[float, ...] | None = None) -> Any:
     """Programs of the shapes, as the step benchmark compiles them, with its dice or without."""
     from specc.bench.synthetic.shapes import parse_shapes
     from specc.compiler.in_memory import ShapeOptions, compile_shapes, load_config
-    from specc.progress import Phases
+    from specc.progress import PhaseTimer
     from specc.speculation.plans import SpecPlan
 
     shapes = [shape for shape in parse_shapes(SHAPES) if shape is not None]
@@ -95,7 +95,7 @@ def compile_8b(acceptance: tuple[float, ...] | None = None) -> Any:
         config.bos_token_id = config.eos_token_id = None
     plans = (SpecPlan.from_widths((1,) * CHAIN),)
     options = ShapeOptions(plans, "bfloat16", 1, CONTEXT, TOKENS, "cuda", acceptance)
-    return compile_shapes([shape.label for shape in shapes], configs, options, Phases())
+    return compile_shapes([shape.label for shape in shapes], configs, options, PhaseTimer())
 
 
 def compare(engine: Any, step: Any, inputs: Any, device: Device) -> dict[str, Any]:

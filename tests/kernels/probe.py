@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specc.artifact.weight_layout import blocks_shape
 from specc.kernels import native, ops
-from specc.runtime.backends.cpu.unpacked_package import unpacked_package
+from specc.runtime.backends.cpu.compiled_program import unpacked_package
 from specc.system.file_cache import FileCache
 from specc.system.machine import isa_flags
 

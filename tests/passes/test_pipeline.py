@@ -8,7 +8,7 @@ import pytest
 
 from specc.errors import UnsupportedAttentionError
 from specc.passes.base import Pass, PassResult
-from specc.passes.frontend.trace_flat import trace
+from specc.passes.frontend.trace import trace
 from specc.passes.pipeline import PHASES, PassError, Pipeline
 from tests.models import build_model
 from tests.passes.modules import Tiny, assert_same_numbers_flat

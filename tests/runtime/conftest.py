@@ -30,7 +30,7 @@ from specc.artifact.manifest_entries import (
 from specc.kernels import ops
 from specc.passes.program import RUNTIME_INPUTS
 from specc.passes.step.fuse_step import fuse_step
-from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.speculation.plans import SpecPlan
@@ -175,7 +175,7 @@ def build_engine(
     steps = {}
     for plan in spec_plans:
         program = fuse_step(plan, dict.fromkeys(modules, 1)).to_json()
-        steps[plan.name] = StepProgram(json.loads(json.dumps(program)), modules)
+        steps[plan.name] = EagerStep(json.loads(json.dumps(program)), modules)
     return Engine(
         target=target,
         drafts=drafts,
@@ -322,7 +322,7 @@ def saved_engine(tmp_path_factory: pytest.TempPathFactory) -> SavedEngine:
 @pytest.fixture(scope="session")
 def lowered_phi(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """Both programs of a model, with a rim around its cache rows, and its ONNX file."""
-    from specc.artifact.rectangle import CacheRows
+    from specc.artifact.cache_rows import CacheRows
     from tests.onnx_models import lowered, write_onnx
 
     pair = lowered("phi", CacheRows(front=2, slots=96, scratch=46))

@@ -19,9 +19,8 @@ from specc.runtime.in_flight import InFlight
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import RequestOutput, StreamOutput
 from specc.runtime.policies.base import Policy
-from specc.runtime.scheduling.batch import Batch
+from specc.runtime.scheduling.batch import Batch, RunResult
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 from specc.runtime.scheduling.scheduler import Scheduler
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats

@@ -12,8 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
-from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.runtime.backends.step_io import StepInputs, StepValues
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM

@@ -13,10 +13,9 @@ from specc.errors import CompilerError, OutputError
 from specc.kernels import native
 from specc.passes.lower.cpu.linear import LowerLinear
 from specc.passes.lower.cpu.pack_weights import PackWeights
-from specc.passes.lower.emit import program_to_json
 from specc.passes.lower.inductor.package import compile_package
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
-from specc.passes.program import Program
+from specc.passes.program import Program, program_to_json
 from specc.system.child_processes import ChildProcesses
 from specc.system.file_cache import FileCache
 from specc.system.files import output_error

@@ -40,7 +40,7 @@ def step_sizes(
     vocab_sizes: Mapping[str, int],
     batches: Sequence[int],
     blocks_per_sequence: int,
-    is_rectangular: bool = False,
+    is_padded: bool = False,
 ) -> dict[str, list[PassSizes]]:
     """Sizes of every pass that a step of these plans makes, for each model, ascending.
 
@@ -49,12 +49,12 @@ def step_sizes(
         vocab_sizes: model name → size; the target first.
         batches: sequences of a step.
         blocks_per_sequence: width of the block table.
-        is_rectangular: see `fuse_step`.
+        is_padded: see `fuse_step`.
     """
     found: dict[str, set[PassSizes]] = {name: set() for name in vocab_sizes}
     for plan in plans:
         # the stages that follow are those of the caches, which no model pass is in
-        step = fuse_step(plan, dict.fromkeys(vocab_sizes, 0), is_rectangular)
+        step = fuse_step(plan, dict.fromkeys(vocab_sizes, 0), is_padded)
         for batch in batches:
             models = {name: _Recorder(size) for name, size in vocab_sizes.items()}
             _run(step, models, batch, blocks_per_sequence)

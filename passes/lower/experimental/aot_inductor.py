@@ -26,13 +26,12 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest_entries import LimitsEntry, ModelEntry
 from specc.errors import CompilerError
 from specc.passes.lower.cuda.pass_sizes import PassSizes, batch_sizes, step_sizes
-from specc.passes.lower.emit import program_to_json
 from specc.passes.lower.experimental.inline_kernels import (
     CacheSizes,
     example_inputs,
     export_inlined,
 )
-from specc.passes.program import Program
+from specc.passes.program import Program, program_to_json
 from specc.speculation.plans import SpecPlan
 from specc.system.child_processes import ChildProcesses, end_with_parent
 from specc.system.extras import install_command

@@ -1,4 +1,4 @@
-"""Export a rectangular program with its weights inside: what compilers of whole models take."""
+"""Export a padded program with its weights inside: what compilers of whole models take."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def export_with_weights(program: Program, weights: Mapping[str, Tensor]) -> Expo
     """Export the graph anew; inputs are the runtime's and the caches, outputs logits and caches.
 
     Args:
-        program: rectangular, after its last phase; not changed.
+        program: padded, after its last phase; not changed.
         weights: key of each weight → tensor; not copied.
     Returns:
         the program: of specc's operators it has `KEPT` alone. A view names every size that is

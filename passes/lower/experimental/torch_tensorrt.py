@@ -1,4 +1,4 @@
-"""Build a TensorRT engine from a rectangular program by torch-tensorrt, without ONNX.
+"""Build a TensorRT engine from a padded program by torch-tensorrt, without ONNX.
 
 Experimental: no GPU has shown it. torch-tensorrt converts the operators of aten, `converters`
 those of specc: caches are updated in place, and attention keeps the tree's mask. The engine has
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.artifact.rectangle import cache_output
+from specc.artifact.cache_rows import cache_output
 from specc.errors import TensorRTError
 from specc.kernels import ops
 from specc.passes.lower.experimental.aot_inductor import EXPERIMENTAL
@@ -133,7 +133,7 @@ def build_engine(
     """Build `plan`, and write `layers.json` beside it.
 
     Args:
-        program: rectangular, after its last phase; not changed.
+        program: padded, after its last phase; not changed.
         weights: key of each weight → tensor.
         plan: file to write.
         profiles: shapes that the engine has to run with, that of prompts first.

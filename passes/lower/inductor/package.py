@@ -10,13 +10,14 @@ runs in a process of its own: Inductor's state is global, and two models compile
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from specc.system.child_processes import ChildProcesses, end_with_parent
 from specc.system.file_cache import FileCache
 from specc.system.files import is_full
 from specc.system.machine import isa_flags
+from specc.system.owned_directory import temporary_directory
 
 # sizes of the example inputs: distinct, so that no two dimensions are taken for one; none of them
 # is 0 or 1, which torch would specialize
@@ -37,6 +39,7 @@ _TOKENS, _BATCH, _WORDS, _TABLE, _ROWS, _BLOCKS, _BLOCK_SIZE = 24, 3, 2, 5, 7, 1
 # inputs whose first dimension is the number of tokens
 _TOKEN_INPUTS = (0, 1, 3, 5)
 _ERROR_LINES = 12
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_package(program: Mapping[str, Any], children: ChildProcesses | None = None) -> bytes:
@@ -223,3 +226,32 @@ if __name__ == "__main__":
     end_with_parent()
     # what a program prints on its way is not for the user
     lower(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2]))
+
+
+@contextlib.contextmanager
+def inductor_directory() -> Iterator[None]:
+    """Let what torch does inside of the block use an empty directory of its own.
+
+    To open and to trace a model torch imports parts of Inductor, which look for settings in a
+    directory of the temporary one whose name everybody knows, and make it where it is absent. A
+    directory that the user has named is left alone.
+
+    Raises:
+        CompilerError: the temporary directory cannot be written.
+    """
+    if os.environ.get(_VARIABLE):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            directory = stack.enter_context(temporary_directory())
+        except OSError as error:
+            raise CompilerError(
+                f"writing the temporary directory failed: {error}",
+                "a directory with some room that this user may write to",
+                "free some space, or set TMPDIR to another directory",
+            ) from error
+        os.environ[_VARIABLE] = str(directory)
+        # torch sets it, too
+        stack.callback(os.environ.pop, _VARIABLE, None)
+        yield

@@ -1,4 +1,4 @@
-"""Lower a rectangular program to a standard ONNX file beside the engine's weights.
+"""Lower a padded program to a standard ONNX file beside the engine's weights.
 
 torch's exporter translates the operators of aten; those of specc are in `operators.py`. The
 file holds no weight: its initializers name places in the safetensors file that eager graphs of
@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from specc.artifact.rectangle import cache_output
+from specc.artifact.cache_rows import cache_output
 from specc.artifact.safetensors_io import SafetensorsReader
 from specc.errors import ConfigError, UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.lower.onnx.operators import OPSET, translations
-from specc.passes.program import RECTANGULAR_INPUTS, Program
+from specc.passes.program import PADDED_INPUTS, Program
 from specc.system.extras import install_command
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def require_onnx() -> None:
 
 
 def lower_onnx(program: Program, path: Path, weights: Path) -> OnnxFile:
-    """Write a rectangular program as ONNX.
+    """Write a padded program as ONNX.
 
     Args:
         program: after its last phase; not changed.
@@ -310,4 +310,4 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-assert set(_DIMS) == set(RECTANGULAR_INPUTS)
+assert set(_DIMS) == set(PADDED_INPUTS)

@@ -59,7 +59,7 @@ class BuildOptions:
 
 
 @dataclass
-class Listener:
+class BuildListener:
     """Lines of one build: all go into the log file, some are kept.
 
     Args:
@@ -99,7 +99,7 @@ class Built:
     plan: Any
     attentions: tuple[ParsedAttention, ...]
     layers: LayerReport
-    listener: Listener
+    listener: BuildListener
     timing_cache: str | None
 
     @property
@@ -168,11 +168,11 @@ class Builder:
             TensorRTError: it cannot be parsed or built, or the network is not what it has to be.
         """
         print(f"=== {lane} lane ===", file=self.log)
-        listener = Listener(self.log)
+        listener = BuildListener(self.log)
         with tensorrt.listening(listener):
             return self._build(lane, listener)
 
-    def _build(self, lane: str, listener: Listener) -> Built:
+    def _build(self, lane: str, listener: BuildListener) -> Built:
         trt, logger = self.trt, tensorrt.logger()
         builder = trt.Builder(logger)
         flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)

@@ -12,16 +12,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from specc.errors import WeightError
 from specc.passes.lower.tensorrt.builder import FAST, LOG_FILE, Builder, BuildOptions, no_kernel
 from specc.passes.lower.tensorrt.check_network import ParsedAttention
-from specc.passes.lower.tensorrt.external_weights import check_external_weights
 from specc.passes.lower.tensorrt.fast_attention import LENGTHS
 from specc.passes.lower.tensorrt.onnx_attention import read_form
 from specc.passes.lower.tensorrt.shape_profile import ShapeProfile, loosen_batch, merge_profiles
 from specc.tensorrt import library as tensorrt
 from specc.tensorrt.layers import LAYERS_FILE, LayerReport
+
+if TYPE_CHECKING:
+    import onnx
 
 
 @dataclass(frozen=True)
@@ -139,3 +142,33 @@ def build_engine(
         timing_cache=built.timing_cache,
         warnings=(*loosened, *built.warnings()),
     )
+
+
+def check_external_weights(model: onnx.ModelProto, directory: Path) -> None:
+    """Refuse a file whose weights cannot be read; TensorRT would name one of them, and no reason.
+
+    Args:
+        model: without its external weights.
+        directory: of the ONNX file.
+    Raises:
+        WeightError: a file is absent, too short, or outside of the directory.
+    """
+    ends: dict[str, int] = {}
+    for tensor in model.graph.initializer:
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        if location := place.get("location"):
+            end = int(place.get("offset", 0)) + int(place.get("length", 0))
+            ends[location] = max(end, ends.get(location, 0))
+    for location, end in ends.items():
+        path = directory / location
+        if not path.resolve().is_relative_to(directory.resolve()):
+            raise WeightError(
+                f"weights in {location}", f"a file in {directory}", "compile the model again"
+            )
+        size = path.stat().st_size if path.is_file() else None
+        if size is None or size < end:
+            raise WeightError(
+                f"no file {path}" if size is None else f"{path} of {size} bytes",
+                f"the weights of the ONNX file beside it, {end} bytes at least",
+                "compile the model again, or copy the whole directory",
+            )

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from specc.kernels.cuda.launch import even_tokens
 from specc.runtime.backends.failed_operator import OperatorError
-from specc.runtime.backends.last_use import last_used
+from specc.runtime.backends.program_files import last_used
 
 _SIZE = torch.ops.aten.sym_size.int
 _STARTS = torch.ops.aten.arange.start_step

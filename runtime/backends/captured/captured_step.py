@@ -18,11 +18,9 @@ from specc.runtime.backends.captured.extended_step import ExtendedStep
 from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice
 from specc.runtime.backends.captured.step_bounds import check_step_bounds
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
-from specc.runtime.backends.captured.step_extras import StepExtras, StepKind
-from specc.runtime.backends.captured.step_scores import ScoredResults
+from specc.runtime.backends.captured.step_scores import ScoredResults, StepExtras, StepKind
 from specc.runtime.backends.failed_operator import OperatorError
-from specc.runtime.backends.place import place
-from specc.runtime.backends.program_files import plan_of
+from specc.runtime.backends.program_files import place, plan_of
 from specc.runtime.backends.step import QueuedStep
 from specc.runtime.backends.step_constants import step_constants
 from specc.runtime.backends.step_io import (

@@ -10,9 +10,8 @@ from torch import Tensor, fx
 
 from specc.runtime.backends.captured.bound_step import BoundStep
 from specc.runtime.backends.captured.graph_device import GraphDevice
-from specc.runtime.backends.captured.step_extras import StepKind
 from specc.runtime.backends.captured.step_masks import StepMasks
-from specc.runtime.backends.captured.step_scores import StepScores
+from specc.runtime.backends.captured.step_scores import StepKind, StepScores
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.constraints.mask_rules import MaskRules
 from specc.speculation.plans import SpecPlan

@@ -1,14 +1,16 @@
-"""Log probabilities of what a step emits: computed inside of it, and copied with its results."""
+"""What a captured step does besides: masks between its stages, and log probabilities after."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specc.runtime.backends.captured.graph_device import Event, GraphDevice
 from specc.runtime.backends.captured.step_buffers import NUM_STAGES, HostResults
+from specc.runtime.constraints.mask_rules import MaskRules
 from specc.runtime.outputs.logprobs import ROWS_AT_ONCE, score_tokens
 from specc.sampling.params import MAX_LOGPROBS
 
@@ -98,3 +100,38 @@ class ScoredResults(HostResults):
     def scores(self) -> Tensor:
         """[B, P, 2 + 2 K] float64, once somebody has waited."""
         return self._step_scores.on_host(self._values)[1]
+
+
+class StepKind(NamedTuple):
+    """What a step does besides; each kind is captured by itself, when it is first asked for.
+
+    Args:
+        is_scored: compute log probabilities.
+        is_masked: masks change the logits that acceptance looks at.
+        has_biases: so do biases.
+        reads_draft: masks follow from what the device drafts.
+    """
+
+    is_scored: bool = False
+    is_masked: bool = False
+    has_biases: bool = False
+    reads_draft: bool = False
+
+
+class StepExtras(NamedTuple):
+    """What the host asks of a step besides.
+
+    Args:
+        is_scored: log probabilities of what it emits.
+        masks: of its trees.
+    """
+
+    is_scored: bool = False
+    masks: MaskRules | None = None
+
+    @property
+    def kind(self) -> StepKind:
+        masks = self.masks
+        if masks is None:
+            return StepKind(self.is_scored)
+        return StepKind(self.is_scored, True, masks.has_biases, masks.reads_draft)

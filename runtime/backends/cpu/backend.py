@@ -9,9 +9,7 @@ from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBacke
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
 from specc.runtime.backends.cpu.compiled_step import CompiledStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
-from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.native_operators import load_operators
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import MappedWeights, load_operators, read_json
 
 
 class CpuBackend(RuntimeBackend):

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from specc.artifact.graph_io import target_name
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
-from specc.runtime.backends.last_use import last_used
+from specc.runtime.backends.program_files import last_used
 from specc.runtime.backends.step_io import StepInputs
 
 # what a step gets anew from the host, in this order; a plan's own inputs follow

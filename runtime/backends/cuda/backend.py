@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 from specc.artifact.manifest import Manifest
+from specc.artifact.manifest_entries import ModelEntry
 from specc.runtime.backends.captured.backend import CapturedBackend
 from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import GraphDevice
-from specc.runtime.backends.cuda.aot_program import load_model
 from specc.runtime.backends.cuda.choose_products import DeviceLostError, Timer, choose_products
 from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
-from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.runtime.scheduling.kv_cache import KVCache
+
+# what engines of the experimental backend aot-inductor have besides
+_PACKAGES = "packages.json"
 
 
 class CudaBackend(CapturedBackend):
@@ -31,13 +34,8 @@ class CudaBackend(CapturedBackend):
         """See `CapturedBackend.load_models`; products are timed, unless that was done before."""
         hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
         models = {
-            model.name: load_model(
-                path,
-                model.dir,
-                _to_device(path / manifest.weights_file(model, rank), graphs.device),
-                caches_of(model, cache),
-                graphs.device,
-                hashes,
+            model.name: _load_model(
+                path, model, manifest.weights_file(model, rank), cache, graphs.device, hashes
             )
             for model in manifest.models
         }
@@ -88,6 +86,23 @@ def choose_and_keep(
         raise
     kept.add(found)
     return found
+
+
+def _load_model(
+    path: Path,
+    model: ModelEntry,
+    weights_file: str,
+    cache: KVCache,
+    device: torch.device,
+    hashes: Mapping[str, str],
+) -> ModelProgram:
+    weights = _to_device(path / weights_file, device)
+    if (path / model.dir / _PACKAGES).is_file():
+        from specc.runtime.backends.experimental.aot_program import load_model
+
+        return load_model(path, model.dir, weights, caches_of(model, cache), device, hashes)
+    program = read_json(path / model.dir / "program.json")
+    return ModelProgram(program, weights, caches_of(model, cache), device)
 
 
 def _to_device(file: Path, device: torch.device) -> dict[str, Tensor]:

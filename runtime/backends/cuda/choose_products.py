@@ -60,7 +60,7 @@ class DeviceLostError(FaultError):
         self.report = report
 
 
-class Program(Protocol):
+class GraphProgram(Protocol):
     """What is read of a model's program on a device: its graph, and the values of its inputs."""
 
     @property
@@ -71,7 +71,7 @@ class Program(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
+class ProductCall:
     """A call of an operator in a model's graph, with the tensors that do not change.
 
     Args:
@@ -128,7 +128,7 @@ class Call:
         return lambda: operator(*args)
 
 
-def calls_of(program: Program) -> Iterator[Call]:
+def calls_of(program: GraphProgram) -> Iterator[ProductCall]:
     """Calls of the operators in a model's graph, in order."""
     tensors = program.tensors
 
@@ -142,7 +142,7 @@ def calls_of(program: Program) -> Iterator[Call]:
             continue
         _, second, gamma, eps, unit_offset, weight, last = node.args[:7]
         caches = node.args[9:11] if name in _WRITERS else ()
-        yield Call(
+        yield ProductCall(
             name,
             float(eps),
             bool(unit_offset),
@@ -181,7 +181,7 @@ def graph_timer(graphs: GraphDevice) -> Timer:
 
 
 def choose_products(
-    programs: Iterable[Program],
+    programs: Iterable[GraphProgram],
     graphs: GraphDevice,
     timer: Timer | None = None,
     rows: Iterable[int] = ROWS,
@@ -226,12 +226,12 @@ def _quick_collections() -> Iterator[None]:
 
 
 def _choose(
-    programs: Iterable[Program], timer: Timer, graphs: GraphDevice, rows: Sequence[int]
+    programs: Iterable[GraphProgram], timer: Timer, graphs: GraphDevice, rows: Sequence[int]
 ) -> list[dict[str, Any]]:
     # Triton is optional where an engine runs on any other backend
     from specc.kernels.cuda import few_rows
 
-    groups: dict[tuple[Any, ...], list[Call]] = {}
+    groups: dict[tuple[Any, ...], list[ProductCall]] = {}
     for program in programs:
         for call in calls_of(program):
             groups.setdefault(call.kind, []).append(call)

@@ -7,10 +7,9 @@ from pathlib import Path
 from specc.artifact.manifest import Manifest
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
 from specc.runtime.backends.eager.program import ModelProgram
-from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
-from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json
 
 
 class EagerBackend(RuntimeBackend):
@@ -32,7 +31,7 @@ class EagerBackend(RuntimeBackend):
             for model in manifest.models
         }
         steps = {
-            plan.name: StepProgram(read_json(path / plan.file), models) for plan in manifest.plans
+            plan.name: EagerStep(read_json(path / plan.file), models) for plan in manifest.plans
         }
         return LoadedPrograms(
             dict(models), dict(steps), cache, mapped_weights=tuple(weights.values())

@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.weight_layout import from_blocks
 from specc.errors import EngineError
-from specc.runtime.backends.place import place
-from specc.runtime.backends.program_files import bind_weights, check_program
+from specc.runtime.backends.program_files import bind_weights, check_program, place
 
 _DO = "compile the engine again"
 

@@ -23,7 +23,7 @@ from specc.runtime.backends.step_io import (
 from specc.speculation.plans import SpecPlan
 
 
-class StepProgram:
+class EagerStep:
     """One plan's step: stages that read an environment of tensors and add to it.
 
     Args:

@@ -11,12 +11,11 @@ from torch import Tensor, fx
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import ModelEntry
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
-from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import LayerCaches, caches_of, make_cache, rows_of
-from specc.runtime.backends.native_operators import load_operators
 from specc.runtime.backends.onnx.program import OnnxProgram, can_grow, load_onnx
-from specc.runtime.backends.program_files import read_json
-from specc.runtime.backends.rectangular.head_major import place_commits
+from specc.runtime.backends.padded.hnd_commit import place_commits
+from specc.runtime.backends.program_files import load_operators, read_json
 from specc.runtime.scheduling.kv_cache import KVCache
 
 
@@ -49,12 +48,12 @@ def _load_model(path: Path, model: ModelEntry, cache: KVCache) -> OnnxProgram:
     def grow(num_slots: int) -> tuple[int, LayerCaches]:
         return cache.reserve(num_slots), caches_of(model, cache)
 
-    assert cache.rows is not None, "rectangles have caches of their own"
+    assert cache.rows is not None, "padded batches have caches of their own"
     is_short = cache.length < cache.rows.total
     return load_onnx(path, model, caches_of(model, cache), cache.rows, grow if is_short else None)
 
 
-class OnnxStep(StepProgram):
+class OnnxStep(EagerStep):
     """A step that has rows for its tree before it begins.
 
     Args:
@@ -76,11 +75,11 @@ class OnnxStep(StepProgram):
 
     @property
     def staged(self) -> None:
-        """Rows of a rectangle are as long as each other: nothing else goes with them."""
+        """Rows of a padded batch are as long as each other: nothing else goes with them."""
         return None
 
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
-        """See `StepProgram.run`."""
+        """See `EagerStep.run`."""
         self._cache.reserve(int(environment["cache_len"].max()) + self.plan.num_rows)
         # slabs that were replaced are replaced here, too
         environment.update(self._cache.environment)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specc.artifact.rectangle import CacheRows, cache_output, mask_input
+from specc.artifact.cache_rows import CacheRows, cache_output, mask_input
 from specc.errors import EngineError
-from specc.runtime.backends.rectangular.model import RectangularModel
-from specc.runtime.backends.rectangular.rectangle import Rectangle, named_caches, named_inputs
+from specc.runtime.backends.padded.model import PaddedModel
+from specc.runtime.backends.padded.padded_batch import PaddedBatch, named_caches, named_inputs
 from specc.system.extras import install_command
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class _Bound(NamedTuple):
     logits: Tensor
 
 
-class OnnxProgram(RectangularModel):
+class OnnxProgram(PaddedModel):
     """A session of a model's ONNX file over caches that it updates in place.
 
     Args:
@@ -82,7 +82,7 @@ class OnnxProgram(RectangularModel):
         self._length: int | None = None
 
     def reserve(self, num_slots: int) -> int | None:
-        """See `RectangularModel.reserve`; longer caches are other tensors, which are bound anew."""
+        """See `PaddedModel.reserve`; longer caches are other tensors, which are bound anew."""
         if self._grow is None:
             return None
         length, caches = self._grow(num_slots)
@@ -91,7 +91,7 @@ class OnnxProgram(RectangularModel):
             self._bindings.clear()
         return length
 
-    def run(self, first: int, batch: int, given: Rectangle) -> Tensor:
+    def run(self, first: int, batch: int, given: PaddedBatch) -> Tensor:
         inputs = named_inputs(given)
         bound = self._bound(first, batch, inputs)
         for name, value in inputs.items():

@@ -14,8 +14,8 @@ from specc.runtime.backends.captured.backend import CapturedBackend
 from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.engine_cache import caches_of
-from specc.runtime.backends.rectangular.head_major import place_commits
-from specc.runtime.backends.rectangular.model import WholeBatch
+from specc.runtime.backends.padded.hnd_commit import place_commits
+from specc.runtime.backends.padded.model import WholeBatch
 from specc.runtime.backends.tensorrt.program import TensorRTProgram
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.system.files import read_checked
@@ -39,7 +39,7 @@ class TensorRTBackend(CapturedBackend):
 
         entry, rows = manifest.tensorrt, cache.rows
         assert entry is not None, "the manifest was validated"
-        assert rows is not None, "rectangles have caches of their own"
+        assert rows is not None, "padded batches have caches of their own"
         trt = installed.load()
         check_tensorrt(entry, installed.facts(), _capability(graphs))
         runtime = trt.Runtime(installed.logger())

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact.rectangle import CacheRows, cache_output, mask_input
+from specc.artifact.cache_rows import CacheRows, cache_output, mask_input
 from specc.errors import EngineError
 from specc.runtime.backends.captured.graph_device import GraphDevice
-from specc.runtime.backends.rectangular.model import RectangularModel
-from specc.runtime.backends.rectangular.rectangle import Rectangle, named_caches, named_inputs
+from specc.runtime.backends.padded.model import PaddedModel
+from specc.runtime.backends.padded.padded_batch import PaddedBatch, named_caches, named_inputs
 
 # [B] int32 keys of each sequence that may be attended to; engines of the fast lane read it
 LENGTHS = "kv_lengths"
 
 
-class TensorRTProgram(RectangularModel):
+class TensorRTProgram(PaddedModel):
     """Enqueues an engine on the device's stream; nothing waits for it.
 
     Every shape of a pass in a step has an execution context of its own: a context whose shapes
@@ -86,15 +86,15 @@ class TensorRTProgram(RectangularModel):
         self._scratch = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=graphs.device)
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        """A pass between steps, see `RectangularModel.forward`."""
+        """A pass between steps, see `PaddedModel.forward`."""
         self._is_between = True
         try:
             return super().forward(*inputs, **named)
         finally:
             self._is_between = False
 
-    def run(self, first: int, batch: int, given: Rectangle) -> Tensor:
-        """See `RectangularModel.run`.
+    def run(self, first: int, batch: int, given: PaddedBatch) -> Tensor:
+        """See `PaddedModel.run`.
 
         Raises:
             EngineError: no profile of the engine has this shape, or TensorRT refuses the pass.

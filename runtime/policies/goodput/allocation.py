@@ -15,7 +15,7 @@ from typing import NamedTuple
 from specc.runtime.policies.goodput.constants import TUNED
 
 
-class Option(NamedTuple):
+class PlanOption(NamedTuple):
     """One plan that a sequence could run.
 
     Args:
@@ -51,7 +51,7 @@ Cost = Callable[[tuple[int, ...]], float]
 
 
 def allocate(
-    options: Sequence[Sequence[Option | None]],
+    options: Sequence[Sequence[PlanOption | None]],
     cost: Cost,
     nodes: Sequence[int],
     budget: int | None = None,
@@ -88,7 +88,7 @@ def allocate(
 class _Search:
     def __init__(
         self,
-        options: Sequence[Sequence[Option | None]],
+        options: Sequence[Sequence[PlanOption | None]],
         cost: Cost,
         nodes: Sequence[int],
         budget: int | None,

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from specc.runtime.policies.goodput.constants import TUNED
 
 if TYPE_CHECKING:
-    from specc.runtime.scheduling.batch import Batch
+    from specc.runtime.scheduling.batch import Batch, RunResult
     from specc.runtime.scheduling.request import Request
-    from specc.runtime.scheduling.run_result import RunResult
 
 
 class Demand(NamedTuple):

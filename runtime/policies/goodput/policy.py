@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
 from specc.runtime.policies.base import Decision, Policy
-from specc.runtime.policies.goodput.allocation import Allocation, Cost, Option, allocate
+from specc.runtime.policies.goodput.allocation import Allocation, Cost, PlanOption, allocate
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.plan_prior import PlanPrior
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, lag
@@ -27,9 +27,8 @@ from specc.speculation.plans import OFF, SpecPlan
 
 if TYPE_CHECKING:
     from specc.runtime.backends.step_io import StepResult
-    from specc.runtime.scheduling.batch import Batch, StepGroup
+    from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
     from specc.runtime.scheduling.request import Request
-    from specc.runtime.scheduling.run_result import RunResult
     from specc.speculation.metrics import SpecStats
 
 
@@ -109,7 +108,7 @@ class GoodputPolicy(Policy):
         """What requests that wait for their first step are prepared for."""
         if num_running == 0:
             alone = [
-                Option(self._acceptance.tokens(plan, "", plan.max_depth + 1))
+                PlanOption(self._acceptance.tokens(plan, "", plan.max_depth + 1))
                 for plan in self._plans
             ]
             self._prepared = self._prepare([alone], TUNED.typical_context)
@@ -233,7 +232,7 @@ class GoodputPolicy(Policy):
     def _kept(
         self,
         requests: Sequence[Request],
-        options: Sequence[Sequence[Option | None]],
+        options: Sequence[Sequence[PlanOption | None]],
         cost: Cost,
     ) -> Allocation | None:
         """The division so far; None where it does not suit these requests."""
@@ -249,7 +248,7 @@ class GoodputPolicy(Policy):
         seconds += cost(tuple(counts[index] for index in range(len(self._plans))))
         return Allocation(tuple(plans), tokens, seconds)
 
-    def _prepare(self, options: Sequence[Sequence[Option | None]], context: float) -> int:
+    def _prepare(self, options: Sequence[Sequence[PlanOption | None]], context: float) -> int:
         """What drafts read prompts for; off where that does not pay off in the long run."""
         tokens = [
             [own.tokens for own in (each[index] for each in options) if own is not None]
@@ -258,19 +257,19 @@ class GoodputPolicy(Policy):
         margin = 1.0 if self._prepared else TUNED.margin_of_off
         return self._load.drafting(self._plans, tokens, context, margin)
 
-    def _options_of(self, request: Request) -> list[Option | None]:
+    def _options_of(self, request: Request) -> list[PlanOption | None]:
         """What every plan would yield if drafts were in step."""
         left = max(1, request.num_tokens_left)
         return [
-            Option(self._acceptance.tokens(plan, request.request_id, left))
+            PlanOption(self._acceptance.tokens(plan, request.request_id, left))
             if _can_run(request, plan)
             else None
             for plan in self._plans
         ]
 
     def _with_lags(
-        self, request: Request, options: Sequence[Option | None], token_s: Sequence[float]
-    ) -> list[Option | None]:
+        self, request: Request, options: Sequence[PlanOption | None], token_s: Sequence[float]
+    ) -> list[PlanOption | None]:
         """The same with the seconds in which drafts catch up, if they are to be kept in step.
 
         Args:
@@ -288,7 +287,7 @@ class GoodputPolicy(Policy):
             elif missed:
                 # whatever a draft catches up serves the steps that the request still takes
                 steps = max(1.0, min(TUNED.paid_off, request.num_tokens_left / option.tokens))
-                found[index] = Option(option.tokens, missed * token_s[index] / steps)
+                found[index] = PlanOption(option.tokens, missed * token_s[index] / steps)
         return found
 
     @property

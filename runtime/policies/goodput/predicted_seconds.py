@@ -14,9 +14,8 @@ from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
     from specc.runtime.backends.step_io import StepResult
-    from specc.runtime.scheduling.batch import Batch
+    from specc.runtime.scheduling.batch import Batch, RunResult
     from specc.runtime.scheduling.request import Request
-    from specc.runtime.scheduling.run_result import RunResult
 
 _TARGET = "target"
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from specc.runtime.policies.goodput.allocation import Allocation, Cost, Option
+from specc.runtime.policies.goodput.allocation import Allocation, Cost, PlanOption
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.plan_prior import is_chain
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, lag
@@ -67,7 +67,7 @@ class Probes:
     def choose(
         self,
         requests: Sequence[Request],
-        options: Sequence[Sequence[Option | None]],
+        options: Sequence[Sequence[PlanOption | None]],
         best: Allocation,
         cost: Cost,
         serves: Callable[[int, float], bool] = lambda index, tokens: True,
@@ -95,7 +95,7 @@ class Probes:
     def _candidates(
         self,
         best: Allocation,
-        options: Sequence[Sequence[Option | None]],
+        options: Sequence[Sequence[PlanOption | None]],
         cost: Cost,
         serves: Callable[[int, float], bool],
     ) -> list[int]:
@@ -123,7 +123,7 @@ class Probes:
         index: int,
         hoped: float,
         best: Allocation,
-        options: Sequence[Sequence[Option | None]],
+        options: Sequence[Sequence[PlanOption | None]],
         cost: Cost,
     ) -> bool:
         num_able = sum(own[index] is not None for own in options)
@@ -136,7 +136,7 @@ class Probes:
         self,
         index: int,
         requests: Sequence[Request],
-        options: Sequence[Sequence[Option | None]],
+        options: Sequence[Sequence[PlanOption | None]],
         best: Allocation,
         cost: Cost,
     ) -> Probe:

@@ -20,8 +20,7 @@ from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, P
 from specc.speculation.plans import OFF, SpecPlan
 
 if TYPE_CHECKING:
-    from specc.runtime.scheduling.batch import Batch
-    from specc.runtime.scheduling.run_result import RunResult
+    from specc.runtime.scheduling.batch import Batch, RunResult
 
 
 # plan, share of the sequences that run it, and their tokens a step

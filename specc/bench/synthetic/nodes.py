@@ -23,7 +23,7 @@ from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
 from specc.kernels import ops as _ops  # noqa: F401  registers the operators
 from specc.runtime.backends.captured.bound_step import BoundStep
 from specc.runtime.backends.eager.program import ModelProgram
-from specc.runtime.backends.place import place
+from specc.runtime.backends.program_files import place
 from specc.runtime.backends.step_constants import step_constants
 from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.execution.batch_rows import last_tokens_of

@@ -8,18 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.cli.bench.command_line import command_line
-from specc.cli.bench.report import put_out
+from specc.cli.bench.report import command_line, put_out
 from specc.cli.options.bench import TRANSFORMERS, BenchOptions
 from specc.cli.progress import make_listener
 from specc.cli.prompts import needs_ids, plain_prompts
 from specc.errors import ConfigError, RequestError
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
     from specc.bench.rounds import Contender
-    from specc.cli.options.prompts import PromptFile
+    from specc.cli.options.common import PromptFile
     from specc.runtime.engine import Engine
 
 _PROMPTS = (
@@ -43,7 +42,7 @@ def run_bench(directory: Path, options: BenchOptions) -> None:
     options.check_outputs()
     given = None if options.prompts is None else plain_prompts(options.prompts)
     with make_listener() as listen:
-        report = measure(directory, given, options, Phases(listen))
+        report = measure(directory, given, options, PhaseTimer(listen))
     from specc.cli.bench.engine_table import print_report
 
     put_out(report, options, print_report)
@@ -86,7 +85,7 @@ def measure(
     directory: Path,
     given: Sequence[str | list[int]] | None,
     options: BenchOptions,
-    phases: Phases,
+    phases: PhaseTimer,
 ) -> dict[str, Any]:
     """Load everything, run the rounds, and make the report."""
     settings = options.settings()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specc.cli.progress import make_listener
 from specc.errors import ConfigError
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.system.extras import install_command
 from specc.system.files import format_bytes
 
@@ -41,13 +41,13 @@ def run_estimate(options: ShapesOptions, common: BenchOptions) -> None:
             install_command("cuda"),
         )
     with make_listener() as listen:
-        report = estimate(options, common, Phases(listen))
+        report = estimate(options, common, PhaseTimer(listen))
     from specc.cli.bench.report import put_out
 
     put_out(report, common, print_estimate)
 
 
-def estimate(options: ShapesOptions, common: BenchOptions, phases: Phases) -> dict[str, Any]:
+def estimate(options: ShapesOptions, common: BenchOptions, phases: PhaseTimer) -> dict[str, Any]:
     """Compile the shapes without weights, count the nodes of their steps, and make the report."""
     from specc.bench.synthetic.estimate import make_estimate
     from specc.cli.bench.synthetic import compile_for

@@ -1,8 +1,10 @@
-"""A report on its way out: a picture, a file, the terminal."""
+"""A report on its way out: what was run, a picture, a file, the terminal."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specc.system.files import output_error
 
 if TYPE_CHECKING:
-    from specc.cli.options.report import ReportOptions
+    from specc.cli.options.common import ReportOptions
 
 
 def put_out(
@@ -22,7 +24,7 @@ def put_out(
         OutputError: a file cannot be written.
     """
     if options.plot is not None:
-        from specc.draw.bench import draw_bench
+        from specc.draw.charts import draw_bench
 
         draw_bench(report, options.plot)
     text = json.dumps(report, indent=1, ensure_ascii=False)
@@ -36,3 +38,14 @@ def put_out(
         except OSError as error:
             raise output_error(path, error) from error
     show(report)
+
+
+def command_line() -> str:
+    """This process's command, without a server's key."""
+    words = ["specc", *sys.argv[1:]]
+    for place, word in enumerate(words):
+        if word == "--api-key" and place + 1 < len(words):
+            words[place + 1] = "…"
+        elif word.startswith("--api-key="):
+            words[place] = "--api-key=…"
+    return shlex.join(words)

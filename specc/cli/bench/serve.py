@@ -8,15 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.cli.bench.command_line import command_line
 from specc.cli.bench.engine import read_prompts
-from specc.cli.bench.report import put_out
+from specc.cli.bench.report import command_line, put_out
 from specc.cli.options.load import LoadOptions
 from specc.cli.progress import make_listener
 from specc.errors import ConfigError, EngineError, InputFileError
-from specc.load.goodput import parse_objectives
+from specc.load.figures import parse_objectives
 from specc.load.lengths import LengthDistribution
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.system.extras import install_command
 from specc.system.files import output_error
 from specc.system.json_file import JsonError, parse_json
@@ -50,7 +49,7 @@ def run_bench_serve(directory: Path | None, options: LoadOptions) -> None:
     trace = None if options.trace is None else TraceFile(options.trace)
     try:
         with make_listener() as listen:
-            bench = _Bench(directory, options, objectives, Phases(listen)).run(trace)
+            bench = _Bench(directory, options, objectives, PhaseTimer(listen)).run(trace)
     finally:
         if trace is not None:
             trace.close()
@@ -62,7 +61,7 @@ def run_bench_serve(directory: Path | None, options: LoadOptions) -> None:
         except OSError as error:
             raise output_error(options.details, error) from error
     if options.plot is not None:
-        from specc.draw.load import draw_load
+        from specc.draw.charts import draw_load
 
         draw_load(report, options.plot)
     put_out(report, replace(options, plot=None), print_load_report)
@@ -76,7 +75,7 @@ class _Bench:
         directory: Path | None,
         options: LoadOptions,
         objectives: dict[str, float],
-        phases: Phases,
+        phases: PhaseTimer,
     ) -> None:
         self._directory = directory
         self._options = options

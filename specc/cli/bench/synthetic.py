@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specc.cli.bench.command_line import command_line
+from specc.cli.bench.report import command_line
 from specc.cli.progress import make_listener
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 from specc.system.extras import install_command
 
@@ -35,7 +35,7 @@ def run_shapes_bench(options: ShapesOptions, common: BenchOptions) -> None:
     """
     common.check_outputs()
     with make_listener() as listen:
-        report = measure_shapes(options, common, Phases(listen))
+        report = measure_shapes(options, common, PhaseTimer(listen))
     from specc.cli.bench.report import put_out
     from specc.cli.bench.synthetic_table import print_shapes_report
 
@@ -86,7 +86,7 @@ def choose_shape_plans(
 def measure_shapes(
     options: ShapesOptions,
     common: BenchOptions,
-    phases: Phases,
+    phases: PhaseTimer,
     on_steps: Callable[[str, dict[str, Any]], object] = lambda plan, figures: None,
 ) -> dict[str, Any]:
     """Compile the shapes, draw weights, measure, and make the report.
@@ -147,7 +147,7 @@ def measure_shapes(
 
 
 def compile_for(
-    options: ShapesOptions, common: BenchOptions, phases: Phases, backend: str
+    options: ShapesOptions, common: BenchOptions, phases: PhaseTimer, backend: str
 ) -> BenchPrograms:
     """Programs of the shapes and steps of the plans that were asked for.
 
@@ -218,7 +218,7 @@ def _require_transformers(synthetic: str) -> None:
         )
 
 
-def _compile(shapes: Sequence[Shape], options: ShapeOptions, phases: Phases) -> BenchPrograms:
+def _compile(shapes: Sequence[Shape], options: ShapeOptions, phases: PhaseTimer) -> BenchPrograms:
     """Programs of the shapes, after what can be refused before minutes of tracing."""
     from specc.bench.synthetic.shapes import check_vocabularies
     from specc.compiler.in_memory import compile_shapes, load_config
@@ -266,7 +266,7 @@ def _contenders(
     programs: BenchPrograms,
     prompts: list[list[int]],
     common: BenchOptions,
-    phases: Phases,
+    phases: PhaseTimer,
 ) -> tuple[list[Contender], list[str]]:
     from specc.bench.baseline import make_contenders
     from specc.bench.engine import EngineContender
@@ -293,7 +293,7 @@ def _contenders(
 
 
 def _time_steps(
-    bench: StepBench, programs: BenchPrograms, rounds: int, phases: Phases
+    bench: StepBench, programs: BenchPrograms, rounds: int, phases: PhaseTimer
 ) -> Iterator[tuple[str, StepFigures, list[str]]]:
     """Each plan, its figures, and why it runs operator by operator, if it does.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from specc.cli.app import Debug, EngineArgument, Json
-from specc.cli.options.prompts import PromptSource
+from specc.cli.options.common import PromptSource
 from specc.cli.options.sampling import SamplingOptions
 from specc.cli.options.with_options import Fields
 from specc.runtime.engine_args import EngineArgs

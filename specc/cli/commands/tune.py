@@ -6,7 +6,7 @@ from dataclasses import MISSING, replace
 from typing import Annotated
 
 from specc.cli.app import Debug, EngineArgument, Json
-from specc.cli.options.prompts import PromptFile
+from specc.cli.options.common import PromptFile
 from specc.cli.options.with_options import Fields
 from specc.runtime.engine_args import EngineArgs
 from specc.tune.options import TuneOptions

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from specc.cli.options.prompts import PromptFile
-from specc.cli.options.report import ReportOptions
+from specc.cli.options.common import PromptFile, ReportOptions
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
 from specc.runtime.engine_args import EngineArgs

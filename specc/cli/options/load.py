@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specc.cli.options.prompts import PromptFile
-from specc.cli.options.report import ReportOptions
+from specc.cli.options.common import PromptFile, ReportOptions
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
 from specc.runtime.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     from specc.load.arrivals import Arrivals
-    from specc.load.run import LoadLimits
+    from specc.load.run import ClientLimits
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,10 @@ class TrafficOptions(PromptFile):
         on_off = parse_on_off(self.on_off)
         return [Arrivals(rate, self.burstiness, on_off) for rate in parse_rates(self.request_rate)]
 
-    def limits(self) -> LoadLimits:
-        from specc.load.run import LoadLimits
+    def limits(self) -> ClientLimits:
+        from specc.load.run import ClientLimits
 
-        return LoadLimits(self.max_concurrency, self.timeout)
+        return ClientLimits(self.max_concurrency, self.timeout)
 
 
 @dataclass(frozen=True)

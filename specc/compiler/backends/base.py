@@ -11,15 +11,14 @@ import torch
 from specc.artifact.backends import BackendFacts
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import LimitsEntry, NativeEntry, RectangleEntry, TensorRTEntry
+from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry, NativeEntry, TensorRTEntry
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.model_entries import LEAST_PREFILL_CHUNK
 from specc.config import CompileConfig
 from specc.errors import SpeccError
 from specc.passes.memory import ModelMemory
-from specc.passes.pipeline import PassRecord
-from specc.passes.pipeline import Phases as Layout
-from specc.progress import Phases
+from specc.passes.pipeline import PassRecord, Phases
+from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
 
@@ -42,7 +41,7 @@ class UnfinishedEngine:
     plans: Sequence[SpecPlan]
     limits: LimitsEntry
     config: CompileConfig
-    phases: Phases
+    phases: PhaseTimer
     dump: Path | None = None
 
 
@@ -52,14 +51,14 @@ class Emitted:
 
     Args:
         native: of engines that bring compiled operators.
-        rectangle: of engines whose programs take rectangles of tokens.
+        rectangle: of engines whose programs take padded batches.
         tensorrt: of engines for TensorRT.
         records: what its passes did.
         warnings: what the user should know.
     """
 
     native: NativeEntry | None = None
-    rectangle: RectangleEntry | None = None
+    rectangle: CacheRowsEntry | None = None
     tensorrt: TensorRTEntry | None = None
     records: list[PassRecord] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -121,7 +120,7 @@ class CompilerBackend:
             SpeccError: a combination that it cannot compile here.
         """
 
-    def phases(self, max_seq_len: int) -> Layout:
+    def phases(self, max_seq_len: int) -> Phases:
         """Phases of the pipeline after those of every backend; what they leave is written.
 
         Args:

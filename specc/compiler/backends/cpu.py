@@ -6,7 +6,7 @@ from specc.artifact.backends import facts_of
 from specc.artifact.manifest_entries import NativeEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.passes.lower.cpu import lower as lower_cpu
-from specc.passes.pipeline import Phases as Layout
+from specc.passes.pipeline import Phases
 
 
 class CpuBackend(CompilerBackend):
@@ -19,7 +19,7 @@ class CpuBackend(CompilerBackend):
         if (missing := lower_cpu.missing_compiler()) is not None:
             raise missing
 
-    def phases(self, max_seq_len: int) -> Layout:
+    def phases(self, max_seq_len: int) -> Phases:
         return lower_cpu.LAYOUT_PHASES
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from specc.artifact.backends import facts_of
 from specc.compiler.backends.base import CompilerBackend
 from specc.passes.lower.cuda.phases import cuda_phases
-from specc.passes.pipeline import Phases as Layout
+from specc.passes.pipeline import Phases
 
 
 class CudaBackend(CompilerBackend):
@@ -18,7 +18,7 @@ class CudaBackend(CompilerBackend):
     # tokens of an 8B model are some 30 TFLOP, against 16 GB of weights
     prefill_chunk = 2048
 
-    def phases(self, max_seq_len: int) -> Layout:
+    def phases(self, max_seq_len: int) -> Phases:
         return cuda_phases(max_seq_len)
 
 

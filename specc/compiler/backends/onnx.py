@@ -1,19 +1,83 @@
-"""The backend onnx: ONNX files for onnxruntime and other readers."""
+"""The backend onnx, and what it shares with others whose programs take padded batches."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from specc.artifact.backends import facts_of
+from specc.artifact.cache_rows import CacheRows
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import NativeEntry
-from specc.compiler.backends.base import Emitted, UnfinishedEngine
-from specc.compiler.backends.rectangular import RectangularBackend
+from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry, NativeEntry
+from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
+from specc.config import CompileConfig
+from specc.errors import ConfigError
 from specc.passes.lower.cpu import lower as lower_cpu
+from specc.passes.lower.onnx import lower as lower_onnx
+from specc.passes.lower.onnx.operators import OPSET
+from specc.passes.memory import ModelMemory
+from specc.passes.rewrite.padded import padded_program
+from specc.speculation.plans import SpecPlan
 
 
-class OnnxBackend(RectangularBackend):
+class PaddedBackend(CompilerBackend):
+    """Traces every model over [batch, nodes] tokens and writes it as ONNX."""
+
+    def adapt(self, config: CompileConfig) -> CompileConfig:
+        """A cache of one block a sequence: padded batches know no blocks."""
+        lower_onnx.require_onnx()
+        return dataclasses.replace(config, block_size=0)
+
+    def model_memory(
+        self, memory: ModelMemory, limits: LimitsEntry, plans: Sequence[SpecPlan]
+    ) -> ModelMemory:
+        """Caches have rows around those that hold tokens."""
+        entry = cache_rows_of(limits, plans)
+        cache = memory.cache * entry.rows.total // entry.slots
+        return dataclasses.replace(memory, cache=cache)
+
+    def emit(self, engine: UnfinishedEngine) -> Emitted:
+        entry = cache_rows_of(engine.limits, engine.plans)
+        records = []
+        for model in engine.models:
+            with engine.phases.phase(f"trace {model.name} padded"):
+                program, done = padded_program(
+                    model.source.module, model.program, entry.rows.total, engine.dump
+                )
+                records += [dataclasses.replace(r, phase=f"padded {r.phase}") for r in done]
+                model.padded = program
+            with engine.phases.phase(f"write {model.name} onnx"):
+                lower_onnx.lower_onnx(
+                    program,
+                    engine.writer.path(model.entry.onnx_file),
+                    engine.writer.path(model.entry.weights_file),
+                )
+        return Emitted(rectangle=entry, records=records)
+
+    def extended_nodes(self, manifest: Manifest, plans: Sequence[SpecPlan], max_nodes: int) -> int:
+        """The rows are what they are."""
+        rectangle, limits = manifest.rectangle, manifest.limits
+        assert rectangle is not None, "the manifest is valid"
+        catch_up = max(plan.catch_up if plan.models else 1 for plan in plans)
+        if max_nodes > limits.max_nodes or catch_up - 1 > rectangle.front:
+            raise ConfigError(
+                f"a tree of {max_nodes} nodes, whose drafts read back {catch_up} tokens",
+                f"at most {limits.max_nodes} nodes and {rectangle.front + 1} tokens: the caches of"
+                " this engine's ONNX files have a fixed number of rows",
+                "compile the engine again with the largest --tree that it is to run",
+            )
+        return limits.max_nodes
+
+
+def cache_rows_of(limits: LimitsEntry, plans: Sequence[SpecPlan]) -> CacheRowsEntry:
+    """Rows of the caches of an engine."""
+    catch_up = max((plan.catch_up for plan in plans if plan.models), default=1)
+    rows = CacheRows.of(limits.max_seq_len, limits.max_nodes, catch_up)
+    return CacheRowsEntry(OPSET, rows.front, rows.slots, rows.scratch)
+
+
+class OnnxBackend(PaddedBackend):
     """Adds the compiled operators of a step, where there is a compiler for them."""
 
     facts = facts_of("onnx")

@@ -9,7 +9,7 @@ from specc.artifact.backends import facts_of
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import LimitsEntry, ModelEntry, TensorRTEntry
 from specc.compiler.backends.base import Emitted, UnfinishedEngine
-from specc.compiler.backends.rectangular import RectangularBackend
+from specc.compiler.backends.onnx import PaddedBackend
 from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -21,7 +21,7 @@ from specc.speculation.plans import SpecPlan
 from specc.tensorrt import library as trt
 
 
-class TensorRTBackend(RectangularBackend):
+class TensorRTBackend(PaddedBackend):
     """Builds each model's engine for the shapes that its passes have."""
 
     facts = facts_of("tensorrt")
@@ -114,7 +114,7 @@ def model_profiles(
     prefill = ShapeProfile("prefill", (1, 1, batch), (1, chunk, chunk), (1, 1, batch))
     profiles = {name: [prefill] for name in vocab_sizes}
     for plan in plans:
-        sizes = step_sizes([plan], vocab_sizes, [1], 1, is_rectangular=True)
+        sizes = step_sizes([plan], vocab_sizes, [1], 1, is_padded=True)
         for name, passes in sizes.items():
             for one in passes:
                 nodes, rows = one.tokens, one.rows

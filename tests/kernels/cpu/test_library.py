@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from specc.errors import CompilerError, EngineError
 from specc.kernels import native
-from specc.runtime.backends.cpu import unpacked_package
+from specc.runtime.backends.cpu import compiled_program
 from specc.system.files import hash_file
 from tests.file_limits import file_size_limit
 from tests.kernels.probe import WEIGHT_SHAPE, load_probe, probe_inputs
@@ -237,7 +237,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from specc.kernels import native
-from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.program_files import MappedWeights
 native.load(native.build())
 from tests.file_limits import file_size_limit
 from tests.kernels.probe import load_probe, probe_inputs
@@ -274,7 +274,7 @@ def test_a_loaded_program_has_no_files(probe_package, tmp_path, monkeypatch):
 
 def test_a_torch_that_takes_no_directories(probe_package, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(unpacked_package, "_DIRECTORIES_SINCE", (99,))
+    monkeypatch.setattr(compiled_program, "_DIRECTORIES_SINCE", (99,))
     assert load_probe(probe_package).run(probe_inputs(3)).shape[0] == 3
     assert list(tmp_path.iterdir()) == []
 

@@ -17,7 +17,7 @@ from specc.artifact.weight_layout import blocks_shape, to_blocks
 from specc.kernels import native, ops
 from specc.kernels.ranks import rank_error
 from specc.passes.lower.inductor import package
-from specc.runtime.backends.cpu.unpacked_package import unpacked_package
+from specc.runtime.backends.cpu.compiled_program import unpacked_package
 from specc.runtime.ranks.group import RankGroup
 from specc.system.file_cache import FileCache
 from specc.system.machine import isa_flags

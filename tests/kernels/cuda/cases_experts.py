@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specc.kernels.cuda import experts as module
 from specc.kernels.cuda.experts import experts
-from specc.kernels.reference.experts import experts_reference
+from specc.kernels.reference.products import experts_reference
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # relative to the largest result of a row: what the second product reads is rounded, and the result

@@ -15,7 +15,7 @@ from specc.errors import (
     UnsupportedRotaryError,
 )
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.trace_flat import trace
+from specc.passes.frontend.trace import trace
 from specc.passes.rewrite.classify_masks import ClassifyMasks
 from specc.passes.rewrite.normalize import Normalize
 from tests.models import tiny_config

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from specc.passes.frontend.position_limit import position_limit
-from specc.passes.frontend.trace_flat import trace
+from specc.passes.frontend.trace import position_limit, trace
 
 
 class Model(nn.Module):

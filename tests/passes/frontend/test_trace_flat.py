@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from specc.errors import NotCausalLMError, UnsupportedGraphError
-from specc.passes.frontend.trace_flat import buffer_values, trace
+from specc.passes.frontend.trace import buffer_values, trace
 from specc.passes.program import RUNTIME_INPUTS
 from tests.passes.modules import Tiny, assert_same_numbers, program_logits, random_tokens
 

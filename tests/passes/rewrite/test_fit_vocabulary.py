@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specc.passes.frontend.trace_flat import trace
+from specc.passes.frontend.trace import trace
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from tests.passes.modules import (

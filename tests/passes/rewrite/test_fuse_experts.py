@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specc.kernels import ops
-from specc.passes.frontend.trace_flat import trace
+from specc.passes.frontend.trace import trace
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.memory import PassShape, peak_bytes
 from specc.passes.pipeline import Pipeline

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specc.kernels import ops
-from specc.passes.frontend.trace_flat import trace
+from specc.passes.frontend.trace import trace
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM, has_no_foreign_ops
 from tests.models import build_model

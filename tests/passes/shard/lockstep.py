@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from specc.kernels.reference.ranks import LockstepGroup, use_group
-from specc.passes.lower.emit import constant_key, program_to_json
 from specc.passes.pipeline import PHASES, Phases, Pipeline
-from specc.passes.program import Program
+from specc.passes.program import Program, constant_key, program_to_json
 from specc.passes.shard.shard import Shard
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.sharding.shard_plan import ShardPlan

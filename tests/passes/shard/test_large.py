@@ -15,7 +15,7 @@ import json, resource, time
 from functools import partial
 import torch, transformers
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.frontend.trace_flat import trace
+from specc.passes.frontend.trace import trace
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.shard.shard import Shard
 

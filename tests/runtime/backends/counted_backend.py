@@ -9,10 +9,9 @@ from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest import Manifest
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
 from specc.runtime.backends.eager.program import ModelProgram
-from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
-from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json
 
 FACTS = BackendFacts("counted", ("float32",), "cpu", "flat")
 
@@ -27,7 +26,7 @@ class CountedProgram(ModelProgram):
         return super().forward(*inputs)
 
 
-class WholeStep(StepProgram):
+class WholeStep(EagerStep):
     """A step that is run as a whole."""
 
     @property

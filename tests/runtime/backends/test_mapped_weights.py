@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from specc.errors import EngineError
-from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.program_files import MappedWeights
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 
@@ -72,7 +72,7 @@ def test_an_engine_whose_weights_are_cut_says_so(tiny_engine, tmp_path) -> None:
 FORKS = """
 import faulthandler, json, os, pathlib, signal, sys, torch
 from specc.kernels import native
-from specc.runtime.backends.mapped_weights import MappedWeights
+from specc.runtime.backends.program_files import MappedWeights
 native.load(native.build())
 root, ends = pathlib.Path(sys.argv[1]), {}
 for name, code in json.load(sys.stdin).items():

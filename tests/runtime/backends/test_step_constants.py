@@ -35,20 +35,20 @@ PLANS = [
 SIZES = (None, 1, 2, 3, 4)
 
 
-def program_of(plan: SpecPlan, is_rectangular: bool = False) -> dict:
+def program_of(plan: SpecPlan, is_padded: bool = False) -> dict:
     models = {"target": 1, **dict.fromkeys(plan.models, 1)}
-    return json.loads(json.dumps(fuse_step(plan, models, is_rectangular).to_json()))
+    return json.loads(json.dumps(fuse_step(plan, models, is_padded).to_json()))
 
 
-@pytest.mark.parametrize("is_rectangular", [False, True])
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize(
     ("plan", "tile"),
     [(plan, tile) for plan in PLANS for tile in SIZES if plan.speculates or tile is None],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_the_compiler_writes_what_the_plan_says(plan, tile, is_rectangular):
+def test_the_compiler_writes_what_the_plan_says(plan, tile, is_padded):
     plan = dataclasses.replace(plan, tile=tile)
-    step = fuse_step(plan, {"target": 1, **dict.fromkeys(plan.models, 1)}, is_rectangular)
+    step = fuse_step(plan, {"target": 1, **dict.fromkeys(plan.models, 1)}, is_padded)
     found = step_constants(json.loads(json.dumps(step.to_json())), plan)
     assert found.keys() == step.constants.keys()
     for name, value in found.items():

@@ -15,7 +15,7 @@ from specc.errors import RequestError
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.step_buffers import StepBuffers
-from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -91,7 +91,7 @@ def data_engine(tiny_engine: Path) -> Engine:
     for plan in DATA_PLANS:
         assert plan.num_rows <= engine.cache.shape.max_nodes
         program = json.loads(json.dumps(fuse_step(plan, slabs).to_json()))
-        engine.steps[plan.name] = StepProgram(program, models)
+        engine.steps[plan.name] = EagerStep(program, models)
     return engine
 
 

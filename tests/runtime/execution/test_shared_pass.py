@@ -11,9 +11,8 @@ import torch
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.execution.shared_pass import span_tokens, tree_tokens
-from specc.runtime.scheduling.batch import Batch, Span, StepGroup
+from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 from specc.speculation.tree import WORD_BITS, TokenTree

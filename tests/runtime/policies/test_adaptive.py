@@ -13,9 +13,8 @@ from specc.errors import ConfigError
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.adaptive import AdaptivePolicy
 from specc.runtime.policies.adaptive_length import AdaptiveConstants
-from specc.runtime.scheduling.batch import Batch, Span, StepGroup
+from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import SpecPlan

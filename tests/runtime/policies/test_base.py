@@ -8,8 +8,7 @@ import pytest
 
 from specc.errors import ConfigError
 from specc.runtime.policies.base import FixedPolicy, Policy
-from specc.runtime.scheduling.batch import Batch
-from specc.runtime.scheduling.run_result import RunResult
+from specc.runtime.scheduling.batch import Batch, RunResult
 from specc.speculation.metrics import SpecStats
 from tests.runtime.scheduling.test_look_ahead import scripted
 

@@ -11,8 +11,7 @@ from specc.runtime.policies.adaptive import AdaptivePolicy
 from specc.runtime.policies.base import Policy
 from specc.runtime.policies.best import BestPolicy
 from specc.runtime.policies.goodput.policy import GoodputPolicy
-from specc.runtime.policies.measured import ProfilePolicy
-from specc.runtime.policies.named import make_policy
+from specc.runtime.policies.named import ProfilePolicy, make_policy
 from specc.speculation.plans import OFF, SpecPlan
 
 CHAINS = (SpecPlan.from_widths((1,) * 4), SpecPlan.from_widths((1, 1)))

@@ -17,7 +17,7 @@ from specc.errors import FaultError, OverloadError, RequestError
 from specc.runtime.processes import bounded_pool, fork_server
 from specc.runtime.processes.bounded_child import ChildLimits
 from specc.runtime.processes.bounded_pool import BoundedPool, Cancellation, JobCancelled
-from specc.runtime.processes.child_errors import AnswerTooLarge, ChildDied, ChildTimeout, JobFailed
+from specc.runtime.processes.fork_server import AnswerTooLarge, ChildDied, ChildTimeout, JobFailed
 
 HERE = Path(__file__).resolve().parent
 TARGET = "bounded_jobs:Jobs"

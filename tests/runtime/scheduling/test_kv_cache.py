@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.cache_rows import CacheRows
 from specc.runtime.scheduling.kv_cache import GROWTH, CacheShape, KVCache
 
 

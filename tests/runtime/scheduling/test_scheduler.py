@@ -11,10 +11,9 @@ import torch
 from specc.errors import RequestError
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.base import FixedPolicy
-from specc.runtime.scheduling.batch import Batch
+from specc.runtime.scheduling.batch import Batch, RunResult
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 from specc.runtime.scheduling.scheduler import Scheduler
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan

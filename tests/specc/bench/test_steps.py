@@ -23,7 +23,7 @@ from specc.bench.synthetic.engine import make_engine
 from specc.bench.synthetic.weights import make_weights
 from specc.compiler.in_memory import ShapeOptions, compile_shapes
 from specc.passes.step.draw_acceptance import STAGE
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.sampling.rows import Value
 from specc.speculation.plans import SpecPlan
 from tests.models import tiny_config
@@ -42,7 +42,7 @@ def programs(acceptance: tuple[float, ...] | None = (0.5, 0.2)) -> BenchPrograms
     options = ShapeOptions(
         PLANS, "float32", 2, CONTEXT, TOKENS, backend="cuda", acceptance=acceptance
     )
-    return compile_shapes(["T", "D"], configs, options, Phases())
+    return compile_shapes(["T", "D"], configs, options, PhaseTimer())
 
 
 class FakeClock:

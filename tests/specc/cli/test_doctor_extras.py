@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specc.cli.doctor_extras import NEEDED_FOR, describe, extras
+from specc.cli.doctor import NEEDED_FOR, describe, extras
 from specc.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[3]

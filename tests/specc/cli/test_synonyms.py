@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
+from specc.cli.app import in_words_of, synonym
 from specc.cli.main import app
-from specc.cli.synonyms import in_words_of, synonym
 from specc.errors import ConfigError, RequestError
 
 

@@ -18,7 +18,7 @@ from specc.artifact import directory as artifact
 from specc.artifact.manifest import MANIFEST_FILE
 from specc.cli.main import app
 from specc.compiler import build as compiler
-from specc.compiler.backends.choice import choose_backend
+from specc.compiler.backends.registry import choose_backend
 from specc.compiler.build import Compilation
 from specc.config import CompileConfig
 from specc.errors import CompilerError, ConfigError, EngineError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from specc.compiler.token_maps import TokenMap
+from specc.compiler.tokenizer import TokenMap
 from specc.errors import VocabMismatchError
 
 LETTERS = {"a": 0, "b": 1, "c": 2, "d": 3}

@@ -15,15 +15,13 @@ from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.directory import open_engine
 from specc.compiler.backends import registry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
-from specc.compiler.backends.choice import choose_backend
-from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.backends.registry import choose_backend, compiler_backend
 from specc.compiler.build import build
 from specc.compiler.extend import extend_engine
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.kernels import ops
-from specc.passes.pipeline import PHASES
-from specc.passes.pipeline import Phases as Layout
+from specc.passes.pipeline import PHASES, Phases
 from specc.passes.rewrite.fuse_rms_norm import FuseRMSNorm
 from specc.runtime.backends import registry as runtime
 from specc.runtime.backends.base import LoadLimits
@@ -48,7 +46,7 @@ class AbacusBackend(CompilerBackend):
         if config.compute_capability not in (None, "1.0"):
             raise ConfigError("another abacus", "1.0", "pass --compute-capability 1.0")
 
-    def phases(self, max_seq_len: int) -> Layout:
+    def phases(self, max_seq_len: int) -> Phases:
         return (("norms", (FuseRMSNorm,)),)
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:

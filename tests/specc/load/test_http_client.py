@@ -15,7 +15,7 @@ from yarl import URL
 from specc.errors import ConfigError
 from specc.load.http_client import HttpClient, parse_base_url
 from specc.load.request import LoadRequest
-from specc.load.run import LoadLimits, run_load
+from specc.load.run import ClientLimits, run_load
 from tests.specc.load.test_server_counters import METRICS
 from tests.specc.server.serving import serve
 
@@ -115,7 +115,7 @@ def request(index: int = 0) -> LoadRequest:
     return LoadRequest(index, 0.0, "abcde", None, 7)
 
 
-def ask(server: TinyServer, count: int = 1, limits: LoadLimits | None = None, **options: Any):
+def ask(server: TinyServer, count: int = 1, limits: ClientLimits | None = None, **options: Any):
     async def run():
         async with server.running() as base, HttpClient(base, **options) as client:
             await client.connect()
@@ -198,7 +198,7 @@ def test_a_request_that_takes_too_long_is_given_up_at_the_server():
 
     async def run():
         async with server.running() as base, HttpClient(base, "tiny") as client:
-            found = await run_load([request()], client, LoadLimits(timeout_s=0.25))
+            found = await run_load([request()], client, ClientLimits(timeout_s=0.25))
             await asyncio.sleep(0.2)
             return found
 
@@ -287,7 +287,7 @@ def test_any_number_of_requests_is_open_at_a_time():
             base = URL(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
             async with HttpClient(base, "tiny") as client:
                 client.counters = no_counters
-                limits = LoadLimits(timeout_s=20)
+                limits = ClientLimits(timeout_s=20)
                 return await run_load([request(i) for i in range(count)], client, limits)
 
     async def no_counters():

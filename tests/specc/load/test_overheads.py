@@ -14,7 +14,7 @@ from specc.cost.roofline import roofline
 from specc.load.overheads import with_overheads
 from specc.load.request import LoadRequest
 from specc.load.result import Chunk, LoadRun, RequestResult
-from specc.load.run import LoadLimits
+from specc.load.run import ClientLimits
 from specc.speculation.plans import OFF, SpecPlan
 
 PLANS = {
@@ -34,7 +34,7 @@ class Served:
     """Every iteration takes what the table says, and so much more; one is held up."""
 
     table: LatencyTable
-    limits: LoadLimits
+    limits: ClientLimits
     engine: Any
     served: list[str]
 
@@ -68,7 +68,7 @@ class Served:
 
 def test_what_gaps_have_beyond_passes_is_the_hosts():
     table = roofline()
-    subject = Served(table, LoadLimits(), SimpleNamespace(plans=PLANS), [])
+    subject = Served(table, ClientLimits(), SimpleNamespace(plans=PLANS), [])
     requests = [LoadRequest(i, i / 2, [0] * 30, 30, 20) for i in range(9)]
     done: list[tuple[int, int]] = []
     found = with_overheads(table, subject, requests, lambda *step: done.append(step))  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_what_gaps_have_beyond_passes_is_the_hosts():
 
 def test_nothing_is_not_below_nothing():
     slow = roofline().scaled(target=4, drafts=4)
-    subject = Served(roofline(), LoadLimits(), SimpleNamespace(plans=PLANS), [])
+    subject = Served(roofline(), ClientLimits(), SimpleNamespace(plans=PLANS), [])
     requests = [LoadRequest(0, 0.0, [0] * 30, 30, 20)]
     found = with_overheads(slow, subject, requests, lambda *step: None)  # type: ignore[arg-type]
     assert found.iteration_s == 0.0

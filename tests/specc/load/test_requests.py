@@ -170,5 +170,3 @@ def test_a_time_limit_leaves_out_what_comes_later():
 def test_workloads_that_cannot_be():
     with pytest.raises(ConfigError, match="tokenizer"):
         workload(prompt_tokens=LengthDistribution.parse("4", ""), texts=["a"])
-    with pytest.raises(ConfigError, match="num-requests"):
-        workload(num_requests=0)

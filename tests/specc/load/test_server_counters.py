@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specc.load.server_counters import parse_metrics
+from specc.load.http_client import parse_metrics
 
 METRICS = """\
 # HELP specc:spec_decode_num_drafts_total Steps that drafted.

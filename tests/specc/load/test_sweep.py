@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from specc.cli.main import app
 from specc.cost.latency_table import LatencyTable, PassSeconds
-from specc.draw.load import draw_load, is_wide, lines_of
+from specc.draw.charts import draw_load, is_wide, lines_of
 from specc.errors import RequestError
 from specc.load.arrivals import Arrivals
 from specc.load.decisions import DecisionTrace
@@ -273,7 +273,7 @@ def test_the_command_asks_a_server(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("package", ["aiohttp", "prometheus_client"])
 def test_a_server_without_the_extra_of_the_client(package, monkeypatch):
-    for name in ("specc.load.http_client", "specc.load.server_counters", f"{package}.parser"):
+    for name in ("specc.load.http_client", "specc.load.http_client", f"{package}.parser"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     done = invoke("--base-url", "http://localhost:1", "--num-requests", 4)

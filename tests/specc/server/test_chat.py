@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specc.runtime.requests.chat_template import ChatTemplate
-from specc.server.chat import render
+from specc.server.endpoints import render
 from specc.server.errors import ApiError
 from specc.server.protocol import ChatRequest
 

@@ -10,7 +10,7 @@ import pytest
 from specc.errors import ConfigError
 from specc.server.config import ServeConfig
 from specc.server.errors import ApiError
-from specc.server.grammar_size import check_grammar_size
+from specc.server.grammar import check_grammar_size
 from tests.specc.server.serving import assert_error, serve
 
 LIMIT = 1000

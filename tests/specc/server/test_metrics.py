@@ -8,8 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specc.runtime.service.state import ServiceState
-from specc.server.latencies import MAX_VALUES, RecentLatencies
-from specc.server.metrics import RateWindow
+from specc.server.metrics import MAX_LATENCIES, RateWindow, RecentLatencies
 from specc.speculation.metrics import SpecStats
 from tests.specc.server.serving import Server, serve, slow_down, wait_for
 
@@ -175,9 +174,9 @@ def test_percentiles_are_of_the_last_minute() -> None:
     assert recent.percentiles(0, 50, 100, now_s=200.0) == (60, [140.0, 169.5, 199.0])
     assert recent.percentiles(50, now_s=259.0) == (1, [199.0])
     assert recent.percentiles(50, now_s=260.0) == (0, [None])
-    for i in range(3 * MAX_VALUES):
+    for i in range(3 * MAX_LATENCIES):
         recent.add(float(i), now_s=300.0)
-    assert recent.percentiles(0, now_s=300.0) == (MAX_VALUES, [2.0 * MAX_VALUES])
+    assert recent.percentiles(0, now_s=300.0) == (MAX_LATENCIES, [2.0 * MAX_LATENCIES])
 
 
 def test_lines_are_logged_while_there_is_work(caplog) -> None:

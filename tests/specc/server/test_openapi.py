@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from specc.server import app
 from specc.server import openapi as serve_openapi
-from specc.server import page as serve_page
 from tests.specc.server.serving import serve
 
 
@@ -20,7 +20,7 @@ def test_the_description_and_the_page_are_written_once(monkeypatch: pytest.Monke
         assert first["/openapi.json"].json()["paths"]["/v1/completions"]
         assert "/openapi.json" not in first["/openapi.json"].json()["paths"]
         monkeypatch.setattr(serve_openapi.json, "dumps", never)
-        monkeypatch.setattr(type(serve_page._FILE), "read_bytes", never)
+        monkeypatch.setattr(type(app._PAGE), "read_bytes", never)
         for path, answer in first.items():
             again = running.get(path)
             assert again.status_code == 200

@@ -15,9 +15,8 @@ from specc.cost.roofline import roofline
 from specc.errors import ConfigError, RequestError
 from specc.runtime.policies.base import FixedPolicy
 from specc.runtime.policies.goodput.policy import GoodputPolicy
-from specc.simulate.comparison import compare
+from specc.simulate.comparison import compare, make_simulated_policy
 from specc.simulate.load import Drafting, Lengths, Load, SimulatedRequest, make_load, uniform
-from specc.simulate.policies import make_simulated_policy
 from specc.simulate.simulator import Iteration, Limits, SimulationReport, simulate
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 

@@ -20,11 +20,11 @@ from specc.cost.acceptance import expected_tokens
 from specc.cost.latency_table import LatencyTable
 from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, EngineError
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import EngineArgs
 from specc.runtime.llm import LLM
-from specc.runtime.policies.measured import ProfilePolicy
+from specc.runtime.policies.named import ProfilePolicy
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, OFF, DynamicTree, SpecPlan
@@ -185,7 +185,7 @@ def test_tune_writes_a_family_that_the_engine_follows(engine_copy: Path):
     prompts = ["hello there", "one two three"]
     wanted = LLM(engine_copy, plan="off").generate(prompts, SamplingParams(max_tokens=20))
     options = TuneOptions(max_nodes=8, max_depth=3, max_tokens=12, rounds=1, latency_s=0.1)
-    tuning = tune(engine_copy, prompts, options, Phases())
+    tuning = tune(engine_copy, prompts, options, PhaseTimer())
     assert [batch.batch_size for batch in tuning.batches] == [1, 2]
     assert set(tuning.acceptance) == {"draft_0", "draft_1", "suffix"}
     assert tuning.acceptance["draft_1"][0][0] == 1.0
@@ -244,7 +244,7 @@ def test_a_profile_picks_by_the_number_of_sequences():
 
 
 def test_a_profile_of_unknown_plans_is_refused(engine_copy: Path):
-    tune(engine_copy, ["hello"], TuneOptions((1,), 4, 2, 4, rounds=1), Phases())
+    tune(engine_copy, ["hello"], TuneOptions((1,), 4, 2, 4, rounds=1), PhaseTimer())
     manifest = open_engine(engine_copy)
     with extend_engine(engine_copy, manifest) as extension:
         extension.commit([OFF], "profile", {"plans": {"1": "chain-77"}})
@@ -257,9 +257,9 @@ def test_what_cannot_be_tuned(zoo: Zoo, compiled: Path, tmp_path: Path):
     config = CompileConfig(max_batch_size=2, max_seq_len=64, backend="eager", probe=False)
     build(zoo.checkpoint("llama"), None, tmp_path / "plain", config)
     with pytest.raises(ConfigError, match="an engine without drafts"):
-        tune(tmp_path / "plain", ["a"], TuneOptions(), Phases())
+        tune(tmp_path / "plain", ["a"], TuneOptions(), PhaseTimer())
     with pytest.raises(ConfigError, match="--batch-size 3"):
-        tune(compiled, ["a"], TuneOptions((3,)), Phases())
+        tune(compiled, ["a"], TuneOptions((3,)), PhaseTimer())
 
 
 def test_command_line(engine_copy: Path, tmp_path: Path):

@@ -15,7 +15,7 @@ from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
 
 
 class TorchTensorRTBackend(TensorRTBackend):
-    """Builds from the rectangular programs instead of the ONNX files."""
+    """Builds from the padded programs instead of the ONNX files."""
 
     # it builds for the GPU that it finds
     options = ("decomposable_attention",)
@@ -34,7 +34,7 @@ class TorchTensorRTBackend(TensorRTBackend):
         profiles: Sequence[ShapeProfile],
         options: BuildOptions,
     ) -> BuildReport:
-        program = model.rectangular
+        program = model.padded
         assert program is not None, "it was traced for the ONNX file"
         return torch_tensorrt.build_engine(
             program,

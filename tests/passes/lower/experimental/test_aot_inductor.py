@@ -79,7 +79,7 @@ def test_the_command_refuses_it_in_three_lines(variable, word, tiny_models, tmp_
 
 
 def test_other_unknown_backends_stay_unknown(allowed):
-    from specc.compiler.backends.choice import choose_backend
+    from specc.compiler.backends.registry import choose_backend
 
     with pytest.raises(ConfigError):
         choose_backend("aot-cuda")

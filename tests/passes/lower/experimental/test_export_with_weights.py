@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from specc.artifact.rectangle import CacheRows, mask_input
+from specc.artifact.cache_rows import CacheRows, mask_input
 from specc.errors import UnsupportedGraphError, WeightError
 from specc.kernels import ops
 from specc.passes.lower.experimental.export_with_weights import (
@@ -21,8 +21,8 @@ ROWS = CacheRows(front=1, slots=60, scratch=19)
 
 
 def results_of(pair, given):
-    """Logits and caches of the rectangular program, operator by operator."""
-    program = pair.rectangular
+    """Logits and caches of the padded program, operator by operator."""
+    program = pair.padded
     weights = pair.weights
     values = {name: weights[weight.key] for name, weight in program.weights.items()}
     values |= program.constants | given
@@ -70,7 +70,7 @@ def example(program, batch, nodes, rows, seed=3):
 @pytest.mark.parametrize("name", [pytest.param("gemma3-tied", marks=pytest.mark.slow), "gpt2"])
 def test_the_exported_program_is_the_program(name):
     pair = lowered(name, ROWS)
-    program = pair.rectangular
+    program = pair.padded
     exported = export_with_weights(program, pair.weights)
     # names, so that they are those of the engine
     module = exported.module()
@@ -109,20 +109,20 @@ def test_the_exported_program_is_the_program(name):
 def test_weights_come_from_the_engines_file(tmp_path):
     pair = lowered("mistral", ROWS, torch.float16)
     save_file(pair.weights, tmp_path / WEIGHTS)
-    found = read_weights(pair.rectangular, tmp_path / WEIGHTS)
-    assert found.keys() == {weight.key for weight in pair.rectangular.weights.values()}
+    found = read_weights(pair.padded, tmp_path / WEIGHTS)
+    assert found.keys() == {weight.key for weight in pair.padded.weights.values()}
     for key, value in found.items():
         assert value.dtype == torch.float16
         assert torch.equal(value, pair.weights[key])
     key = next(iter(found))
     with pytest.raises(WeightError, match="nothing for"):
-        export_with_weights(pair.rectangular, {k: v for k, v in found.items() if k != key})
+        export_with_weights(pair.padded, {k: v for k, v in found.items() if k != key})
     with pytest.raises(WeightError, match="float32"):
-        export_with_weights(pair.rectangular, found | {key: found[key].float()})
+        export_with_weights(pair.padded, found | {key: found[key].float()})
 
 
 @pytest.mark.slow
 def test_an_operator_without_converter_is_refused_by_name():
     pair = lowered("mixtral", ROWS)
     with pytest.raises(UnsupportedGraphError, match="grouped_mm"):
-        export_with_weights(pair.rectangular, pair.weights)
+        export_with_weights(pair.padded, pair.weights)

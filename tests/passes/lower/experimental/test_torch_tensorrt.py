@@ -16,11 +16,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.cache_rows import CacheRows
 from specc.cli.main import app
 from specc.compiler import build as compiler
-from specc.compiler.backends.choice import check_options
-from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.backends.registry import check_options, compiler_backend
 from specc.config import CompileConfig
 from specc.errors import ConfigError, TensorRTError
 from specc.kernels import ops
@@ -222,7 +221,7 @@ def stand_in(monkeypatch):
 @pytest.mark.slow
 def test_the_call(stand_in, tmp_path):
     pair = lowered("mistral", ROWS, torch.float16)
-    program = pair.rectangular
+    program = pair.padded
     profile = lower.widest_profile(PROFILES, ROWS.total)
     cache = tmp_path / "new" / "timing"
     data = lower.convert(program, pair.weights, profile, decomposable=True, timing_cache=cache)
@@ -252,7 +251,7 @@ def test_a_failure_says_what_was_logged(stand_in):
     stand_in.fails = "no converter for aten.frobnicate"
     profile = lower.widest_profile(PROFILES, ROWS.total)
     with pytest.raises(TensorRTError, match=r"target: no converter for aten\.frobnicate"):
-        lower.convert(pair.rectangular, pair.weights, profile)
+        lower.convert(pair.padded, pair.weights, profile)
     assert stand_in.inner.TRTInterpreter is stand_in.interpreter
     assert not logging.getLogger("torch_tensorrt").handlers
 
@@ -315,24 +314,24 @@ def loads(monkeypatch, stand_in):
 def test_an_engine_of_other_names_or_with_a_copied_cache_is_refused(loads, tmp_path):
     pair = lowered("mistral", ROWS, torch.float16)
     plan = tmp_path / "plan"
-    report = lower.build_engine(pair.rectangular, pair.weights, plan, PROFILES)
+    report = lower.build_engine(pair.padded, pair.weights, plan, PROFILES)
     assert report.lane == "torch-tensorrt"
     assert [x.mask for x in report.attentions] == ["mask_window_16"] * 2
     assert report.compute_capability == "9.0"
     assert report.num_bytes == plan.stat().st_size
-    assert report.inputs == tuple(input_sizes(pair.rectangular))
+    assert report.inputs == tuple(input_sizes(pair.padded))
     assert report.warnings == ("torch-tensorrt keeps no list of layers: fusion is unknown",)
     plan.unlink()
     loads.drop = "k_cache_1_out"
     with pytest.raises(TensorRTError, match="k_cache_1_out too many or too few"):
-        lower.build_engine(pair.rectangular, pair.weights, plan, PROFILES)
+        lower.build_engine(pair.padded, pair.weights, plan, PROFILES)
     loads.drop, loads.alias = None, lambda name: ""
     with pytest.raises(TensorRTError, match="in the memory of no input"):
-        lower.build_engine(pair.rectangular, pair.weights, plan, PROFILES)
+        lower.build_engine(pair.padded, pair.weights, plan, PROFILES)
     assert not plan.exists()
     wide = lowered("gemma3-tied", ROWS)
     with pytest.raises(TensorRTError, match="float32 attention"):
-        lower.build_engine(wide.rectangular, wide.weights, plan, PROFILES)
+        lower.build_engine(wide.padded, wide.weights, plan, PROFILES)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import torch
 from onnx import TensorProto
 from torch import Tensor, nn
 
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.cache_rows import CacheRows
 from specc.compiler import build as compiler
 from specc.config import CompileConfig
 from specc.errors import ConfigError, UnsupportedGraphError
@@ -93,7 +93,7 @@ def test_the_file_passes_the_checker(written: Written) -> None:
 
 
 def test_inputs_and_outputs(written: Written) -> None:
-    program = written.pair.rectangular
+    program = written.pair.padded
     caches = list(program.caches)
     inputs = {value.name: value for value in written.graph.input}
     assert tuple(inputs) == written.file.inputs == (*program.runtime_inputs, *caches)
@@ -176,7 +176,7 @@ def test_nothing_names_this_machine(written: Written) -> None:
 
 def test_caches_and_attentions(written: Written) -> None:
     """The forms that TensorRT's parser and onnxruntime both take, and no others."""
-    program = written.pair.rectangular
+    program = written.pair.padded
     writers = written.nodes("TensorScatter")
     assert [node.input[0] for node in writers] == list(program.caches)
     for node in writers:
@@ -212,7 +212,7 @@ def test_a_directory_that_was_moved(written: Written, tmp_path: Path) -> None:
         )
     finally:
         moved.rename(home)
-    program, first = written.pair.rectangular, 7
+    program, first = written.pair.padded, 7
     inputs = {
         "tokens": np.array([[3, 4]]),
         "positions": np.array([[0, 1]]),
@@ -297,14 +297,14 @@ torch.library.register_fake("specc_test_lower_onnx::mystery", torch.empty_like, 
 
 def test_an_operator_that_onnx_does_not_have(tmp_path: Path) -> None:
     pair = lowered("llama", ROWS)
-    graph = pair.rectangular.graph
+    graph = pair.padded.graph
     (output,) = graph.find_nodes(op="output")
     with graph.inserting_before(output):
         mystery = torch.ops.specc_test_lower_onnx.mystery.default
         output.args = (emit_call(graph, mystery, output.args[0]),)
     path = tmp_path / "other.onnx"
     with pytest.raises(UnsupportedGraphError, match="target: ") as caught:
-        lower_onnx(pair.rectangular, path, tmp_path / WEIGHTS)
+        lower_onnx(pair.padded, path, tmp_path / WEIGHTS)
     assert "specc_test_lower_onnx" in caught.value.found
     assert "mystery" in caught.value.found
     assert "--backend" in caught.value.do

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.cache_rows import CacheRows
 from specc.passes.lower.tensorrt.builder import BuildOptions
 from specc.passes.lower.tensorrt.lower import build_engine
 from specc.passes.lower.tensorrt.shape_profile import ShapeProfile

@@ -11,7 +11,7 @@ from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.backend import DeviceModel, DeviceOperators
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.engine_steps import make_buffers
-from specc.runtime.backends.eager.step import StepProgram
+from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.execution.device_link import DeviceLink
@@ -50,7 +50,7 @@ def eager_engine(path: Path, plans: Sequence[SpecPlan] = ()) -> Engine:
     engine = Engine.load(path)
     models = models_of(engine)
     for plan in plans:
-        engine.steps[plan.name] = StepProgram(step_program(engine, plan), models)
+        engine.steps[plan.name] = EagerStep(step_program(engine, plan), models)
     return engine
 
 

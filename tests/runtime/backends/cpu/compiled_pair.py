@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
-from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.runtime.engine import Engine
 from tests import models
 from tests.lossless import Zoo, layout_of

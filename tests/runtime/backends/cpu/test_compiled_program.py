@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
 from specc.runtime.backends.eager.program import ModelProgram
-from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.runtime.engine import Engine
 from specc.speculation.tree import TokenTree
 from tests import models
@@ -143,7 +142,7 @@ def test_the_hook_edits_logits_in_place(pair: Pair, plan: str) -> None:
 
 
 def test_the_hook_replaces_logits(pair: Pair) -> None:
-    """`StepProgram` promises it to benchmarks."""
+    """`EagerStep` promises it to benchmarks."""
 
     def replace(environment: Environment) -> None:
         environment["logits"] = torch.zeros_like(environment["logits"])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specc.api import probe_engine
 from specc.artifact.directory import read_manifest
-from specc.cli.stats import stats_rows
+from specc.cli.render import stats_rows
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.runtime.backends.captured import backend as captured_backend

@@ -14,9 +14,8 @@ from torch import Tensor
 from specc.artifact.weight_layout import to_blocks
 from specc.errors import EngineError
 from specc.runtime.backends.eager.program import ModelProgram, weights_in_rows
-from specc.runtime.backends.eager.step import StepProgram
-from specc.runtime.backends.mapped_weights import MappedWeights
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.eager.step import EagerStep
+from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.speculation.plans import SpecPlan
 
 
@@ -97,12 +96,12 @@ def test_other_schema_versions_are_refused(program, saved_engine) -> None:
     with pytest.raises(EngineError, match="schema 3"):
         ModelProgram(program | {"schema_version": 3}, saved_engine.weights, make_caches())
     with pytest.raises(EngineError, match="schema None"):
-        StepProgram({}, {})
+        EagerStep({}, {})
     # 1 knew one draft and greedy steps
     with pytest.raises(EngineError, match="a step program of schema 1"):
-        StepProgram({"schema_version": 1}, {})
+        EagerStep({"schema_version": 1}, {})
     with pytest.raises(EngineError, match="a plan"):
-        StepProgram({"schema_version": 2}, {})
+        EagerStep({"schema_version": 2}, {})
 
 
 def test_unreadable_files_are_engine_errors(tmp_path: Path) -> None:
@@ -147,7 +146,7 @@ def test_step_runs_its_stages_in_order() -> None:
                 "nodes": [*inputs, add], "output": {"dict": {"sum": {"node": "z"}}}}},
         ],
     }  # fmt: skip
-    step = StepProgram(json.loads(json.dumps(program)), {})
+    step = EagerStep(json.loads(json.dumps(program)), {})
     environment = {"x": torch.tensor([3], dtype=torch.int32)}
     stage_s = step.run(environment)
     assert environment["sum"].tolist() == [7]

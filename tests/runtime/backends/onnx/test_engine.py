@@ -19,15 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from specc.artifact.cache_rows import CacheRows
 from specc.artifact.manifest import Manifest
-from specc.artifact.rectangle import CacheRows
 from specc.compiler import build as compiler
 from specc.config import CompileConfig
 from specc.errors import EngineError
 from specc.passes.step.fuse_step import STEP_OUTPUTS
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.onnx.program import OnnxProgram
-from specc.runtime.backends.rectangular import model as rectangular_model
+from specc.runtime.backends.padded import model as padded_model
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -129,14 +129,14 @@ def test_requests_join_and_leave_while_others_run(
 ) -> None:
     """The batch grows and shrinks, leaves holes, and runs two plans in one iteration."""
     engine = make_engine(zoo, "gemma3", max_num_seqs=3)
-    cut, runs = rectangular_model._runs, []
+    cut, runs = padded_model._runs, []
 
     def record(*args: Any) -> list[Any]:
         found = list(cut(*args))
         runs.append(len(found))
         return found
 
-    monkeypatch.setattr(rectangular_model, "_runs", record)
+    monkeypatch.setattr(padded_model, "_runs", record)
     check_join_and_leave(zoo, "gemma3", engine, plan, plain=1)
     assert max(runs) > 1, "there were holes"
     assert min(runs) == 1
@@ -365,7 +365,7 @@ def test_altered_files_are_refused(zoo: Zoo, tmp_path: Path, file: str) -> None:
         Engine.load(path)
 
 
-def test_manifests_of_other_rectangles_are_refused(zoo: Zoo) -> None:
+def test_manifests_of_other_cache_rows_are_refused(zoo: Zoo) -> None:
     manifest = make_engine(zoo, "gemma3").manifest
     assert Manifest.from_json(manifest.to_json()) == manifest
     rectangle = manifest.rectangle

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 import torch
 
-from specc.artifact.rectangle import CacheRows
+from specc.artifact.cache_rows import CacheRows
 from specc.errors import EngineError
 from specc.runtime.backends.onnx import program as onnx_program
 from specc.runtime.backends.onnx.program import OnnxProgram, load_onnx

@@ -17,8 +17,8 @@ import pytest
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.eager.program import ModelProgram
-from specc.runtime.backends.rectangular import model as rectangular_model
-from specc.runtime.backends.rectangular.model import WholeBatch
+from specc.runtime.backends.padded import model as padded_model
+from specc.runtime.backends.padded.model import WholeBatch
 from specc.runtime.backends.tensorrt.program import TensorRTProgram
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -150,7 +150,7 @@ def test_requests_join_and_leave_while_others_run(
     """The batch grows and shrinks, leaves holes, and runs two plans in one iteration."""
     engine = load_poisoned(path, max_num_seqs=3)
     places, plans, runs = [], [], []
-    copy, inputs_of, cut = StepBuffers.copy_from, Runner._inputs, rectangular_model._runs
+    copy, inputs_of, cut = StepBuffers.copy_from, Runner._inputs, padded_model._runs
 
     def copy_from(buffers: Any, inputs: Any, bucket: int, given: Any = None) -> None:
         places.append(list(given))
@@ -161,7 +161,7 @@ def test_requests_join_and_leave_while_others_run(
         return found
 
     monkeypatch.setattr(StepBuffers, "copy_from", copy_from)
-    monkeypatch.setattr(rectangular_model, "_runs", run)
+    monkeypatch.setattr(padded_model, "_runs", run)
     monkeypatch.setattr(
         Runner, "_inputs", lambda r, g: plans.append(g.plan.name) or inputs_of(r, g)
     )

@@ -16,8 +16,8 @@ from torch import Tensor
 from specc.errors import EngineError
 from specc.passes.lower.tensorrt.builder import BuildOptions
 from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
-from specc.runtime.backends.rectangular import rectangle as rectangle_module
-from specc.runtime.backends.rectangular.model import WholeBatch
+from specc.runtime.backends.padded import padded_batch as padded_batch_module
+from specc.runtime.backends.padded.model import WholeBatch
 from specc.runtime.backends.tensorrt.program import TensorRTProgram
 from specc.speculation.tree import TokenTree
 from tests.flat_passes import PADDING, Inputs, causal_pass, first_level, random_tree, tree_pass
@@ -335,7 +335,7 @@ def test_engines_of_other_programs_are_refused(rig: Rig, alter: Any, found: str)
 
 def test_a_mask_without_a_key_would_show(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """No pass of the runtime has one; were it so, TensorRT would divide by zero, and not tell."""
-    masks = rectangle_module.attention_masks
+    masks = padded_batch_module.attention_masks
 
     def empty(*args: Any) -> dict[int, Tensor]:
         found = masks(*args)
@@ -343,6 +343,6 @@ def test_a_mask_without_a_key_would_show(rig: Rig, monkeypatch: pytest.MonkeyPat
             mask[0, 0, 0] = False
         return found
 
-    monkeypatch.setattr(rectangle_module, "attention_masks", empty)
+    monkeypatch.setattr(padded_batch_module, "attention_masks", empty)
     with pytest.raises(AssertionError, match="masked as a whole"):
         rig.program(**tree_pass([5], [TokenTree.chain(3)], [0]))

@@ -12,12 +12,11 @@ import pytest
 from specc.cost.latency_table import LatencyTable, PassSeconds, StepShape
 from specc.cost.roofline import roofline
 from specc.runtime.backends.step_io import StepResult
-from specc.runtime.policies.goodput.allocation import Option, allocate
+from specc.runtime.policies.goodput.allocation import PlanOption, allocate
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
 from specc.runtime.policies.goodput.policy import GoodputPolicy
-from specc.runtime.scheduling.batch import Batch, Span, StepGroup
+from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
@@ -110,7 +109,7 @@ def test_one_plan_beside_off_is_allocated_as_exhaustive_search_does(seed):
     nodes = [1, chooser.randint(2, 6)]
     cost = cost_of(chooser.uniform(0, 0.3), chooser.uniform(0.01, 0.3), 1.0, nodes)
     options = [
-        [Option(1.0), Option(chooser.uniform(1, nodes[1]), chooser.choice([0.0, 0.05]))]
+        [PlanOption(1.0), PlanOption(chooser.uniform(1, nodes[1]), chooser.choice([0.0, 0.05]))]
         for _ in range(6)
     ]
     budget = chooser.choice([None, 8, 14])
@@ -127,7 +126,7 @@ def test_chains_with_falling_gains_come_within_a_few_percent_of_exhaustive_searc
     for _ in range(5):
         rate = chooser.random()
         gains = [sum(rate**d for d in range(size)) for size in nodes]
-        options.append([Option(tokens) for tokens in gains])
+        options.append([PlanOption(tokens) for tokens in gains])
     best = exhaustive(options, cost, nodes, None)
     found = allocate(options, cost, nodes)
     assert 0.97 * best <= found.goodput <= best * (1 + 1e-9)
@@ -150,7 +149,11 @@ def exhaustive(options, cost, nodes, budget) -> float:
 
 
 def test_without_mixing_all_that_can_run_one_plan():
-    options = [[Option(1.0), Option(3.0)], [Option(1.0), Option(1.01)], [Option(1.0), None]]
+    options = [
+        [PlanOption(1.0), PlanOption(3.0)],
+        [PlanOption(1.0), PlanOption(1.01)],
+        [PlanOption(1.0), None],
+    ]
     found = allocate(options, cost_of(0.01, 0.01, 1.0, [1, 4]), [1, 4], mixes=False)
     assert found.plans == (1, 1, 0)
 

@@ -14,9 +14,8 @@ from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.goodput.arrival_statistics import ArrivalStatistics
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds
 from specc.runtime.policies.goodput.queueing_model import QueueingModel
-from specc.runtime.scheduling.batch import Batch, Span, StepGroup
+from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.run_result import RunResult
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
 

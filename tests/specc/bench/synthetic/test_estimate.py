@@ -23,7 +23,7 @@ from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT, GraphCosts
 from specc.kernels.cuda.act_and_mul import act_and_mul
 from specc.kernels.cuda.recorded import Machine, recorded
 from specc.kernels.cuda.register import KERNELS
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 from tests.models import tiny_config
 
@@ -56,7 +56,7 @@ def compiled(backend: str = "cuda", batch_size: int = 1) -> BenchPrograms:
         tokens=24,
         backend=backend,
     )
-    return compile_shapes("TD"[: len(configs)], configs, options, Phases())
+    return compile_shapes("TD"[: len(configs)], configs, options, PhaseTimer())
 
 
 def count(plan: SpecPlan = CHAIN, **options: Any) -> list[Node]:

@@ -19,7 +19,7 @@ from specc.bench.synthetic.weights import make_weights, shared_bytes
 from specc.compiler.in_memory import ShapeOptions, check_positions, compile_shapes
 from specc.errors import ConfigError, EngineError, VocabMismatchError
 from specc.passes.frontend.hf_model import build_on_meta
-from specc.progress import Phases
+from specc.progress import PhaseTimer
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
@@ -51,7 +51,9 @@ def compile_tiny(name: str = "llama", has_draft: bool = True, **options: Any) ->
         configs.append(tiny_config(name, num_hidden_layers=1))
     wanted = {"dtype": "float32", "batch_size": 2, "context": 5, "tokens": 24} | options
     plans = PLANS if has_draft else ()
-    return compile_shapes("TD"[: len(configs)], configs, ShapeOptions(plans, **wanted), Phases())
+    return compile_shapes(
+        "TD"[: len(configs)], configs, ShapeOptions(plans, **wanted), PhaseTimer()
+    )
 
 
 def draw(programs: BenchPrograms, **options: Any) -> dict[str, dict[str, torch.Tensor]]:
@@ -297,7 +299,7 @@ def test_bytes_of_a_published_pair():
         for name, layers in zip(labels, (2, 1), strict=True)
     ]
     options = ShapeOptions(PLANS[1:], "bfloat16", 1, 1024, 128, backend="cuda")
-    programs = compile_shapes(labels, configs, options, Phases())
+    programs = compile_shapes(labels, configs, options, PhaseTimer())
     models = {
         m.entry.name: ModelShape(m.program, m.entry.layers, "bfloat16") for m in programs.models
     }

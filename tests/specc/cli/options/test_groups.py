@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 
 from specc.cli.options.bench import BenchOptions, ShapesOptions
 from specc.cli.options.compile import CompileOptions
-from specc.cli.options.load import LoadOptions
+from specc.cli.options.load import LoadOptions, TrafficOptions
 from specc.cli.options.sampling import SamplingOptions
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -70,3 +71,22 @@ def test_settings_of_a_load_say_all_but_secrets_and_outputs():
     of_engine = {name: settings[name] for name in ("max_num_seqs", "threads", "backend", "verify")}
     assert of_engine == {"max_num_seqs": 3, "threads": 1, "backend": "eager", "verify": False}
     assert (settings["plot"], settings["output_tokens"]) == ("p.svg", "128")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "needed"),
+    [
+        ("rounds", 0, "1 or more"),
+        ("num_requests", 0, "1 or more"),
+        ("max_concurrency", 0, "1 or more"),
+        ("timeout", 0.0, "above 0"),
+        ("timeout", math.nan, "above 0"),
+        ("warmup", -1, "0 or more"),
+    ],
+)
+def test_the_ranges_of_a_load_are_said_by_its_options(name, wrong, needed):
+    """What they are made into has no ranges of its own."""
+    with pytest.raises(ConfigError, match=f"{name}=.*\n.*{needed}"):
+        LoadOptions(**{name: wrong})
+    with pytest.raises(ConfigError, match=name):
+        TrafficOptions(**{name: wrong})

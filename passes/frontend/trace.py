@@ -1,0 +1,318 @@
+"""Trace a model with torch.export, over flat tokens or padded batches; no weight is read."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from specc.errors import NotCausalLMError, UnsupportedGraphError
+from specc.passes.program import PADDED_INPUTS, RUNTIME_INPUTS, Program, Weight
+
+_WRAPPED = "model"
+aten = torch.ops.aten
+_SAME_VALUES = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.to.dtype)
+
+
+class ModelCall(nn.Module):
+    """Call a model with tokens and positions [B, T] in the way that its forward takes them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        parameters = inspect.signature(model.forward).parameters
+        self.use_cache = {"use_cache": False} if "use_cache" in parameters else {}
+        self.names = [name for name in ("input_ids", "position_ids") if name in parameters]
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        inputs = {"input_ids": tokens, "position_ids": positions}
+        if self.names:
+            named = {name: inputs[name] for name in self.names}
+            output = self.model(**named, **self.use_cache)
+        else:
+            output = self.model(*inputs.values())
+        return getattr(output, "logits", output)
+
+
+class _FlatTokens(ModelCall):
+    """Present a model of [1, T] tokens as one of flat tokens, with all runtime inputs.
+
+    The inputs that the model does not know stay unused placeholders, so that later passes find
+    them with symbolic shapes. `geometry` lends the caches their symbolic sizes.
+    """
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        q_start: Tensor,
+        slot: Tensor,
+        cache_len: Tensor,
+        ancestors: Tensor,
+        block_table: Tensor,
+        logit_rows: Tensor,
+        geometry: Tensor,
+    ) -> Tensor:
+        return self.logits(tokens.unsqueeze(0), positions.unsqueeze(0))
+
+
+def export_flat(model: nn.Module) -> ExportedProgram:
+    """Export `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]`, flat.
+
+    Raises:
+        NotCausalLMError: the model does not take these inputs or return logits of this shape.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    i64: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    i32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    inputs = {
+        "tokens": torch.zeros(8, **i64),
+        "positions": torch.arange(8, **i64),
+        "q_start": torch.zeros(4, **i32),
+        "slot": torch.zeros(8, **i32),
+        "cache_len": torch.zeros(3, **i32),
+        "ancestors": torch.zeros(8, 2, **i64),
+        "block_table": torch.zeros(3, 5, **i32),
+        "logit_rows": torch.zeros(6, **i64),
+        "geometry": torch.zeros(7, 9, **i32),
+    }
+    batch, tokens = Dim("batch", min=1, max=4096), Dim("tokens", min=1, max=1 << 20)
+    dynamic = {
+        "tokens": {0: tokens},
+        "positions": {0: tokens},
+        "q_start": {0: Dim("starts", min=2, max=4097)},
+        # own dimensions, so that sizes in the graph are read off tokens and positions alone
+        "slot": {0: Dim("slots", min=1, max=1 << 20)},
+        "cache_len": {0: batch},
+        "ancestors": {0: Dim("ancestor_rows", min=1, max=1 << 20), 1: Dim("words", min=1, max=64)},
+        "block_table": {
+            0: Dim("tables", min=1, max=4096),
+            1: Dim("row_blocks", min=1, max=1 << 20),
+        },
+        "logit_rows": {0: Dim("rows", min=1, max=1 << 20)},
+        "geometry": {0: Dim("blocks", min=1), 1: Dim("block_size", min=1)},
+    }
+    exported = export(_FlatTokens(model), model, inputs, dynamic)
+    require_logits(exported, type(model).__name__, batch="1")
+    return exported
+
+
+def export(
+    wrapper: nn.Module, model: nn.Module, inputs: dict[str, Any], dynamic: dict[str, Any]
+) -> ExportedProgram:
+    """Export a wrapped model for inputs of these dynamic sizes.
+
+    Raises:
+        NotCausalLMError: the model does not take tokens and positions.
+        UnsupportedGraphError: torch cannot trace it.
+    """
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return torch.export.export(
+                wrapper.eval(),
+                (),
+                inputs,
+                dynamic_shapes=dynamic,
+                strict=False,
+                # torch 2.11 otherwise guards on comparisons of strides that hold for any length
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+    except TypeError as error:
+        raise NotCausalLMError(
+            f"{type(model).__name__}.forward cannot be called: {error}",
+            "a module that maps (input_ids, position_ids) to logits",
+            "pass a causal language model, or wrap yours in such a module",
+        ) from error
+    except (torch._dynamo.exc.UserError, RuntimeError) as error:
+        raise UnsupportedGraphError(
+            f"{type(model).__name__} cannot be traced: {str(error).strip().splitlines()[0]}",
+            "a forward that torch.export can trace with a dynamic number of tokens",
+            "report the architecture with this message",
+        ) from error
+
+
+def require_logits(exported: ExportedProgram, name: str, batch: str) -> None:
+    """Refuse an output that is not one row of logits for each token."""
+    graph = exported.graph_module.graph
+    (output,) = graph.find_nodes(op="output")
+    (tokens,) = (n for n in graph.find_nodes(op="placeholder") if n.target == "tokens")
+    needed = (batch, str(tokens.meta["val"].shape[-1]))
+    node = output.args[0][0]
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point():
+        shape = tuple(map(str, value.shape))
+        if shape[:2] == needed and isinstance(value.shape[2], int):
+            return
+    found = "no tensor"
+    if isinstance(value, Tensor):
+        found = f"{value.dtype} [{', '.join(map(str, value.shape))}]"
+    raise NotCausalLMError(
+        f"{name} returns {found}",
+        f"floating-point logits [{batch}, tokens, vocabulary], of every token",
+        "pass a causal language model",
+    )
+
+
+def trace(model: nn.Module, name: str) -> Program:
+    """Trace a model into a Program whose weights are placeholders with names of parameters."""
+    return to_program(export_flat(model), model, name, RUNTIME_INPUTS)
+
+
+def to_program(
+    exported: ExportedProgram, model: nn.Module, name: str, runtime_inputs: tuple[str, ...]
+) -> Program:
+    """The Program of an exported model, with the values of its constants and buffers."""
+    graph_module = exported.graph_module
+    weights: dict[str, Weight] = {}
+    constants: dict[str, Tensor] = {}
+    buffers: dict[str, str] = {}
+    for spec in exported.graph_signature.input_specs:
+        placeholder = spec.arg.name
+        if spec.kind is InputKind.PARAMETER:
+            value = exported.state_dict[spec.target]
+            path = spec.target.removeprefix(f"{_WRAPPED}.")
+            weights[placeholder] = Weight((path,), value.dtype, tuple(value.shape))
+        elif spec.kind is InputKind.BUFFER:
+            buffers[placeholder] = spec.target.removeprefix(f"{_WRAPPED}.")
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[placeholder] = exported.constants[spec.target]
+    program = Program(name, graph_module, weights, constants, runtime_inputs=runtime_inputs)
+    _drop_unused_inputs(program, buffers)
+    values = buffer_values(model, set(buffers.values()))
+    program.constants |= {placeholder: values[path] for placeholder, path in buffers.items()}
+    (output,) = graph_module.graph.find_nodes(op="output")
+    output.args = (output.args[0][0],)
+    graph_module.graph.lint()
+    return program
+
+
+def buffer_values(model: nn.Module, paths: set[str]) -> dict[str, Tensor]:
+    """Values of a model's buffers, also where the model is on the meta device.
+
+    Transformers fills such buffers (rotary frequencies, embedding scales) in `_init_weights`, so
+    that is what runs here, on a shallow copy that holds real buffers and no real weight.
+
+    Raises:
+        UnsupportedGraphError: a buffer has no value.
+    """
+    values: dict[str, Tensor] = {}
+    for owner_path in sorted({path.rpartition(".")[0] for path in paths}):
+        owner = model.get_submodule(owner_path)
+        names = [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == owner_path]
+        clone = owner
+        if any(owner.get_buffer(name).is_meta for name in names):
+            clone = copy.copy(owner)
+            clone._buffers = {
+                key: None if value is None else _unset(value)
+                for key, value in owner._buffers.items()
+            }
+            initialize: Any = getattr(model, "_init_weights", None)
+            if initialize is not None:
+                with torch.no_grad():
+                    initialize(clone)
+            unknown = [name for name in names if not _is_set(clone.get_buffer(name))]
+            if unknown:
+                raise UnsupportedGraphError(
+                    f"buffer {owner_path}.{unknown[0]} has no value on the meta device",
+                    "buffers that the model's _init_weights computes",
+                    "pass the loaded module to specc.compile instead of its path",
+                )
+        for name in names:
+            values[f"{owner_path}.{name}" if owner_path else name] = (
+                clone.get_buffer(name).detach().cpu().clone()
+            )
+    return values
+
+
+def _unset(value: Tensor) -> Tensor:
+    fill = float("nan") if value.is_floating_point() else torch.iinfo(torch.int32).min
+    return torch.full_like(value, fill, device="cpu") if value.dtype != torch.bool else value
+
+
+def _is_set(value: Tensor) -> bool:
+    return (
+        value.dtype != torch.bool
+        and not value.is_meta
+        and not torch.equal(value.nan_to_num(), _unset(value).nan_to_num())
+    )
+
+
+def _drop_unused_inputs(program: Program, buffers: dict[str, str]) -> None:
+    graph = program.graph
+    for node in list(graph.find_nodes(op="placeholder")):
+        if node.users or node.target in (*program.runtime_inputs, "geometry"):
+            continue
+        program.weights.pop(node.target, None)
+        program.constants.pop(node.target, None)
+        buffers.pop(node.target, None)
+        graph.erase_node(node)
+
+
+def position_limit(program: Program) -> int | None:
+    """Positions 0 … n - 1 that the model's position tables hold; None where it has no table.
+
+    A position past the table is an index error in the middle of a pass, so what the graph says
+    counts beside what a configuration says.
+    """
+    limits = []
+    for node in program.calls(aten.embedding.default):
+        offset = _offset_from_positions(node.args[1])
+        if offset is not None:
+            limits.append(int(node.args[0].meta["val"].shape[0]) - offset)
+    return min(limits, default=None)
+
+
+def _offset_from_positions(node: fx.Node) -> int | None:
+    """C where the node is positions + c, else None."""
+    offset = 0
+    while node.op == "call_function":
+        if node.target is aten.add.Tensor and type(node.args[1]) is int:
+            offset += node.args[1]
+        elif node.target not in _SAME_VALUES:
+            return None
+        node = node.args[0]
+    return offset if node.target == "positions" else None
+
+
+class _PaddedCall(ModelCall):
+    """Present a model with all inputs of a padded pass; most stay unused placeholders."""
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, write_index: Tensor, logit_rows: Tensor
+    ) -> Tensor:
+        return self.logits(tokens, positions)
+
+
+def trace_padded(model: nn.Module, name: str) -> Program:
+    """Trace `model(input_ids [B, N], position_ids [B, N]) -> logits [B, N, V]`, both dynamic.
+
+    Raises:
+        NotCausalLMError: the model does not take these inputs or return logits of this shape.
+        UnsupportedGraphError: torch cannot trace it.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    i64: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    inputs = {
+        "tokens": torch.zeros(3, 8, **i64),
+        "positions": torch.arange(8, **i64).expand(3, 8).contiguous(),
+        "write_index": torch.zeros(3, **i64),
+        "logit_rows": torch.zeros(6, **i64),
+    }
+    batch, nodes = Dim("batch", min=1, max=4096), Dim("nodes", min=1, max=1 << 20)
+    dynamic = {
+        "tokens": {0: batch, 1: nodes},
+        "positions": {0: batch, 1: nodes},
+        "write_index": {0: batch},
+        "logit_rows": {0: Dim("rows", min=1, max=1 << 20)},
+    }
+    exported = export(_PaddedCall(model), model, inputs, dynamic)
+    (tokens,) = exported.graph_module.graph.find_nodes(op="placeholder", target="tokens")
+    require_logits(exported, type(model).__name__, batch=str(tokens.meta["val"].shape[0]))
+    return to_program(exported, model, name, PADDED_INPUTS)

@@ -1,0 +1,1 @@
+"""What runs that no GPU has shown: passes by packages of AOTInductor."""

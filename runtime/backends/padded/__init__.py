@@ -1,0 +1,1 @@
+"""What backends share whose models take padded batches."""

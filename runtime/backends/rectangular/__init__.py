@@ -1,1 +1,0 @@
-"""What backends share whose models take rectangles of tokens."""

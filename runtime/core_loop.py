@@ -1,0 +1,133 @@
+"""Callers of many threads and one engine: each waits for its own requests, one moves them all."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from specc.errors import RequestError
+from specc.runtime.core import EngineCore
+from specc.runtime.shared_loop import SharedLoop
+
+if TYPE_CHECKING:
+    from specc.runtime.scheduling.request import Request
+
+
+class CoreLoop:
+    """Iterations of an engine's core, led by whichever caller's turn it is.
+
+    Args:
+        core: of the engine.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._loop = SharedLoop(core.engine.turn, functools.partial(_advance, core))
+
+    def serve(
+        self,
+        core: EngineCore,
+        requests: list[Request],
+        *,
+        by_iteration: bool = False,
+        by_event: bool = False,
+    ) -> Iterator[None]:
+        """Queue requests and go on until they have ended; yield now and then, and at the end.
+
+        Whatever ends this early (an error, a closed stream) drops the requests.
+
+        Args:
+            core: of the engine.
+            requests: of one caller.
+            by_iteration: yield after each iteration.
+            by_event: yield when there are tokens of a stream.
+        """
+        core.engine.check_weights()
+        loop, watch = self._loop, _Watch(core, requests)
+
+        def add() -> None:
+            for request in requests:
+                core.scheduler.add(request)
+
+        def drop() -> None:
+            for request in requests:
+                core.scheduler.abort(request)
+            _timed(core, core.in_flight.settle)
+
+        try:
+            loop.do(add)
+            while not watch.has_ended:
+                loop.run(watch.wakes_by(by_iteration, by_event))
+                if watch.error is not None:
+                    raise watch.error
+                yield
+        finally:
+            loop.do(drop)
+
+    def close(self, core: EngineCore) -> None:
+        """Drop all requests; whoever still waits gets an error, and the core is not held."""
+
+        def drop() -> None:
+            for request in [*core.scheduler.running, *core.scheduler.waiting]:
+                core.scheduler.abort(request)
+            core.is_closed = True
+            _timed(core, core.in_flight.settle)
+
+        self._loop.do(drop)
+        self._loop = SharedLoop(core.engine.turn, refuse_closed)
+
+
+class _Watch:
+    """What a caller waits for; looked at between iterations, in whatever thread."""
+
+    def __init__(self, core: EngineCore, requests: list[Request]) -> None:
+        self.requests = requests
+        self.has_ended = False
+        self.error: RequestError | None = None
+        self._core = core
+
+    def wakes_by(self, by_iteration: bool, by_event: bool) -> Callable[[], bool]:
+        """Whether the caller has to be woken: at the end, or earlier."""
+        seen = self._core.num_iterations
+
+        def wakes() -> bool:
+            self._look()
+            if by_iteration and self._core.num_iterations != seen:
+                return True
+            has_events = by_event and any(request.events for request in self.requests)
+            return self.has_ended or has_events
+
+        return wakes
+
+    def _look(self) -> None:
+        try:
+            if self._core.is_closed:
+                refuse_closed()
+            self._core.scheduler.check(self.requests)
+        except RequestError as error:
+            self.error = error
+        self.has_ended = self.error is not None or all(s.is_finished for s in self.requests)
+
+
+def _advance(core: EngineCore) -> None:
+    has_run = _timed(core, core.advance)
+    if not has_run:
+        raise RequestError(
+            "no request can run: another LLM holds the caches of this engine",
+            "free slots and cache blocks",
+            "finish or close the streams of the other LLM first",
+        )
+
+
+def _timed(core: EngineCore, work: Callable[[], Any]) -> Any:
+    """Count the seconds, those of work that fails too."""
+    begin = time.perf_counter()
+    try:
+        return work()
+    finally:
+        core.scheduler.stats.elapsed_s += time.perf_counter() - begin
+
+
+def refuse_closed() -> None:
+    raise RequestError("an LLM that was closed", "one that is open", "load the engine again")

@@ -1,0 +1,238 @@
+"""The shapes of answers: of whole ones, and of the chunks of streams."""
+
+from __future__ import annotations
+
+import abc
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from specc.runtime.outputs.logprobs import TokenLogprobs
+from specc.runtime.service.service import Update
+from specc.server.generate import Output
+from specc.server.logprobs import (
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    with_best,
+)
+from specc.speculation.metrics import SpecStats
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an answer holds besides the text.
+
+    Args:
+        logprobs: best tokens to name beside each; None leaves them out.
+        has_metrics: counters of speculation come with it.
+        echo: prompts' texts, to stand before the outputs.
+        has_token_ids: of prompts and outputs.
+        prompt_logprobs: best tokens to name beside each of a prompt; None leaves them out.
+    """
+
+    logprobs: int | None = None
+    has_metrics: bool = False
+    echo: tuple[str, ...] | None = None
+    has_token_ids: bool = False
+    prompt_logprobs: int | None = None
+
+
+class ApiResponse(abc.ABC):
+    """Of either kind.
+
+    Args:
+        model: its name.
+        tokens: texts.
+        options: what to put in.
+    """
+
+    prefix, kind, chunk_kind = "", "", ""
+
+    def __init__(self, model: str, tokens: TokenTexts, options: Options) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._tokens = tokens
+        self._options = options
+        # output → characters before the next token
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """A whole answer."""
+        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
+        answer = self._head(self.kind) | {"choices": choices, "usage": usage_of(outputs)}
+        return answer | self._metrics(outputs)
+
+    def shows(self, update: Update) -> bool:
+        """Whether a chunk would say anything."""
+        has_ids = self._options.has_token_ids and bool(update.token_ids)
+        return bool(update.text or update.is_last or update.logprobs or has_ids)
+
+    def chunk(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
+        """What is new about one output."""
+        choice = self._delta(index, output, update, is_first)
+        return self._head(self.chunk_kind) | {"choices": [choice]}
+
+    def last_chunk(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Usage alone, after all text."""
+        head = self._head(self.chunk_kind) | {"choices": [], "usage": usage_of(outputs)}
+        return head | self._metrics(outputs)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+
+    def _metrics(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        if not self._options.has_metrics:
+            return {}
+        stats = SpecStats()
+        for output in outputs:
+            stats.merge(output.metrics or SpecStats())
+        return {"metrics": {"speculative_decoding": speculation_of(stats)}}
+
+    def _ids(self, news: Output | Update) -> dict[str, Any]:
+        return {"token_ids": news.token_ids} if self._options.has_token_ids else {}
+
+    def _of_prompt(self, output: Output, is_first: bool = True) -> dict[str, Any]:
+        """What vLLM's answers have of a prompt, where asked for."""
+        found: dict[str, Any] = {}
+        if self._options.has_token_ids and is_first:
+            found["prompt_token_ids"] = output.job.token_ids
+        count = self._options.prompt_logprobs
+        if count is not None and output.prompt_logprobs is not None:
+            scores = with_best(output.prompt_logprobs, count)
+            found["prompt_logprobs"] = prompt_logprobs(self._tokens, scores)
+        return found
+
+    def _echo(self, output: Output) -> str:
+        return self._options.echo[output.job.prompt] if self._options.echo else ""
+
+    @abc.abstractmethod
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        """One output of a whole answer."""
+
+    @abc.abstractmethod
+    def _delta(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
+        """What is new about one output, in a chunk of a stream."""
+
+
+class CompletionResponse(ApiResponse):
+    """Of /v1/completions."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        text = self._echo(output) + output.text
+        return self._of(index, output, text, output, 0, True) | self._of_prompt(output)
+
+    def _delta(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
+        offset = self._offsets.get(index, 0)
+        texts = [self._tokens.to_text(token) for token in update.token_ids]
+        text = (self._echo(output) if is_first else "") + update.text
+        if is_first and self._repeats_scores(output):
+            texts += [self._tokens.to_text(token) for token in output.job.token_ids]
+        self._offsets[index] = offset + sum(map(len, texts))
+        choice = self._of(index, output, text, update, offset, is_first)
+        return choice | self._of_prompt(output, is_first)
+
+    def _repeats_scores(self, output: Output) -> bool:
+        """The prompt's own log probabilities come before the output's."""
+        has_scores = self._options.logprobs is not None and output.prompt_logprobs is not None
+        return bool(self._options.echo) and has_scores
+
+    def _of(
+        self,
+        index: int,
+        output: Output,
+        text: str,
+        news: Output | Update,
+        offset: int,
+        is_first: bool,
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self._options.logprobs is not None:
+            ids: list[int] = news.token_ids
+            scores: Sequence[TokenLogprobs | None] = news.logprobs or []
+            if is_first and self._repeats_scores(output):
+                ids = [*output.job.token_ids, *ids]
+                # both this and `prompt_logprobs` may ask for them, with counts of their own
+                own = with_best(output.prompt_logprobs or [], self._options.logprobs)
+                scores = [*own, *scores]
+            logprobs = completion_logprobs(self._tokens, ids, scores, offset)
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        } | self._ids(news)
+
+
+class ChatResponse(ApiResponse):
+    """Of /v1/chat/completions."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """A whole answer; what it has of the prompt is beside the choices."""
+        return super().whole(outputs) | self._of_prompt(outputs[0])
+
+    def chunk(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
+        """What is new about one output; of the prompt, beside the choices of the first chunk."""
+        return super().chunk(index, output, update, is_first) | self._of_prompt(output, is_first)
+
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        return {"index": index, "message": message} | self._end(output, output)
+
+    def _delta(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        if is_first or update.text:
+            delta["content"] = update.text
+        return {"index": index, "delta": delta} | self._end(output, update)
+
+    def _end(self, output: Output, news: Output | Update) -> dict[str, Any]:
+        count = self._options.logprobs
+        logprobs = None
+        if count is not None:
+            logprobs = chat_logprobs(self._tokens, news.token_ids, news.logprobs or [], count)
+        return {
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        } | self._ids(news)
+
+
+def usage_of(outputs: Sequence[Output]) -> dict[str, Any]:
+    """Tokens so far; each prompt counts once, however many outputs it has."""
+    by_prompt: dict[int, Output] = {}
+    for output in outputs:
+        by_prompt.setdefault(output.job.prompt, output)
+    prompt = sum(len(output.job.token_ids) for output in by_prompt.values())
+    completion = sum(output.num_tokens for output in outputs)
+    found = (output.metrics for output in by_prompt.values())
+    cached = sum(stats.num_cached_tokens for stats in found if stats)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def speculation_of(stats: SpecStats) -> dict[str, Any]:
+    """Counters of speculation, named as vLLM's; the histogram counts steps by accepted tokens."""
+    reached = [stats.num_spec_steps, *stats.accepted_at_depth, 0]
+    return {
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_acceptance_rate": stats.acceptance_rate,
+        "acceptance_histogram": [more - fewer for more, fewer in pairwise(reached)],
+        "num_spec_steps": stats.num_spec_steps,
+        "num_accepted_draft_tokens": stats.num_accepted_tokens,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_spec_tokens": len(stats.accepted_at_depth),
+    }

@@ -1,0 +1,148 @@
+"""The result of a whole run of the tests as JSON: machine, versions, counts, seconds, failures.
+
+    python -P tests/full_results.py junit.xml results.json [--workers N]
+
+`make test-full` does it after pytest, whether tests have failed or not; with
+`RESULTS=docs/results/test_full.json` it writes the file that is committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from specc.system.machine import describe_machine
+
+ROOT = Path(__file__).resolve().parents[1]
+# what results depend on, beside specc itself
+PACKAGES = (
+    "torch", "triton", "transformers", "tokenizers", "numpy", "safetensors", "onnx", "onnxruntime",
+    "llguidance", "fastapi", "pytest", "pytest-xdist", "hypothesis",
+)  # fmt: skip
+_LONGEST = 20
+
+
+def summary(report: Path) -> dict[str, Any]:
+    """What a report of pytest (`--junitxml`) says.
+
+    Returns:
+        `started` and `seconds` of the whole run; `counts` of tests by outcome, `passed`,
+        `failed`, `errors` (before or after a test), `skipped` or `xfailed`; `failures`, a test and
+        the first line of its message each; `skips`, reason → tests; `longest_files`, file →
+        seconds of its tests.
+    Raises:
+        ValueError: there is no such report, or it holds no test: pytest did not come that far.
+    """
+    try:
+        root = ElementTree.parse(report).getroot()
+    except (OSError, ElementTree.ParseError) as error:
+        raise ValueError(f"no report of pytest in {report}: {error}") from error
+    outcomes: dict[str, str] = {}
+    failures: list[dict[str, str]] = []
+    skips: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for case in root.iter("testcase"):
+        test = f"{case.get('classname')}::{case.get('name')}"
+        files[_file_of(case.get("classname", ""))] += float(case.get("time", 0))
+        outcome, found = _outcome(case)
+        # an error after a test is a case of its own
+        if _SEVERITY.index(outcome) >= _SEVERITY.index(outcomes.get(test, "passed")):
+            outcomes[test] = outcome
+        if outcome in ("failed", "errors"):
+            assert found is not None
+            message = (found.get("message") or found.text or "").strip().splitlines()
+            failures.append({"test": test, "outcome": outcome, "message": (message or [""])[0]})
+        elif outcome == "skipped":
+            assert found is not None
+            skips[found.get("message", "")] += 1
+    if not outcomes:
+        raise ValueError(f"no test in {report}")
+    suites = list(root.iter("testsuite"))
+    counts = Counter(outcomes.values())
+    return {
+        "started": min(suite.get("timestamp", "") for suite in suites),
+        "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 1),
+        "counts": {name: counts[name] for name in _SEVERITY},
+        "failures": sorted(failures, key=lambda failure: failure["test"]),
+        "skips": dict(sorted(skips.items())),
+        "longest_files": {file: round(s, 1) for file, s in files.most_common(_LONGEST)},
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and the packages that are installed."""
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit(root: Path = ROOT) -> dict[str, Any]:
+    """The commit that was tested, and whether files differ from it; None without git."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True)
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": git("rev-parse", "HEAD"), "is_changed": bool(changed)}
+
+
+# from the least to the most that can come of a test
+_SEVERITY = ("passed", "xfailed", "skipped", "errors", "failed")
+
+
+def _outcome(case: ElementTree.Element) -> tuple[str, ElementTree.Element | None]:
+    for tag, outcome in (("failure", "failed"), ("error", "errors"), ("skipped", "skipped")):
+        if (found := case.find(tag)) is not None:
+            is_expected = found.get("type") == "pytest.xfail"
+            return ("xfailed" if is_expected else outcome), found
+    return "passed", None
+
+
+def _file_of(name: str) -> str:
+    parts = name.split(".")
+    # a class of tests stands after its file
+    while len(parts) > 1 and not (ROOT / "/".join(parts)).with_suffix(".py").is_file():
+        parts.pop()
+    return "/".join(parts) + ".py"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("report", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--workers", type=int)
+    options = parser.parse_args()
+    try:
+        found = summary(options.report)
+    except ValueError as error:
+        sys.exit(str(error))
+    # make passes on what its command line says
+    given = os.environ.get("PYTEST_ARGS")
+    command = "make test-full" + (f" PYTEST_ARGS={shlex.quote(given)}" if given else "")
+    head = {"command": command, "workers": options.workers, **commit()}
+    result = head | {"machine": describe_machine(), "versions": versions()} | found
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    counts = ", ".join(f"{count} {name}" for name, count in found["counts"].items() if count)
+    print(f"specc: {counts} in {found['seconds'] / 60:.1f} min; {options.output}")
+
+
+if __name__ == "__main__":
+    main()
