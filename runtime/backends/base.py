@@ -16,6 +16,7 @@ import torch
 
 from specc.artifact.manifest import Manifest
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.captured.device_models import DeviceRanks
 from specc.runtime.backends.program_files import MappedWeights
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.execution.device_link import DeviceLink, HostLink
@@ -32,12 +33,14 @@ class LoadLimits:
         kv_cache_tokens: rows of the cache, for all sequences together.
         capture: what capturing graphs may cost, for backends that capture.
         rank: whose part of the models that are cut is loaded.
+        ranks: of backends that capture, what joins this process to the others; None: it is alone.
     """
 
     max_num_seqs: int | None = None
     kv_cache_tokens: int | None = None
     capture: CaptureLimits | None = None
     rank: int = 0
+    ranks: DeviceRanks | None = None
 
 
 @dataclass(frozen=True)
@@ -81,4 +84,14 @@ class RuntimeBackend(ABC):
             EngineError: a file is absent, altered or malformed; a package or a device is missing;
                 or there is not enough memory.
             ConfigError: limits that the engine does not allow.
+        """
+
+    def take_device(self, local_rank: int, num_local: int) -> None:  # noqa: B027  host: nothing
+        """Choose what this process runs on, before anything is loaded or allocated.
+
+        Args:
+            local_rank: of this process, among the ranks of this machine.
+            num_local: ranks of the engine on this machine.
+        Raises:
+            ConfigError: the machine has too few devices.
         """

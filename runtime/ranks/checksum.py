@@ -12,7 +12,8 @@ from torch import Tensor
 def checksum(slabs: Sequence[Tensor]) -> bytes:
     """[32] sha256 of all rows of the slabs of a model, whoever owns them."""
     digest = hashlib.sha256()
-    for slab in slabs:
-        if slab.nbytes:
+    for part in slabs:
+        if part.nbytes:
+            slab = part.cpu()
             digest.update((ctypes.c_char * slab.nbytes).from_address(slab.data_ptr()))
     return digest.digest()

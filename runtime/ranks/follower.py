@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from specc.artifact.backends import backend_names
+from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.directory import open_engine, unreplaced
 from specc.artifact.manifest import MANIFEST_FILE, Manifest
 from specc.errors import SpeccError
@@ -30,10 +30,12 @@ from specc.errors import SpeccError
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.kernels.ranks import rank_error
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
+from specc.runtime.backends.captured.device_models import DeviceRanks
 from specc.runtime.backends.program_files import load_operators
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.checksum import checksum
+from specc.runtime.ranks.followed_device import FollowedDevice, KeptDevice
 from specc.runtime.ranks.order_checks import commit_of, drawn_inputs, pass_inputs
 from specc.runtime.ranks.orders import Kind, Message, json_message, json_of, refused
 from specc.runtime.ranks.rank_group import RankGroup, drawn_tokens, open_group, whole_logits
@@ -166,24 +168,31 @@ def _follow(
     thread = Signs(signs, rank, setup["timeout_s"], parent)
     thread.start()
     try:
-        return _follow_orders(orders, signs, thread, setup, path)
+        return _follow_orders(orders, signs, thread, setup, path, parent is not None)
     finally:
         thread.stop()
 
 
 def _follow_orders(
-    orders: Channel, signs: Channel, thread: Signs, setup: Mapping[str, Any], path: Path | None
+    orders: Channel,
+    signs: Channel,
+    thread: Signs,
+    setup: Mapping[str, Any],
+    path: Path | None,
+    is_started: bool,
 ) -> int:
     path = Path(setup["path"]) if path is None else path
     facts = {"pid": os.getpid(), "host": platform.node(), **facts_about(path)}
     signs.send(json_message(Kind.HELLO, facts))
     manifest = open_part(path, setup)
+    if is_started:
+        # rank 0 has started as many here as there are
+        backend_of(setup["backend"]).take_device(setup["rank"], setup["num_ranks"])
     group = open_group(
         setup["group"], setup["rank"], setup["num_ranks"], setup["collective_timeout_s"]
     )
     thread.group = group
-    loaded = load_part(path, manifest, setup)
-    engine = FollowedEngine(loaded, group, manifest.models[0].vocab_size)
+    engine = load_follower(path, manifest, setup, group)
     signs.send(Message(Kind.READY))
     while True:
         order = orders.receive()
@@ -227,18 +236,44 @@ def open_part(path: Path, setup: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def load_part(path: Path, manifest: Manifest, setup: Mapping[str, Any]) -> LoadedPrograms:
+def load_follower(
+    path: Path, manifest: Manifest, setup: Mapping[str, Any], group: RankGroup
+) -> FollowedEngine | FollowedDevice:
+    """A follower's programs and caches, and what does rank 0's orders with them.
+
+    Args:
+        path: the engine directory.
+        manifest: of the engine.
+        setup: as rank 0 says.
+        group: of this rank.
+    Raises:
+        EngineError: see `Engine.load`.
+    """
+    vocab_size = manifest.models[0].vocab_size
+    if not facts_of(setup["backend"]).is_captured:
+        return FollowedEngine(load_part(path, manifest, setup), group, vocab_size)
+    kept = KeptDevice()
+    loaded = load_part(path, manifest, setup, kept)
+    return FollowedDevice(kept, loaded.cache, group, vocab_size)
+
+
+def load_part(
+    path: Path, manifest: Manifest, setup: Mapping[str, Any], ranks: DeviceRanks | None = None
+) -> LoadedPrograms:
     """A follower's programs and caches: its part of the target alone.
 
     Args:
         path: the engine directory.
         manifest: of the engine.
         setup: as rank 0 says.
+        ranks: gets what is loaded, for backends that capture.
     Raises:
         EngineError: see `Engine.load`.
     """
-    part = replace(manifest, models=manifest.models[:1], plans=())
-    limits = LoadLimits(setup["max_num_seqs"], setup["kv_cache_tokens"], rank=setup["rank"])
+    target = manifest.models[0]
+    memory = {target.name: manifest.memory_plan[target.name]}
+    part = replace(manifest, models=(target,), plans=(), memory_plan=memory)
+    limits = LoadLimits(setup["max_num_seqs"], setup["kv_cache_tokens"], None, setup["rank"], ranks)
     with unreplaced(path):
         return backend_of(setup["backend"]).load(path, part, limits)
 

@@ -113,14 +113,22 @@ class Job:
                 self.check()
         return number
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, starts: bool = True) -> None:
         """Wait until all have loaded the engine.
 
+        Args:
+            starts: rank 0 has, too; else it says so by `start`, and may give orders before.
         Raises:
             SpeccError: one cannot, or none answers in time.
         """
         with self.changed:
             self.changed.wait_for(lambda: self.failure is not None or self._is_ready)
+            self.check()
+            self.is_started = starts
+
+    def start(self) -> None:
+        """From now on ranks that do not get on with an order are lost."""
+        with self.changed:
             self.check()
             self.is_started = True
 

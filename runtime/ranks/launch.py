@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +33,7 @@ from specc.runtime.ranks.drawn_step import DrawnStep
 from specc.runtime.ranks.follower import facts_about, follow
 from specc.runtime.ranks.job import Follower, Job
 from specc.runtime.ranks.leader import Leader, end_job
+from specc.runtime.ranks.led_device import LedDevice
 from specc.runtime.ranks.led_model import LedModel
 from specc.runtime.ranks.led_step import LedStep
 from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, make_group
@@ -74,12 +76,15 @@ def load_led(
     _check_backend(backend)
     _check_size(manifest, options)
     _check_alone(manifest)
+    _check_collectives(manifest, backend)
     launched = Launched.from_environment()
+    local_rank = launched.local_rank if launched is not None else 0
     if launched is not None:
         launched.check(options.num_ranks)
     local = launched.local_ranks if launched is not None else range(options.num_ranks)
     check_cores(len(local), options)
-    if launched is None or launched.rank == local[0]:
+    backend_of(backend).take_device(local_rank, len(local))
+    if not facts_of(backend).is_on_gpu and (launched is None or launched.rank == local[0]):
         # one for all of this machine, before any of them has loaded its part
         check_memory(manifest, local, limits.max_num_seqs)
     if launched is not None and launched.rank > 0:
@@ -87,13 +92,15 @@ def load_led(
     num_threads = num_threads or threads_of_rank(len(local))
     torch.set_num_threads(num_threads)
     group: RankGroup = Copies(0, options.num_ranks)
-    if manifest.parallel is not None:
+    # inputs of passes go from GPU to GPU, too
+    is_on_gpu = facts_of(backend).is_on_gpu
+    if manifest.parallel is not None or is_on_gpu:
         # collectives are among the operators
         load_operators(path, manifest)
         address = None
         if launched is not None and launched.num_local < launched.size:
             address = launched.free_address()
-        group = make_group(options.num_ranks, options.collective_timeout_s, address)
+        group = make_group(options.num_ranks, options.collective_timeout_s, address, is_on_gpu)
     setup = {
         "path": str(path.resolve()),
         "backend": backend,
@@ -111,9 +118,16 @@ def load_led(
     try:
         if isinstance(group, Gathering):
             job.group = group.meet(options.start_timeout_s, job.check)
+        vocab_size = manifest.models[0].vocab_size
+        if facts_of(backend).is_captured:
+            # the others have to be there when the first step is captured
+            leader = Leader(job, watch, vocab_size)
+            led = LedDevice(leader, partial(job.wait_ready, starts=False))
+            loaded = backend_of(backend).load(path, manifest, replace(limits, ranks=led))
+            job.start()
+            return loaded
         loaded = backend_of(backend).load(path, manifest, limits)
         job.wait_ready()
-        vocab_size = manifest.models[0].vocab_size
         return _led(loaded, Leader(job, watch, vocab_size, loaded.operators))
     except BaseException:
         end_job(job, watch)
@@ -202,8 +216,19 @@ def _check_alone(manifest: Manifest) -> None:
         )
 
 
+def _check_collectives(manifest: Manifest, backend: str) -> None:
+    """A cut engine for GPUs has no library for the host."""
+    is_on_host = not facts_of(backend).is_on_gpu
+    if manifest.parallel is not None and manifest.native is None and is_on_host:
+        raise ConfigError(
+            f"the backend {backend}, and an engine that was cut for GPUs",
+            f"the backend {manifest.backend}, whose collectives it was compiled for",
+            f"leave out --backend, or compile with --backend {backend}",
+        )
+
+
 def _check_backend(backend: str) -> None:
-    able = [name for name in backend_names() if facts_of(name).shares_pass]
+    able = [name for name in backend_names() if facts_of(name).takes_ranks]
     if backend not in able:
         raise ConfigError(
             f"several ranks of an engine of the backend {backend}",

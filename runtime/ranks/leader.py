@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specc.runtime.execution.draws import Draws
@@ -31,7 +33,9 @@ class Leader:
         operators: namespace of the `specc::` operators.
     """
 
-    def __init__(self, job: Job, watch: Watch, vocab_size: int, operators: Any) -> None:
+    def __init__(
+        self, job: Job, watch: Watch, vocab_size: int, operators: Any = torch.ops.specc
+    ) -> None:
         self._job = job
         self._vocab_size = vocab_size
         self._operators = operators
@@ -65,10 +69,8 @@ class Leader:
         Raises:
             RankError: a rank is lost, this one included.
         """
-        group = self._job.group
-        return self._run_together(
-            Kind.PASS, model, inputs, lambda: whole_logits(group, run(*inputs), self._vocab_size)
-        )
+        with self.ordered(Kind.PASS, inputs, model):
+            return self.whole_logits(run(*inputs))
 
     def run_draw(
         self,
@@ -90,26 +92,36 @@ class Leader:
             RankError: a rank is lost, this one included.
         """
         group, vocab_size = self._job.group, self._vocab_size
-        return self._run_together(
-            Kind.DRAW,
-            model,
-            (*inputs, *draws),
-            lambda: drawn_tokens(group, run(*inputs), draws, vocab_size, self._operators),
-        )
+        with self.ordered(Kind.DRAW, (*inputs, *draws), model):
+            return drawn_tokens(group, run(*inputs), draws, vocab_size, self._operators)
 
-    def _run_together(
-        self, kind: Kind, model: int, tensors: tuple[Tensor | None, ...], run: Callable[[], Tensor]
-    ) -> Tensor:
+    @contextlib.contextmanager
+    def ordered(
+        self, kind: Kind, tensors: tuple[Tensor | None, ...], model: int = 0
+    ) -> Iterator[None]:
+        """Give an order; within it, this rank does its part.
+
+        Args:
+            kind: of the order.
+            tensors: of it, on the host.
+            model: number of the model that it is about.
+        Raises:
+            RankError: a rank is lost, this one included: what fails within fails all.
+        """
         job = self._job
         with uninterrupted():
             try:
                 job.order(kind, tensors, model)
-                return run()
+                yield
             except BaseException as error:
                 # the others have done it, or wait in it: nobody can do it again
                 job.fail(job.fault_of(error))
                 job.check()
                 raise
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """[R, V] logits of a pass, of this rank's columns; see `whole_logits`."""
+        return whole_logits(self._job.group, logits, self._vocab_size)
 
     def commit(self, model: int, commit: Commit) -> None:
         """Have the others keep what a step of this rank has kept in its caches.

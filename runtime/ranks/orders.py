@@ -42,9 +42,11 @@ class Kind(enum.IntEnum):
 
     Orders of rank 0: SETUP (what to load, as JSON), PASS (a model's eight inputs), DRAW (the same
     and three tensors of `Draws`: a pass that yields tokens), COMMIT (of a step, see `Commit`),
-    CHECKSUM (of the caches), END. Reports of the others: HELLO (what they are, as JSON), READY,
-    ERROR (as JSON; also from rank 0, which then ends), SUM (32 bytes). BEAT goes both ways: the
-    sender is alive, and has done the order of this number.
+    CHECKSUM (of the caches), END; of engines on devices WORK (what a table says, see
+    `device_work.py`), CAPTURE (it, as the graph of this number), REPLAY (a graph). Reports of the
+    others: HELLO (what they are, as JSON), READY, ERROR (as JSON; also from rank 0, which then
+    ends), SUM (32 bytes). BEAT goes both ways: the sender is alive, and has done the order of this
+    number.
     """
 
     SETUP = 1
@@ -53,6 +55,9 @@ class Kind(enum.IntEnum):
     CHECKSUM = 4
     END = 5
     DRAW = 6
+    WORK = 7
+    CAPTURE = 8
+    REPLAY = 9
     HELLO = 16
     READY = 17
     ERROR = 18

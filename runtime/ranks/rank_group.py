@@ -15,6 +15,9 @@ from specc.runtime.execution.draws import Draws
 
 _LOOK_S = 0.2
 
+# before the address in a ticket
+NCCL = "nccl+"
+
 
 class RankGroup(Protocol):
     """The group of the ranks of one engine, in one of their processes.
@@ -96,7 +99,7 @@ class Copies:
 
 
 class Gathering(Copies):
-    """Stands for a group over gloo while rank 0 waits for the others to come to its address.
+    """Stands for a group over a network while rank 0 waits for the others to come to its address.
 
     Args:
         ticket: the address, `tcp://HOST:PORT`.
@@ -130,16 +133,23 @@ class Gathering(Copies):
             check()
 
 
-def make_group(size: int, timeout_s: float, address: str | None = None) -> RankGroup:
+def make_group(
+    size: int, timeout_s: float, address: str | None = None, is_on_gpu: bool = False
+) -> RankGroup:
     """A group of ranks that share a cut model, as its rank 0; the operators' library is loaded.
 
     Args:
         size: ranks.
         timeout_s: that a rank waits for the others in a collective.
         address: where ranks of several hosts meet; None: all are on this host, and share memory.
+        is_on_gpu: what they add up is in the memory of GPUs, one for each.
     Raises:
-        RankError: no memory.
+        RankError: no memory, or a torch that cannot.
     """
+    if is_on_gpu:
+        from specc.runtime.ranks.nccl import NcclGathering
+
+        return NcclGathering(address, size)
     if address is not None:
         return Gathering(address, size)
     from specc.runtime.ranks.group import RankGroup as SharedGroup
@@ -161,6 +171,10 @@ def open_group(ticket: str, rank: int, size: int, timeout_s: float) -> RankGroup
     """
     if ticket == Copies.ticket:
         return Copies(rank, size)
+    if ticket.startswith(NCCL):
+        from specc.runtime.ranks.nccl import join_nccl
+
+        return join_nccl(ticket.removeprefix(NCCL), rank, size, timeout_s)
     if ticket.startswith("tcp://"):
         return _join_gloo(ticket, rank, size, timeout_s)
     if not ticket.startswith("/proc/"):

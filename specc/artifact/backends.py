@@ -35,6 +35,7 @@ class BackendFacts:
         takes_views: self-drafts run: caches are in blocks, and programs take block tables of any
             width.
         runs_all: it runs the graphs that every engine has, whichever backend the engine is for.
+        takes_ranks: several processes may run an engine together, each with a part of the target.
     """
 
     name: str
@@ -50,6 +51,7 @@ class BackendFacts:
     unrun_dtypes: tuple[str, ...] = ()
     takes_views: bool = False
     runs_all: bool = False
+    takes_ranks: bool = False
 
     @property
     def is_padded(self) -> bool:
@@ -104,14 +106,18 @@ def backend_names() -> tuple[str, ...]:
 register(
     BackendFacts(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
-        model_files=("package_file",), by_default=True, takes_views=True,
+        model_files=("package_file",), by_default=True, takes_views=True, takes_ranks=True,
     )
 )  # fmt: skip
-register(BackendFacts("cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True))
+register(
+    BackendFacts(
+        "cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True, takes_ranks=True
+    )
+)
 register(
     BackendFacts(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
-        by_default=True, takes_views=True, runs_all=True,
+        by_default=True, takes_views=True, runs_all=True, takes_ranks=True,
     )
 )  # fmt: skip
 register(

@@ -27,7 +27,7 @@ def prepare(kind: str) -> None:
         told_apart.prepare()
     from specc.bench import device as bench_device
     from specc.runtime.backends.captured import backend as captured_backend
-    from tests.gpu import benchmark, replay, sampling
+    from tests.gpu import benchmark, collectives, replay, sampling
     from tests.models import tiny_config
     from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
@@ -54,6 +54,8 @@ def prepare(kind: str) -> None:
         replace(module, "TOKENS", 13)
     replace(replay, "BATCHES", (1, 3))
     replace(replay, "REPLAYS", 3)
+    replace(collectives, "CALLS", 2)
+    replace(collectives, "ROUNDS", 1)
     replace(benchmark, "ATTENTION_ROUNDS", 1)
     load = benchmark.load_example
 

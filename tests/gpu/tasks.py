@@ -2,7 +2,8 @@
 
     A  the step benchmark, replays, output
     B  every test of the Triton kernels
-    C  attention, sampling, compute-sanitizer, open questions, then what compares with others
+    C  attention, sampling, collectives, compute-sanitizer, open questions, then what compares with
+       others
 
 A command is stages, one after the other; the tasks of a stage run beside each other. A stage ends
 at the latest when it and those before it have had their seconds: what it leaves, the next ones
@@ -160,6 +161,7 @@ def command_a() -> list[Stage]:
     replays = [
         task("replay", "float32", "replay:check_pair", {}, 40.0),
         task("replay", "bf16-8b", "replay:check_8b", {}, 60.0),
+        task("replay", "nccl", "collectives:check_step", {}, 60.0),
     ]
     output = [
         task("output", dtype, "output:check", {"dtype": dtype}, 40.0)
@@ -180,7 +182,8 @@ def command_c(tool: str | None) -> list[Stage]:
     return [
         Stage(70.0, (Task("attention", "sdpa", f"{benchmark}:measure_attention"),), 1),
         Stage(50.0, (Task("sampling", "accept", "tests.gpu.sampling:measure"),), 1),
-        Stage(150.0, (*sanitizer_tasks(tool), questions)),
+        Stage(30.0, (Task("collectives", "nccl", "tests.gpu.collectives:measure"),), 1),
+        Stage(120.0, (*sanitizer_tasks(tool), questions)),
         Stage(70.0, (Task("attention", "flex", f"{benchmark}:measure_flex"),), 1),
         Stage(110.0, (Task("transformers", "8b-1b", "tests.gpu.generation:measure"),), 1),
     ]

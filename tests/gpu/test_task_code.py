@@ -82,6 +82,7 @@ def test_the_checks_own_helpers_are_among_them():
     assert found["kernels"] >= {"child", "results", "kernel_tests", "runner", "stub_pytest"}
     assert found["steps"] >= {"child", "results", "benchmark", "count_compiles"}
     assert found["replay"] >= {"replay", "pair", "mixed_sampling"}
+    assert found["collectives"] >= {"child", "results", "collectives"}
     assert found["output"] >= {"output", "pair", "lossless", "models"}
     assert found["sanitizer"] >= {"kernel_tests"}
     for names in found.values():

@@ -44,12 +44,19 @@ def test_what_the_commands_are_for():
     assert parts == {
         "A": {"steps", "replay", "output"},
         "B": {"kernels"},
-        "C": {"attention", "sampling", "sanitizer", "questions", "transformers"},
+        "C": {
+            "attention",
+            "sampling",
+            "collectives",
+            "sanitizer",
+            "questions",
+            "transformers",
+        },
     }
     # nothing runs beside what is measured, and steps come first
     for stages in PLAN.values():
         for stage in stages:
-            measures = {"steps", "attention", "sampling", "transformers"}
+            measures = {"steps", "attention", "sampling", "collectives", "transformers"}
             if measures & {task.part for task in stage.tasks}:
                 assert len(stage.tasks) == 1
     assert [task.part for task in PLAN["A"][0].tasks] == ["steps"]

@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 from specc.artifact.manifest import Manifest
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
 from specc.runtime.backends.captured.capture_limits import CaptureLimits, fit_device
+from specc.runtime.backends.captured.device_models import DeviceModels, DeviceProgram
 from specc.runtime.backends.captured.engine_steps import load_steps
 from specc.runtime.backends.captured.graph_device import GraphDevice
-from specc.runtime.backends.cuda.graphs import cuda_device
-from specc.runtime.backends.eager.program import ModelProgram
+from specc.runtime.backends.cuda.graphs import choose_gpu, cuda_device
 from specc.runtime.backends.engine_cache import make_cache, rows_of
-from specc.runtime.backends.padded.model import PaddedModel
 from specc.runtime.execution.device_link import DeviceLink
 from specc.runtime.scheduling.kv_cache import KVCache
-
-
-@dataclass(frozen=True)
-class DeviceModels:
-    """The models of an engine on a device, target first.
-
-    Args:
-        between: name → program, as passes between steps call it.
-        within: name → module, as steps call it.
-        adapt: called with the graph of each stage of a step, which it may change.
-    """
-
-    between: Mapping[str, ModelProgram | PaddedModel]
-    within: Mapping[str, nn.Module]
-    adapt: Callable[[fx.GraphModule], object] = lambda graph: None
 
 
 class CapturedBackend(RuntimeBackend):
     """Loads the models of an engine; its steps are captured."""
 
+    def take_device(self, local_rank: int, num_local: int) -> None:
+        """See `RuntimeBackend.take_device`: a GPU for each rank of this machine."""
+        choose_gpu(local_rank, num_local)
+
     @abstractmethod
     def load_models(
-        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice
+        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice, rank: int = 0
     ) -> DeviceModels:
         """The models of an engine on a device.
 
@@ -53,13 +40,14 @@ class CapturedBackend(RuntimeBackend):
             manifest: its manifest.
             cache: on the device.
             graphs: the device.
+            rank: whose part of the models that are cut is loaded.
         Raises:
             EngineError: a file is absent, cannot be read, or does not fit this machine.
         """
 
     def load(self, path: Path, manifest: Manifest, limits: LoadLimits) -> LoadedPrograms:
         """See `RuntimeBackend.load`; what does not fit the GPU is refused before it is read."""
-        graphs = cuda_device()
+        graphs: GraphDevice = cuda_device()
         capture = fit_device(
             manifest,
             graphs,
@@ -68,8 +56,15 @@ class CapturedBackend(RuntimeBackend):
             limits.kv_cache_tokens,
         )
         cache = make_cache(manifest, limits, graphs.device, rows_of(manifest))
-        models = self.load_models(path, manifest, cache, graphs)
-        steps = load_steps(path, manifest, models.within, cache, graphs, capture, models.adapt)
+        models = self.load_models(path, manifest, cache, graphs, limits.rank)
+        if limits.ranks is not None:
+            graphs, models = limits.ranks.join(graphs, models)
+        # a rank that follows has none
+        steps = (
+            load_steps(path, manifest, models.within, cache, graphs, capture, models.adapt)
+            if manifest.plans
+            else {}
+        )
         return LoadedPrograms(
             {name: DeviceModel(model, graphs) for name, model in models.between.items()},
             dict(steps),
@@ -87,7 +82,7 @@ class DeviceModel:
         graphs: the device.
     """
 
-    def __init__(self, program: ModelProgram | PaddedModel, graphs: GraphDevice) -> None:
+    def __init__(self, program: DeviceProgram, graphs: GraphDevice) -> None:
         self.name = program.name
         self.weights = program.weights
         self._program = program

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import ModelEntry
-from specc.runtime.backends.captured.backend import CapturedBackend, DeviceModels
+from specc.runtime.backends.captured.backend import CapturedBackend
+from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda.choose_products import DeviceLostError, Timer, choose_products
 from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts
@@ -28,12 +29,14 @@ class CudaBackend(CapturedBackend):
     """See `RuntimeBackend`."""
 
     def load_models(
-        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice
+        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice, rank: int = 0
     ) -> DeviceModels:
         """See `CapturedBackend.load_models`; products are timed, unless that was done before."""
         hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
         models = {
-            model.name: _load_model(path, model, cache, graphs.device, hashes)
+            model.name: _load_model(
+                path, model, manifest.weights_file(model, rank), cache, graphs.device, hashes
+            )
             for model in manifest.models
         }
         choose_on_gpu(models.values(), graphs)
@@ -86,9 +89,14 @@ def choose_and_keep(
 
 
 def _load_model(
-    path: Path, model: ModelEntry, cache: KVCache, device: torch.device, hashes: Mapping[str, str]
+    path: Path,
+    model: ModelEntry,
+    weights_file: str,
+    cache: KVCache,
+    device: torch.device,
+    hashes: Mapping[str, str],
 ) -> ModelProgram:
-    weights = _to_device(path / model.weights_file, device)
+    weights = _to_device(path / weights_file, device)
     if (path / model.dir / _PACKAGES).is_file():
         from specc.runtime.backends.experimental.aot_program import load_model
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.errors import EngineError
+from specc.errors import ConfigError, EngineError
 from specc.system.extras import install_command
 
 
@@ -105,6 +105,28 @@ class CudaGraphs:
         # torch keeps what was freed, and takes it from no other process
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
+
+
+def choose_gpu(local_rank: int, num_local: int) -> None:
+    """Make the GPU of a rank the one of this thread: each rank of a machine has its own.
+
+    Args:
+        local_rank: of this process, among the ranks of this machine.
+        num_local: ranks of the engine on this machine.
+    Raises:
+        ConfigError: more ranks than GPUs; nothing has been allocated by then.
+    """
+    count = torch.cuda.device_count()
+    # without any, loading the engine says what to do
+    if 0 < count < num_local:
+        raise ConfigError(
+            f"{num_local} ranks on this machine, and {count} GPU{'s' if count > 1 else ''}",
+            "a GPU for each rank",
+            "compile for fewer ranks (--tensor-parallel-size), or start the ranks on several"
+            " machines with torchrun",
+        )
+    if count:
+        torch.cuda.set_device(local_rank)
 
 
 def cuda_device() -> CudaGraphs:

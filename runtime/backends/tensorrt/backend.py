@@ -10,7 +10,8 @@ import torch
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import ModelEntry, TensorRTEntry
 from specc.errors import EngineError
-from specc.runtime.backends.captured.backend import CapturedBackend, DeviceModels
+from specc.runtime.backends.captured.backend import CapturedBackend
+from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.engine_cache import caches_of
 from specc.runtime.backends.padded.hnd_commit import place_commits
@@ -26,7 +27,7 @@ class TensorRTBackend(CapturedBackend):
     """See `RuntimeBackend`."""
 
     def load_models(
-        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice
+        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice, rank: int = 0
     ) -> DeviceModels:
         """See `CapturedBackend.load_models`.
 

@@ -125,21 +125,25 @@ class Both:
         return cls.of(models.build_model(name, **changes), num_ranks)
 
     @classmethod
-    def of(cls, model: torch.nn.Module, num_ranks: int) -> Both:
+    def of(cls, model: torch.nn.Module, num_ranks: int, lowering: Phases = ()) -> Both:
+        """`lowering` are phases of a backend, of the cut program alone."""
         whole, cut = trace_once(model, "target"), trace_once(model, "target")
         Pipeline(PHASES).run(whole)
-        Pipeline(shard_phases(num_ranks)).run(cut)
+        Pipeline((*shard_phases(num_ranks), *lowering)).run(cut)
         plan = cut.shard
         assert plan is not None
         weights = whole_weights(model, whole)
-        kept = {constant_key(key): value for key, value in whole.constants.items()}
+        kept = {
+            constant_key(key): value for key, value in (whole.constants | cut.constants).items()
+        }
         caches = [make_caches(whole)]
         programs = [ModelProgram(program_to_json(whole), weights | kept, caches[0])]
+        lowered = program_to_json(cut)
         for rank in range(num_ranks):
             own = {key: plan.by_key[key].take(value, rank) for key, value in weights.items()}
             own |= kept | {constant_key(c.name): c.value(rank) for c in plan.constants}
             caches.append(make_caches(cut))
-            programs.append(ModelProgram(program_to_json(cut), own, caches[-1]))
+            programs.append(ModelProgram(lowered, own, caches[-1]))
         return cls(programs[0], programs[1:], plan, caches)
 
     def run_ranks(self, inputs: Inputs) -> list[Tensor]:

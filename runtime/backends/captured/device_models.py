@@ -1,0 +1,52 @@
+"""The models of an engine on a device, and what ranks that share the target make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, fx, nn
+
+from specc.runtime.backends.captured.graph_device import GraphDevice
+
+
+class DeviceProgram(Protocol):
+    """A model's program on a device; inputs and result as of `ModelProgram.forward`."""
+
+    name: str
+    weights: Any
+
+    def __call__(self, *inputs: Tensor | None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class DeviceModels:
+    """The models of an engine on a device, target first.
+
+    Args:
+        between: name → program, as passes between steps call it.
+        within: name → module, as steps call it.
+        adapt: called with the graph of each stage of a step, which it may change.
+    """
+
+    between: Mapping[str, DeviceProgram]
+    within: Mapping[str, nn.Module]
+    adapt: Callable[[fx.GraphModule], object] = lambda graph: None
+
+
+class DeviceRanks(Protocol):
+    """Ranks of an engine whose steps are captured, in one of their processes."""
+
+    def join(self, graphs: GraphDevice, models: DeviceModels) -> tuple[GraphDevice, DeviceModels]:
+        """Called once, when the models are loaded and no step is.
+
+        Args:
+            graphs: the device of this rank.
+            models: on it, this rank's part of the target first.
+        Returns:
+            both as steps are to use them.
+        Raises:
+            SpeccError: another rank is lost, or could not load its part.
+        """
+        ...

@@ -1,0 +1,187 @@
+"""What the ranks of an engine on devices do together, as numbers: sizes, and never values.
+
+What a pass reads lies on rank 0's device, where its drafts and its last step have left it. So an
+order says how large everything is, and the values go from device to device (`specc::from_first`),
+inside of captured graphs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specc.kernels.cuda.launch import is_even
+from specc.runtime.ranks.orders import MOST_BYTES, refused
+
+# the first number of a row of the table
+_PASS, _COMMIT = 0, 1
+_COLUMNS = 8
+# of tensors in what is sent, in bytes: what Triton specializes pointers on
+_ALIGNMENT = 16
+_I64, _I32 = torch.int64, torch.int32
+# what is left out, such as the ancestors of a causal pass
+_ABSENT = -1
+
+# dtype and shape of a tensor; None is left out
+Spec = tuple[torch.dtype, tuple[int, ...]] | None
+
+
+class PassWork(NamedTuple):
+    """A pass of the target.
+
+    Args:
+        tokens: Nt, of all sequences.
+        sequences: B.
+        words: W of the ancestors of a token, or -1: a causal pass.
+        blocks: width of the block table.
+        rows: R that get logits, or 0.
+        is_even: sequences have equally many tokens, see `even_tokens`.
+    """
+
+    tokens: int
+    sequences: int
+    words: int
+    blocks: int
+    rows: int
+    is_even: bool
+
+    @classmethod
+    def of(cls, inputs: Sequence[Tensor | None]) -> PassWork:
+        """The sizes of the eight inputs of `ModelProgram.forward`, as this thread launches it."""
+        tokens, _, _, _, lengths, ancestors, table, rows = inputs
+        assert tokens is not None
+        assert lengths is not None
+        assert table is not None
+        assert rows is not None
+        words = _ABSENT if ancestors is None else ancestors.shape[1]
+        sizes = (len(tokens), len(lengths), words, table.shape[1], len(rows))
+        return cls(*sizes, is_even())
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """Of the eight inputs."""
+        count, batch = (self.tokens,), (self.sequences,)
+        return (
+            (_I64, count),
+            (_I64, count),
+            (_I32, (self.sequences + 1,)),
+            (_I32, count),
+            (_I32, batch),
+            None if self.words == _ABSENT else (_I64, (self.tokens, self.words)),
+            (_I32, (self.sequences, self.blocks)),
+            (_I64, (self.rows,)),
+        )
+
+
+class CommitWork(NamedTuple):
+    """Rows of the target's caches move after the committed ones; see `specc::commit_kv`.
+
+    Args:
+        sequences: B.
+        places: P, accepted nodes of a path at most.
+        blocks: width of the block table.
+    """
+
+    sequences: int
+    places: int
+    blocks: int
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """Of source, target and block table."""
+        rows = (_I32, (self.sequences, self.places))
+        return (rows, rows, (_I32, (self.sequences, self.blocks)))
+
+
+Work = PassWork | CommitWork
+
+
+def table_of(works: Sequence[Work]) -> Tensor:
+    """[n, 8] int64: a row of numbers for each piece of work."""
+    rows = []
+    for work in works:
+        row = [_PASS if isinstance(work, PassWork) else _COMMIT, *map(int, work)]
+        rows.append(row + [0] * (_COLUMNS - len(row)))
+    return torch.tensor(rows, dtype=_I64)
+
+
+def works_of(table: Tensor | None) -> list[Work]:
+    """What `table_of` has made a table of.
+
+    Raises:
+        FaultError: it is no such table, or of sizes that cannot be.
+    """
+    if table is None or table.dtype != _I64 or table.ndim != 2 or table.shape[1] != _COLUMNS:
+        raise refused("an order without a table of work")
+    return [_work_of(row) for row in table.tolist()]
+
+
+def _work_of(row: Sequence[int]) -> Work:
+    kind, *sizes = row
+    work: Work
+    if kind == _PASS:
+        tokens, sequences, words, blocks, rows, is_even_, rest = sizes
+        work = PassWork(tokens, sequences, words, blocks, rows, bool(is_even_))
+        is_wrong = rest or is_even_ not in (0, 1) or words < _ABSENT or words == 0
+        # a chunk of a prompt may want no logits
+        least = min(work._replace(words=1, rows=rows + 1)[:-1])
+    elif kind == _COMMIT:
+        work = CommitWork(*sizes[:3])
+        is_wrong, least = any(sizes[3:]), min(work)
+    else:
+        raise refused(f"work of kind {kind}")
+    if is_wrong or least < 1 or max(sizes) > MOST_BYTES or _places(work.specs)[-1] > MOST_BYTES:
+        raise refused(f"work of sizes {list(row)}")
+    return work
+
+
+def give(values: Sequence[Tensor | None]) -> None:
+    """Send values of rank 0's device to the others, which `take` them: one copy, one message.
+
+    Args:
+        values: of any shapes, with the dtypes of a `Spec` each.
+    """
+    given = [value for value in values if value is not None]
+    gap = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=given[0].device)
+    parts = []
+    for value in given:
+        parts.append(value.contiguous().view(-1).view(torch.uint8))
+        if left := -value.nbytes % _ALIGNMENT:
+            parts.append(gap[:left])
+    torch.ops.specc.from_first(torch.cat(parts))
+
+
+def take(specs: Sequence[Spec], device: torch.device) -> list[Tensor | None]:
+    """What rank 0 has given, on the device of this rank."""
+    places = _places(specs)
+    found = torch.ops.specc.from_first(torch.empty(places[-1], dtype=torch.uint8, device=device))
+    values: list[Tensor | None] = []
+    for spec, begin in zip(specs, places, strict=False):
+        if spec is None:
+            values.append(None)
+            continue
+        dtype, shape = spec
+        end = begin + _num_bytes(spec)
+        values.append(found[begin:end].view(dtype).view(shape))
+    return values
+
+
+def _places(specs: Sequence[Spec]) -> list[int]:
+    """Where each begins, in bytes, and where the last ends."""
+    places = [0]
+    for spec in specs:
+        places.append(places[-1] + -(-_num_bytes(spec) // _ALIGNMENT) * _ALIGNMENT)
+    return places
+
+
+def _num_bytes(spec: Spec) -> int:
+    if spec is None:
+        return 0
+    dtype, shape = spec
+    count = dtype.itemsize
+    for size in shape:
+        count *= size
+    return count

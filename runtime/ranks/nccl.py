@@ -1,0 +1,268 @@
+"""A group of ranks that have a GPU each, over NCCL.
+
+Its collectives are queued on the current stream, and captured with it: a graph of a step holds
+them as nodes. Sums are NCCL's: the same bits on every rank, but not in the order of ranks, and of
+half types rounded at every addition. Nothing else of specc imports torch.distributed for GPUs.
+
+The group is a backend object of torch's alone: torch.distributed itself is not initialized, so
+that a program which uses it is not disturbed, and another engine can be loaded after this one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from specc.errors import RankError
+from specc.kernels.reference.ranks import use_group
+from specc.runtime.ranks.group import TIME_LIMIT_S
+from specc.runtime.ranks.rank_group import NCCL, Gathering, RankGroup
+
+# ranks that hang are found by rank 0's watch, which names them; NCCL's own limit is a last resort
+_LEAST_LIMIT_S = 300.0
+# until a communicator that nobody needs any more is left to the end of the process
+_CLOSE_S = 5.0
+_STORE = "/proc/{pid}/fd/{descriptor}"
+
+
+class NcclRankGroup:
+    """This process's rank in a group over NCCL, see `RankGroup`; `join_nccl` makes it.
+
+    Args:
+        rank: of this process.
+        num_ranks: of the group.
+        ticket: what the others join.
+        processes: torch's backend object.
+        device: that tensors are on.
+    """
+
+    def __init__(
+        self, rank: int, num_ranks: int, ticket: str, processes: Any, device: torch.device
+    ) -> None:
+        self.rank = rank
+        self.size = num_ranks
+        self.ticket = ticket
+        self.position = 0
+        # of the file that ranks of this host meet in; torch looks into it later on, too
+        self.descriptor: int | None = None
+        self._pid = os.getpid()
+        self._processes = processes
+        self._warm_up(device)
+        use_group(self)
+        atexit.register(self.close)
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """See `RankGroup.gather`; as an operator, which a capture sees."""
+        return torch.ops.specc.gather_rows(logits)
+
+    def abort(self, reason: str) -> None:
+        """Wake all ranks that wait in a collective: they end without a result."""
+        if self._processes is not None:
+            _in_background(self._processes.abort)
+
+    def close(self) -> None:
+        """Leave the group. More than once is once."""
+        atexit.unregister(self.close)
+        processes, self._processes = self._processes, None
+        if processes is None or self._pid != os.getpid():
+            return
+        use_group(None)
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+        # it waits for graphs that hold collectives, which may live as long as the process
+        _in_background(processes.abort).join(_CLOSE_S)
+
+    # what follows is `Ranks`, of which this process is one
+
+    def all_reduce(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        (x,) = xs
+        out = x.clone(memory_format=torch.contiguous_format)
+        self._reduce(out)
+        return [out]
+
+    def gather_rows(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        (x,) = xs
+        rows, columns = x.shape
+        if x.numel() == 0:
+            return [x.new_empty(rows, columns * self.size if self.rank == 0 else 0)]
+        out = x.new_empty(self.size * rows, columns)
+        self._collect(out, x.contiguous())
+        if self.rank > 0:
+            return [x.new_empty(rows, 0)]
+        parts = out.view(self.size, rows, columns)
+        return [parts.transpose(0, 1).reshape(rows, self.size * columns)]
+
+    def from_first(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        (x,) = xs
+        out = x.clone(memory_format=torch.contiguous_format)
+        self._send(out)
+        return [out]
+
+    def best_of_ranks(self, scores: Sequence[Tensor], tokens: Sequence[Tensor]) -> NoReturn:
+        """Raises RankError: no graph for GPUs has it."""
+        raise RankError("specc::best_of_ranks on a GPU", "logits that are gathered", "report this")
+
+    def _reduce(self, x: Tensor) -> None:
+        import torch.distributed as dist
+
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+        self._wait(self._processes.allreduce, [x], options)
+
+    def _collect(self, out: Tensor, x: Tensor) -> None:
+        from torch.distributed.distributed_c10d import AllgatherOptions
+
+        options = AllgatherOptions()
+        options.asyncOp = False
+        # torch has no public name for it
+        self._wait(self._processes._allgather_base, out, x, options)
+
+    def _send(self, x: Tensor) -> None:
+        import torch.distributed as dist
+
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
+        self._wait(self._processes.broadcast, [x], options)
+
+    def _wait(self, start: Callable[..., Any], *arguments: Any) -> None:
+        """Queue a collective; on a GPU it is the stream that waits."""
+        self.position += 1
+        try:
+            work = start(*arguments)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise _lost(self.rank, error) from error
+
+    def _warm_up(self, device: torch.device) -> None:
+        """Each kind once: connections are made at a first call, which cannot be captured."""
+        x = torch.zeros(self.size, device=device)
+        self._reduce(x)
+        self._send(x)
+        self._collect(x, x[:1].clone())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+class NcclGathering(Gathering):
+    """Stands for a group over NCCL while rank 0 waits for the others, see `Gathering`.
+
+    Args:
+        address: `tcp://HOST:PORT` of rank 0, where ranks of several hosts meet; None: all are on
+            this host, and meet in a file without a name.
+        size: ranks.
+    """
+
+    def __init__(self, address: str | None, size: int) -> None:
+        self._descriptor = os.memfd_create("specc-nccl") if address is None else None
+        if address is None:
+            address = _STORE.format(pid=os.getpid(), descriptor=self._descriptor)
+        self._address = address
+        super().__init__(NCCL + address, size)
+
+    def meet(self, timeout_s: float) -> RankGroup:
+        """See `Gathering.meet`."""
+        group = join_nccl(self._address, 0, self.size, timeout_s)
+        group.descriptor, self._descriptor = self._descriptor, None
+        return group
+
+    def close(self) -> None:
+        """See `RankGroup.close`."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def join_nccl(
+    address: str, rank: int, num_ranks: int, time_limit: float = TIME_LIMIT_S
+) -> NcclRankGroup:
+    """Meet the other ranks; returns when all are there, with every kind of connection made.
+
+    Args:
+        address: `tcp://HOST:PORT` of rank 0, or a file that all ranks of this host can open.
+        rank: of this process, 0 … num_ranks - 1.
+        num_ranks: of the engine.
+        time_limit: seconds to meet.
+    Raises:
+        RankError: not all came in time, or torch has no NCCL.
+    """
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=max(time_limit, _LEAST_LIMIT_S))
+    device = group_device()
+    try:
+        store: Any
+        if address.startswith("tcp://"):
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            store = dist.TCPStore(
+                host.strip("[]"), int(port), num_ranks, is_master=rank == 0, timeout=limit
+            )
+        else:
+            store = dist.FileStore(address, num_ranks)
+            store.set_timeout(limit)
+        processes = make_processes(store, rank, num_ranks, limit, device)
+        return NcclRankGroup(rank, num_ranks, NCCL + address, processes, device)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RankError(
+            f"rank {rank} of {num_ranks} did not meet the others at {address}:"
+            f" {_first_line(error)}",
+            f"all ranks at this address within {limit.total_seconds():g} s, and NCCL between their"
+            " GPUs",
+            "see what the other ranks wrote; NCCL_DEBUG=INFO makes NCCL say what it does",
+        ) from error
+
+
+def group_device() -> torch.device:
+    """The GPU of this process, which `choose_gpu` has chosen."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def make_processes(
+    store: Any, rank: int, num_ranks: int, limit: timedelta, device: torch.device
+) -> Any:
+    """Torch's backend object over NCCL.
+
+    Raises:
+        RankError: this torch has none.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        raise RankError(
+            "a torch without NCCL", "a build of torch for CUDA, on Linux", "install one"
+        )
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+
+
+def _in_background(run: Callable[[], object]) -> threading.Thread:
+    def quietly() -> None:
+        # of a group that is given up nobody needs to know more
+        with contextlib.suppress(RuntimeError):
+            run()
+
+    thread = threading.Thread(target=quietly, name="specc-nccl-abort", daemon=True)
+    thread.start()
+    return thread
+
+
+def _lost(rank: int, error: Exception) -> RankError:
+    return RankError(
+        f"a collective of rank {rank} failed: {_first_line(error)}",
+        "all ranks at work",
+        "start the ranks again",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,117 @@
+"""Work of devices: sizes go as numbers, values from device to device, each where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from specc.errors import ConfigError, FaultError
+from specc.kernels.cuda.launch import even_tokens
+from specc.kernels.reference.ranks import LockstepGroup, use_group
+from specc.runtime.backends.cuda.graphs import choose_gpu
+from specc.runtime.ranks.device_work import CommitWork, PassWork, give, table_of, take, works_of
+from specc.runtime.ranks.orders import MOST_BYTES
+from tests.runtime.ranks.test_orders import INPUTS, same
+
+PASS = PassWork(4, 2, 1, 3, 2, False)
+CAUSAL = PassWork(7, 1, -1, 3, 0, True)
+COMMIT = CommitWork(2, 3, 5)
+
+
+@pytest.fixture
+def sent() -> Iterator[Callable[[], torch.Tensor]]:
+    """A group of rank 0 alone whose last message is what the next `take` gets."""
+    kept: list[torch.Tensor] = []
+
+    class Wire(LockstepGroup):
+        def from_first(self, xs):
+            if not kept:
+                kept.append(xs[0].clone())
+                return [xs[0].clone()]
+            # who takes says with its own how much it expects
+            assert xs[0].shape == kept[0].shape
+            return [kept.pop()]
+
+    use_group(Wire(1))
+    yield lambda: kept[0]
+    use_group(None)
+
+
+def test_sizes_are_those_of_the_inputs() -> None:
+    assert PassWork.of(INPUTS) == PASS
+    with even_tokens():
+        causal = [*INPUTS[:5], None, *INPUTS[6:]]
+        assert PassWork.of(causal) == PASS._replace(words=-1, is_even=True)
+
+
+def test_a_table_says_what_is_to_be_done() -> None:
+    works = [PASS, CAUSAL, COMMIT, PASS]
+    assert works_of(table_of(works)) == works
+    assert [type(work) for work in works_of(table_of(works))] == [*map(type, works)]
+
+
+@pytest.mark.parametrize("has_ancestors", [True, False])
+def test_values_arrive_where_they_belong(sent, has_ancestors: bool) -> None:
+    inputs = [None if i == 5 and not has_ancestors else x for i, x in enumerate(INPUTS)]
+    give(inputs)
+    assert sent().dtype == torch.uint8
+    found = take(PassWork.of(inputs).specs, torch.device("cpu"))
+    assert len(found) == len(inputs)
+    assert all(map(same, found, inputs)), found
+    # Triton compiles other code for pointers that are not aligned
+    begin = next(x for x in found if x is not None).data_ptr()
+    assert all((x.data_ptr() - begin) % 16 == 0 for x in found if x is not None)
+
+
+def test_what_lies_apart_in_memory_arrives(sent) -> None:
+    table = torch.arange(12, dtype=torch.int32).view(3, 4).T
+    rows = torch.arange(6, dtype=torch.int32).expand(4, 6)[:, ::2]
+    give((rows, rows + 1, table))
+    found = take(CommitWork(4, 3, 3).specs, torch.device("cpu"))
+    assert all(map(same, found, (rows, rows + 1, table)))
+
+
+def changed(row: int, column: int, value: int) -> torch.Tensor:
+    table = table_of([PASS, COMMIT])
+    table[row, column] = value
+    return table
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        None,
+        torch.zeros(1, 8, dtype=torch.int32),
+        torch.zeros(8, dtype=torch.int64),
+        torch.ones(1, 7, dtype=torch.int64),
+        changed(0, 0, 2),
+        *(changed(0, column, 0) for column in (1, 2, 3, 4)),
+        changed(0, 3, -2),
+        changed(0, 5, -1),
+        changed(0, 6, 2),
+        changed(0, 7, 1),
+        changed(0, 1, MOST_BYTES),
+        changed(0, 4, 1 << 62),
+        *(changed(1, column, 0) for column in (1, 2, 3)),
+        changed(1, 4, 1),
+    ],
+    ids=lambda table: "none" if table is None else None,
+)
+def test_tables_of_nothing_that_can_be_are_refused(table: torch.Tensor | None) -> None:
+    with pytest.raises(FaultError):
+        works_of(table)
+
+
+def test_each_rank_of_a_machine_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    choose_gpu(1, 2)
+    assert taken == [1]
+    with pytest.raises(ConfigError) as error:
+        choose_gpu(0, 4)
+    assert error.value.found == "4 ranks on this machine, and 2 GPUs"
+    assert "--tensor-parallel-size" in error.value.do
+    assert taken == [1], "nothing is chosen where there are too few"
