@@ -97,8 +97,8 @@ class EngineExtension:
                 self._writer.path(step_file(plan)).unlink()
         self._plans = list(plans)
         slabs = {model.name: len(model.slabs) for model in self._manifest.models}
-        sizes = (self._backend.facts.is_padded, limits.block_size)
-        self._entries = write_steps(self._writer, plans, slabs, *sizes)
+        is_padded, size = self._backend.facts.is_padded, limits.block_size
+        self._entries = write_steps(self._writer, plans, slabs, is_padded, size)
         return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:
