@@ -57,8 +57,7 @@ def draft_stage(
     `depths` [B * N] and `slot_of_<draft>` [B, N] of draft models; of merged trees also `image`
     [B, T]. `q_0`, `q_1`, … are the logits that children were drawn from.
     """
-    sizes = {"is_padded": is_padded, "block_size": block_size}
-    g = StepGraph(constants, *STEP_INPUTS, **sizes)
+    g = StepGraph(constants, *STEP_INPUTS, is_padded=is_padded, block_size=block_size)
     if plan.is_static:
         outputs = _static(g, plan)
     elif plan.dynamic is not None:

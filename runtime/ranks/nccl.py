@@ -16,13 +16,13 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specc.errors import RankError
-from specc.kernels.reference.ranks import use_group
+from specc.kernels.reference.ranks import LockstepGroup, use_group
 from specc.runtime.ranks.group import TIME_LIMIT_S
 from specc.runtime.ranks.rank_group import NCCL, Gathering, RankGroup
 
@@ -62,6 +62,10 @@ class NcclRankGroup:
     def gather(self, logits: Tensor) -> Tensor:
         """See `RankGroup.gather`; as an operator, which a capture sees."""
         return torch.ops.specc.gather_rows(logits)
+
+    def best(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """See `RankGroup.best`."""
+        return torch.ops.specc.best_of_ranks(scores, tokens)
 
     def abort(self, reason: str) -> None:
         """Wake all ranks that wait in a collective: they end without a result."""
@@ -106,9 +110,14 @@ class NcclRankGroup:
         self._send(out)
         return [out]
 
-    def best_of_ranks(self, scores: Sequence[Tensor], tokens: Sequence[Tensor]) -> NoReturn:
-        """Raises RankError: no graph for GPUs has it."""
-        raise RankError("specc::best_of_ranks on a GPU", "logits that are gathered", "report this")
+    def best_of_ranks(self, scores: Sequence[Tensor], tokens: Sequence[Tensor]) -> list[Tensor]:
+        (score,), (token,) = scores, tokens
+        found = []
+        for x in (score, token):
+            out = x.new_empty(self.size, x.numel())
+            self._collect(out, x.flatten())
+            found.append([part.view(x.shape) for part in out])
+        return LockstepGroup(self.size).best_of_ranks(*found)[:1]
 
     def _reduce(self, x: Tensor) -> None:
         import torch.distributed as dist
@@ -168,8 +177,8 @@ class NcclGathering(Gathering):
         self._address = address
         super().__init__(NCCL + address, size)
 
-    def meet(self, timeout_s: float) -> RankGroup:
-        """See `Gathering.meet`."""
+    def meet(self, timeout_s: float, check: Callable[[], None]) -> RankGroup:
+        """See `Gathering.meet`; whether a rank is lost is not looked at meanwhile."""
         group = join_nccl(self._address, 0, self.size, timeout_s)
         group.descriptor, self._descriptor = self._descriptor, None
         return group

@@ -99,9 +99,9 @@ class EngineExtension:
                     self._writer.path(file).unlink(missing_ok=True)
         self._plans = list(plans)
         slabs = {model.name: len(model.slabs) for model in self._manifest.models}
-        sizes = (self._backend.facts.is_padded, limits.block_size)
+        is_padded, size = self._backend.facts.is_padded, limits.block_size
         is_cut = self._manifest.parallel is not None
-        self._entries = write_steps(self._writer, plans, slabs, *sizes, is_cut)
+        self._entries = write_steps(self._writer, plans, slabs, is_padded, size, is_cut)
         return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:
