@@ -36,9 +36,10 @@ from specc.runtime.backends.registry import backend_of
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.followed_device import FollowedDevice, KeptDevice
+from specc.runtime.ranks.open_group import open_group
 from specc.runtime.ranks.order_checks import commit_of, drawn_inputs, pass_inputs
 from specc.runtime.ranks.orders import Kind, Message, json_message, json_of, refused
-from specc.runtime.ranks.rank_group import RankGroup, drawn_tokens, open_group, whole_logits
+from specc.runtime.ranks.rank_group import RankGroup, drawn_tokens, whole_logits
 from specc.runtime.ranks.signs import Signs
 from specc.version import __version__
 

@@ -36,7 +36,8 @@ from specc.runtime.ranks.leader import Leader, end_job
 from specc.runtime.ranks.led_device import LedDevice
 from specc.runtime.ranks.led_model import LedModel
 from specc.runtime.ranks.led_step import LedStep
-from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, make_group
+from specc.runtime.ranks.open_group import make_group
+from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.ranks.rendezvous import Launched, Rendezvous
 from specc.runtime.ranks.room import check_cores, check_memory, threads_of_rank

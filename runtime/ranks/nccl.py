@@ -175,10 +175,9 @@ class NcclGathering(Gathering):
         if address is None:
             address = _STORE.format(pid=os.getpid(), descriptor=self._descriptor)
         self._address = address
-        super().__init__(NCCL + address, size)
+        super().__init__(NCCL + address, size, self._meet)
 
-    def meet(self, timeout_s: float, check: Callable[[], None]) -> RankGroup:
-        """See `Gathering.meet`; whether a rank is lost is not looked at meanwhile."""
+    def _meet(self, timeout_s: float) -> RankGroup:
         group = join_nccl(self._address, 0, self.size, timeout_s)
         group.descriptor, self._descriptor = self._descriptor, None
         return group

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specc.errors import FaultError
-from specc.runtime.ranks import rank_group
-from specc.runtime.ranks.rank_group import Copies, Gathering, open_group, whole_logits
+from specc.runtime.ranks.open_group import open_group
+from specc.runtime.ranks.rank_group import Copies, Gathering, whole_logits
 
 
 class Gathered(Copies):
@@ -33,20 +33,20 @@ def test_logits_that_are_whole_stay() -> None:
     assert whole_logits(Gathered(0, 2), logits, 4) is logits
 
 
-def test_a_rank_that_cannot_come_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_come_ends_the_wait_for_it() -> None:
     """Rank 0 hears of it from the thread that watches; gloo would wait for its time limit."""
     is_over = threading.Event()
-    monkeypatch.setattr(rank_group, "_join_gloo", lambda *_: is_over.wait(30))
+    waiting = Gathering("tcp://127.0.0.1:9", 2, is_over.wait)
 
     def check() -> None:
         raise FaultError("rank 1 has failed", "", "")
 
     try:
         with pytest.raises(FaultError, match="rank 1 has failed"):
-            Gathering("tcp://127.0.0.1:9", 2).meet(30, check)
+            waiting.meet(30, check)
     finally:
         is_over.set()
-    assert Gathering("tcp://127.0.0.1:9", 2).meet(30, check) is True
+    assert waiting.meet(30, check) is True
 
 
 def test_a_group_of_another_kind_is_told() -> None:

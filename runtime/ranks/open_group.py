@@ -1,0 +1,71 @@
+"""The group of an engine's ranks, of whatever kind: made by rank 0, and opened by the others.
+
+What only one kind needs is loaded for that kind: an engine on one host has no torch.distributed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from specc.errors import FaultError
+from specc.runtime.ranks.rank_group import NCCL, Copies, Gathering, RankGroup
+
+
+def make_group(
+    size: int, timeout_s: float, address: str | None = None, is_on_gpu: bool = False
+) -> RankGroup:
+    """A group of ranks that share a cut model, as its rank 0; the operators' library is loaded.
+
+    Args:
+        size: ranks.
+        timeout_s: that a rank waits for the others in a collective.
+        address: where ranks of several hosts meet; None: all are on this host, and share memory.
+        is_on_gpu: what they add up is in the memory of GPUs, one for each.
+    Raises:
+        RankError: no memory, or a torch that cannot.
+    """
+    if is_on_gpu:
+        from specc.runtime.ranks.nccl import NcclGathering
+
+        return NcclGathering(address, size)
+    if address is not None:
+        return Gathering(address, size, partial(_join_gloo, address, 0, size))
+    from specc.runtime.ranks.group import RankGroup as SharedGroup
+
+    return SharedGroup.create(size, timeout_s)
+
+
+def open_group(ticket: str, rank: int, size: int, timeout_s: float) -> RankGroup:
+    """The group that rank 0 has made.
+
+    Args:
+        ticket: rank 0's.
+        rank: of this process.
+        size: ranks.
+        timeout_s: see `make_group`.
+    Raises:
+        FaultError: a group of a kind that is not known here.
+        RankError: rank 0 is gone, or the group has another size.
+    """
+    if ticket == Copies.ticket:
+        return Copies(rank, size)
+    if ticket.startswith(NCCL):
+        from specc.runtime.ranks.nccl import join_nccl
+
+        return join_nccl(ticket.removeprefix(NCCL), rank, size, timeout_s)
+    if ticket.startswith("tcp://"):
+        return _join_gloo(ticket, rank, size, timeout_s)
+    if not ticket.startswith("/proc/"):
+        raise FaultError(
+            f"a group {ticket!r}", "a group of this specc", "start all ranks with one installation"
+        )
+    from specc.runtime.ranks.group import RankGroup as SharedGroup
+
+    return SharedGroup.open(ticket, rank, size)
+
+
+def _join_gloo(address: str, rank: int, size: int, timeout_s: float) -> RankGroup:
+    # loaded nowhere else: engines on one host need no torch.distributed
+    from specc.runtime.ranks.gloo import join_gloo
+
+    return join_gloo(address, rank, size, timeout_s)
