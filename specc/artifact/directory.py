@@ -17,6 +17,7 @@ from specc.errors import EngineError
 from specc.system.files import (
     format_bytes,
     hash_file,
+    sample_file,
 )
 from specc.system.json_file import read_json
 from specc.system.machine import cpu_model, isa_flags
@@ -42,7 +43,8 @@ def open_engine(
     Args:
         path: the engine directory.
         verify: compare the sha256 of every file; None leaves out the weights, which are mapped
-            and not read; False checks presence and size alone, as all do.
+            and not read; False checks presence and size alone, as all do, and samples of files of
+            ranks.
         backend: what will run; None is the manifest's own. Every engine holds eager graphs.
         backends: that the caller can run; None is all that are known.
         available_memory: bytes; None asks the system, where it tells.
@@ -62,6 +64,7 @@ def open_engine(
         _check_memory(manifest, available_memory, max_num_seqs)
     for name, entry in manifest.files.items():
         _check_file(path, name, entry)
+    _check_rank_files(path, manifest)
     if verify is not False:
         weights = () if verify else manifest.weights_files
         hashed = {name: e for name, e in manifest.files.items() if name not in weights}
@@ -122,6 +125,28 @@ def check_hashes(path: Path, files: Mapping[str, FileEntry], progress: Progress 
             ) from error
         if sha256 != entry.sha256:
             raise _altered(f"{path / name} has sha256 {sha256}", f"sha256 {entry.sha256}")
+
+
+def _check_rank_files(path: Path, manifest: Manifest) -> None:
+    """Compare a few pages of each rank's weights: the files of a rank are easily mixed up."""
+    samples = manifest.parallel.samples if manifest.parallel is not None else {}
+    for name, sample in samples.items():
+        try:
+            found = sample_file(path / name)
+        except OSError as error:
+            raise EngineError(
+                f"{path / name} cannot be read: {error.strerror}",
+                "a readable file",
+                "check its permissions and the disk",
+            ) from error
+        if found != sample:
+            others = [other for other, theirs in samples.items() if theirs == found]
+            what = f"is {others[0]}" if others else "is of another engine, or was altered"
+            raise EngineError(
+                f"{path / name} {what}",
+                "the weights that this rank had when the engine was made",
+                "copy the engine's directory again, or compile it again",
+            )
 
 
 def available_memory_bytes() -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from specc.artifact.manifest import MANIFEST_FILE, Manifest
 from specc.artifact.manifest_checks import check_relative
-from specc.artifact.manifest_entries import FileEntry
+from specc.artifact.manifest_entries import FileEntry, ParallelEntry
 from specc.errors import OutputError
 from specc.system.files import (
     exchange,
@@ -25,6 +25,7 @@ from specc.system.files import (
     output_error,
     parents_of,
     remove_stale,
+    sample_file,
 )
 from specc.system.json_file import parse_json
 from specc.system.owned_directory import other_owned, owned_directory
@@ -169,7 +170,11 @@ class EngineWriter:
         """
         try:
             names = sorted(name for name in _walk(self.staging) if name != MANIFEST_FILE)
-            manifest = dataclasses.replace(manifest, files={n: self._entry(n) for n in names})
+            manifest = dataclasses.replace(
+                manifest,
+                files={n: self._entry(n) for n in names},
+                parallel=self._sampled(manifest),
+            )
             data = manifest.to_json()
             Manifest.from_json(parse_json(_to_json(data), exact=True))
             (self.staging / MANIFEST_FILE).write_bytes(_to_json(data))
@@ -196,6 +201,13 @@ class EngineWriter:
         except OSError as error:
             raise output_error(self.output, error) from error
         return manifest
+
+    def _sampled(self, manifest: Manifest) -> ParallelEntry | None:
+        """What the manifest says of ranks, with samples of their weights."""
+        if manifest.parallel is None:
+            return None
+        samples = {name: sample_file(self.staging / name) for name in manifest.rank_files}
+        return dataclasses.replace(manifest.parallel, samples=samples)
 
     def _entry(self, name: str) -> FileEntry:
         path, recorded = self.staging / name, self._recorded.get(name)

@@ -161,7 +161,7 @@ class Manifest:
         check_plans(self.plans, self.models, self.limits)
         check_choice(self.default_plan, self.policy, self.plans)
         check_sizes(self.models, self.memory_plan, self.limits)
-        check_parallel(self.parallel, self.models)
+        check_parallel(self.parallel, self.models, self.rank_files)
         check_files(self.files, self.required_files, MANIFEST_FILE)
 
     @property
@@ -195,6 +195,12 @@ class Manifest:
         if self.parallel is None:
             return {}
         return {plan.name: plan.winners_file for plan in self.plans}
+
+    @property
+    def rank_files(self) -> tuple[str, ...]:
+        """Weights of which each rank has its own file."""
+        ranks, cut = range(self.num_ranks), [model for model in self.models if self.is_cut(model)]
+        return tuple(self.weights_file(model, rank) for model in cut for rank in ranks)
 
     @property
     def required_files(self) -> tuple[str, ...]:

@@ -127,11 +127,14 @@ def check_choice(default_plan: str, policy: str, plans: Sequence[PlanEntry]) -> 
         raise invalid(f"policy is {policy}", f"one of {', '.join(POLICIES)}")
 
 
-def check_parallel(parallel: ParallelEntry | None, models: Sequence[ModelEntry]) -> None:
-    """Ranks, and the models that are cut.
+def check_parallel(
+    parallel: ParallelEntry | None, models: Sequence[ModelEntry], rank_files: Sequence[str]
+) -> None:
+    """Ranks, the models that are cut, and samples of their files.
 
     Raises:
-        EngineError: one rank alone, or models that the engine does not have.
+        EngineError: one rank alone, models that the engine does not have, or samples of others
+            than these files.
     """
     if parallel is None:
         return
@@ -140,6 +143,11 @@ def check_parallel(parallel: ParallelEntry | None, models: Sequence[ModelEntry])
     names = [model.name for model in models]
     if not parallel.models or not set(parallel.models) <= set(names):
         raise invalid(f"parallel.models is {list(parallel.models)}", f"some of {', '.join(names)}")
+    if set(parallel.samples) != set(rank_files):
+        raise invalid(
+            f"parallel.samples of {', '.join(parallel.samples) or 'no file'}",
+            ", ".join(rank_files),
+        )
 
 
 def check_sizes(

@@ -107,10 +107,16 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class ParallelEntry:
-    """Ranks that run an engine together, and the models that are cut for them."""
+    """Ranks that run an engine together, and the models that are cut for them.
+
+    `samples`: file of a rank's weights → `sample_file` of it. Weights are too large to be hashed
+    whenever an engine is loaded; so files that change places, or come from another engine, are
+    found all the same.
+    """
 
     tensor_parallel_size: int
     models: tuple[str, ...]
+    samples: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)

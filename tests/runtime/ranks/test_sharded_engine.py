@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from specc.artifact.directory import read_manifest
+from specc.artifact.directory import open_engine, read_manifest
 from specc.config import CompileConfig
-from specc.errors import ConfigError
+from specc.errors import ConfigError, EngineError
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import EngineArgs
 from specc.runtime.llm import LLM
@@ -221,6 +222,26 @@ def test_another_number_of_ranks_is_told(zoo: Zoo) -> None:
     path = path_of(zoo, "llama", "eager", 2)
     with pytest.raises(ConfigError, match=re.escape("3 ranks, and an engine that was cut for 2")):
         Engine.load(path, ranks=RankOptions(3))
+
+
+def test_files_of_ranks_that_are_mixed_up_are_told(zoo: Zoo, tmp_path: Path) -> None:
+    """Each is as long as the other, and weights are hashed on request alone."""
+    copy = Path(shutil.copytree(path_of(zoo, "llama", "eager", 2), tmp_path / "engine"))
+    first, second = (copy / name for name in read_manifest(copy).rank_files)
+    content = first.read_bytes(), second.read_bytes()
+    assert len(content[0]) == len(content[1])
+    second.write_bytes(content[0])
+    with pytest.raises(EngineError, match=re.escape(f"{second} is {first.relative_to(copy)}")):
+        open_engine(copy)
+    # the last page: weights of a model that was trained on
+    second.write_bytes(content[1][:-1] + bytes([content[1][-1] ^ 1]))
+    with pytest.raises(EngineError, match=re.escape(f"{second} is of another engine, or was")):
+        open_engine(copy, False)
+    second.unlink()
+    with pytest.raises(EngineError, match=re.escape(f"{second} is missing")):
+        Engine.load(copy, ranks=OPTIONS)
+    second.write_bytes(content[1])
+    assert open_engine(copy).num_ranks == 2
 
 
 @pytest.mark.parametrize("options", [GREEDY, MSS], ids=["drawn", "gathered"])
