@@ -84,10 +84,10 @@ def load_led(
         launched.check(options.num_ranks)
     local = launched.local_ranks if launched is not None else range(options.num_ranks)
     check_cores(len(local), options)
-    backend_of(backend).take_device(local_rank, len(local))
     if not facts_of(backend).is_on_gpu and (launched is None or launched.rank == local[0]):
         # one for all of this machine, before any of them has loaded its part
         check_memory(manifest, local, limits.max_num_seqs)
+    backend_of(backend).take_device(local_rank, len(local))
     if launched is not None and launched.rank > 0:
         _follow_launched(launched, options, path)
     num_threads = num_threads or threads_of_rank(len(local))

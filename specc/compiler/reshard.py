@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specc.artifact.backends import backend_names
+from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.directory import check_hashes, open_engine, read_manifest, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
@@ -138,10 +138,8 @@ def _check(engine: Path, asked: CompileConfig) -> tuple[Manifest, CompilerBacken
     manifest = read_manifest(engine)
     num_ranks = asked.tensor_parallel_size
     backend = compiler_backend(manifest.backend)
-    if "tensor_parallel_size" not in backend.options:
-        takers = [
-            x for x in backend_names() if "tensor_parallel_size" in compiler_backend(x).options
-        ]
+    takers = [x for x in backend_names() if _takes_ranks(x)]
+    if backend.name not in takers:
         raise ConfigError(
             f"{engine}, an engine for the backend {backend.name}",
             f"one for {' or '.join(takers)}, which run several ranks",
@@ -158,6 +156,12 @@ def _check(engine: Path, asked: CompileConfig) -> tuple[Manifest, CompilerBacken
     # code is compiled anew, and nothing is run: any processor and any amount of memory will do
     open_engine(engine, backend="eager", available_memory=sys.maxsize)
     return manifest, backend
+
+
+def _takes_ranks(backend: str) -> bool:
+    """Whether engines of a backend are cut anew; of those for GPUs, none has been tried."""
+    is_option = "tensor_parallel_size" in compiler_backend(backend).options
+    return is_option and not facts_of(backend).is_on_gpu
 
 
 def _config_of(manifest: Manifest, backend: CompilerBackend, num_ranks: int) -> CompileConfig:
@@ -272,7 +276,7 @@ def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
     made |= {target.shard_file, target.whole_file}
     made |= {manifest.weights_file(target, rank) for rank in range(manifest.num_ranks)}
     made |= {model.package_file for model in manifest.models}
-    made |= {plan.file for plan in manifest.plans}
+    made |= {*manifest.step_files.values(), *manifest.winners_files.values()}
     if manifest.native is not None:
         made.add(manifest.native.library)
     for name, entry in manifest.files.items():

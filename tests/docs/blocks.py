@@ -27,6 +27,7 @@ REASONS = {
     "installs",
     "minutes",
     "models of your own",
+    "root",
     "torch-tensorrt",
 }
 _FENCE = re.compile(r" *```(\S*)")

@@ -18,6 +18,7 @@ import specc
 from specc.artifact.directory import open_engine, read_manifest
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import PROFILE_FILE, Manifest
+from specc.compiler import reshard
 from specc.compiler.build import build
 from specc.compiler.reshard import reshard_engine
 from specc.config import CompileConfig
@@ -253,7 +254,7 @@ BROKEN: list[tuple[Callable[[Path], object], type[SpeccError], str]] = [
     (lambda engine: change(engine, schema_version=4), EngineError, "written by an older specc"),
     (lambda engine: change(engine, torch_version="2.0.0"), EngineError, "for torch 2.0.0"),
     (lose, EngineError, r"rank-1\.weights\.safetensors is missing"),
-    (swap, EngineError, r"rank-1\.weights\.safetensors has sha256"),
+    (swap, EngineError, r"rank-1\.weights\.safetensors is target/rank-0"),
     (lambda engine: (engine / "target" / "whole.json").write_text("{}"), EngineError, "whole.json"),
 ]
 
@@ -279,10 +280,12 @@ def test_what_is_wrong_with_an_engine_is_told(
     ],
 )
 def test_numbers_of_ranks_are_refused_before_weights_are_read(
-    engine: Path, num_ranks: int, told: str
+    engine: Path, num_ranks: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file of a rank is another one's, which nobody notices."""
-    swap(engine)
+    def read(*_: Any) -> None:
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(reshard, "check_hashes", read)
     with pytest.raises(ConfigError, match=told):
         reshard_engine(engine, engine.parent / "output", num_ranks)
     assert not (engine.parent / "output").exists()

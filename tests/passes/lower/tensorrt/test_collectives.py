@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from specc.compiler.backends.choice import check_options
-from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.backends.registry import check_options, compiler_backend
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 
