@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from specc.errors import CompilerError
-from specc.kernels import fakes, native, ops
+from specc.kernels import fakes, ops
 from specc.kernels.reference import core as reference
+from tests.native_library import load_native
 
 NAMES = (
     "tree_attention", "linear", "tree_expand", "accept_winners", "commit_kv",
@@ -37,10 +37,7 @@ def reference_operators() -> Any:
 
 @pytest.fixture(scope="session")
 def native_operators() -> Any:
-    try:
-        native.load(native.build())
-    except CompilerError as error:
-        pytest.skip(str(error))
+    load_native()
     return torch.ops.specc_cpu
 
 

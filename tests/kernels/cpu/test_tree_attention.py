@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specc.errors import CompilerError
-from specc.kernels import native
 from specc.kernels.reference.core import tree_attention_reference
+from tests.native_library import load_native
 
 NAN = float("nan")
 CANARY = 12345.0
@@ -29,10 +28,7 @@ FREE_BLOCKS = 2
 
 @pytest.fixture(scope="module", autouse=True)
 def library():
-    try:
-        native.load(native.build())
-    except CompilerError as error:
-        pytest.skip(str(error))
+    load_native()
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from specc.artifact.cache_rows import CacheRows
-from specc.errors import CompilerError
-from specc.kernels import native, ops
+from specc.kernels import ops
 from specc.kernels.reference.core import commit_kv_reference
 from specc.runtime.backends.padded.hnd_commit import commit_by_heads, place_commits
+from tests.native_library import load_native
 
 ROWS = CacheRows(front=3, slots=24, scratch=5)
 LAYERS, REQUESTS, DIM = 2, 5, 4
@@ -23,10 +23,7 @@ LAYERS, REQUESTS, DIM = 2, 5, 4
 def commit_kv(request: pytest.FixtureRequest) -> Any:
     if request.param == "reference":
         return commit_kv_reference
-    try:
-        native.load(native.build())
-    except CompilerError as error:
-        pytest.skip(str(error))
+    load_native()
     return torch.ops.specc_cpu.commit_kv
 
 
