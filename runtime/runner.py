@@ -215,7 +215,8 @@ class Runner:
         begun: list[tuple[StepInputs, Drafted, float]] = []
         draws: list[Draws] = []
         if batch.prefill:
-            draws.append(prompt_draws(batch.prefill))
+            if drawn:
+                draws.append(prompt_draws(batch.prefill))
             table = self._cache.block_table([s.request.blocks for s in batch.prefill])
             parts.append(span_tokens(batch.prefill, table))
         for group, step in zip(batch.groups, steps, strict=True):
@@ -225,8 +226,8 @@ class Runner:
             drafted = step.draft(inputs, self._cache.environment)
             begun.append((inputs, drafted, time.perf_counter() - begin_s))
             parts.append(tree_tokens(group.plan, inputs, drafted))
-            sampling = inputs.sampling_values, inputs.sampling_words
-            draws.append(tree_draws(parts[-1], *sampling))
+            if drawn:
+                draws.append(tree_draws(parts[-1], inputs.sampling_values, inputs.sampling_words))
         begin_s = time.perf_counter()
         target = self._draws(joined(draws)) if drawn else self._target
         found_rows = run_together(target, parts, self._cache.device)
