@@ -48,6 +48,7 @@ def compile(
     probe: bool = True,
     allow_nonfinite_weights: bool = False,
     tensor_parallel_size: int = 1,
+    draft_tensor_parallel_size: int = 1,
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
     """Compile a target and a draft into an engine directory.
@@ -83,6 +84,8 @@ def compile(
         allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`;
             otherwise they are refused.
         tensor_parallel_size: ranks that share the target, each with a weight file of its own.
+        draft_tensor_parallel_size: ranks that share each draft model: as many as the target has, or
+            1, rank 0 alone.
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.
@@ -105,6 +108,7 @@ def compile(
         probe=probe,
         allow_nonfinite_weights=allow_nonfinite_weights,
         tensor_parallel_size=tensor_parallel_size,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
     )
     return compile_with(
         target,

@@ -21,12 +21,14 @@ _DTYPE_ALIASES = {
 _RANGES = (
     ("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16),
     ("max_logits_mb", 1, 1 << 20), ("tensor_parallel_size", 1, 256),
+    ("draft_tensor_parallel_size", 1, 256),
 )  # fmt: skip
 DEFAULT_MAX_LOGITS_MB = 512
 # options that not every backend takes, and what says that nobody gave them; the compiler's backends
 # say which they take
 BACKEND_OPTIONS = {
     "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
+    "draft_tensor_parallel_size": 1,
 }  # fmt: skip
 
 
@@ -56,6 +58,8 @@ class CompileConfig:
         decomposable_attention: let TensorRT take attention apart where it has no fused kernel.
         allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`.
         tensor_parallel_size: ranks that share the target, each with a part of its weights.
+        draft_tensor_parallel_size: ranks that share each draft model: those of the target, or 1,
+            rank 0 alone.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -76,6 +80,7 @@ class CompileConfig:
     decomposable_attention: bool = False
     allow_nonfinite_weights: bool = False
     tensor_parallel_size: int = 1
+    draft_tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
@@ -94,6 +99,20 @@ class CompileConfig:
             raise ConfigError(
                 f"--max-seq-len {self.max_seq_len}", "2 or more", "raise --max-seq-len"
             )
+
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        drafts, num_ranks = self.draft_tensor_parallel_size, self.tensor_parallel_size
+        if drafts in (1, num_ranks):
+            return
+        raise ConfigError(
+            f"--draft-tensor-parallel-size {drafts} and --tensor-parallel-size {num_ranks}",
+            "drafts on rank 0 alone (1), or cut for as many ranks as the target",
+            f"pass --draft-tensor-parallel-size {num_ranks}"
+            if num_ranks > 1
+            else f"add --tensor-parallel-size {drafts}",
+        )
 
     def dtypes_of(self, num_drafts: int) -> list[str]:
         """Types of the target and of each draft model.

@@ -134,8 +134,9 @@ def _compile(
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     lowering = backend.phases(limits.max_seq_len)
+    ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
-        sources, plans, limits.max_seq_len, lowering, phases, dump, config.tensor_parallel_size
+        sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks
     )
     # the graphs may hold fewer positions
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)

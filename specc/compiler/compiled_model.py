@@ -50,6 +50,7 @@ def compile_models(
     phases: PhaseTimer,
     dump: Path | None = None,
     num_ranks: int = 1,
+    num_draft_ranks: int = 1,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     """Trace and rewrite the models of an engine; no weight is read.
 
@@ -61,6 +62,7 @@ def compile_models(
         phases: tells the listener how far this is.
         dump: directory that gets each program's graph after each phase, or None.
         num_ranks: that share the target.
+        num_draft_ranks: that share each draft.
     Returns:
         the models, and what each pass did.
     Raises:
@@ -73,12 +75,12 @@ def compile_models(
         with phases.phase(f"trace {source.name}"), advice_for(author):
             program = trace(source.module, source.name)
             source.position_rows = position_limit(program)
-        layout = PHASES
+        layout, ranks = PHASES, num_ranks if source.name == TARGET else num_draft_ranks
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size
             layout = (*layout, (VOCABULARY, (partial(FitVocabulary, num_ids),)))
-        elif num_ranks > 1:
-            layout = (*layout, (CUT, (partial(Shard, num_ranks),)))
+        if ranks > 1:
+            layout = (*layout, (CUT, (partial(Shard, ranks),)))
         whole: list[dict[str, Any]] = []
 
         def keep_whole(_: str, phase: str, program: Program = program, kept: list = whole) -> None:

@@ -60,12 +60,6 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
             "a cache in blocks, of which the draft sees some",
             "leave out --block-size",
         )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"{draft} and --tensor-parallel-size {config.tensor_parallel_size}",
-            "one rank: a target that is cut does not draft",
-            "leave out one of the two",
-        )
 
 
 def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) -> None:

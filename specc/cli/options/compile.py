@@ -106,6 +106,11 @@ class CompileOptions:
         "--tensor-parallel-size",
         "-tp",
     )
+    draft_tensor_parallel_size: int = option(
+        1,
+        "How many ranks share each draft model: 1, which is rank 0, or as many as share the"
+        " target.",
+    )
     allow_nonfinite_weights: bool = option(
         False,
         "Compile weights that are NaN or infinite, or too large for --dtype; without it they are"

@@ -334,7 +334,6 @@ VIEW = SpecPlan.from_widths((1, 1), ("self_w32_s4",))
         (64, 4, {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
         (16, 60, {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
         (64, 4, {"block_size": 0}, "and --block-size 0"),
-        (64, 4, {"tensor_parallel_size": 2}, "and --tensor-parallel-size 2"),
         (64, 4, {"backend": "onnx"}, "and the backend onnx"),
         (64, 4, {"backend": "tensorrt"}, "and the backend tensorrt"),
     ],
