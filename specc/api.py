@@ -39,6 +39,7 @@ def compile(
     dtype: str | torch.dtype = "float32",
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
+    rope_length: int | None = None,
     block_size: int = 16,
     prefill_chunk: int | None = None,
     tokenizer: str | Path | None = None,
@@ -73,6 +74,8 @@ def compile(
         dtype: float32 or bfloat16, of both models.
         max_batch_size: sequences that decode together.
         max_seq_len: tokens of prompt and output together.
+        rope_length: rotary frequencies of this length at every position, for models whose scaling
+            (dynamic, longrope) depends on length and an engine that is longer than they allow.
         block_size: rows of a KV cache block; 0 is dense.
         prefill_chunk: tokens of one prefill pass; None is 2048 for cuda and 512 for others.
         tokenizer: directory or tokenizer.json, where the target is a module.
@@ -102,6 +105,7 @@ def compile(
         dtype=str(dtype).removeprefix("torch."),
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
+        rope_length=rope_length,
         block_size=block_size,
         prefill_chunk=prefill_chunk,
         backend=backend,

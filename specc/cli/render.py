@@ -86,6 +86,16 @@ def source_lines(manifest: Manifest) -> list[str]:
     return [f"{model.name} from {model.source}" for model in manifest.models]
 
 
+def rotary_lines(manifest: Manifest) -> list[str]:
+    """Models whose rotary frequencies are not what transformers has in every pass."""
+    return [
+        f"{model.name} rotates every position as transformers does in a pass of"
+        f" {model.rope_length} tokens (--rope-length)"
+        for model in manifest.models
+        if model.rope_length
+    ]
+
+
 def weight_lines(manifest: Manifest) -> list[str]:
     """What is unusual about the weights: such that are not finite, and tensors nobody reads."""
     lines = []

@@ -70,10 +70,10 @@ class CheckedModels:
         Raises:
             SpeccError: found / needed / do.
         """
-        candidates = open_models(target, drafts)
+        candidates = open_models(target, drafts, config.rope_length)
         dtypes, told = choose_dtypes(config, candidates, backend.facts)
         backend.check_config(config, dtypes)
-        check_lengths(config, candidates)
+        told += check_lengths(config, candidates)
         check_logits(config, candidates[0], dtypes[0])
         for candidate in candidates:
             is_draft = candidate is not candidates[0]
@@ -91,7 +91,8 @@ class CheckedModels:
         for candidate, dtype in zip(self.candidates, self.dtypes, strict=True):
             with errors_of(candidate.name), advice_for(candidate.model):
                 kind = getattr(torch, dtype)
-                sources.append(ModelSource.load(candidate.name, candidate.model, kind))
+                sizes = (kind, candidate.rope_length)
+                sources.append(ModelSource.load(candidate.name, candidate.model, *sizes))
         return sources
 
 

@@ -73,7 +73,7 @@ def compile_models(
     for source in sources:
         author = source.module if source.is_given else source.label
         with phases.phase(f"trace {source.name}"), advice_for(author):
-            program = trace(source.module, source.name)
+            program = trace(source.module, source.name, source.rope_length)
             source.position_rows = position_limit(program)
         layout, ranks = PHASES, num_ranks if source.name == TARGET else num_draft_ranks
         if source.name != TARGET:

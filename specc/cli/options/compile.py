@@ -68,6 +68,12 @@ class CompileOptions:
         "How many tokens a prompt and its output can have together. The default is what the models"
         " allow, at most 4096.",
     )
+    rope_length: int | None = option(
+        None,
+        "Rotate every position as transformers does in a pass of this many tokens: for models whose"
+        " rotary scaling (dynamic, longrope) depends on length, beyond the length that they were"
+        " trained for. Outputs differ from those of transformers where a pass is shorter.",
+    )
     block_size: int = option(
         16,
         "How many tokens a block of the KV cache holds; 0 makes one block for each sequence.",

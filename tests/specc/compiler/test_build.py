@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specc.artifact.manifest import Manifest
+from specc.cli.render import rotary_lines
 from specc.compiler.build import build
 from specc.compiler.engine_plans import engine_plans
 from specc.config import CompileConfig
@@ -25,6 +27,7 @@ from specc.errors import (
     VocabMismatchError,
     WeightError,
 )
+from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
@@ -449,7 +452,29 @@ def test_missing_tensor(models, tmp_path):
 def test_dynamic_rotary_of_a_module(models, tmp_path):
     target = build_model("llama", num_hidden_layers=1)
     target.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    refused(UnsupportedRotaryError, tmp_path, target, None, options())
+    found = refused(UnsupportedRotaryError, tmp_path, target, None, options(max_seq_len=300))
+    assert "LlamaForCausalLM: rotary scaling dynamic" in found
+
+
+def test_one_rotary_length_for_every_position(tmp_path):
+    """Beyond a model's own length: said aloud, in the manifest, and the same with a draft."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    changes = {"rope_parameters": rope, "num_hidden_layers": 1, "max_position_embeddings": 32}
+    target = save_tiny("llama", tmp_path / "model", **changes)
+    config = options(TREE, backend="eager", max_seq_len=96, rope_length=128)
+    compilation = build(target, target, tmp_path / "engine", config)
+    assert sum("--rope-length 128" in text for text in compilation.warnings) == 2
+    models = Manifest.from_json(compilation.manifest.to_json()).models
+    assert [(model.rope_length, model.max_position) for model in models] == [(128, 128)] * 2
+    assert "pass of 128 tokens" in rotary_lines(compilation.manifest)[0]
+    engine = Engine.load(tmp_path / "engine")
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    plain, tree = (
+        [output.outputs[0].token_ids for output in LLM(engine, plan=plan).generate(PROMPTS, params)]
+        for plan in ("off", TREE.name)
+    )
+    assert plain == tree
+    assert all(len(tokens) == 40 for tokens in plain)
 
 
 def test_existing_output(tmp_path):
