@@ -17,6 +17,7 @@ from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.config_numbers import check_layers
 from specc.passes.program import Program, constant_key
+from specc.speculation.kv_window import KVWindow
 
 
 @dataclass
@@ -36,6 +37,7 @@ class ModelSource:
         unread_tensors: of the checkpoint, which no weight of the program comes from, once
             `weight_specs` has been called.
         is_given: the module is the user's own object.
+        kv_window: rows that its layers attend to, where it is a draft that does not see all.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ModelSource:
     position_rows: int | None = None
     unread_tensors: tuple[str, ...] = ()
     is_given: bool = False
+    kv_window: KVWindow | None = None
 
     @classmethod
     def load(cls, name: str, model: str | Path | nn.Module, dtype: torch.dtype) -> ModelSource:
@@ -104,6 +107,9 @@ class ModelSource:
     def max_position(self) -> int | None:
         """Longest sequence of the model, or None where neither config nor graph says."""
         stated = hf_model.max_position(self.config) if self.config is not None else None
+        if self.kv_window is not None:
+            # no query meets a key that is further back; a table of positions ends all the same
+            stated = None
         known = [limit for limit in (stated, self.position_rows) if limit is not None]
         return min(known, default=None)
 

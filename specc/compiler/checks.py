@@ -158,8 +158,24 @@ def choose_dtypes(
 
 
 def check_lengths(config: CompileConfig, models: Sequence[Candidate]) -> None:
-    """Raises ConfigError: `max_seq_len` is beyond what a configuration says."""
-    known = {model.name: model.max_position for model in models}
+    """Compare lengths with what configurations say. A draft with a window may be outgrown.
+
+    Raises:
+        ConfigError: `max_seq_len` or a draft's window is beyond it.
+    """
+    windows = config.kv_windows_of(len(models) - 1)
+    known = {}
+    for model, rows in zip(models, windows, strict=True):
+        if rows is None:
+            known[model.name] = model.max_position
+        elif model.max_position is not None and rows.window > model.max_position:
+            raise ConfigError(
+                f"--draft-kv {rows.option}; the {model.name.replace('_', ' ')} model has"
+                f" {model.max_position} positions",
+                f"a window of {model.max_position} rows or less: it was trained on no distance"
+                " beyond",
+                f"pass --draft-kv window={model.max_position}, or less",
+            )
     check_seq_len(config.max_seq_len, {name: most for name, most in known.items() if most})
 
 
