@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from specc.errors import ConfigError
+from specc.speculation.kv_window import FULL, KVWindow
 from specc.speculation.plans import SpecPlan
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -43,6 +44,8 @@ class CompileConfig:
             than cpu and eager `float16`, or `auto`, that of the checkpoint; bf16, fp16, half and
             their like are understood, too.
         draft_dtypes: of the draft models: one each, or one for all; none is the target's.
+        draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`:
+            one each, or one for all; none is full.
         max_batch_size: sequences that decode together.
         max_seq_len: tokens of prompt and output together; None takes the target's own maximum,
             at most 4096.
@@ -78,6 +81,7 @@ class CompileConfig:
     probe: bool = True
     policy: str = "fixed"
     draft_dtypes: tuple[str, ...] = ()
+    draft_kv: tuple[str, ...] = ()
     max_logits_mb: int = DEFAULT_MAX_LOGITS_MB
     compute_capability: str | None = None
     decomposable_attention: bool = False
@@ -90,6 +94,8 @@ class CompileConfig:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
         drafts = tuple(parse_dtype(dtype, "--draft-dtype") for dtype in self.draft_dtypes)
         object.__setattr__(self, "draft_dtypes", drafts)
+        for text in self.draft_kv:
+            KVWindow.parse(text)
         for name, low, high in _RANGES:
             value = getattr(self, name)
             option = "--" + name.replace("_", "-")
@@ -124,14 +130,29 @@ class CompileConfig:
         Raises:
             ConfigError: neither one type for all drafts nor one each.
         """
-        given = self.draft_dtypes or (self.dtype,)
-        if len(given) not in (1, num_drafts) or (self.draft_dtypes and not num_drafts):
-            raise ConfigError(
-                f"{len(self.draft_dtypes)} times --draft-dtype, and {num_drafts} draft models",
-                "one type for all draft models, or one each in their order",
-                "repeat --draft-dtype as often as --draft with a model, or pass it once",
-            )
-        return [self.dtype, *(given * num_drafts if len(given) == 1 else given)]
+        return [self.dtype, *_for_each(self.draft_dtypes, self.dtype, num_drafts, "dtype", "type")]
+
+    def kv_windows_of(self, num_drafts: int) -> list[KVWindow | None]:
+        """Rows that the target and each draft model attend to; None is all of them.
+
+        Raises:
+            ConfigError: neither one window for all drafts nor one each.
+        """
+        given = _for_each(self.draft_kv, FULL, num_drafts, "kv", "window")
+        return [None, *map(KVWindow.parse, given)]
+
+
+def _for_each(
+    given: tuple[str, ...], default: str, num_drafts: int, option: str, what: str
+) -> tuple[str, ...]:
+    """One for each draft model, of one for all, one each, or none."""
+    if len(given) not in (0, 1, num_drafts) or (given and not num_drafts):
+        raise ConfigError(
+            f"{len(given)} times --draft-{option}, and {num_drafts} draft models",
+            f"one {what} for all draft models, or one each in their order",
+            f"repeat --draft-{option} as often as --draft with a model, or pass it once",
+        )
+    return given if len(given) > 1 else (given or (default,)) * num_drafts
 
 
 def parse_dtype(text: str, option: str) -> str:

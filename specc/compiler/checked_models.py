@@ -24,6 +24,7 @@ from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.frontend.model_source import ModelSource
+from specc.speculation.kv_window import KVWindow
 
 # what has to be divisible, by the names that configurations have for it
 _SIZES = {
@@ -43,12 +44,14 @@ class CheckedModels:
         dtypes: of each.
         tokens: the engine's tokenizer.
         warnings: what the user should know.
+        kv_windows: rows that the layers of each attend to; None is all of them.
     """
 
     candidates: list[Candidate]
     dtypes: list[str]
     tokens: TokenizerFiles
     warnings: list[str]
+    kv_windows: list[KVWindow | None]
 
     @classmethod
     def check(
@@ -79,7 +82,8 @@ class CheckedModels:
             is_draft = candidate is not candidates[0]
             check_ranks(config, candidate.config, candidate.name, is_draft=is_draft)
         tokens = check_tokenizers(candidates, tokenizer)
-        return cls(candidates, dtypes, tokens, [*tokens.warnings, *told])
+        windows = config.kv_windows_of(len(drafts))
+        return cls(candidates, dtypes, tokens, [*tokens.warnings, *told], windows)
 
     def load(self) -> list[ModelSource]:
         """Open them; no weight is read.
@@ -88,11 +92,14 @@ class CheckedModels:
             SpeccError: see `ModelSource.load`.
         """
         sources = []
-        for candidate, dtype in zip(self.candidates, self.dtypes, strict=True):
+        models = zip(self.candidates, self.dtypes, self.kv_windows, strict=True)
+        for candidate, dtype, window in models:
             with errors_of(candidate.name), advice_for(candidate.model):
                 kind = getattr(torch, dtype)
                 sizes = (kind, candidate.rope_length)
-                sources.append(ModelSource.load(candidate.name, candidate.model, *sizes))
+                source = ModelSource.load(candidate.name, candidate.model, *sizes)
+                source.kv_window = window
+                sources.append(source)
         return sources
 
 

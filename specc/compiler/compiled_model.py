@@ -16,13 +16,15 @@ from specc.passes.frontend.trace import position_limit, trace
 from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, program_to_json
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
+from specc.passes.rewrite.window_attention import WindowAttention
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
-# phases that not every model has: what fits a draft to its target, and what cuts a target
-VOCABULARY, CUT = "vocabulary", "shard"
+# phases that not every model has: what fits a draft to its target, what bounds the rows that it
+# attends to, and what cuts a target
+VOCABULARY, WINDOW, CUT = "vocabulary", "window", "shard"
 
 
 @dataclass
@@ -79,6 +81,8 @@ def compile_models(
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size
             layout = (*layout, (VOCABULARY, (partial(FitVocabulary, num_ids),)))
+            if source.kv_window is not None:
+                layout = (*layout, (WINDOW, (partial(WindowAttention, source.kv_window),)))
         if ranks > 1:
             layout = (*layout, (CUT, (partial(Shard, ranks),)))
         whole: list[dict[str, Any]] = []

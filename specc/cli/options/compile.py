@@ -62,6 +62,14 @@ class CompileOptions:
         " type of the target.",
         "--draft-dtype",
     )
+    draft_kv: tuple[str, ...] = option(
+        (),
+        "Rows of their caches that draft models attend to: window=W,sink=S, the last W and the"
+        " first S (4 by default), or full. A draft with rotary positions then works past the length"
+        " that it was trained for. Once for all of them, or once for each.",
+        "--draft-kv",
+        metavar="window=W",
+    )
     max_batch_size: int = option(8, "How many sequences can decode together.")
     max_seq_len: int | None = option(
         None,
