@@ -29,7 +29,7 @@ from specc.artifact.weights import Source, WeightSpec
 from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import Compilation, plan_engine_memory, probe_staged
-from specc.compiler.compiled_model import CUT, VOCABULARY, CompiledModel
+from specc.compiler.compiled_model import CUT, VOCABULARY, WINDOW, CompiledModel
 from specc.compiler.engine_files import write_programs, write_report, write_steps
 from specc.compiler.engine_plans import check_views, tile_plans
 from specc.compiler.model_entries import cache_layout
@@ -297,5 +297,5 @@ def _earlier_passes(engine: Path) -> list[dict[str, Any]]:
     if not (engine / _REPORT).is_file():
         return []
     report = _read(engine / _REPORT)
-    before = {name for name, _ in PHASES} | {VOCABULARY}
+    before = {name for name, _ in PHASES} | {VOCABULARY, WINDOW}
     return [record for record in report.get("passes", ()) if record.get("phase") in before]
