@@ -50,6 +50,8 @@ def compile(
     probe: bool = True,
     allow_nonfinite_weights: bool = False,
     tensor_parallel_size: int = 1,
+    draft_tensor_parallel_size: int = 1,
+    draft_kv: str | Sequence[str] = (),
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
     """Compile a target and a draft into an engine directory.
@@ -88,6 +90,11 @@ def compile(
         allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`;
             otherwise they are refused.
         tensor_parallel_size: ranks that share the target, each with a weight file of its own.
+        draft_tensor_parallel_size: ranks that share each draft model: as many as the target has, or
+            1, rank 0 alone.
+        draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`,
+            once for all of them or once for each; a draft with a window may have fewer positions
+            than max_seq_len.
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.
@@ -112,6 +119,8 @@ def compile(
         probe=probe,
         allow_nonfinite_weights=allow_nonfinite_weights,
         tensor_parallel_size=tensor_parallel_size,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
+        draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
     )
     return compile_with(
         target,

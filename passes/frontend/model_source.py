@@ -18,6 +18,7 @@ from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.config_numbers import check_layers
 from specc.passes.frontend.rotary import frozen_length
 from specc.passes.program import Program, constant_key
+from specc.speculation.kv_window import KVWindow
 
 
 @dataclass
@@ -39,6 +40,7 @@ class ModelSource:
         is_given: the module is the user's own object.
         rope_length: length whose rotary frequencies every position has, where that is not what
             transformers computes; else None.
+        kv_window: rows that its layers attend to, where it is a draft that does not see all.
     """
 
     name: str
@@ -53,6 +55,7 @@ class ModelSource:
     unread_tensors: tuple[str, ...] = ()
     is_given: bool = False
     rope_length: int | None = None
+    kv_window: KVWindow | None = None
 
     @classmethod
     def load(
@@ -121,6 +124,9 @@ class ModelSource:
     def max_position(self) -> int | None:
         """Longest sequence of the model, or None where neither config nor graph says."""
         stated = hf_model.max_position(self.config, self.rope_length)
+        if self.kv_window is not None:
+            # no query meets a key that is further back; a table of positions ends all the same
+            stated = None
         known = [limit for limit in (stated, self.position_rows) if limit is not None]
         return min(known, default=None)
 

@@ -163,21 +163,33 @@ def choose_dtypes(
 
 
 def check_lengths(config: CompileConfig, models: Sequence[Candidate]) -> list[str]:
-    """Compare lengths that were asked for with what configurations say.
+    """Compare lengths with what configurations say. A draft with a window may be outgrown.
 
     Returns:
         what the user should know.
     Raises:
         UnsupportedRotaryError: `max_seq_len` is beyond what rotary frequencies are constant for.
-        ConfigError: it is beyond the positions of a model, or `rope_length` is of no use.
+        ConfigError: `max_seq_len` or a draft's window is beyond the positions of a model, or
+            `rope_length` is of no use.
     """
     told = check_rope_length({model.name: model.config for model in models}, config.rope_length)
-    for model in models:
+    windows = config.kv_windows_of(len(models) - 1)
+    known = {}
+    for model, rows in zip(models, windows, strict=True):
         label = type(model.model).__name__ if model.directory is None else str(model.model)
         lengths = (config.max_seq_len, config.rope_length)
         with errors_of(model.name), advice_for(model.model):
             check_rotary(model.config, label, *lengths)
-    known = {model.name: model.max_position for model in models}
+        if rows is None:
+            known[model.name] = model.max_position
+        elif model.max_position is not None and rows.window > model.max_position:
+            raise ConfigError(
+                f"--draft-kv {rows.option}; the {model.name.replace('_', ' ')} model has"
+                f" {model.max_position} positions",
+                f"a window of {model.max_position} rows or less: it was trained on no distance"
+                " beyond",
+                f"pass --draft-kv window={model.max_position}, or less",
+            )
     check_seq_len(config.max_seq_len, {name: most for name, most in known.items() if most})
     return told
 

@@ -62,6 +62,14 @@ class CompileOptions:
         " type of the target.",
         "--draft-dtype",
     )
+    draft_kv: tuple[str, ...] = option(
+        (),
+        "Rows of their caches that draft models attend to: window=W,sink=S, the last W and the"
+        " first S (4 by default), or full. A draft with rotary positions then works past the length"
+        " that it was trained for. Once for all of them, or once for each.",
+        "--draft-kv",
+        metavar="window=W",
+    )
     max_batch_size: int = option(8, "How many sequences can decode together.")
     max_seq_len: int | None = option(
         None,
@@ -116,6 +124,11 @@ class CompileOptions:
         " vocabulary, in a weight file of its own.",
         "--tensor-parallel-size",
         "-tp",
+    )
+    draft_tensor_parallel_size: int = option(
+        1,
+        "How many ranks share each draft model: 1, which is rank 0, or as many as share the"
+        " target.",
     )
     allow_nonfinite_weights: bool = option(
         False,

@@ -337,7 +337,6 @@ VIEW = SpecPlan.from_widths((1, 1), ("self_w32_s4",))
         (64, 4, {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
         (16, 60, {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
         (64, 4, {"block_size": 0}, "and --block-size 0"),
-        (64, 4, {"tensor_parallel_size": 2}, "and --tensor-parallel-size 2"),
         (64, 4, {"backend": "onnx"}, "and the backend onnx"),
         (64, 4, {"backend": "tensorrt"}, "and the backend tensorrt"),
     ],
@@ -586,3 +585,39 @@ def test_nothing_is_probed_without_a_tokenizer(tmp_path):
 )
 def test_engine_plans(plans, has_draft, names):
     assert [plan.name for plan in engine_plans(options(*plans), has_draft)] == names
+
+
+def test_a_window_is_no_longer_than_the_drafts_positions(models, tmp_path):
+    draft = build_model("llama", num_hidden_layers=1, max_position_embeddings=32)
+    config = options(SpecPlan.from_widths((1,)), max_seq_len=64, draft_kv=("window=33",))
+    found = refused(ConfigError, tmp_path, models / "target", draft, config)
+    assert found == "--draft-kv window=33,sink=4; the draft 0 model has 32 positions"
+    config = options(SpecPlan.from_widths((1,)), max_seq_len=64, draft_kv=("window=32",))
+    limits = build(models / "target", draft, tmp_path / "engine", config).manifest.limits
+    assert limits.max_seq_len == 64
+
+
+def test_a_window_does_not_lengthen_a_table_of_positions(tmp_path):
+    """Custom has 64 learned positions, and no row for another one."""
+    config = options(SpecPlan.from_widths((1,)), max_seq_len=65, draft_kv=("window=8",))
+    target = build_model("llama")
+    found = refused(ConfigError, tmp_path, target, Custom(), config)
+    assert found == "--max-seq-len 65; the draft 0 model has 64 positions"
+
+
+def test_a_window_as_long_as_sequences(models, tmp_path):
+    config = options(SpecPlan.from_widths((1,)), max_seq_len=64, draft_kv=("window=60",))
+    found = refused(ConfigError, tmp_path, models / "target", models / "draft", config)
+    assert found == "--draft-kv window=60,sink=4, in sequences of at most 64 tokens"
+
+
+def test_a_window_where_masks_have_no_sink(models, tmp_path):
+    config = options(SpecPlan.from_widths((1,)), draft_kv=("window=8",), backend="onnx")
+    found = refused(ConfigError, tmp_path, models / "target", models / "draft", config)
+    assert found.startswith("--draft-kv window=8,sink=4 and the backend onnx")
+
+
+def test_a_window_without_a_draft(models, tmp_path):
+    config = options(draft_kv=("window=8",))
+    found = refused(ConfigError, tmp_path, models / "target", None, config)
+    assert found == "1 times --draft-kv, and 0 draft models"
