@@ -397,7 +397,7 @@ def test_a_self_draft_in_place_of_a_draft(pair, device):
     chain = ("--draft", "self:window=16,sink=2", "--num-speculative-tokens", 3)
     report = report_of("--synthetic", "target", *chain, *options, "--synthetic-acceptance", ".9")
     off, chained = report["runs"]
-    assert "self_w16_s2" in chained["plan"]
+    assert chained["plan"] == "selfw16s2-chain-3"
     step = chained["step"]
     assert step["expected_acceptance_length"] == pytest.approx(1 + 0.9 + 0.81 + 0.729, abs=1e-3)
     assert step["acceptance_length"] == pytest.approx(step["expected_acceptance_length"], abs=0.5)
