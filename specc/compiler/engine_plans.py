@@ -72,7 +72,8 @@ def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) 
     """Compare the rows that self-drafts see with what there is.
 
     Raises:
-        ConfigError: a window of less than a block, or a budget that no sequence outgrows.
+        ConfigError: a window or a choice of less than a block, or a budget that no sequence
+            outgrows.
     """
     for view in (view for plan in plans for view in plan.views):
         if view.window < block_size:
@@ -80,6 +81,12 @@ def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) 
                 f"--draft {view.option}, and blocks of {block_size} rows",
                 f"a window of {block_size} rows or more",
                 f"pass --draft self:window={block_size}, or a smaller --block-size",
+            )
+        if 0 < view.chosen < block_size:
+            raise ConfigError(
+                f"--draft {view.option}, and blocks of {block_size} rows",
+                f"{block_size} chosen rows or more, or none",
+                f"pass blocks={block_size}, leave blocks out, or pass a smaller --block-size",
             )
         if sum(view.blocks(block_size)) * block_size >= max_seq_len:
             most = max_seq_len // 2 // block_size * block_size

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specc.kernels.reference.block_mass import MOST_VOTERS
 from specc.runtime.backends.step import Model
+from specc.runtime.drafts.block_choice import BlockChoice
 from specc.runtime.drafts.suffix_index import OutputIndex, SuffixIndex
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
@@ -177,12 +179,13 @@ def _ranks_over(engine: Engine, view: View, trajectory: Trajectory, width: int) 
     try:
         table = cache.block_table([blocks])
         moved = table.to(cache.device)
+        choice, found = BlockChoice(), []
         for first in range(0, start - 1, engine.prefill_chunk):
             chunk = tokens[first : min(start - 1, first + engine.prefill_chunk)]
-            _causal_pass(engine.target, engine, chunk, first, torch.tensor([0]), moved)
-        found = []
+            ends = view.chosen > 0 and first + len(chunk) == start - 1
+            _vote(choice if ends else None, engine, chunk, first, moved)
         for row in range(start - 1, last):
-            columns, seen = view.columns(row, cache.shape.block_size)
+            columns, seen = view.columns(row, cache.shape.block_size, choice.mass)
             slot = torch.tensor([seen], dtype=torch.int32)
             inputs = (
                 torch.tensor(tokens[row : row + 1]), torch.tensor([row]),
@@ -191,8 +194,8 @@ def _ranks_over(engine: Engine, view: View, trajectory: Trajectory, width: int) 
             )  # fmt: skip
             found.append(engine.target(*(x.to(cache.device) for x in inputs)))
             # the target's own row in place of the draft's
-            own = tokens[row : row + 1]
-            _causal_pass(engine.target, engine, own, row, torch.tensor([0]), moved)
+            is_due = view.chosen > 0 and choice.is_due(row, [view])
+            _vote(choice if is_due else None, engine, tokens[row : row + 1], row, moved)
         if not found:
             return []
         rows = torch.arange(start - 1, last)
@@ -201,8 +204,26 @@ def _ranks_over(engine: Engine, view: View, trajectory: Trajectory, width: int) 
         cache.allocator.free(blocks)
 
 
+def _vote(
+    choice: BlockChoice | None, engine: Engine, tokens: list[int], first: int, table: Tensor
+) -> None:
+    """Feed tokens to the target; the last ones vote on its blocks."""
+    mass = None
+    if choice is not None:
+        mass = torch.zeros(1, engine.cache.shape.blocks_per_sequence, device=table.device)
+    _causal_pass(engine.target, engine, tokens, first, torch.tensor([0]), table, mass)
+    if choice is not None and mass is not None:
+        choice.add(mass[0].cpu(), min(len(tokens), MOST_VOTERS), first + len(tokens))
+
+
 def _causal_pass(
-    model: Model, engine: Engine, tokens: list[int], first: int, rows: Tensor, table: Tensor
+    model: Model,
+    engine: Engine,
+    tokens: list[int],
+    first: int,
+    rows: Tensor,
+    table: Tensor,
+    mass: Tensor | None = None,
 ) -> Tensor:
     positions = torch.arange(first, first + len(tokens))
     inputs = (
@@ -216,7 +237,8 @@ def _causal_pass(
         rows,
     )
     device = engine.cache.device
-    return model(*(x if x is None else x.to(device) for x in inputs))
+    votes = [] if mass is None else [mass]
+    return model(*(x if x is None else x.to(device) for x in inputs), *votes)
 
 
 def _ranks_of(
