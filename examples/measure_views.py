@@ -2,7 +2,8 @@
 
     python examples/measure_views.py --json docs/results/views_pair.json
 
-The demo target drafts chains with windows of its own cache. A context is held-out prompts of
+The demo target drafts chains with windows of its own cache, and with as many rows of which some
+are the blocks that it attended to most. A context is held-out prompts of
 `examples/pair`, joined until they have so many tokens; no two contexts share a prompt. Output is
 greedy, and compared with plain decoding, token by token. Counts can be repeated exactly; no times
 are taken. Text that loops is easy to draft, so the share of distinct 4-grams of the outputs stands
@@ -42,6 +43,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=PAIR / "target")
     parser.add_argument("--draft", type=Path, default=PAIR / "draft", help="to compare with")
     parser.add_argument("--windows", type=int, nargs="+", default=[16, 64, 128, 256, 512])
+    parser.add_argument(
+        "--budgets", type=int, nargs="*", default=[64, 128, 256, 512], help="with chosen blocks"
+    )
     parser.add_argument("--sink", type=int, default=4)
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 512, 900])
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
@@ -110,6 +114,9 @@ def main() -> None:
     torch.set_num_threads(1)
     chain = (1,) * options.num_speculative_tokens
     views = [View(window, options.sink).name for window in options.windows]
+    for budget in options.budgets:
+        for window in (budget // 2, budget // 4):
+            views.append(View(window, options.sink, budget - window).name)
     plans = tuple(SpecPlan.from_widths(chain, (name,)) for name in [*views, "draft_0"])
     config = CompileConfig(
         plans=plans,
