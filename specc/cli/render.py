@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -22,6 +23,7 @@ from specc.system.files import format_bytes
 if TYPE_CHECKING:
     from specc.artifact.manifest import Manifest
     from specc.artifact.manifest_entries import ModelEntry
+    from specc.cost.critical_length import CriticalLength
 
 _FILE_WIDTH = 100  # columns where the output is no terminal
 _MOST_BRANCHES = 3  # children drawn under one node
@@ -84,6 +86,16 @@ def models_table(manifest: Manifest) -> Table:
 def source_lines(manifest: Manifest) -> list[str]:
     """Where each model came from; paths are too long for a column."""
     return [f"{model.name} from {model.source}" for model in manifest.models]
+
+
+def rotary_lines(manifest: Manifest) -> list[str]:
+    """Models whose rotary frequencies are not what transformers has in every pass."""
+    return [
+        f"{model.name} rotates every position as transformers does in a pass of"
+        f" {model.rope_length} tokens (--rope-length)"
+        for model in manifest.models
+        if model.rope_length
+    ]
 
 
 def weight_lines(manifest: Manifest) -> list[str]:
@@ -193,6 +205,14 @@ def memory_table(manifest: Manifest) -> Table:
     return table
 
 
+def cache_room(manifest: Manifest) -> str:
+    """What the caches hold, where that is less than the longest sequences can need together."""
+    limits = manifest.limits
+    if limits.kv_cache_tokens is None:
+        return ""
+    return f"; caches hold {limits.cache_rows()} tokens of all sequences together"
+
+
 def probe_line(probe: dict[str, Any]) -> str:
     """What the compiler measured on its built-in prompts, in one line."""
     text = f"{probe['num_tokens']} tokens"
@@ -229,6 +249,17 @@ def describe_plan(plan: SpecPlan) -> str:
 def _describe_draft(draft: str) -> str:
     view = View.named(draft)
     return draft if view is None else view.option
+
+
+def critical_table(lengths: Sequence[CriticalLength]) -> Table:
+    """From which context on self-drafts beat plain decoding, by batch."""
+    columns = ("batch size", "chain", "tokens a step", "pays from")
+    table = make_table(("self-draft", *columns), columns)
+    for one in lengths:
+        rows = "never" if one.rows is None else f"{math.ceil(one.rows)} tokens"
+        cells = one.batch_size, one.num_draft_tokens, f"{one.expected_tokens:.2f}", rows
+        table.add_row(_describe_draft(one.draft), *map(str, cells))
+    return table
 
 
 def draw_tree(tree: TokenTree) -> Tree:

@@ -24,7 +24,14 @@ from specc.compiler.engine_files import (
     write_report,
     write_steps,
 )
-from specc.compiler.engine_plans import check_budgets, check_views, engine_plans, tile_plans
+from specc.compiler.engine_plans import (
+    check_budgets,
+    check_kv_windows,
+    check_outgrown,
+    check_views,
+    engine_plans,
+    tile_plans,
+)
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.compiler.weights import write_model_weights
@@ -90,6 +97,7 @@ def build(
     backend, told = choose_backend(config.backend)
     check_options(config, backend)
     check_views(plans, config, backend.facts)
+    check_kv_windows(config, len(draft_models), backend.facts)
     config = backend.adapt(config)
     with inductor_directory(), EngineWriter(output, force=force) as writer:
         check_dump(dump_graphs)
@@ -133,14 +141,16 @@ def _compile(
     # what can be refused before tracing
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     check_budgets(plans, limits.block_size, limits.max_seq_len)
+    check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
     lowering = backend.phases(limits.max_seq_len)
+    ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
-        sources, plans, limits.max_seq_len, lowering, phases, dump, config.tensor_parallel_size
+        sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks
     )
     # the graphs may hold fewer positions
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     typed = [(model.program, model.source.dtype) for model in models]
-    limits = fit_prefill_chunk(limits, config, typed)
+    limits = fit_prefill_chunk(limits, config, typed, backend.facts)
     plans = tile_plans(plans, [model.program for model in models], config)
     return UnfinishedEngine(writer, models, plans, limits, config, phases, dump), records
 
@@ -151,7 +161,7 @@ def plan_engine_memory(
     """Model name → memory; of the graphs before the backend changes them for its own compiler."""
     found = {}
     for model in engine.models:
-        sizes = (engine.limits, model.source.dtype, engine.plans)
+        sizes = (engine.limits, model.source.dtype, engine.plans, backend.facts)
         memory = plan_model_memory(model.program, *sizes)
         memory = backend.model_memory(memory, engine.limits, engine.plans)
         found[model.name] = MemoryEntry(**memory.to_json())
