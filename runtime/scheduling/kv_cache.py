@@ -19,6 +19,8 @@ from specc.runtime.scheduling.block_pool import BlockPool
 
 # a cache that grows does so by this many rows: what attends to all of them reads no more in vain
 GROWTH = 128
+# in the mass of blocks: a sequence that does not vote
+NOBODY = -1.0
 _HUGE_PAGE = 2 << 20
 
 
@@ -93,6 +95,7 @@ class KVCache:
         rows: of a sequence, where heads come before rows: [layers, 2, sequences, HK, L, D];
             such a cache is dense. None is [layers, 2, blocks, block_size, HK, D].
         grows: begin with few of these rows, see `reserve`.
+        has_mass: the target says how much attention blocks get.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         rows: CacheRows | None = None,
         grows: bool = False,
+        has_mass: bool = False,
     ) -> None:
         self.shape = shape
         self.rows = rows
@@ -125,6 +129,12 @@ class KVCache:
         self.history = torch.zeros(
             shape.num_blocks, shape.rows_per_block, dtype=torch.int32, device=self.device
         )
+
+        # [sequences of a step, n] attention that blocks get, where steps ask; below 0: nobody votes
+        self.block_mass: Tensor | None = None
+        if has_mass:
+            sizes = (shape.max_num_seqs, shape.blocks_per_sequence)
+            self.block_mass = torch.full(sizes, NOBODY, device=self.device)
 
     def _block(self, heads: int) -> tuple[int, int]:
         if self.rows is None:
@@ -155,13 +165,16 @@ class KVCache:
 
     @functools.cached_property
     def environment(self) -> dict[str, Tensor]:
-        """What step programs know by name: `target_slab_0`, `draft_0_slab_0`, …, `history`."""
+        """What step programs know by name: `target_slab_0`, `draft_0_slab_0`, …, `history`, and
+        `block_mass` where there is one.
+        """
         slabs = {
             f"{model}_slab_{i}": slab
             for model, slabs in self.slabs.items()
             for i, slab in enumerate(slabs)
         }
-        return slabs | {"history": self.history}
+        mass = {} if self.block_mass is None else {"block_mass": self.block_mass}
+        return slabs | {"history": self.history} | mass
 
     def history_rows(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
         """Places in the flat history of a sequence's positions start … end - 1.
