@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from specc.artifact.backends import BackendFacts
 from specc.artifact.in_memory import BenchModel, BenchPrograms
 from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.compiled_model import CompiledModel, compile_models
+from specc.compiler.engine_plans import check_budgets
 from specc.compiler.model_entries import plan_model_memory
 from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError
@@ -108,11 +110,12 @@ def compile_shapes(
         ModelSource.of_shape(name, label, config, dtype)
         for name, label, config in zip(_NAMES, labels, configs, strict=False)
     ]
+    check_budgets(plans, limits.block_size, limits.max_seq_len)
     lowering = backend.phases(limits.max_seq_len)
     compiled, _ = compile_models(sources, plans, limits.max_seq_len, lowering, phases)
     for source in sources:
         _check_rows(source, limits.max_seq_len)
-    models = tuple(_bench_model(model, limits, plans) for model in compiled)
+    models = tuple(_bench_model(model, limits, plans, backend.facts) for model in compiled)
     steps = {plan.name: _step(plan, models, options).to_json() for plan in plans}
     return BenchPrograms(models, steps, plans, limits, options.dtype)
 
@@ -128,7 +131,8 @@ def _max_seq_len(configs: Sequence[Any], options: ShapeOptions, plans: Sequence[
 
 
 def _step(plan: SpecPlan, models: Sequence[BenchModel], options: ShapeOptions) -> StepProgram:
-    step = fuse_step(plan, {model.entry.name: len(model.entry.slabs) for model in models})
+    slabs = {model.entry.name: len(model.entry.slabs) for model in models}
+    step = fuse_step(plan, slabs, block_size=options.block_size)
     if options.acceptance is None or not plan.speculates:
         return step
     return draw_acceptance(
@@ -142,12 +146,13 @@ def _step(plan: SpecPlan, models: Sequence[BenchModel], options: ShapeOptions) -
 
 
 def _bench_model(
-    model: CompiledModel, limits: LimitsEntry, plans: Sequence[SpecPlan]
+    model: CompiledModel, limits: LimitsEntry, plans: Sequence[SpecPlan], facts: BackendFacts
 ) -> BenchModel:
     program, source = model.program, model.source
     (result,) = program.graph.find_nodes(op="output")
     constants = {constant_key(name): value for name, value in program.constants.items()}
-    memory = MemoryEntry(**plan_model_memory(program, limits, source.dtype, plans).to_json())
+    planned = plan_model_memory(program, limits, source.dtype, plans, facts)
+    memory = MemoryEntry(**planned.to_json())
     return BenchModel(
         model.entry,
         source.module,
