@@ -127,12 +127,13 @@ interpreter that runs it, so figures differ a little under another Python versio
 | steps, tokens seen | {steps:,}, {tokens_seen:,} |
 | wall time, one thread | {minutes:.0f} minutes |
 
-A sequence is files of one directory in random order, then of another, until it is full. **A share
-of {planted_share:.0%} of the sequences is changed**: spans of 64 to 512 tokens of the first half
-are copied over about 30 % of the second half, so that the model learns to look far back; losses in
-`loss.csv` count these, too. Held-out text is never changed.
-{note}
-The stages end by the clock, so a repeat with the same seed gives a like target, not the same one.
+A sequence is files of one directory in random order, then of another, until it is full. **Of the
+sequences, {planted_share:.0%} are changed**: spans of 64 to 512 tokens of the first half are copied
+over about 30 % of the second half, so that the model learns to look far back; losses in `loss.csv`
+count these, too. Held-out text is never changed.
+
+{note}The stages end by the clock, so a repeat with the same seed gives a like target, not the same
+one.
 
 ## Source and license
 

@@ -9,10 +9,10 @@
 The demo target drafts chains with windows of its own cache, and with as many rows of which some are
 the blocks that it attended to most. A context is held-out prompts of `examples/pair`, joined until
 they have so many tokens; no two contexts share a prompt. With `--corpus` it is the end of a stretch
-of held-out files, joined: contexts of all lengths end at the same places. Output is greedy, and
-compared with plain decoding, token by token. Counts can be repeated exactly; no times are taken.
-Text that loops is easy to draft, so the share of distinct 4-grams of the outputs stands beside each
-context.
+of held-out files, joined: contexts of all lengths end at the same places. Output is greedy, or
+seeded at `--temperature`, and compared with plain decoding, token by token. Counts can be repeated
+exactly; no times are taken. Text that loops is easy to draft, so the share of distinct 4-grams of
+the outputs stands beside each context.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=6, help="at most, of each context")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--backend", default=None)
     parser.add_argument(
         "--draft-kv",
@@ -107,7 +108,12 @@ def measure(engine: Engine, options: argparse.Namespace, length: int) -> dict[st
         prompts = stretches_of(engine, max(options.contexts), length, options.sequences)
     else:
         prompts = contexts_of(engine, length, options.sequences)
-    params = [SamplingParams(max_tokens=options.tokens, ignore_eos=True) for _ in prompts]
+    params = [
+        SamplingParams(
+            max_tokens=options.tokens, ignore_eos=True, temperature=options.temperature, seed=seed
+        )
+        for seed in range(len(prompts))
+    ]
 
     def run(plan: str) -> tuple[list[list[int]], Any]:
         if engine.plans[plan].chooses_blocks:
@@ -176,6 +182,7 @@ def main() -> None:
         "dtype": "float32",
         "block_size": config.block_size,
         "tokens": options.tokens,
+        "temperature": options.temperature,
         "num_speculative_tokens": options.num_speculative_tokens,
         "sink": options.sink,
         "draft_kv": dict(zip(models, windows, strict=True)),
