@@ -42,12 +42,11 @@ class DraftView:
     cache_len: fx.Node
 
     @classmethod
-    def of(cls, g: StepGraph, plan: SpecPlan, draft: str) -> DraftView | None:
-        """The view of one of a plan's drafts; None of a draft that is none.
+    def of(cls, g: StepGraph, plan: SpecPlan, view: View | None) -> DraftView | None:
+        """What one of a plan's self-drafts sees; None where it sees all rows.
 
         Padding has lengths far below 0: its view begins at the beginning, and its rows stay dead.
         """
-        view = View.named(draft)
         if view is None:
             return None
         size, cache_len = g.block_size, g["cache_len"]

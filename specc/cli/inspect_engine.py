@@ -108,7 +108,8 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         console.print(f"specc run refuses it: this installation has torch {torch_version()}")
     console.print()
     console.print(render.models_table(manifest))
-    for line in (*render.source_lines(manifest), *render.weight_lines(manifest)):
+    lines = (render.source_lines, render.self_draft_lines, render.weight_lines)
+    for line in (line for lines_of in lines for line in lines_of(manifest)):
         console.print(line, soft_wrap=True)
     console.print()
     console.print(render.layers_table(manifest.models))

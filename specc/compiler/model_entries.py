@@ -10,7 +10,7 @@ import torch
 from specc.artifact.manifest_entries import LayerEntry, LimitsEntry, ModelEntry, SlabEntry
 from specc.compiler.checks import check_seq_len
 from specc.config import CompileConfig
-from specc.errors import ConfigError, TreeError
+from specc.errors import TreeError
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.memory import ModelMemory, PassShape, plan_memory
 from specc.passes.program import Program
@@ -71,25 +71,6 @@ def check_windows(entry: ModelEntry, plans: Sequence[SpecPlan]) -> None:
                     f" {entry.name} has a sliding window of {layer.window}",
                     f"a tree of depth {layer.window - 1} or less",
                     "choose fewer levels",
-                )
-
-
-def check_viewed(entry: ModelEntry, plans: Sequence[SpecPlan], max_seq_len: int) -> None:
-    """Whether the layers of a target can be called over a view.
-
-    A sliding window is counted in positions, a view in rows that are not all there.
-
-    Raises:
-        ConfigError: a layer has a window that sequences outgrow.
-    """
-    for layer in entry.layers:
-        for view in (view for plan in plans for view in plan.views):
-            if layer.window and layer.window < max_seq_len:
-                raise ConfigError(
-                    f"--draft {view.option}; layer {layer.name} of {entry.name} has a sliding"
-                    f" window of {layer.window}",
-                    "a target whose layers attend to all rows of a sequence",
-                    f"choose another draft, or --max-seq-len {layer.window} or less",
                 )
 
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from specc.cost.measured_seconds import MeasuredSeconds
 from specc.errors import EngineError
 from specc.speculation.plans import SpecPlan
+from specc.speculation.self_drafts import SelfDraft
 from specc.speculation.tree import TokenTree
-from specc.speculation.views import View
 
 SCHEMA_VERSION = 1
 _DO = "measure the table again"
@@ -181,16 +181,20 @@ class LatencyTable:
         return seconds
 
     def level_s(self, draft: str, part: PassPart) -> float:
-        """Seconds of a pass of a draft: of a model, or of the target over as much as a view sees.
+        """Seconds of a pass of a draft: of a model, or of the target over as much as it sees.
+
+        A self-draft with fewer layers counts as it was measured; without that, as the target.
 
         Args:
             draft: name in a plan.
             part: sequences, with all of their committed rows.
         """
-        view = View.named(draft)
-        if view is None:
+        own = SelfDraft.named(draft)
+        if own is None:
             return self.drafts[draft]((part,))
-        return self.target((part._replace(context=min(part.context, part.rows * view.num_rows)),))
+        if (view := own.view) is not None:
+            part = part._replace(context=min(part.context, part.rows * view.num_rows))
+        return self.drafts.get(draft, self.target)((part,))
 
     def target_s(self, shapes: Iterable[StepShape]) -> float:
         """Seconds of one pass that verifies all groups."""

@@ -56,8 +56,9 @@ class View:
         if _OPTION.fullmatch(text) is None:
             raise ConfigError(
                 f"--draft {text}",
-                "self:window=W or self:window=W,sink=S, in rows of the target's cache",
-                "for example --draft self:window=512; a directory named self is ./self",
+                "self:window=W or self:window=W,sink=S, in rows of the target's cache, or layers",
+                "for example --draft self:window=512 or --draft self:layers=0-5; a directory named"
+                " self is ./self",
             )
         return cls(**{key: int(rows) for key, rows in (x.split("=") for x in rest.split(","))})
 
@@ -114,8 +115,3 @@ class View:
                 that is being filled, perhaps in its last row.
         """
         return sum(self.blocks(block_size)) + 1 + -(-(num_rows - 1) // block_size)
-
-
-def is_view(draft: str) -> bool:
-    """Whether a draft is the target itself."""
-    return _NAME.fullmatch(draft) is not None

@@ -19,7 +19,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SUFFIX, lookup_ngram
-from specc.speculation.views import View
+from specc.speculation.self_drafts import SelfDraft
 
 NONE = -1
 
@@ -61,9 +61,9 @@ def draft_acceptance(
     return acceptance_of(ranks, width, depth)
 
 
-def view_acceptance(
+def self_acceptance(
     engine: Engine,
-    view: View,
+    draft: SelfDraft,
     trajectories: Sequence[Trajectory],
     width: int,
     depth: int,
@@ -76,7 +76,7 @@ def view_acceptance(
 
     Args:
         engine: with nobody else at work, and a cache in blocks.
-        view: what the target sees.
+        draft: one whose program the engine has.
         trajectories: outputs of the target.
         width: children of a node at most.
         depth: levels at most.
@@ -84,7 +84,7 @@ def view_acceptance(
     """
     ranks = []
     for count, trajectory in enumerate(trajectories, start=1):
-        ranks.append(_ranks_over(engine, view, trajectory, width))
+        ranks.append(_ranks_over(engine, draft, trajectory, width))
         progress(count)
     return acceptance_of(ranks, width, depth)
 
@@ -169,10 +169,13 @@ def _ranks(engine: Engine, draft: int, trajectory: Trajectory, width: int) -> li
 
 
 @torch.inference_mode()
-def _ranks_over(engine: Engine, view: View, trajectory: Trajectory, width: int) -> list[int]:
+def _ranks_over(engine: Engine, draft: SelfDraft, trajectory: Trajectory, width: int) -> list[int]:
     """Rank of each output token among a self-draft's children, given all tokens before it."""
     tokens, start = trajectory.token_ids, max(1, trajectory.num_prompt)
     cache, last = engine.cache, len(trajectory.token_ids) - 1
+    program = engine.self_drafts.get(draft.name, engine.target)
+    windowed = engine.manifest.windowed if engine.manifest else ()
+    view = None if draft.name in windowed else draft.view
     blocks = cache.allocator.allocate(cache.shape.blocks_per_sequence)
     try:
         table = cache.block_table([blocks])
@@ -182,14 +185,16 @@ def _ranks_over(engine: Engine, view: View, trajectory: Trajectory, width: int) 
             _causal_pass(engine.target, engine, chunk, first, torch.tensor([0]), moved)
         found = []
         for row in range(start - 1, last):
-            columns, seen = view.columns(row, cache.shape.block_size)
+            columns, seen = list(range(table.shape[1])), row
+            if view is not None:
+                columns, seen = view.columns(row, cache.shape.block_size)
             slot = torch.tensor([seen], dtype=torch.int32)
             inputs = (
                 torch.tensor(tokens[row : row + 1]), torch.tensor([row]),
                 torch.tensor([0, 1], dtype=torch.int32), slot, slot,
                 torch.ones(1, 1, dtype=torch.int64), table[:, columns], torch.tensor([0]),
             )  # fmt: skip
-            found.append(engine.target(*(x.to(cache.device) for x in inputs)))
+            found.append(program(*(x.to(cache.device) for x in inputs)))
             # the target's own row in place of the draft's
             own = tokens[row : row + 1]
             _causal_pass(engine.target, engine, own, row, torch.tensor([0]), moved)

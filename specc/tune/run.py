@@ -27,9 +27,9 @@ from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan, is_lookup
-from specc.speculation.views import View
+from specc.speculation.self_drafts import SelfDraft
 from specc.system.machine import describe_machine
-from specc.tune.acceptance import Trajectory, draft_acceptance, lookup_acceptance, view_acceptance
+from specc.tune.acceptance import Trajectory, draft_acceptance, lookup_acceptance, self_acceptance
 from specc.tune.latency import measure_latency
 from specc.tune.options import TuneOptions
 
@@ -229,8 +229,8 @@ def _acceptance(
     if is_lookup(draft):
         return lookup_acceptance(draft, trajectories, _LOOKUP_DEPTH)
     width = min(_WIDTH, engine.vocab_size, options.max_nodes)
-    if (view := View.named(draft)) is not None:
-        return view_acceptance(engine, view, trajectories, width, options.max_depth)
+    if (own := SelfDraft.named(draft)) is not None:
+        return self_acceptance(engine, own, trajectories, width, options.max_depth)
     number = int(draft.removeprefix("draft_"))
     return draft_acceptance(engine, number, trajectories, width, options.max_depth)
 

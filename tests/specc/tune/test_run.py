@@ -28,6 +28,7 @@ from specc.runtime.policies.named import ProfilePolicy
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, OFF, DynamicTree, SpecPlan
+from specc.speculation.self_drafts import SelfDraft
 from specc.speculation.tree import TokenTree
 from specc.speculation.views import View
 from specc.tune.acceptance import (
@@ -35,7 +36,7 @@ from specc.tune.acceptance import (
     acceptance_of,
     draft_acceptance,
     lookup_acceptance,
-    view_acceptance,
+    self_acceptance,
 )
 from specc.tune.latency import measure_latency
 from specc.tune.options import TuneOptions
@@ -305,10 +306,10 @@ def test_acceptance_of_views(viewing: Path, temperature: float):
     engine.prefill_chunk = 7
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, seed=5)
     runs = trajectories(engine, params)
-    whole = view_acceptance(engine, View(124, 0), runs, 3, 4)
+    whole = self_acceptance(engine, SelfDraft(View(124, 0)), runs, 3, 4)
     assert whole == [[1.0, 0.0, 0.0]] * 4
-    some = view_acceptance(engine, View(16, 4), runs, 3, 4)
-    few = view_acceptance(engine, View(4, 0), runs, 3, 4)
+    some = self_acceptance(engine, SelfDraft(View(16, 4)), runs, 3, 4)
+    few = self_acceptance(engine, SelfDraft(View(4, 0)), runs, 3, 4)
     assert 0 < few[0][0] < some[0][0] < 1
     assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
 
