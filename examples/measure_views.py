@@ -2,11 +2,16 @@
 
     python examples/measure_views.py --json docs/results/views_pair.json
 
+    python examples/measure_views.py --target examples/long/target --corpus \
+        --contexts 1024 2048 4096 8000 --windows 64 128 256 512 1024 \
+        --draft-kv window=64 window=512 --json docs/results/views_long.json
+
 The demo target drafts chains with windows of its own cache. A context is held-out prompts of
-`examples/pair`, joined until they have so many tokens; no two contexts share a prompt. Output is
-greedy, and compared with plain decoding, token by token. Counts can be repeated exactly; no times
-are taken. Text that loops is easy to draft, so the share of distinct 4-grams of the outputs stands
-beside each context.
+`examples/pair`, joined until they have so many tokens; no two contexts share a prompt. With
+`--corpus` it is the end of a stretch of held-out files, joined: contexts of all lengths end at the
+same places. Output is greedy, and compared with plain decoding, token by token. Counts can be
+repeated exactly; no times are taken. Text that loops is easy to draft, so the share of distinct
+4-grams of the outputs stands beside each context.
 """
 
 from __future__ import annotations
@@ -48,6 +53,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=6, help="at most, of each context")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--backend", default=None)
+    parser.add_argument(
+        "--draft-kv",
+        nargs="+",
+        default=[],
+        metavar="window=W",
+        help="a draft for each: past its positions it needs a window",
+    )
+    parser.add_argument("--corpus", action="store_true", help="contexts are held-out files")
     parser.add_argument("--json", type=Path, help="write the figures here")
     return parser.parse_args()
 
@@ -64,6 +77,20 @@ def contexts_of(engine: Engine, length: int, count: int) -> list[list[int]]:
     return [ids[:length] for ids in found if len(ids) >= length][:count]
 
 
+def stretches_of(engine: Engine, longest: int, length: int, count: int) -> list[list[int]]:
+    """Token ids before as many places of the held-out files, far enough apart to share none."""
+    # it wants a corpus on this machine, which not every run does
+    from pair_data import END, load_corpus
+
+    assert engine.tokenizer is not None
+    end = engine.tokenizer.token_to_id(END)
+    ids: list[int] = []
+    for file in load_corpus()[1]:
+        ids += [end, *engine.tokenizer.encode(file.text).ids]
+    places = range(longest, len(ids), max(longest, (len(ids) - longest) // count))
+    return [ids[place - length : place] for place in places][:count]
+
+
 def distinct(outputs: list[list[int]]) -> float:
     """Share of different 4-grams."""
     grams = [tuple(ids[i : i + 4]) for ids in outputs for i in range(len(ids) - 3)]
@@ -72,15 +99,19 @@ def distinct(outputs: list[list[int]]) -> float:
 
 def measure(engine: Engine, options: argparse.Namespace, length: int) -> dict[str, Any]:
     """All plans on the contexts of one length."""
-    prompts = contexts_of(engine, length, options.sequences)
+    if options.corpus:
+        prompts = stretches_of(engine, max(options.contexts), length, options.sequences)
+    else:
+        prompts = contexts_of(engine, length, options.sequences)
     params = [SamplingParams(max_tokens=options.tokens, ignore_eos=True) for _ in prompts]
 
     def run(plan: str) -> tuple[list[list[int]], Any]:
         llm = LLM(engine, plan=plan)
         outputs = llm.generate([list(ids) for ids in prompts], params)
-        engine.cache.allocator.forget_all()
         return [output.outputs[0].token_ids for output in outputs], llm.get_metrics()
 
+    # rows of prompts are computed once for all plans
+    engine.cache.allocator.forget_all()
     wanted, _ = run("off")
     rows = []
     for plan in engine.plans.values():
@@ -110,17 +141,21 @@ def main() -> None:
     torch.set_num_threads(1)
     chain = (1,) * options.num_speculative_tokens
     views = [View(window, options.sink).name for window in options.windows]
-    plans = tuple(SpecPlan.from_widths(chain, (name,)) for name in [*views, "draft_0"])
+    windows = options.draft_kv or ["full"]
+    models = [f"draft_{number}" for number in range(len(windows))]
+    plans = tuple(SpecPlan.from_widths(chain, (name,)) for name in [*views, *models])
     config = CompileConfig(
         plans=plans,
         max_batch_size=options.sequences,
-        max_seq_len=1024,
+        # the shortest that the tables of docs/drafts.md were measured with
+        max_seq_len=max(1024, max(options.contexts) + options.tokens),
+        draft_kv=tuple(options.draft_kv),
         backend=options.backend,
         probe=False,
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "engine"
-        build(options.target, [options.draft], path, config)
+        build(options.target, [options.draft] * len(windows), path, config)
         engine = Engine.load(path)
         figures = [measure(engine, options, length) for length in options.contexts]
     report = {
@@ -133,6 +168,7 @@ def main() -> None:
         "tokens": options.tokens,
         "num_speculative_tokens": options.num_speculative_tokens,
         "sink": options.sink,
+        "draft_kv": dict(zip(models, windows, strict=True)),
         "contexts": figures,
     }
     if options.json:

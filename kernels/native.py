@@ -60,8 +60,8 @@ _EXACT_SOURCES = (
 )  # fmt: skip
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
-    "tree_attention", "linear", "embedding_of_blocks", "tree_expand", "accept_winners",
-    "commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children", "accept",
+    "tree_attention", "block_mass", "linear", "embedding_of_blocks", "tree_expand",
+    "accept_winners", "commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children", "accept",
     "merge_trees", "rerank_tree", "ancestor_words", "image_slots", "vote_chain", "lookup",
     "record_tokens", "node_winners", "column_winners", "all_reduce", "gather_rows", "from_first",
     "best_of_ranks",
@@ -72,6 +72,9 @@ C_SHIMS = {
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"
     " double, int64_t, int64_t, AtenTensorHandle*)",
+    "block_mass": "AOTITorchError aoti_torch_cpu_block_mass(AtenTensorHandle, AtenTensorHandle,"
+    " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,"
+    " AtenTensorHandle, AtenTensorHandle, double)",
     "linear": "AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle*, int64_t, AtenTensorHandle*)",
     "embedding_of_blocks": "AOTITorchError aoti_torch_cpu_embedding_of_blocks(AtenTensorHandle,"

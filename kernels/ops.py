@@ -12,6 +12,7 @@ import torch
 
 from specc.kernels import fakes
 from specc.kernels.reference import accept as reference_accept
+from specc.kernels.reference import block_mass as reference_mass
 from specc.kernels.reference import core as reference
 from specc.kernels.reference import fused as reference_fused
 from specc.kernels.reference import padded as reference_padded
@@ -40,6 +41,14 @@ tree_attention = _define(
     " Tensor block_table, *, float scale, int window=0, int sink=0) -> Tensor",
     reference.tree_attention_reference,
     fakes.tree_attention,
+)
+# how much attention blocks get: what self-drafts choose theirs by
+block_mass = _define(
+    "block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot,"
+    " Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor(a!) mass, *, float scale)"
+    " -> ()",
+    reference_mass.block_mass_reference,
+    lambda *args, **kwargs: None,
 )
 linear = _define(
     "linear(Tensor input, Tensor weight, Tensor? bias, int out_features) -> Tensor",

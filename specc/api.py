@@ -39,6 +39,7 @@ def compile(
     dtype: str | torch.dtype = "float32",
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
+    rope_length: int | None = None,
     block_size: int = 16,
     prefill_chunk: int | None = None,
     tokenizer: str | Path | None = None,
@@ -48,6 +49,8 @@ def compile(
     probe: bool = True,
     allow_nonfinite_weights: bool = False,
     tensor_parallel_size: int = 1,
+    draft_tensor_parallel_size: int = 1,
+    draft_kv: str | Sequence[str] = (),
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
     """Compile a target and a draft into an engine directory.
@@ -72,6 +75,8 @@ def compile(
         dtype: float32 or bfloat16, of both models.
         max_batch_size: sequences that decode together.
         max_seq_len: tokens of prompt and output together.
+        rope_length: rotary frequencies of this length at every position, for models whose scaling
+            (dynamic, longrope) depends on length and an engine that is longer than they allow.
         block_size: rows of a KV cache block; 0 is dense.
         prefill_chunk: tokens of one prefill pass; None is 2048 for cuda and 512 for others.
         tokenizer: directory or tokenizer.json, where the target is a module.
@@ -83,6 +88,11 @@ def compile(
         allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`;
             otherwise they are refused.
         tensor_parallel_size: ranks that share the target, each with a weight file of its own.
+        draft_tensor_parallel_size: ranks that share each draft model: as many as the target has, or
+            1, rank 0 alone.
+        draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`,
+            once for all of them or once for each; a draft with a window may have fewer positions
+            than max_seq_len.
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.
@@ -99,12 +109,15 @@ def compile(
         dtype=str(dtype).removeprefix("torch."),
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
+        rope_length=rope_length,
         block_size=block_size,
         prefill_chunk=prefill_chunk,
         backend=backend,
         probe=probe,
         allow_nonfinite_weights=allow_nonfinite_weights,
         tensor_parallel_size=tensor_parallel_size,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
+        draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
     )
     return compile_with(
         target,

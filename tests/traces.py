@@ -25,7 +25,7 @@ from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
 from specc.passes.program import Program
 from specc.passes.rewrite import padded
 
-Trace = Callable[[nn.Module, str], Program]
+Trace = Callable[[nn.Module, str, int | None], Program]
 
 _LIBRARIES = ("transformers.", "torch.nn.")
 # where a model came from, which a trace does not read
@@ -34,14 +34,16 @@ _known: dict[Hashable, Program] = {}
 _written: dict[Hashable, tuple[bytes, OnnxFile]] = {}
 
 
-def trace_once(model: nn.Module, name: str, how: Trace = trace) -> Program:
+def trace_once(
+    model: nn.Module, name: str, rope_length: int | None = None, how: Trace = trace
+) -> Program:
     """What `how` makes of a model, for the caller to change."""
     key = fingerprint(model)
     if key is None:
-        return how(model, name)
-    if (how, key) not in _known:
-        _known[how, key] = how(model, name)
-    known = _known[how, key]
+        return how(model, name, rope_length)
+    if (how, rope_length, key) not in _known:
+        _known[how, rope_length, key] = how(model, name, rope_length)
+    known = _known[how, rope_length, key]
     return Program(
         name,
         copy.deepcopy(known.graph_module),

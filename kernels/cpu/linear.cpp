@@ -34,6 +34,7 @@ namespace specc {
 namespace {
 
 using vec::Float;
+using vec::keep;
 using vec::kWidth;
 
 constexpr int kBlock = kLinearBlock;
@@ -57,17 +58,6 @@ constexpr int64_t kSerialWork = 16384;  // products that cost less than waking a
 struct alignas(64) Line {
   char bytes[64];
 };
-
-// Keeps a loaded value in a register: the compiler would load it again for each of its uses, and
-// loads are what the loop has fewest of.
-template <class V>
-inline void keep(V& value) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(value));
-#else
-  (void)value;
-#endif
-}
 
 // What is multiplied at once is a unit: a float, or two neighboring bfloat16 of a row. A Column
 // holds kWidth outputs of it, Value is the unit of a row of x.

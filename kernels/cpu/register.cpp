@@ -19,6 +19,37 @@ using namespace specc::tensors;
 
 namespace {
 
+// What says which tokens of a pass are whose, and where they stand.
+void set_tokens(specc::TreeAttention& a, const View& q_start, const View& position,
+                const View& slot, const View& cache_len, AtenTensorHandle ancestors_handle,
+                const View& block_table) {
+  const int32_t i32 = aoti_torch_dtype_int32(), i64 = aoti_torch_dtype_int64();
+  check_index(cache_len, 1, i32, "cache_len is [B] int32");
+  const int64_t tokens = a.num_tokens, batch = cache_len.sizes[0];
+  check_index(q_start, 1, i32, "q_start is [B + 1] int32");
+  check_index(position, 1, i64, "position is [Nt] int64");
+  check_index(slot, 1, i32, "slot is [Nt] int32");
+  check_index(block_table, 2, i32, "block_table is [B, n] int32");
+  check(q_start.sizes[0] == batch + 1 && block_table.sizes[0] == batch &&
+            position.sizes[0] == tokens && slot.sizes[0] == tokens,
+        "the metadata fits the tokens");
+  a.batch = batch;
+  a.q_start = q_start.as<int32_t>();
+  a.position = position.as<int64_t>();
+  a.slot = slot.as<int32_t>();
+  a.cache_len = cache_len.as<int32_t>();
+  if (ancestors_handle != nullptr) {
+    // no words at all: causal, so that one compiled program serves prefill and trees
+    const View ancestors(ancestors_handle);
+    check_index(ancestors, 2, i64, "ancestors is [Nt, W] int64");
+    check(ancestors.sizes[0] == tokens, "ancestors has a row for each token");
+    a.num_words = ancestors.sizes[1];
+    a.ancestors = a.num_words > 0 ? ancestors.as<int64_t>() : nullptr;
+  }
+  a.block_table = block_table.as<int32_t>();
+  a.blocks_per_sequence = block_table.sizes[1];
+}
+
 AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_handle,
                                 AtenTensorHandle v_handle, AtenTensorHandle k_cache_handle,
                                 AtenTensorHandle v_cache_handle, AtenTensorHandle q_start_handle,
@@ -30,7 +61,6 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
   const View q(q_handle), k(k_handle), v(v_handle), k_cache(k_cache_handle),
       v_cache(v_cache_handle), q_start(q_start_handle), position(position_handle),
       slot(slot_handle), cache_len(cache_len_handle), block_table(block_table_handle);
-  const int32_t i32 = aoti_torch_dtype_int32(), i64 = aoti_torch_dtype_int64();
   check(q.dim == 3 && k.dim == 3 && v.dim == 3, "q, k and v have 3 dimensions");
   check(k_cache.dim == 4 && v_cache.dim == 4, "caches have 4 dimensions");
   for (const View* x : {&q, &k, &v, &k_cache, &v_cache}) {
@@ -38,7 +68,6 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
     check(x->dtype == q.dtype, "q, k, v and the caches have one dtype");
   }
   const int64_t heads = q.sizes[0], tokens = q.sizes[1], kv_heads = k.sizes[0];
-  const int64_t batch = cache_len.sizes[0];
   check(heads > 0 && kv_heads > 0 && heads % kv_heads == 0,
         "the number of KV heads divides that of heads");
   check(q.sizes[2] > 0 && v.sizes[2] > 0, "heads have 1 element or more");
@@ -48,14 +77,6 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
             v_cache.sizes[3] == v.sizes[2] && k_cache.sizes[2] == kv_heads &&
             v_cache.sizes[2] == kv_heads && k_cache.sizes[1] == v_cache.sizes[1],
         "the caches fit k and v");
-  check_index(q_start, 1, i32, "q_start is [B + 1] int32");
-  check_index(position, 1, i64, "position is [Nt] int64");
-  check_index(slot, 1, i32, "slot is [Nt] int32");
-  check_index(cache_len, 1, i32, "cache_len is [B] int32");
-  check_index(block_table, 2, i32, "block_table is [B, n] int32");
-  check(q_start.sizes[0] == batch + 1 && block_table.sizes[0] == batch &&
-            position.sizes[0] == tokens && slot.sizes[0] == tokens,
-        "the metadata fits the tokens");
   specc::TreeAttention a{};
   a.dtype = to_dtype(q);
   a.num_heads = heads;
@@ -63,7 +84,6 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
   a.num_tokens = tokens;
   a.head_dim = q.sizes[2];
   a.value_dim = v.sizes[2];
-  a.batch = batch;
   a.q = q.data;
   a.q_head_stride = q.strides[0];
   a.q_token_stride = q.strides[1];
@@ -83,20 +103,7 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
   a.v_cache_head_stride = v_cache.strides[2];
   a.num_blocks = std::min(k_cache.sizes[0], v_cache.sizes[0]);
   a.block_size = k_cache.sizes[1];
-  a.q_start = q_start.as<int32_t>();
-  a.position = position.as<int64_t>();
-  a.slot = slot.as<int32_t>();
-  a.cache_len = cache_len.as<int32_t>();
-  if (ancestors_handle != nullptr) {
-    // no words at all: causal, so that one compiled program serves prefill and trees
-    const View ancestors(ancestors_handle);
-    check_index(ancestors, 2, i64, "ancestors is [Nt, W] int64");
-    check(ancestors.sizes[0] == tokens, "ancestors has a row for each token");
-    a.num_words = ancestors.sizes[1];
-    a.ancestors = a.num_words > 0 ? ancestors.as<int64_t>() : nullptr;
-  }
-  a.block_table = block_table.as<int32_t>();
-  a.blocks_per_sequence = block_table.sizes[1];
+  set_tokens(a, q_start, position, slot, cache_len, ancestors_handle, block_table);
   a.scale = static_cast<float>(scale);
   // no position is beyond that
   a.window = std::min<int64_t>(window, std::numeric_limits<int32_t>::max());
@@ -113,6 +120,49 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
   a.out_token_stride = out_strides[1];
   specc::tree_attention(a, specc::kernel_threads());
   return out;
+}
+
+void block_mass(AtenTensorHandle q_handle, AtenTensorHandle k_cache_handle,
+                AtenTensorHandle q_start_handle, AtenTensorHandle position_handle,
+                AtenTensorHandle slot_handle, AtenTensorHandle cache_len_handle,
+                AtenTensorHandle ancestors_handle, AtenTensorHandle block_table_handle,
+                AtenTensorHandle mass_handle, double scale) {
+  const View q(q_handle), k_cache(k_cache_handle), cache_len(cache_len_handle), mass(mass_handle);
+  check(mass.dim == 2 && mass.dtype == aoti_torch_dtype_float32() && mass.is_dense_row(),
+        "mass is [M, C] float32");
+  // nobody votes: the case of nearly all passes
+  if (mass.sizes[1] == 0) return;
+  check(q.dim == 3 && k_cache.dim == 4, "q has 3 dimensions, and the cache 4");
+  check(q.is_dense_row() && k_cache.is_dense_row(),
+        "the last dimension of q and the cache is contiguous");
+  check(q.dtype == k_cache.dtype, "q and the cache have one dtype");
+  check(q.sizes[2] > 0 && k_cache.sizes[3] == q.sizes[2], "the cache fits q");
+  check(q.sizes[0] > 0 && k_cache.sizes[2] > 0 && q.sizes[0] % k_cache.sizes[2] == 0,
+        "the number of KV heads divides that of heads");
+  specc::BlockMass a{};
+  specc::TreeAttention& pass = a.pass;
+  pass.dtype = to_dtype(q);
+  pass.num_heads = q.sizes[0];
+  pass.num_kv_heads = k_cache.sizes[2];
+  pass.num_tokens = q.sizes[1];
+  pass.head_dim = q.sizes[2];
+  pass.q = q.data;
+  pass.q_head_stride = q.strides[0];
+  pass.q_token_stride = q.strides[1];
+  pass.k_cache = k_cache.data;
+  pass.k_block_stride = k_cache.strides[0];
+  pass.k_row_stride = k_cache.strides[1];
+  pass.k_cache_head_stride = k_cache.strides[2];
+  pass.num_blocks = k_cache.sizes[0];
+  pass.block_size = k_cache.sizes[1];
+  set_tokens(pass, View(q_start_handle), View(position_handle), View(slot_handle), cache_len,
+             ancestors_handle, View(block_table_handle));
+  pass.scale = static_cast<float>(scale);
+  check(mass.sizes[0] >= pass.batch, "mass has a row for each sequence");
+  a.mass = mass.as<float>();
+  a.row_stride = mass.strides[0];
+  a.columns = mass.sizes[1];
+  specc::block_mass(a, specc::kernel_threads());
 }
 
 // A weight [N, K] in blocks of outputs.
@@ -186,6 +236,13 @@ Tensor boxed_tree_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor
                                handle_of(ancestors), block_table.get(), scale, window, sink));
 }
 
+void boxed_block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot,
+                      Tensor cache_len, std::optional<Tensor> ancestors, Tensor block_table,
+                      Tensor mass, double scale) {
+  block_mass(q.get(), k_cache.get(), q_start.get(), position.get(), slot.get(), cache_len.get(),
+             handle_of(ancestors), block_table.get(), mass.get(), scale);
+}
+
 Tensor boxed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t out_features) {
   return Tensor(linear(x.get(), weight.get(), handle_of(bias), out_features));
 }
@@ -204,6 +261,10 @@ STABLE_TORCH_LIBRARY(specc_cpu, library) {
       "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors, "
       "Tensor block_table, *, float scale, int window=0, int sink=0) -> Tensor");
+  library.def(
+      "block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot, "
+      "Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor(a!) mass, *, float scale) "
+      "-> ()");
   library.def("linear(Tensor input, Tensor weight, Tensor? bias, int out_features) -> Tensor");
   library.def(
       "embedding_of_blocks(Tensor weight, Tensor tokens, int num_embeddings, int width) -> Tensor");
@@ -211,6 +272,7 @@ STABLE_TORCH_LIBRARY(specc_cpu, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
   library.impl("tree_attention", TORCH_BOX(&boxed_tree_attention));
+  library.impl("block_mass", TORCH_BOX(&boxed_block_mass));
   library.impl("linear", TORCH_BOX(&boxed_linear));
   library.impl("embedding_of_blocks", TORCH_BOX(&boxed_embedding));
 }
@@ -228,6 +290,17 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_tree_attent
     *result = tree_attention(q, k, v, k_cache, v_cache, q_start, position, slot, cache_len,
                              ancestors == nullptr ? nullptr : *ancestors, block_table, scale,
                              window, sink);
+  });
+}
+
+__attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_block_mass(
+    AtenTensorHandle q, AtenTensorHandle k_cache, AtenTensorHandle q_start,
+    AtenTensorHandle position, AtenTensorHandle slot, AtenTensorHandle cache_len,
+    AtenTensorHandle* ancestors, AtenTensorHandle block_table, AtenTensorHandle mass,
+    double scale) {
+  return specc::guarded([&] {
+    block_mass(q, k_cache, q_start, position, slot, cache_len,
+               ancestors == nullptr ? nullptr : *ancestors, block_table, mass, scale);
   });
 }
 

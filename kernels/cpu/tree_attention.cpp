@@ -4,11 +4,25 @@
 // head packed together, so that a tile of K and V is read once for all of them. Per tile, keys
 // are transposed into a panel, scores are a small matrix product, each token's visible keys are
 // one 64-bit word, and the softmax is computed online (arXiv:2205.14135). All tiles of all items
-// and heads form one line, which threads cut into pieces of equal cost; partial results of an item
-// that was cut are merged (arXiv:2311.01282), whatever the lengths of the batch.
+// form one line, which threads cut into pieces of equal cost; partial results of an item that was
+// cut are merged (arXiv:2311.01282), whatever the lengths of the batch.
+//
+// The rows of all KV heads of a token lie side by side, and a tile is used for one head after the
+// other before the next tile is touched: head by head over a long cache, every row would be a page
+// of its own, looked up and opened again for each head. What comes next is asked for a tile ahead,
+// into the second-level cache: the first one is too small for it, and so are its miss buffers.
+//
+// A row's bits do not depend on the rows beside it, the heads of a unit, or where blocks lie.
 //
 // Rows of the cache that no token of an item sees may hold NaN: they are replaced by a row of
 // zeros before any arithmetic.
+
+// before any header: the compiler may reorder the sums of each instantiation below differently
+#if defined(__clang__)
+#pragma clang fp reassociate(off)
+#elif defined(__GNUC__)
+#pragma GCC optimize("no-associative-math")
+#endif
 
 #include <omp.h>
 
@@ -19,6 +33,7 @@
 
 #include "kernels.h"
 #include "tree_attention_plan.h"
+#include "tree_attention_products.h"
 #include "vec.h"
 
 namespace specc {
@@ -34,10 +49,11 @@ constexpr int64_t kMinCost = 800000;
 constexpr float kNothing = -1e30f;  // maximum of no scores
 constexpr float kMasked = -3e38f;   // score of a key that is masked: 2^(kMasked - kNothing) is 0
 
+// Into the second-level cache.
 template <class T>
 void prefetch(const T* row, int64_t size) {
   const char* p = reinterpret_cast<const char*>(row);
-  for (size_t at = 0; at < size * sizeof(T); at += 64) __builtin_prefetch(p + at, 0, 3);
+  for (size_t at = 0; at < size * sizeof(T); at += 64) __builtin_prefetch(p + at, 0, 2);
 }
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -48,6 +64,12 @@ struct Accumulator {
   static int64_t size(int64_t rows, int64_t width) { return rows * (width + 2 * kWidth); }
   Accumulator(float* storage, int64_t rows, int64_t width)
       : values(storage), max(storage + rows * width), sum(max + rows * kWidth) {}
+  // The rows from `row` on.
+  Accumulator from(int64_t row, int64_t width) const {
+    Accumulator to = *this;
+    to.values += row * width, to.max += row, to.sum += row * kWidth;
+    return to;
+  }
 };
 
 template <class T>
@@ -56,6 +78,9 @@ class Worker {
   // what queries and keys are multiplied in: float, or pairs of bfloat16
   using Key = std::conditional_t<std::is_same_v<T, BFloat16> && kHasPairs, Pair, float>;
   static constexpr bool kPairs = std::is_same_v<Key, Pair>;
+  static constexpr int kPanel = kScoreCols * kWidth;  // keys whose scores are computed at once
+  // elements of values that load_values takes at once; other numbers are converted to float
+  static constexpr int kValueUnit = std::is_same_v<T, float> ? kWidth : 2 * kWidth;
 
   Worker(const TreeAttention& a, Plan& plan)
       : a_(a),
@@ -63,12 +88,17 @@ class Worker {
         group_(a.num_heads / a.num_kv_heads),
         depth_(kPairs ? (a.head_dim + 1) / 2 : a.head_dim),
         width_(round_up(a.value_dim, kWidth)),
-        partial_size_(Accumulator::size(plan.max_rows, width_)) {
+        convert_(a.value_dim % kValueUnit != 0),
+        partial_size_(Accumulator::size(plan.max_unit_rows, width_)) {
     // per thread, and only ever grows
     static thread_local std::vector<float> storage;
-    const int64_t rows = plan.max_rows, dim = std::max(a.head_dim, width_);
-    const int64_t parts[] = {round_up(dim, 16), kTile * depth_, round_up(rows * depth_, 16),
-                             rows * kTile, kTile * width_, partial_size_};
+    const int64_t dim = std::max(a.head_dim, width_);
+    const int64_t parts[] = {round_up(dim, 16),
+                             kPanel * depth_,
+                             round_up(plan.max_unit_rows * depth_, 16),
+                             plan.max_rows * kTile,
+                             convert_ ? kTile * width_ : 0,
+                             partial_size_};
     int64_t total = 16;
     for (int64_t part : parts) total += part;
     if (static_cast<int64_t>(storage.size()) < total) storage.resize(total);
@@ -93,26 +123,42 @@ class Worker {
     int64_t count;
     const T *keys[kTile], *values[kTile];
   };
+  // Query rows of an item, for the KV heads from `head` on that a tile is used for in turn.
+  struct Unit {
+    const Item& item;
+    int64_t head, heads, rows;  // rows of one head
+  };
+  Unit unit(Place at) const {
+    const Item& item = plan_.items[at.item];
+    const int64_t head = item.first_head(at.unit, a_.num_kv_heads);
+    return {item, head, item.first_head(at.unit + 1, a_.num_kv_heads) - head,
+            item.tokens * group_};
+  }
   void clear_output(int64_t token) {
     T* out = static_cast<T*>(a_.out) + token * a_.out_token_stride;
     for (int64_t h = 0; h < a_.num_heads; ++h)
       std::memset(out + h * a_.out_head_stride, 0, a_.value_dim * sizeof(T));
   }
-  void tiles(const Item& item, int64_t head, int64_t first, int64_t last, Accumulator to);
+  void tiles(const Unit& unit, int64_t first, int64_t last, Accumulator to);
+  void attend_tile(const Unit& unit, int64_t head, const Rows& rows, const Rows& next,
+                   uint64_t seen, Accumulator to);
   uint64_t visible(const Item& item, int64_t token, int64_t tile) const;
-  void find_rows(const Item& item, int64_t head, int64_t index, Rows* rows) const;
-  void load_queries(const Item& item, int64_t head);
-  void transpose_keys(const Rows& rows, int64_t count, const Rows& next);
-  bool softmax(float* scores, int64_t columns, uint64_t bits, float* max, float* sum, float* alpha);
-  void finish(const Item& item, int64_t head, Accumulator from);
+  void find_rows(const Item& item, int64_t index, Rows* rows) const;
+  void load_queries(const Unit& unit);
+  void transpose_keys(const T* const* keys, int64_t count, const T* const* next, int64_t next_count);
+  void convert_values(const T* const* values, int64_t count);
+  bool softmax(float* scores, uint64_t bits, float* max, float* sum, float* alpha);
+  void finish(const Unit& unit, Accumulator from);
   Accumulator partial(int64_t thread, int which) const {
     float* p = plan_.partial.data() + (2 * thread + which) * partial_size_;
-    return Accumulator(p, plan_.max_rows, width_);
+    return Accumulator(p, plan_.max_unit_rows, width_);
   }
 
   const TreeAttention& a_;
   Plan& plan_;
-  const int64_t group_, depth_, width_, partial_size_;
+  const int64_t group_, depth_, width_;
+  const bool convert_;  // values to float; `floats_` holds a tile of them
+  const int64_t partial_size_;
   float *zeros_, *scores_, *floats_, *own_;
   Key *keys_, *queries_;
   uint64_t bits_[kMaxRows];
@@ -159,64 +205,82 @@ uint64_t Worker<T>::visible(const Item& item, int64_t token, int64_t tile) const
   return bits & range_bits(tile, 0, item.end);
 }
 
-// Where the rows of an item's tile lie, up to the item's end.
+// Where the rows of an item's tile lie, up to the item's end; those of the first KV head.
 template <class T>
-void Worker<T>::find_rows(const Item& item, int64_t head, int64_t index, Rows* rows) const {
+void Worker<T>::find_rows(const Item& item, int64_t index, Rows* rows) const {
   const int32_t* table = a_.block_table + item.sequence * a_.blocks_per_sequence;
-  const T* k = static_cast<const T*>(a_.k_cache) + head * a_.k_cache_head_stride;
-  const T* v = static_cast<const T*>(a_.v_cache) + head * a_.v_cache_head_stride;
   const int64_t tile = item.column(index);
   rows->count = std::clamp<int64_t>(item.end - tile, 0, kTile);
   int64_t block = tile / a_.block_size, row = tile % a_.block_size;
   for (int64_t i = 0; i < rows->count; ++block, row = 0) {
     const int64_t last = std::min(rows->count, i + a_.block_size - row);
-    const T* key = k + table[block] * a_.k_block_stride + row * a_.k_row_stride;
-    const T* value = v + table[block] * a_.v_block_stride + row * a_.v_row_stride;
+    const T* key = static_cast<const T*>(a_.k_cache) + table[block] * a_.k_block_stride +
+                   row * a_.k_row_stride;
+    const T* value = static_cast<const T*>(a_.v_cache) + table[block] * a_.v_block_stride +
+                     row * a_.v_row_stride;
     for (; i < last; ++i, key += a_.k_row_stride, value += a_.v_row_stride)
       rows->keys[i] = key, rows->values[i] = value;
   }
 }
 
+// By head, in blocks of rows as score_block takes them: queries_[block][d][row].
 template <class T>
-void Worker<T>::load_queries(const Item& item, int64_t head) {
+void Worker<T>::load_queries(const Unit& unit) {
+  const int64_t blocks = num_blocks(unit.rows, kScoreRows);
   Key* to = queries_;
-  for (int64_t i = 0; i < item.tokens; ++i) {
-    const T* q = static_cast<const T*>(a_.q) + plan_.live[item.first + i] * a_.q_token_stride;
-    for (int64_t g = 0; g < group_; ++g, to += depth_) {
-      const T* row = q + (head * group_ + g) * a_.q_head_stride;
-      if constexpr (kPairs) {
-        to[depth_ - 1].bits = 0;
-        std::memcpy(to, row, a_.head_dim * sizeof(T));
-      } else {
-        for (int64_t d = 0; d < a_.head_dim; ++d) to[d] = to_float(row[d]);
+  for (int64_t head = unit.head; head < unit.head + unit.heads; ++head)
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t first = block_start(unit.rows, blocks, block);
+      const int64_t count = block_start(unit.rows, blocks, block + 1) - first;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t row = first + i;
+        const T* q = static_cast<const T*>(a_.q) +
+                     plan_.live[unit.item.first + row / group_] * a_.q_token_stride +
+                     (head * group_ + row % group_) * a_.q_head_stride;
+        for (int64_t d = 0; d < depth_; ++d) {
+          Key& key = to[d * count + i];
+          if constexpr (kPairs) {
+            const uint32_t high = 2 * d + 1 < a_.head_dim ? q[2 * d + 1].bits : 0;
+            key.bits = q[2 * d].bits | high << 16;
+          } else {
+            key = to_float(q[d]);
+          }
+        }
       }
+      to += count * depth_;
     }
-  }
 }
 
-// keys_[d][i] = rows.keys[i][d] for `count` keys, a multiple of kWidth; meanwhile the next tile is
-// fetched: hardware foresees neither the blocks of a paged cache nor the gaps between heads.
+// keys_[d][i] = keys[i][d] for `count` keys, a multiple of kWidth and at most kPanel; meanwhile the
+// rows of `next` are asked for: hardware foresees neither the blocks of a paged cache nor the gaps
+// between heads.
 template <class T>
-void Worker<T>::transpose_keys(const Rows& rows, int64_t count, const Rows& next) {
+void Worker<T>::transpose_keys(const T* const* keys, int64_t count, const T* const* next,
+                               int64_t next_count) {
   using Lane = std::conditional_t<kPairs, float, T>;  // a pair moves as one lane
   const int64_t whole = (kPairs ? a_.head_dim / 2 : a_.head_dim) / kWidth * kWidth;
+  const int64_t bytes = a_.head_dim * sizeof(T);
   for (int64_t i = 0; i < count; i += kWidth) {
-    for (int64_t r = i; r < std::min(i + kWidth, next.count); ++r) {
-      prefetch(next.keys[r], a_.head_dim);
-      prefetch(next.values[r], a_.value_dim);
-    }
+    const int64_t last = std::min<int64_t>(next_count, i + kWidth);
     for (int64_t d = 0; d < whole; d += kWidth) {
+      // the lines of this square's share of the rows
+      const int64_t from = d * bytes / whole, to = (d + kWidth) * bytes / whole;
+      for (int64_t r = i; r < last; ++r)
+        for (int64_t at = from; at < to; at += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(next[r]) + at, 0, 2);
       Float square[kWidth];
+#pragma GCC unroll 16
       for (int r = 0; r < kWidth; ++r)
-        square[r] = load(reinterpret_cast<const Lane*>(rows.keys[i + r]) + d);
+        square[r] = load(reinterpret_cast<const Lane*>(keys[i + r]) + d);
       transpose(square);
+#pragma GCC unroll 16
       for (int r = 0; r < kWidth; ++r)
-        store(reinterpret_cast<float*>(keys_) + (d + r) * kTile + i, square[r]);
+        store(reinterpret_cast<float*>(keys_) + (d + r) * kPanel + i, square[r]);
     }
     for (int64_t d = whole; d < depth_; ++d)
       for (int r = 0; r < kWidth; ++r) {
-        const T* row = rows.keys[i + r];
-        Key& to = keys_[d * kTile + i + r];
+        const T* row = keys[i + r];
+        Key& to = keys_[d * kPanel + i + r];
         if constexpr (kPairs) {
           const uint32_t high = 2 * d + 1 < a_.head_dim ? row[2 * d + 1].bits : 0;
           to.bits = row[2 * d].bits | high << 16;
@@ -230,12 +294,13 @@ void Worker<T>::transpose_keys(const Rows& rows, int64_t count, const Rows& next
 // Replace scores by weights 2^(score - max) and update the row's maximum and sum; true if the
 // maximum grew, so that what was added before is to be multiplied by alpha.
 template <class T>
-bool Worker<T>::softmax(float* scores, int64_t columns, uint64_t bits, float* max, float* sum,
-                        float* alpha) {
+bool Worker<T>::softmax(float* scores, uint64_t bits, float* max, float* sum, float* alpha) {
+  constexpr int kCount = kTile / kWidth;
   const Float scale = splat(a_.scale * 1.44269504088896f);  // log2(e): weights are powers of two
-  Float x[kTile / kWidth], best = splat(kNothing);
-  const int64_t count = columns / kWidth;
-  for (int64_t j = 0; j < count; ++j) {
+  Float x[kCount], best = splat(kNothing);
+#pragma GCC unroll 16
+  for (int j = 0; j < kCount; ++j) {
+    // where a lane is not selected its score may be anything
     x[j] = select(bits >> (j * kWidth), load(scores + j * kWidth) * scale, splat(kMasked));
     best = vec::max(best, x[j]);
   }
@@ -248,7 +313,8 @@ bool Worker<T>::softmax(float* scores, int64_t columns, uint64_t bits, float* ma
     *alpha = factor[0];
     total *= factor;
   }
-  for (int64_t j = 0; j < count; ++j) {
+#pragma GCC unroll 16
+  for (int j = 0; j < kCount; ++j) {
     x[j] = exp2_of_nonpositive(x[j] - now);
     total += x[j];
     store(scores + j * kWidth, x[j]);
@@ -257,76 +323,117 @@ bool Worker<T>::softmax(float* scores, int64_t columns, uint64_t bits, float* ma
   return now > before;
 }
 
+// floats_[i] = values[i], and zeros up to a whole register.
 template <class T>
-void Worker<T>::tiles(const Item& item, int64_t head, int64_t first, int64_t last,
-                      Accumulator to) {
-  const int64_t rows = item.tokens * group_;
-  load_queries(item, head);
-  std::memset(to.values, 0, rows * width_ * sizeof(float));
-  std::memset(to.sum, 0, rows * kWidth * sizeof(float));
-  std::fill(to.max, to.max + rows, kNothing);
-  // rows that end within a register, or that many row blocks read, are converted once
-  const bool convert = width_ != a_.value_dim ||
-                       (!std::is_same_v<T, float> && rows > 2 * kBlockRows);
+void Worker<T>::convert_values(const T* const* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    float* row = floats_ + i * width_;
+    for (int64_t j = 0; j < a_.value_dim; ++j) row[j] = to_float(values[i][j]);
+    for (int64_t j = a_.value_dim; j < width_; ++j) row[j] = 0;
+  }
+}
+
+// One tile of one KV head: `rows` are those of the head, `next` those that are asked for.
+template <class T>
+void Worker<T>::attend_tile(const Unit& unit, int64_t head, const Rows& rows, const Rows& next,
+                            uint64_t seen, Accumulator to) {
+  const int64_t keys = 64 - __builtin_clzll(seen);
+  const int64_t blocks = num_blocks(unit.rows, kScoreRows);
+  const Key* queries = queries_ + (head - unit.head) * unit.rows * depth_;
+  for (int64_t column = 0; column < keys; column += kPanel) {
+    const int64_t columns = std::min<int64_t>(round_up(keys - column, kWidth), kPanel);
+    transpose_keys(rows.keys + column, columns, next.keys + column, next.count - column);
+    with_constant<kScoreCols>(columns / kWidth, [&](auto cols) {
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t first = block_start(unit.rows, blocks, block);
+        const int64_t count = block_start(unit.rows, blocks, block + 1) - first;
+        with_constant<kScoreRows>(count, [&](auto height) {
+          score_block<decltype(height)::value, decltype(cols)::value>(
+              queries + first * depth_, keys_, kPanel, depth_, scores_ + first * kTile + column,
+              kTile);
+        });
+      }
+    });
+  }
+  for (int64_t r = 0; r < unit.rows; ++r) {
+    const uint64_t bits = bits_[r / group_];
+    float* row = scores_ + r * kTile;
+    float alpha = 1;
+    if (!bits) {
+      std::memset(row, 0, kTile * sizeof(float));
+    } else if (softmax(row, bits, to.max + r, to.sum + r * kWidth, &alpha)) {
+      float* values = to.values + r * width_;
+      for (int64_t j = 0; j < width_; j += kWidth)
+        store(values + j, load(values + j) * splat(alpha));
+    }
+  }
+  const auto ahead = [&](int64_t i) {
+    if (i < next.count) prefetch(next.values[i], a_.value_dim);
+  };
+  if (convert_) {
+    convert_values(rows.values, keys);
+    const float* floats[kTile];
+    for (int64_t i = 0; i < keys; ++i) floats[i] = floats_ + i * width_;
+    add_values<kTile>(scores_, unit.rows, floats, keys, to.values, width_, ahead);
+  } else {
+    add_values<kTile>(scores_, unit.rows, rows.values, keys, to.values, width_, ahead);
+  }
+}
+
+template <class T>
+void Worker<T>::tiles(const Unit& unit, int64_t first, int64_t last, Accumulator to) {
+  const Item& item = unit.item;
+  const int64_t all_rows = unit.heads * unit.rows;
+  load_queries(unit);
+  std::memset(to.values, 0, all_rows * width_ * sizeof(float));
+  std::memset(to.sum, 0, all_rows * kWidth * sizeof(float));
+  std::fill(to.max, to.max + all_rows, kNothing);
   const T* zeros = reinterpret_cast<const T*>(zeros_);
-  find_rows(item, head, first, &rows_[first % 2]);
+  find_rows(item, first, &rows_[first % 2]);
   for (int64_t index = first; index < last; ++index) {
     const int64_t tile = item.column(index);
-    Rows& current = rows_[index % 2];
+    const Rows& current = rows_[index % 2];
     Rows& next = rows_[(index + 1) % 2];
     next.count = 0;
-    if (index + 1 < last) find_rows(item, head, index + 1, &next);
+    if (index + 1 < last) find_rows(item, index + 1, &next);
     uint64_t seen = 0;
     for (int64_t i = 0; i < item.tokens; ++i)
       seen |= bits_[i] = visible(item, plan_.live[item.first + i], tile);
     if (!seen) continue;
-    const int64_t keys = 64 - __builtin_clzll(seen);
-    const int64_t columns = round_up(keys, kWidth);
-    for (int64_t i = 0; i < columns; ++i)
-      if (!(seen >> i & 1)) current.keys[i] = current.values[i] = zeros;
-    transpose_keys(current, columns, next);
-    const Key* panel = keys_;
-    multiply<false>(queries_, depth_, rows, [panel](int64_t d) { return panel + d * kTile; },
-                    depth_, scores_, kTile, columns);
-    for (int64_t r = 0; r < rows; ++r) {
-      const uint64_t bits = bits_[r / group_];
-      float* row = scores_ + r * kTile;
-      float alpha;
-      if (!bits) {
-        std::memset(row, 0, columns * sizeof(float));
-      } else if (softmax(row, columns, bits, to.max + r, to.sum + r * kWidth, &alpha)) {
-        float* values = to.values + r * width_;
-        for (int64_t j = 0; j < width_; j += kWidth)
-          store(values + j, load(values + j) * splat(alpha));
+    Rows of_head, next_of_head;
+    next_of_head.count = next.count;
+    for (int64_t head = unit.head; head < unit.head + unit.heads; ++head) {
+      const int64_t key = head * a_.k_cache_head_stride, value = head * a_.v_cache_head_stride;
+      for (int64_t i = 0; i < kTile; ++i) {
+        const bool is_seen = seen >> i & 1;
+        of_head.keys[i] = is_seen ? current.keys[i] + key : zeros;
+        of_head.values[i] = is_seen ? current.values[i] + value : zeros;
       }
-    }
-    if (convert) {
-      for (int64_t i = 0; i < keys; ++i) {
-        float* row = floats_ + i * width_;
-        for (int64_t j = 0; j < a_.value_dim; ++j) row[j] = to_float(current.values[i][j]);
-        for (int64_t j = a_.value_dim; j < width_; ++j) row[j] = 0;
+      for (int64_t i = 0; i < next.count; ++i) {
+        next_of_head.keys[i] = next.keys[i] + key;
+        next_of_head.values[i] = next.values[i] + value;
       }
-      const float* floats = floats_;
-      const int64_t width = width_;
-      multiply<true>(scores_, kTile, rows, [=](int64_t i) { return floats + i * width; }, keys,
-                     to.values, width_, width_);
-    } else {
-      const T* const* values = current.values;
-      multiply<true>(scores_, kTile, rows, [values](int64_t i) { return values[i]; }, keys,
-                     to.values, width_, width_);
+      attend_tile(unit, head, of_head, next_of_head, seen,
+                  to.from((head - unit.head) * unit.rows, width_));
     }
   }
 }
 
 template <class T>
-void Worker<T>::finish(const Item& item, int64_t head, Accumulator from) {
-  const int64_t rows = item.tokens * group_;
-  for (int64_t r = 0; r < rows; ++r) {
+void Worker<T>::finish(const Unit& unit, Accumulator from) {
+  for (int64_t r = 0; r < unit.heads * unit.rows; ++r) {
+    const int64_t head = (unit.head + r / unit.rows) * group_ + r % group_;
+    const int64_t token = plan_.live[unit.item.first + r % unit.rows / group_];
     const float factor = 1 / vec::sum(load(from.sum + r * kWidth));
-    T* out = static_cast<T*>(a_.out) + (head * group_ + r % group_) * a_.out_head_stride +
-             plan_.live[item.first + r / group_] * a_.out_token_stride;
-    for (int64_t d = 0; d < a_.value_dim; ++d)
-      from_float(from.values[r * width_ + d] * factor, out + d);
+    const float* values = from.values + r * width_;
+    T* out = static_cast<T*>(a_.out) + head * a_.out_head_stride + token * a_.out_token_stride;
+    for (int64_t d = 0; d < a_.value_dim; ++d) {
+      int64_t place = d;
+      // as load_values orders them
+      if (!std::is_same_v<T, float> && !convert_)
+        place = d / kValueUnit * kValueUnit + d % 2 * kWidth + d % kValueUnit / 2;
+      from_float(values[place] * factor, out + d);
+    }
   }
 }
 
@@ -335,18 +442,18 @@ void Worker<T>::attend(Place begin, Place end, int64_t thread) {
   for (Place at = begin;;) {
     const bool is_last = at.same_unit(end);
     if (is_last && at.tile == end.tile) return;
-    const Item& item = plan_.items[at.item];
-    const int64_t last = is_last ? end.tile : item.num_tiles;
-    if (at.tile == 0 && last == item.num_tiles) {
-      const Accumulator own(own_, plan_.max_rows, width_);
-      tiles(item, at.head, 0, last, own);
-      finish(item, at.head, own);
+    const Unit now = unit(at);
+    const int64_t last = is_last ? end.tile : now.item.num_tiles;
+    if (at.tile == 0 && last == now.item.num_tiles) {
+      const Accumulator own(own_, plan_.max_unit_rows, width_);
+      tiles(now, 0, last, own);
+      finish(now, own);
     } else {
-      tiles(item, at.head, at.tile, last, partial(thread, at.tile == 0));
+      tiles(now, at.tile, last, partial(thread, at.tile == 0));
     }
     if (is_last) return;
     at.tile = 0;
-    if (++at.head == a_.num_kv_heads) at.head = 0, ++at.item;
+    if (++at.unit == now.item.units) at.unit = 0, ++at.item;
   }
 }
 
@@ -354,15 +461,14 @@ template <class T>
 void Worker<T>::merge(Place begin, Place end, int64_t thread, int64_t threads) {
   const bool began = begin.tile == 0 || !begin.same_unit(end);
   if (end.tile == 0 || !began) return;
-  const Item& item = plan_.items[end.item];
-  const int64_t rows = item.tokens * group_;
+  const Unit cut = unit(end);
   const Accumulator to = partial(thread, 1);
   Place from = end;
   for (int64_t other = thread + 1; other < threads && from.same_unit(end); ++other) {
     const Place next = plan_.place(plan_.cost * (other + 1) / threads);
     if (!(next.same_unit(from) && next.tile == from.tile)) {
       const Accumulator part = partial(other, 0);
-      for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t r = 0; r < cut.heads * cut.rows; ++r) {
         const float max = std::max(to.max[r], part.max[r]);
         const Float old_factor = exp2_of_nonpositive(splat(to.max[r] - max));
         const Float factor = exp2_of_nonpositive(splat(part.max[r] - max));
@@ -377,14 +483,14 @@ void Worker<T>::merge(Place begin, Place end, int64_t thread, int64_t threads) {
     }
     from = next;
   }
-  finish(item, end.head, to);
+  finish(cut, to);
 }
 
 template <class T>
 void run(const TreeAttention& a, int num_threads) {
   static thread_local Plan plan_of_thread;
   Plan& plan = plan_of_thread;  // of this thread, also in the region below
-  plan.build(a);
+  plan.build(a, num_threads);
   const int threads =
       static_cast<int>(std::clamp<int64_t>(plan.cost / kMinCost, 1, std::max(num_threads, 1)));
   if (threads == 1) {
@@ -394,7 +500,7 @@ void run(const TreeAttention& a, int num_threads) {
     return;
   }
   const int64_t width = round_up(a.value_dim, kWidth);
-  const size_t size = 2 * threads * Accumulator::size(plan.max_rows, width);
+  const size_t size = 2 * threads * Accumulator::size(plan.max_unit_rows, width);
   if (plan.partial.size() < size) plan.partial.resize(size);
 #pragma omp parallel num_threads(threads)
   {

@@ -11,6 +11,10 @@ namespace specc::attention {
 
 constexpr int kTile = 64;      // keys of a tile: the bits of a word
 constexpr int kMaxRows = 128;  // query rows of an item, so that its scores stay in the L2 cache
+// A unit's accumulators, its tile and the next one, which is being fetched, stay there, too.
+constexpr int kMaxUnitRows = 256;
+constexpr int64_t kMaxUnitBytes = 256 << 10;  // of K and V of a tile
+constexpr int64_t kTilesPerThread = 4;        // rather fewer heads in a unit than fewer of these
 
 // Bits of the tile from column `tile` on that lie in [first, last).
 inline uint64_t range_bits(int64_t tile, int64_t first, int64_t last) {
@@ -38,34 +42,41 @@ struct Item {
   int64_t end;                     // its tokens see slots below
   int64_t sink_tiles, first_tile;  // what is read: tiles 0 … sink_tiles - 1, then first_tile …
   int64_t num_tiles;
-  int64_t tile_cost;
+  int64_t units;                   // its KV heads are cut into this many parts
+  int64_t tile_cost;               // of a unit
   int64_t start;                   // cost of all items before this one
 
   int64_t column(int64_t index) const {
     return (index < sink_tiles ? index : first_tile + index - sink_tiles) * kTile;
   }
+  int64_t first_head(int64_t unit, int64_t num_kv_heads) const {
+    return num_kv_heads * unit / units;
+  }
 };
 
-// A place in the line of all tiles: items in order, in each its KV heads, in each its tiles.
+// A place in the line of all tiles: items in order, in each its units, in each its tiles.
 struct Place {
-  int64_t item = 0, head = 0, tile = 0;
-  bool same_unit(const Place& other) const { return item == other.item && head == other.head; }
+  int64_t item = 0, unit = 0, tile = 0;
+  bool same_unit(const Place& other) const { return item == other.item && unit == other.unit; }
 };
 
 struct Plan {
   std::vector<int32_t> live;  // tokens that are not dead, by sequence
   std::vector<Item> items;
-  int64_t cost, max_rows;
+  int64_t cost;
+  int64_t max_rows, max_unit_rows;  // query rows of one KV head, and of a unit
   std::vector<float> partial;  // two accumulators a thread, for items that were cut
 
-  void build(const TreeAttention& a);
+  void build(const TreeAttention& a, int threads);
   Place place(int64_t at) const;
 };
 
-inline void Plan::build(const TreeAttention& a) {
+inline void Plan::build(const TreeAttention& a, int threads) {
   live.clear();
   items.clear();
-  cost = max_rows = 0;
+  cost = max_rows = max_unit_rows = 0;
+  const int64_t item_size = a.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t head_bytes = kTile * (a.head_dim + a.value_dim) * item_size;
   const int64_t group = a.num_heads / a.num_kv_heads;
   const int64_t tokens_per_item = std::max<int64_t>(1, kMaxRows / group);
   for (int64_t b = 0; b < a.batch; ++b) {
@@ -96,11 +107,19 @@ inline void Plan::build(const TreeAttention& a) {
       item.num_tiles =
           std::max<int64_t>(item.sink_tiles + std::max<int64_t>(end_tile - item.first_tile, 0), 1);
       const int64_t rows = item.tokens * group;
+      int64_t heads = std::min(kMaxUnitRows / rows, kMaxUnitBytes / head_bytes);
+      heads = std::clamp<int64_t>(heads, 1, a.num_kv_heads);
+      const int64_t wanted = threads > 1 ? kTilesPerThread * threads : 1;
+      while (heads > 1 && item.num_tiles * ((a.num_kv_heads + heads - 1) / heads) < wanted)
+        heads /= 2;
+      item.units = (a.num_kv_heads + heads - 1) / heads;
+      heads = (a.num_kv_heads + item.units - 1) / item.units;
       // reading and transposing a tile costs as much as some rows
-      item.tile_cost = kTile * (a.head_dim + a.value_dim) * (rows + 6);
+      item.tile_cost = kTile * (a.head_dim + a.value_dim) * (rows + 6) * heads;
       item.start = cost;
-      cost += item.num_tiles * item.tile_cost * a.num_kv_heads;
+      cost += item.num_tiles * item.tile_cost * item.units;
       max_rows = std::max(max_rows, rows);
+      max_unit_rows = std::max(max_unit_rows, rows * heads);
       items.push_back(item);
     }
   }

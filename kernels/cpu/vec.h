@@ -75,6 +75,16 @@ inline void multiply_add(Float& sum, __m512bh a, __m512bh b) {
 constexpr bool kHasPairs = false;
 #endif
 
+// Keeps a loaded value in a register: the compiler would load it again for each of its uses.
+template <class V>
+inline void keep(V& value) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(value));
+#else
+  (void)value;
+#endif
+}
+
 inline Float max(Float a, Float b) { return a > b ? a : b; }
 
 template <int... I>
@@ -179,64 +189,6 @@ inline void transpose(Float (&x)[kWidth]) {
       const Float a = x[i], b = x[i + 4];
       x[i] = quarters<0>(a, b, lanes);
       x[i + 4] = quarters<1>(a, b, lanes);
-    }
-  }
-}
-
-// A register block of a product: 4 rows of kBlockCols registers. AVX2 has 16 registers, others 32.
-constexpr int kBlockRows = 4;
-constexpr int kBlockCols = kWidth == 8 ? 2 : 4;
-
-// c[r] (+)= sum_i a[r][i] * row(i) for R rows and C registers of columns.
-template <int R, int C, bool Add, class A, class Row>
-void multiply_block(const A* a, int64_t a_stride, Row row, int64_t depth, float* c,
-                    int64_t c_stride) {
-  Float sums[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < C; ++j) sums[r][j] = Add ? load(c + r * c_stride + j * kWidth) : Float{};
-  for (int64_t i = 0; i < depth; ++i) {
-    const auto* b = row(i);
-    decltype(load(b)) columns[C];
-    for (int j = 0; j < C; ++j) columns[j] = load(b + j * kWidth);
-    for (int r = 0; r < R; ++r) {
-      const auto x = splat(a[r * a_stride + i]);
-      for (int j = 0; j < C; ++j) multiply_add(sums[r][j], x, columns[j]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < C; ++j) store(c + r * c_stride + j * kWidth, sums[r][j]);
-}
-
-template <int C, bool Add, class A, class Row>
-void multiply_columns(const A* a, int64_t a_stride, int64_t rows, Row row, int64_t depth, float* c,
-                      int64_t c_stride) {
-  int64_t r = 0;
-  for (; r + kBlockRows <= rows; r += kBlockRows)
-    multiply_block<kBlockRows, C, Add>(a + r * a_stride, a_stride, row, depth, c + r * c_stride,
-                                       c_stride);
-  a += r * a_stride;
-  c += r * c_stride;
-  if (rows - r == 3) multiply_block<3, C, Add>(a, a_stride, row, depth, c, c_stride);
-  if (rows - r == 2) multiply_block<2, C, Add>(a, a_stride, row, depth, c, c_stride);
-  if (rows - r == 1) multiply_block<1, C, Add>(a, a_stride, row, depth, c, c_stride);
-}
-
-// c (+)= a * b on `columns` columns, a multiple of kWidth; row(i) is row i of b.
-template <bool Add, class A, class Row>
-void multiply(const A* a, int64_t a_stride, int64_t rows, Row row, int64_t depth, float* c,
-              int64_t c_stride, int64_t columns) {
-  for (int64_t j = 0; j < columns;) {
-    const auto from_j = [row, j](int64_t i) { return row(i) + j; };
-    const int64_t left = (columns - j) / kWidth;
-    if (left >= kBlockCols) {
-      multiply_columns<kBlockCols, Add>(a, a_stride, rows, from_j, depth, c + j, c_stride);
-      j += kBlockCols * kWidth;
-    } else if (left >= 2) {
-      multiply_columns<2, Add>(a, a_stride, rows, from_j, depth, c + j, c_stride);
-      j += 2 * kWidth;
-    } else {
-      multiply_columns<1, Add>(a, a_stride, rows, from_j, depth, c + j, c_stride);
-      j += kWidth;
     }
   }
 }

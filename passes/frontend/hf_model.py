@@ -11,17 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from specc.errors import (
-    ModelNotFoundError,
-    NotCausalLMError,
-    SpeccError,
-    UnsupportedRotaryError,
-)
+from specc.errors import ModelNotFoundError, NotCausalLMError, SpeccError
 from specc.passes.frontend.config_numbers import check_heads, check_numbers
+from specc.passes.frontend.rotary import check_former, constant_length
 from specc.system.json_file import read_json
 
-# frequencies that depend on the longest position of a pass
-_LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope", "su")
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 _MOST_TEXT = 300  # of somebody else's error
 
@@ -72,7 +66,7 @@ def load_config(path: Path) -> Any:
     Raises:
         NotCausalLMError: not a causal language model, unknown to transformers, or with numbers
             that no model has.
-        UnsupportedRotaryError: rotary frequencies that depend on length.
+        UnsupportedRotaryError: a rotary scaling that transformers cannot read.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -82,8 +76,7 @@ def load_config(path: Path) -> Any:
     raw = read_json(path / "config.json", NotCausalLMError, needed, do)
     if not isinstance(raw, dict):
         raise NotCausalLMError(f"{path}: config.json: not an object", needed, do)
-    # as written: transformers renames some types and cannot read others
-    check_rotary(raw, str(path))
+    check_former(raw, str(path))
     check_numbers(raw, str(path))
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -101,31 +94,8 @@ def load_config(path: Path) -> Any:
             needed,
             "pass a decoder-only language model",
         )
-    check_rotary(config, str(path))
     check_heads(config, str(path))
     return config
-
-
-def check_rotary(config: Any, name: str) -> None:
-    """Refuse rotary scalings whose frequencies depend on the longest position of a pass.
-
-    Args:
-        config: a configuration of transformers, or the contents of config.json.
-        name: what the user called the model.
-    Raises:
-        UnsupportedRotaryError: dynamic NTK or longrope.
-    """
-    for key in ("rope_parameters", "rope_scaling"):
-        value = config.get(key) if isinstance(config, dict) else getattr(config, key, None)
-        for kind in _rotary_types(value):
-            if kind in _LENGTH_DEPENDENT_ROTARY:
-                raise UnsupportedRotaryError(
-                    f"{name}: rotary scaling {kind}",
-                    "frequencies that depend on each token's position only"
-                    " (default, linear, llama3, yarn)",
-                    "a tree pass would change numbers: choose another scaling in config.json, if"
-                    " the context that you need allows it",
-                )
 
 
 def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -166,8 +136,15 @@ def _build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     return model.eval()
 
 
-def max_position(config: Any) -> int | None:
-    """Longest sequence that the model was made for, or None where it does not say."""
+def max_position(config: Any, rope_length: int | None = None) -> int | None:
+    """Longest sequence that an engine of the model can have, or None where it does not say.
+
+    Args:
+        config: of transformers.
+        rope_length: see `rotary.constant_length`.
+    """
+    if (length := constant_length(config, rope_length)) is not None:
+        return length
     for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
         if isinstance(value := getattr(config, key, None), int):
             return value
@@ -219,12 +196,3 @@ def _reason(error: Exception) -> str:
     """What an error of transformers or torch says, on one line; its first words say where."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:_MOST_TEXT]}" if text else repr(error)
-
-
-def _rotary_types(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key in ("rope_type", "type"):
-            if isinstance(value.get(key), str):
-                yield value[key]
-        for inner in value.values():
-            yield from _rotary_types(inner)

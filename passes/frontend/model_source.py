@@ -16,7 +16,9 @@ from specc.errors import ConfigError, WeightError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.config_numbers import check_layers
+from specc.passes.frontend.rotary import frozen_length
 from specc.passes.program import Program, constant_key
+from specc.speculation.kv_window import KVWindow
 
 
 @dataclass
@@ -36,6 +38,9 @@ class ModelSource:
         unread_tensors: of the checkpoint, which no weight of the program comes from, once
             `weight_specs` has been called.
         is_given: the module is the user's own object.
+        rope_length: length whose rotary frequencies every position has, where that is not what
+            transformers computes; else None.
+        kv_window: rows that its layers attend to, where it is a draft that does not see all.
     """
 
     name: str
@@ -49,11 +54,24 @@ class ModelSource:
     position_rows: int | None = None
     unread_tensors: tuple[str, ...] = ()
     is_given: bool = False
+    rope_length: int | None = None
+    kv_window: KVWindow | None = None
 
     @classmethod
-    def load(cls, name: str, model: str | Path | nn.Module, dtype: torch.dtype) -> ModelSource:
+    def load(
+        cls,
+        name: str,
+        model: str | Path | nn.Module,
+        dtype: torch.dtype,
+        rope_length: int | None = None,
+    ) -> ModelSource:
         """Open a directory without reading a weight, or take a module as it is.
 
+        Args:
+            name: `target` or `draft_0`.
+            model: directory, hub id or module.
+            dtype: of the weights.
+            rope_length: see `rotary.constant_length`.
         Raises:
             ModelNotFoundError, NotCausalLMError, UnsupportedRotaryError: see hf_model.
             WeightError: the checkpoint is malformed.
@@ -62,11 +80,11 @@ class ModelSource:
         if isinstance(model, nn.Module):
             config = getattr(model, "config", None)
             label = type(model).__name__
-            if config is not None:
-                hf_model.check_rotary(config, label)
             _require_dtype(model, label, dtype)
             reader: TensorReader = MemoryReader.from_module(model)
-            return cls(name, label, dtype, model.eval(), None, config, reader, is_given=True)
+            source = cls(name, label, dtype, model.eval(), None, config, reader, is_given=True)
+            source.rope_length = frozen_length(config, rope_length)
+            return source
         directory = hf_model.resolve_directory(model)
         config = hf_model.load_config(directory)
         # before minutes of tracing: headers say whether the checkpoint can be read
@@ -74,7 +92,9 @@ class ModelSource:
         check_layers(config, len(list(reader.keys())), str(model))
         module = hf_model.build_on_meta(config, dtype)
         _check_embedding(module, reader, str(model))
-        return cls(name, str(model), dtype, module, directory, config, reader)
+        source = cls(name, str(model), dtype, module, directory, config, reader)
+        source.rope_length = frozen_length(config, rope_length)
+        return source
 
     @classmethod
     def of_shape(cls, name: str, label: str, config: Any, dtype: torch.dtype) -> ModelSource:
@@ -103,7 +123,10 @@ class ModelSource:
     @property
     def max_position(self) -> int | None:
         """Longest sequence of the model, or None where neither config nor graph says."""
-        stated = hf_model.max_position(self.config) if self.config is not None else None
+        stated = hf_model.max_position(self.config, self.rope_length)
+        if self.kv_window is not None:
+            # no query meets a key that is further back; a table of positions ends all the same
+            stated = None
         known = [limit for limit in (stated, self.position_rows) if limit is not None]
         return min(known, default=None)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from specc.errors import NotCausalLMError, UnsupportedGraphError
+from specc.passes.frontend.rotary import constant_frequencies
 from specc.passes.program import PADDED_INPUTS, RUNTIME_INPUTS, Program, Weight
 
 _WRAPPED = "model"
@@ -160,15 +163,37 @@ def require_logits(exported: ExportedProgram, name: str, batch: str) -> None:
     )
 
 
-def trace(model: nn.Module, name: str) -> Program:
-    """Trace a model into a Program whose weights are placeholders with names of parameters."""
-    return to_program(export_flat(model), model, name, RUNTIME_INPUTS)
+def trace(model: nn.Module, name: str, rope_length: int | None = None) -> Program:
+    """Trace a model into a Program whose weights are placeholders with names of parameters.
+
+    Args:
+        model: that is traced.
+        name: of the program.
+        rope_length: see `rotary.constant_length`.
+    """
+    with constant_frequencies(model, rope_length) as frequencies:
+        exported = export_flat(model)
+        return to_program(exported, model, name, RUNTIME_INPUTS, frequencies)
 
 
 def to_program(
-    exported: ExportedProgram, model: nn.Module, name: str, runtime_inputs: tuple[str, ...]
+    exported: ExportedProgram,
+    model: nn.Module,
+    name: str,
+    runtime_inputs: tuple[str, ...],
+    frequencies: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Program:
-    """The Program of an exported model, with the values of its constants and buffers."""
+    """The Program of an exported model, with the values of its constants and buffers.
+
+    Args:
+        exported: of the model.
+        model: whose buffers are read.
+        name: of the program.
+        runtime_inputs: its inputs.
+        frequencies: path of a buffer → what it is in the program, see `constant_frequencies`.
+    Raises:
+        UnsupportedGraphError: a buffer has no value, or frequencies are of no use.
+    """
     graph_module = exported.graph_module
     weights: dict[str, Weight] = {}
     constants: dict[str, Tensor] = {}
@@ -185,7 +210,15 @@ def to_program(
             constants[placeholder] = exported.constants[spec.target]
     program = Program(name, graph_module, weights, constants, runtime_inputs=runtime_inputs)
     _drop_unused_inputs(program, buffers)
-    values = buffer_values(model, set(buffers.values()))
+    if unread := frequencies.keys() - set(buffers.values()):
+        raise UnsupportedGraphError(
+            f"rotary frequencies that are not those of {min(unread)}",
+            "a model whose rotary embeddings are those of transformers",
+            "report the architecture with this message",
+        )
+    values = buffer_values(model, set(buffers.values()) - frequencies.keys())
+    for path, value in frequencies.items():
+        values[path] = value.to(model.get_buffer(path).dtype)
     program.constants |= {placeholder: values[path] for placeholder, path in buffers.items()}
     (output,) = graph_module.graph.find_nodes(op="output")
     output.args = (output.args[0][0],)
@@ -290,9 +323,13 @@ class _PaddedCall(ModelCall):
         return self.logits(tokens, positions)
 
 
-def trace_padded(model: nn.Module, name: str) -> Program:
+def trace_padded(model: nn.Module, name: str, rope_length: int | None = None) -> Program:
     """Trace `model(input_ids [B, N], position_ids [B, N]) -> logits [B, N, V]`, both dynamic.
 
+    Args:
+        model: that is traced.
+        name: of the program.
+        rope_length: see `rotary.constant_length`.
     Raises:
         NotCausalLMError: the model does not take these inputs or return logits of this shape.
         UnsupportedGraphError: torch cannot trace it.
@@ -312,7 +349,8 @@ def trace_padded(model: nn.Module, name: str) -> Program:
         "write_index": {0: batch},
         "logit_rows": {0: Dim("rows", min=1, max=1 << 20)},
     }
-    exported = export(_PaddedCall(model), model, inputs, dynamic)
-    (tokens,) = exported.graph_module.graph.find_nodes(op="placeholder", target="tokens")
-    require_logits(exported, type(model).__name__, batch=str(tokens.meta["val"].shape[0]))
-    return to_program(exported, model, name, PADDED_INPUTS)
+    with constant_frequencies(model, rope_length) as frequencies:
+        exported = export(_PaddedCall(model), model, inputs, dynamic)
+        (tokens,) = exported.graph_module.graph.find_nodes(op="placeholder", target="tokens")
+        require_logits(exported, type(model).__name__, batch=str(tokens.meta["val"].shape[0]))
+        return to_program(exported, model, name, PADDED_INPUTS, frequencies)

@@ -25,7 +25,11 @@ from specc.passes.rewrite.select_logits import SelectLogits
 
 
 def padded_program(
-    module: nn.Module, flat: Program, cache_rows: int, dump: Path | None = None
+    module: nn.Module,
+    flat: Program,
+    cache_rows: int,
+    dump: Path | None = None,
+    rope_length: int | None = None,
 ) -> tuple[Program, list[PassRecord]]:
     """Trace and rewrite a model whose flat program went through all phases.
 
@@ -34,13 +38,14 @@ def padded_program(
         flat: its finished flat program.
         cache_rows: L, rows of a sequence's cache.
         dump: directory for the graphs after each phase.
+        rope_length: of the flat program, see `specc.passes.frontend.rotary.constant_length`.
     Returns:
         the program, and what each pass did.
     Raises:
         UnsupportedAttentionError, UnsupportedGraphError: it computes other things than the flat
             one.
     """
-    program = trace_padded(module, flat.name)
+    program = trace_padded(module, flat.name, rope_length)
     phases: Phases = (
         ("normalize", (Normalize, ReplaceGroupedMM)),
         ("attention", (partial(RewriteCachedAttention, flat.layers, cache_rows),)),

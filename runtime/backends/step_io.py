@@ -77,3 +77,8 @@ BeforeAccept = Callable[[StepValues], object]
 def draft_lens_of(plan: SpecPlan) -> dict[int, str]:
     """Draft → environment name of its committed rows after a step of this plan."""
     return {int(model.removeprefix("draft_")): f"{model}_len" for model in plan.models}
+
+
+def slots_of(draft: str) -> str:
+    """Environment name of the rows after the committed ones in which a draft holds the nodes."""
+    return f"slot_of_{draft}"

@@ -30,7 +30,7 @@ Spec = tuple[torch.dtype, tuple[int, ...]] | None
 
 
 class PassWork(NamedTuple):
-    """A pass of the target.
+    """A pass of a model.
 
     Args:
         tokens: Nt, of all sequences.
@@ -39,6 +39,7 @@ class PassWork(NamedTuple):
         blocks: width of the block table.
         rows: R that get logits, or 0.
         is_even: sequences have equally many tokens, see `even_tokens`.
+        model: number of the model among those that all ranks run; 0 is the target.
     """
 
     tokens: int
@@ -47,9 +48,10 @@ class PassWork(NamedTuple):
     blocks: int
     rows: int
     is_even: bool
+    model: int = 0
 
     @classmethod
-    def of(cls, inputs: Sequence[Tensor | None]) -> PassWork:
+    def of(cls, inputs: Sequence[Tensor | None], model: int = 0) -> PassWork:
         """The sizes of the eight inputs of `ModelProgram.forward`, as this thread launches it."""
         tokens, _, _, _, lengths, ancestors, table, rows = inputs
         assert tokens is not None
@@ -58,7 +60,7 @@ class PassWork(NamedTuple):
         assert rows is not None
         words = _ABSENT if ancestors is None else ancestors.shape[1]
         sizes = (len(tokens), len(lengths), words, table.shape[1], len(rows))
-        return cls(*sizes, is_even())
+        return cls(*sizes, is_even(), model)
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -77,17 +79,19 @@ class PassWork(NamedTuple):
 
 
 class CommitWork(NamedTuple):
-    """Rows of the target's caches move after the committed ones; see `specc::commit_kv`.
+    """Rows of a model's caches move after the committed ones; see `specc::commit_kv`.
 
     Args:
         sequences: B.
         places: P, accepted nodes of a path at most.
         blocks: width of the block table.
+        model: as of `PassWork`.
     """
 
     sequences: int
     places: int
     blocks: int
+    model: int = 0
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -123,14 +127,14 @@ def _work_of(row: Sequence[int]) -> Work:
     kind, *sizes = row
     work: Work
     if kind == _PASS:
-        tokens, sequences, words, blocks, rows, is_even_, rest = sizes
-        work = PassWork(tokens, sequences, words, blocks, rows, bool(is_even_))
-        is_wrong = rest or is_even_ not in (0, 1) or words < _ABSENT or words == 0
+        tokens, sequences, words, blocks, rows, is_even_, model = sizes
+        work = PassWork(tokens, sequences, words, blocks, rows, bool(is_even_), model)
+        is_wrong = is_even_ not in (0, 1) or words < _ABSENT or words == 0 or model < 0
         # a chunk of a prompt may want no logits
-        least = min(work._replace(words=1, rows=rows + 1)[:-1])
+        least = min(tokens, sequences, blocks, rows + 1)
     elif kind == _COMMIT:
-        work = CommitWork(*sizes[:3])
-        is_wrong, least = any(sizes[3:]), min(work)
+        work = CommitWork(*sizes[:4])
+        is_wrong, least = any(sizes[4:]) or work.model < 0, min(work[:-1])
     else:
         raise refused(f"work of kind {kind}")
     if is_wrong or least < 1 or max(sizes) > MOST_BYTES or _places(work.specs)[-1] > MOST_BYTES:

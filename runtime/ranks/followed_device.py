@@ -31,21 +31,21 @@ class KeptDevice:
 
 
 class FollowedDevice:
-    """The target of a rank that follows, on its device, and the graphs that rank 0 has it capture.
+    """The models of a rank that follows, on its device, and graphs that rank 0 has it capture.
 
     An order is done when the device has done it: rank 0 drafts meanwhile, for the next one.
 
     Args:
-        kept: the device and the target.
-        cache: of the target.
+        kept: the device and the models that all ranks run, target first.
+        cache: of them.
         group: of this rank.
         vocab_size: columns of the target's logits, of all ranks together.
     """
 
     def __init__(self, kept: KeptDevice, cache: KVCache, group: RankGroup, vocab_size: int) -> None:
-        ((name, self._target),) = kept.models.between.items()
+        self._models = list(kept.models.between.values())
         self._graphs = kept.graphs
-        self._slabs = cache.slabs[name]
+        self._slabs = [cache.slabs[name] for name in kept.models.between]
         self._group = group
         self._vocab_size = vocab_size
         self._captured: list[Graph] = []
@@ -72,8 +72,8 @@ class FollowedDevice:
             self._graphs.record_event().synchronize()
 
     def checksum(self) -> bytes:
-        """Of the target's caches; see `checksum`."""
-        return checksum(self._slabs)
+        """Of the caches of the models that all ranks run; see `checksum`."""
+        return checksum([slab for slabs in self._slabs for slab in slabs])
 
     def _check_number(self, order: Message, wanted: int | None = None) -> int:
         """The number of the graph that an order is about."""
@@ -89,11 +89,13 @@ class FollowedDevice:
     @torch.inference_mode()
     def _do(self, works: Sequence[Work]) -> None:
         for work in works:
+            if work.model >= len(self._models):
+                raise refused(f"work of model {work.model} of {len(self._models)}")
             given = take(work.specs, self._graphs.device)
             if isinstance(work, PassWork):
                 with even_tokens(work.is_even):
-                    logits = self._target(*given)
+                    logits = self._models[work.model](*given)
                 whole_logits(self._group, logits, self._vocab_size)
                 continue
-            for slab in self._slabs:
+            for slab in self._slabs[work.model]:
                 torch.ops.specc.commit_kv(slab, *given)

@@ -106,8 +106,8 @@ class FollowedEngine:
             raise refused(f"{order.kind.name} among orders")
 
     def checksum(self) -> bytes:
-        """Of the target's caches; see `checksum`."""
-        return checksum(self._slabs[self._models[0][0]])
+        """Of the caches of the models that all ranks run; see `checksum`."""
+        return checksum([slab for name, _ in self._models for slab in self._slabs[name]])
 
     def _commit(self, name: str, order: Message) -> None:
         """As the last stage of a step does, see `passes/step/fuse_step.py`."""
@@ -261,7 +261,7 @@ def load_follower(
 def load_part(
     path: Path, manifest: Manifest, setup: Mapping[str, Any], ranks: DeviceRanks | None = None
 ) -> LoadedPrograms:
-    """A follower's programs and caches: its part of the target alone.
+    """A follower's programs and caches: its part of the models that all ranks run, no others.
 
     Args:
         path: the engine directory.
@@ -271,9 +271,13 @@ def load_part(
     Raises:
         EngineError: see `Engine.load`.
     """
-    target = manifest.models[0]
-    memory = {target.name: manifest.memory_plan[target.name]}
-    part = replace(manifest, models=(target,), plans=(), memory_plan=memory)
+    names = manifest.led_models
+    part = replace(
+        manifest,
+        models=tuple(model for model in manifest.models if model.name in names),
+        plans=(),
+        memory_plan={name: manifest.memory_plan[name] for name in names},
+    )
     limits = LoadLimits(setup["max_num_seqs"], setup["kv_cache_tokens"], None, setup["rank"], ranks)
     with unreplaced(path):
         return backend_of(setup["backend"]).load(path, part, limits)

@@ -23,9 +23,9 @@ from specc.artifact.manifest import Manifest
 from specc.errors import ConfigError, EngineError
 from specc.kernels.reference.ranks import has_group
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
-from specc.runtime.backends.program_files import load_operators
+from specc.runtime.backends.program_files import load_operators, read_json
 from specc.runtime.backends.registry import backend_of
-from specc.runtime.backends.step import Model, StagedStep, Step
+from specc.runtime.backends.step import Model, Step
 from specc.runtime.execution.draws import DrawnPrograms
 from specc.runtime.processes.fork_server import interpreter
 from specc.runtime.ranks.channel import Channel
@@ -34,6 +34,7 @@ from specc.runtime.ranks.follower import facts_about, follow
 from specc.runtime.ranks.job import Follower, Job
 from specc.runtime.ranks.leader import Leader, end_job
 from specc.runtime.ranks.led_device import LedDevice
+from specc.runtime.ranks.led_drafts import drafts_led, led_drafts
 from specc.runtime.ranks.led_model import LedModel
 from specc.runtime.ranks.led_step import LedStep
 from specc.runtime.ranks.open_group import make_group
@@ -123,40 +124,49 @@ def load_led(
         if facts_of(backend).is_captured:
             # the others have to be there when the first step is captured
             leader = Leader(job, watch, vocab_size)
-            led = LedDevice(leader, partial(job.wait_ready, starts=False))
+            wait_ready = partial(job.wait_ready, starts=False)
+            led = LedDevice(leader, manifest.led_models, wait_ready)
             loaded = backend_of(backend).load(path, manifest, replace(limits, ranks=led))
             job.start()
             return loaded
         loaded = backend_of(backend).load(path, manifest, limits)
         job.wait_ready()
-        return _led(loaded, Leader(job, watch, vocab_size, loaded.operators))
+        leader = Leader(job, watch, vocab_size, loaded.operators)
+        return _led(path, manifest, loaded, leader)
     except BaseException:
         end_job(job, watch)
         raise
 
 
-def _led(loaded: LoadedPrograms, leader: Leader) -> LoadedPrograms:
+def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader) -> LoadedPrograms:
     """The programs of rank 0, with orders before what all ranks do."""
-    (name, program), *drafts = loaded.models.items()
-    target = LedModel(leader, 0, program)
-    models: dict[str, Model] = {name: target, **dict(drafts)}
+    led = {
+        name: LedModel(leader, number, loaded.models[name])
+        for number, name in enumerate(manifest.led_models)
+    }
+    models: dict[str, Model] = {**loaded.models, **led}
+    target = led[manifest.models[0].name]
+
+    def led_step(make: type[LedStep], step: Step, file: str) -> LedStep:
+        operators, plan = loaded.operators, step.plan
+        staged = step.staged
+        assert staged is not None, "steps of these backends run stage by stage"
+        if drafts_led(plan, models):
+            staged = led_drafts(read_json(path / file), models, operators)
+        drafts = {name: led[name] for name in plan.models if name in led}
+        return make(staged, target, operators, loaded.cache.history, drafts)
+
     steps: dict[str, Step] = {
-        plan: LedStep(_staged(step), target, loaded.operators, loaded.cache.history)
+        plan: led_step(LedStep, step, manifest.step_files[plan])
         for plan, step in loaded.steps.items()
     }
     drawn = {
-        plan: DrawnStep(_staged(step), target, loaded.operators, loaded.cache.history)
+        plan: led_step(DrawnStep, step, manifest.winners_files[plan])
         for plan, step in loaded.winners_steps.items()
     }
     return replace(
         loaded, models=models, steps=steps, drawn=DrawnPrograms(target, drawn) if drawn else None
     )
-
-
-def _staged(step: Step) -> StagedStep:
-    staged = step.staged
-    assert staged is not None, "steps of these backends run stage by stage"
-    return staged
 
 
 def _start_all(job: Job) -> Iterator[Follower]:

@@ -133,10 +133,10 @@ class Leader:
             self._job.order(Kind.COMMIT, tuple(commit), model)
 
     def checksums(self, slabs: list[Tensor]) -> list[bytes]:
-        """[32] sha256 of the target's caches of all ranks.
+        """[32] sha256 of the caches that all ranks have a part of, rank by rank.
 
         Args:
-            slabs: of rank 0.
+            slabs: of rank 0, the target's first.
         Raises:
             RankError: a rank is lost.
         """

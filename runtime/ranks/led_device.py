@@ -9,7 +9,7 @@ order to replay the other. Which sizes are captured, and when, rank 0 alone deci
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -98,16 +98,18 @@ class DeviceLeader:
         return _LedGraph(graph, self.leader, number)
 
 
-class LedTarget(nn.Module):
-    """The target as steps and prompts of rank 0 call it; all ranks run it.
+class LedProgram(nn.Module):
+    """A model as steps and prompts of rank 0 call it; all ranks run it.
 
     Args:
         leader: orders the work.
+        number: of the model among those that all ranks run.
         program: of rank 0.
     """
 
-    def __init__(self, leader: DeviceLeader, program: DeviceProgram) -> None:
+    def __init__(self, leader: DeviceLeader, number: int, program: DeviceProgram) -> None:
         super().__init__()
+        self._number = number
         self.name = program.name
         self.weights = program.weights
         self.leader = leader.leader
@@ -121,7 +123,7 @@ class LedTarget(nn.Module):
         Raises:
             RankError: a rank is lost.
         """
-        with self._leader.doing(PassWork.of(inputs)):
+        with self._leader.doing(PassWork.of(inputs, self._number)):
             give(inputs)
             return self.leader.whole_logits(self._run[0](*inputs))
 
@@ -174,54 +176,62 @@ class LedDevice:
 
     Args:
         leader: whose ranks are loading.
+        names: of the models that all ranks run, the target first.
         wait_ready: returns when they have loaded their part.
     """
 
-    def __init__(self, leader: Leader, wait_ready: Callable[[], object]) -> None:
+    def __init__(
+        self, leader: Leader, names: Sequence[str], wait_ready: Callable[[], object]
+    ) -> None:
         self._leader = DeviceLeader(leader)
+        self._names = tuple(names)
         self._wait_ready = wait_ready
 
     def join(self, graphs: GraphDevice, models: DeviceModels) -> tuple[GraphDevice, DeviceModels]:
         """See `DeviceRanks.join`."""
         self._wait_ready()
-        name = next(iter(models.between))
-        target = LedTarget(self._leader, models.between[name])
+        programs = {
+            name: LedProgram(self._leader, number, models.between[name])
+            for number, name in enumerate(self._names)
+        }
         adapt = models.adapt
 
         def share(graph: fx.GraphModule) -> None:
             adapt(graph)
-            share_commits(graph, self._leader, name)
+            for number, name in enumerate(self._names):
+                share_commits(graph, self._leader, name, number)
 
         led = replace(
             models,
-            between={**models.between, name: target},
-            within={**models.within, name: target},
+            between={**models.between, **programs},
+            within={**models.within, **programs},
             adapt=share,
         )
         return LedGraphs(graphs, self._leader), led
 
 
-def share_commits(graph: fx.GraphModule, leader: DeviceLeader, name: str) -> None:
-    """Before rank 0 moves rows of the target's caches, let the others move theirs.
+def share_commits(graph: fx.GraphModule, leader: DeviceLeader, name: str, number: int = 0) -> None:
+    """Before rank 0 moves rows of a model's caches, let the others move theirs.
 
     Args:
         graph: a stage of a step; changed where it moves such rows.
         leader: orders the work.
-        name: of the target.
+        name: of the model.
+        number: of the model among those that all ranks run.
     """
 
-    def of_target(node: fx.Node) -> bool:
+    def is_own(node: fx.Node) -> bool:
         slab = node.args[0]
         return isinstance(slab, fx.Node) and str(slab.target).startswith(f"{name}_slab_")
 
     moves = [node for node in graph.graph.find_nodes(op="call_function", target=_COMMIT)]
-    first = next((node for node in moves if of_target(node)), None)
+    first = next((node for node in moves if is_own(node)), None)
     if first is None:
         return
 
     def share(source: Tensor, target: Tensor, block_table: Tensor) -> None:
         sequences, places = source.shape
-        work = CommitWork(sequences, places, block_table.shape[1])
+        work = CommitWork(sequences, places, block_table.shape[1], number)
         with leader.doing(work):
             give((source, target, block_table))
 

@@ -1,16 +1,23 @@
-"""A step whose pass of the target all ranks run, and whose commit they repeat."""
+"""A step whose passes of the models that are cut all ranks run, and whose commits they repeat."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specc.runtime.backends.step import StagedStep
-from specc.runtime.backends.step_io import BeforeAccept, Drafted, StepInputs, StepResult
+from specc.runtime.backends.step_io import (
+    BeforeAccept,
+    Drafted,
+    StepInputs,
+    StepResult,
+    slots_of,
+)
 from specc.runtime.execution.shared_pass import (
     FlatTokens,
     accepted_values,
@@ -24,17 +31,27 @@ _PATH = "path"
 
 
 class LedStep:
-    """A `StagedStep`: drafts and acceptance are rank 0's, the target's pass is everybody's.
+    """A `StagedStep`: acceptance is rank 0's, the target's pass is everybody's.
 
     Args:
-        step: of rank 0; its own verification is never run.
+        step: of rank 0; its own verification is never run. Where it drafts with what all ranks
+            run, it calls that: see `led_drafts`.
         target: that all ranks run.
         operators: namespace of the `specc::` operators.
         history: [blocks, block_size] int32 tokens.
+        drafts: name → draft of the plan that all ranks run, whose rows they keep, too.
     """
 
-    def __init__(self, step: StagedStep, target: LedModel, operators: Any, history: Tensor) -> None:
+    def __init__(
+        self,
+        step: StagedStep,
+        target: LedModel,
+        operators: Any,
+        history: Tensor,
+        drafts: Mapping[str, LedModel] = MappingProxyType({}),
+    ) -> None:
         self.plan = step.plan
+        self._drafts = drafts
         self._step = step
         self.target = target
         self._operators = operators
@@ -83,7 +100,7 @@ class LedStep:
 
         def accept(values: Mapping[str, Tensor], reads: Sequence[str]) -> StepResult:
             found = drafted.accept(values, (*reads, *({_PATH} - {*reads})))
-            self._commit(inputs, found)
+            self._commit(inputs, drafted, found)
             # the caller takes values for something that it has asked for
             return found._replace(values={name: found.values[name] for name in reads})
 
@@ -123,7 +140,8 @@ class LedStep:
             winners.append(found.view(batch, last - first))
         return torch.cat(winners, dim=1)
 
-    def _commit(self, inputs: StepInputs, found: StepResult) -> None:
+    def _commit(self, inputs: StepInputs, drafted: Drafted, found: StepResult) -> None:
+        """Rows of the target, and of each draft, whose slots are its own."""
         if self._is_in_place:
             return
         commit = Commit(
@@ -134,6 +152,9 @@ class LedStep:
             self._slots,
         )
         self.target.leader.commit(self.target.number, commit)
+        for name, draft in self._drafts.items():
+            slots = drafted.values[slots_of(name)]
+            self.target.leader.commit(draft.number, commit._replace(slots=slots))
 
 
 def part_of(nodes: FlatTokens, batch: int, first: int, last: int) -> FlatTokens:

@@ -180,6 +180,13 @@ class Manifest:
         """Whether each rank has a part of this model; else each rank that runs it has all."""
         return self.parallel is not None and model.name in self.parallel.models
 
+    @property
+    def led_models(self) -> tuple[str, ...]:
+        """Names of the models that all ranks run, the target first; rank 0 alone runs the rest."""
+        return tuple(
+            model.name for i, model in enumerate(self.models) if i == 0 or self.is_cut(model)
+        )
+
     def weights_file(self, model: ModelEntry, rank: int = 0) -> str:
         """The weights of a model that a rank reads."""
         return model.rank_file(rank) if self.is_cut(model) else model.weights_file

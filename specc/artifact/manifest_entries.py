@@ -40,6 +40,8 @@ class ModelEntry:
         location: absolute path of the checkpoint, where `source` is a path; else None.
         unread_tensors: of the checkpoint, which no graph reads.
         nonfinite_weights: weights that are NaN or infinite, which the user has allowed.
+        rope_length: length whose rotary frequencies every position has, where the scaling depends
+            on length and the engine is for more than it was trained for.
     """
 
     name: str
@@ -56,6 +58,7 @@ class ModelEntry:
     location: str | None = None
     unread_tensors: tuple[str, ...] = ()
     nonfinite_weights: int = 0
+    rope_length: int | None = None
 
     @property
     def checkpoint(self) -> str:

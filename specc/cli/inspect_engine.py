@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.artifact.directory import read_manifest, torch_version
+from specc.artifact.manifest import PROFILE_FILE
 from specc.cli import render
 from specc.cli.tensorrt import print_builds, read_builds
+from specc.cost.critical_length import CriticalLength
 from specc.errors import ConfigError, EngineError
 from specc.system.files import format_bytes, hash_file
 from specc.system.json_file import read_json
@@ -56,6 +58,7 @@ def run_inspect(engine: Path, *, only: str | None, why: bool, verify: bool, as_j
         if only is None:
             print_builds(console, manifest, builds, with_layers=why)
             _print_limits(console, manifest)
+            _print_profile(console, engine, manifest)
             _print_files(console, manifest, verify and not errors)
     if errors:
         raise errors[0]
@@ -108,8 +111,13 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         console.print(f"specc run refuses it: this installation has torch {torch_version()}")
     console.print()
     console.print(render.models_table(manifest))
-    lines = (render.source_lines, render.self_draft_lines, render.weight_lines)
-    for line in (line for lines_of in lines for line in lines_of(manifest)):
+    lines = (
+        render.source_lines,
+        render.self_draft_lines,
+        render.rotary_lines,
+        render.weight_lines,
+    )
+    for line in (line for describe in lines for line in describe(manifest)):
         console.print(line, soft_wrap=True)
     console.print()
     console.print(render.layers_table(manifest.models))
@@ -145,6 +153,25 @@ def _print_limits(console: Console, manifest: Manifest) -> None:
     )
     probe = render.probe_line(manifest.probe) if manifest.probe else "none"
     console.print(f"\nprobe: {probe}")
+
+
+def _print_profile(console: Console, engine: Path, manifest: Manifest) -> None:
+    """From which context on self-drafts pay, where `specc tune` has found that out."""
+    path = engine / PROFILE_FILE
+    if PROFILE_FILE not in manifest.files or not path.is_file():
+        return
+    profile = read_json(path, EngineError, "a profile", "run specc tune again")
+    try:
+        lengths = [CriticalLength.from_json(one) for one in profile.get("critical_lengths", [])]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"{path} with a critical length without {error}",
+            "batch_size, draft, num_draft_tokens, expected_tokens, rows",
+            "run specc tune again",
+        ) from error
+    if lengths:
+        console.print(render.heading("\ncontext from which on self-drafts pay (specc tune)"))
+        console.print(render.critical_table(lengths))
 
 
 def _print_files(console: Console, manifest: Manifest, verified: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -22,6 +23,7 @@ from specc.system.files import format_bytes
 if TYPE_CHECKING:
     from specc.artifact.manifest import Manifest
     from specc.artifact.manifest_entries import ModelEntry
+    from specc.cost.critical_length import CriticalLength
 
 _FILE_WIDTH = 100  # columns where the output is no terminal
 _MOST_BRANCHES = 3  # children drawn under one node
@@ -93,6 +95,16 @@ def self_draft_lines(manifest: Manifest) -> list[str]:
         f"{entry.name} runs {len(entry.layers)} of {count} layers of the target"
         f" ({format_ranges(entry.layers)}) on its weights and caches"
         for entry in manifest.self_drafts
+    ]
+
+
+def rotary_lines(manifest: Manifest) -> list[str]:
+    """Models whose rotary frequencies are not what transformers has in every pass."""
+    return [
+        f"{model.name} rotates every position as transformers does in a pass of"
+        f" {model.rope_length} tokens (--rope-length)"
+        for model in manifest.models
+        if model.rope_length
     ]
 
 
@@ -239,6 +251,17 @@ def describe_plan(plan: SpecPlan) -> str:
 def _describe_draft(draft: str) -> str:
     own = SelfDraft.named(draft)
     return draft if own is None else own.option
+
+
+def critical_table(lengths: Sequence[CriticalLength]) -> Table:
+    """From which context on self-drafts beat plain decoding, by batch."""
+    columns = ("batch size", "chain", "tokens a step", "pays from")
+    table = make_table(("self-draft", *columns), columns)
+    for one in lengths:
+        rows = "never" if one.rows is None else f"{math.ceil(one.rows)} tokens"
+        cells = one.batch_size, one.num_draft_tokens, f"{one.expected_tokens:.2f}", rows
+        table.add_row(_describe_draft(one.draft), *map(str, cells))
+    return table
 
 
 def draw_tree(tree: TokenTree) -> Tree:

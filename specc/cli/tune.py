@@ -14,7 +14,8 @@ from specc.cli.progress import make_listener
 from specc.cli.prompts import plain_prompts
 from specc.progress import PhaseTimer
 from specc.speculation.plans import OFF
-from specc.tune.run import BatchTuning, tune
+from specc.speculation.views import is_view
+from specc.tune.run import BatchTuning, Tuning, tune
 
 if TYPE_CHECKING:
     from specc.cli.options.common import PromptFile
@@ -39,6 +40,12 @@ def run_tune(args: EngineArgs, file: PromptFile, options: TuneOptions, *, as_jso
         return
     console = render.make_console()
     print_lines(console, _acceptance_lines(tuning.acceptance))
+    if any(is_view(draft) for draft in tuning.acceptance):
+        print_lines(console, _context_lines(tuning, options))
+    if tuning.critical:
+        title = "\ncontext from which on self-drafts pay, by the tables"
+        console.print(render.heading(title))
+        print_table(console, render.critical_table(tuning.critical))
     for batch in tuning.batches:
         console.print(render.heading(f"\nbatch size {batch.batch_size}"))
         print_table(console, _table(batch))
@@ -56,6 +63,23 @@ def _acceptance_lines(acceptance: dict[str, list[list[float]]]) -> list[str]:
         for draft, table in acceptance.items()
     }
     return [f"acceptance of {draft} by depth and rank: {rows}" for draft, rows in tables.items()]
+
+
+def _context_lines(tuning: Tuning, options: TuneOptions) -> list[str]:
+    """At which context self-drafts were measured, and of which of them that says nothing."""
+    least, most = tuning.contexts
+    lengths = f"{least}" if least == most else f"{least} to {most}"
+    lines = [f"self-drafts after prompts of {lengths} tokens"]
+    if tuning.is_repeated:
+        lines[0] += ", in which prompts are repeated: that is easier to draft than other text"
+    if tuning.whole:
+        names = ", ".join(view.option for view in tuning.whole)
+        do = "" if options.context else "; --context N joins prompts to N tokens"
+        lines.append(
+            f"{names}: holds all of the shortest of them, so acceptance was not measured at long"
+            f" context{do}"
+        )
+    return lines
 
 
 def _table(batch: BatchTuning) -> Table:

@@ -24,7 +24,14 @@ from specc.compiler.engine_files import (
     write_report,
     write_steps,
 )
-from specc.compiler.engine_plans import check_budgets, check_views, engine_plans, tile_plans
+from specc.compiler.engine_plans import (
+    check_budgets,
+    check_kv_windows,
+    check_outgrown,
+    check_views,
+    engine_plans,
+    tile_plans,
+)
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.compiler.self_drafts import self_draft_programs, write_self_drafts
 from specc.compiler.tokenizer import TokenizerFiles
@@ -91,6 +98,7 @@ def build(
     backend, told = choose_backend(config.backend)
     check_options(config, backend)
     check_views(plans, config, backend.facts)
+    check_kv_windows(config, len(draft_models), backend.facts)
     config = backend.adapt(config)
     with inductor_directory(), EngineWriter(output, force=force) as writer:
         check_dump(dump_graphs)
@@ -136,9 +144,11 @@ def _compile(
     # what can be refused before tracing
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     check_budgets(plans, limits.block_size, limits.max_seq_len)
+    check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
     lowering = backend.phases(limits.max_seq_len)
+    ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
-        sources, plans, limits.max_seq_len, lowering, phases, dump, config.tensor_parallel_size
+        sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks
     )
     sizes = (plans, limits.max_seq_len, lowering, phases, dump)
     drafts, told = self_draft_programs(models[0], *sizes)

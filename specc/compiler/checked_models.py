@@ -24,6 +24,7 @@ from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.frontend.model_source import ModelSource
+from specc.speculation.kv_window import KVWindow
 
 # what has to be divisible, by the names that configurations have for it
 _SIZES = {
@@ -43,12 +44,14 @@ class CheckedModels:
         dtypes: of each.
         tokens: the engine's tokenizer.
         warnings: what the user should know.
+        kv_windows: rows that the layers of each attend to; None is all of them.
     """
 
     candidates: list[Candidate]
     dtypes: list[str]
     tokens: TokenizerFiles
     warnings: list[str]
+    kv_windows: list[KVWindow | None]
 
     @classmethod
     def check(
@@ -70,14 +73,17 @@ class CheckedModels:
         Raises:
             SpeccError: found / needed / do.
         """
-        candidates = open_models(target, drafts)
+        candidates = open_models(target, drafts, config.rope_length)
         dtypes, told = choose_dtypes(config, candidates, backend.facts)
         backend.check_config(config, dtypes)
-        check_lengths(config, candidates)
+        told += check_lengths(config, candidates)
         check_logits(config, candidates[0], dtypes[0])
-        check_ranks(config, candidates[0].config)
+        for candidate in candidates:
+            is_draft = candidate is not candidates[0]
+            check_ranks(config, candidate.config, candidate.name, is_draft=is_draft)
         tokens = check_tokenizers(candidates, tokenizer)
-        return cls(candidates, dtypes, tokens, [*tokens.warnings, *told])
+        windows = config.kv_windows_of(len(drafts))
+        return cls(candidates, dtypes, tokens, [*tokens.warnings, *told], windows)
 
     def load(self) -> list[ModelSource]:
         """Open them; no weight is read.
@@ -86,23 +92,31 @@ class CheckedModels:
             SpeccError: see `ModelSource.load`.
         """
         sources = []
-        for candidate, dtype in zip(self.candidates, self.dtypes, strict=True):
+        models = zip(self.candidates, self.dtypes, self.kv_windows, strict=True)
+        for candidate, dtype, window in models:
             with errors_of(candidate.name), advice_for(candidate.model):
                 kind = getattr(torch, dtype)
-                sources.append(ModelSource.load(candidate.name, candidate.model, kind))
+                sizes = (kind, candidate.rope_length)
+                source = ModelSource.load(candidate.name, candidate.model, *sizes)
+                source.kv_window = window
+                sources.append(source)
         return sources
 
 
-def check_ranks(config: CompileConfig, model: Any) -> None:
+def check_ranks(
+    config: CompileConfig, model: Any, name: str = "target", *, is_draft: bool = False
+) -> None:
     """Sizes that a configuration names; what it does not name, the cut itself checks.
 
     Args:
         config: options.
-        model: the target's configuration; None for a module without one.
+        model: configuration of a model; None for a module without one.
+        name: of the model.
+        is_draft: whether it is a draft.
     Raises:
         ConfigError: a size that the number of ranks does not divide.
     """
-    num_ranks = config.tensor_parallel_size
+    num_ranks = config.draft_tensor_parallel_size if is_draft else config.tensor_parallel_size
     if num_ranks == 1 or model is None:
         return
     found = {
@@ -112,10 +126,11 @@ def check_ranks(config: CompileConfig, model: Any) -> None:
     }
     for what, size in found.items():
         if size % num_ranks:
-            raise _indivisible(num_ranks, f"{size} {what}", [size])
+            raise _indivisible(num_ranks, f"{size} {what}", [size], name, is_draft)
     kv_heads = _size(model, _KV_HEADS)
     if kv_heads and kv_heads % num_ranks and num_ranks % kv_heads:
-        raise _indivisible(num_ranks, f"{kv_heads} key and value heads", list(found.values()))
+        what = f"{kv_heads} key and value heads"
+        raise _indivisible(num_ranks, what, list(found.values()), name, is_draft)
 
 
 def _size(model: Any, name: str) -> int | None:
@@ -123,11 +138,14 @@ def _size(model: Any, name: str) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _indivisible(num_ranks: int, found: str, sizes: list[int]) -> ConfigError:
+def _indivisible(
+    num_ranks: int, found: str, sizes: list[int], name: str, is_draft: bool
+) -> ConfigError:
     fits = [n for n in range(2, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
     names = ", ".join(map(str, fits[:6]))
+    option = "--draft-tensor-parallel-size" if is_draft else "--tensor-parallel-size"
     return ConfigError(
-        f"--tensor-parallel-size {num_ranks}, and {found} in the target",
+        f"{option} {num_ranks}, and {found} in {name if is_draft else 'the target'}",
         f"a number that divides them: {names}" if fits else "a size that divides them",
-        "choose another --tensor-parallel-size",
+        f"leave {option} at 1: rank 0 drafts alone" if is_draft else f"choose another {option}",
     )

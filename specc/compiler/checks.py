@@ -25,6 +25,7 @@ from specc.errors import (
     WeightError,
 )
 from specc.passes.frontend import hf_model
+from specc.passes.frontend.rotary import check_rope_length, check_rotary
 from specc.passes.step.tiles import tile_plan
 from specc.speculation.plans import OFF
 
@@ -38,7 +39,6 @@ _ADVICE_FOR_MODULES = {
     "report the architecture": "change {name}.forward so that torch.export can trace it",
     "choose a rotary scaling": _CHANGE,
     "check the model's configuration": "change the numbers of heads in {name}",
-    "a tree pass would change numbers": "choose another rotary scaling in {name}.config",
 }
 
 
@@ -52,6 +52,7 @@ class Candidate:
         directory: of the checkpoint; None for a module.
         config: its configuration, or None.
         checkpoint_dtype: what most of its weights are stored in.
+        rope_length: of the engine, see `specc.passes.frontend.rotary.constant_length`.
     """
 
     name: str
@@ -59,9 +60,10 @@ class Candidate:
     directory: Path | None
     config: Any
     checkpoint_dtype: str
+    rope_length: int | None = None
 
     @classmethod
-    def open(cls, name: str, model: ModelLike) -> Candidate:
+    def open(cls, name: str, model: ModelLike, rope_length: int | None = None) -> Candidate:
         """Read configuration and headers.
 
         Raises:
@@ -72,7 +74,7 @@ class Candidate:
             if isinstance(model, nn.Module):
                 config = getattr(model, "config", None)
                 reader: TensorReader = MemoryReader.from_module(model)
-                return cls(name, model, None, config, _stored_dtype(reader))
+                return cls(name, model, None, config, _stored_dtype(reader), rope_length)
             if not str(model).strip():
                 raise ModelNotFoundError(
                     "an empty path of a model",
@@ -82,11 +84,11 @@ class Candidate:
             directory = hf_model.resolve_directory(model)
             config = hf_model.load_config(directory)
             with SafetensorsReader(directory) as reader:
-                return cls(name, model, directory, config, _stored_dtype(reader))
+                return cls(name, model, directory, config, _stored_dtype(reader), rope_length)
 
     @property
     def max_position(self) -> int | None:
-        return hf_model.max_position(self.config) if self.config is not None else None
+        return hf_model.max_position(self.config, self.rope_length)
 
 
 def as_drafts(drafts: ModelLike | Sequence[ModelLike] | None) -> list[ModelLike]:
@@ -96,10 +98,13 @@ def as_drafts(drafts: ModelLike | Sequence[ModelLike] | None) -> list[ModelLike]
     return [drafts] if isinstance(drafts, (str, Path, nn.Module)) else list(drafts)
 
 
-def open_models(target: ModelLike, drafts: Sequence[ModelLike]) -> list[Candidate]:
-    """The target and its drafts; see `Candidate.open`."""
+def open_models(
+    target: ModelLike, drafts: Sequence[ModelLike], rope_length: int | None = None
+) -> list[Candidate]:
+    """The target and its drafts; see `Candidate`."""
     names = ["target", *(f"draft_{number}" for number in range(len(drafts)))]
-    return [Candidate.open(*item) for item in zip(names, [target, *drafts], strict=True)]
+    models = zip(names, [target, *drafts], strict=True)
+    return [Candidate.open(name, model, rope_length) for name, model in models]
 
 
 @contextmanager
@@ -157,10 +162,36 @@ def choose_dtypes(
     return chosen, warnings
 
 
-def check_lengths(config: CompileConfig, models: Sequence[Candidate]) -> None:
-    """Raises ConfigError: `max_seq_len` is beyond what a configuration says."""
-    known = {model.name: model.max_position for model in models}
+def check_lengths(config: CompileConfig, models: Sequence[Candidate]) -> list[str]:
+    """Compare lengths with what configurations say. A draft with a window may be outgrown.
+
+    Returns:
+        what the user should know.
+    Raises:
+        UnsupportedRotaryError: `max_seq_len` is beyond what rotary frequencies are constant for.
+        ConfigError: `max_seq_len` or a draft's window is beyond the positions of a model, or
+            `rope_length` is of no use.
+    """
+    told = check_rope_length({model.name: model.config for model in models}, config.rope_length)
+    windows = config.kv_windows_of(len(models) - 1)
+    known = {}
+    for model, rows in zip(models, windows, strict=True):
+        label = type(model.model).__name__ if model.directory is None else str(model.model)
+        lengths = (config.max_seq_len, config.rope_length)
+        with errors_of(model.name), advice_for(model.model):
+            check_rotary(model.config, label, *lengths)
+        if rows is None:
+            known[model.name] = model.max_position
+        elif model.max_position is not None and rows.window > model.max_position:
+            raise ConfigError(
+                f"--draft-kv {rows.option}; the {model.name.replace('_', ' ')} model has"
+                f" {model.max_position} positions",
+                f"a window of {model.max_position} rows or less: it was trained on no distance"
+                " beyond",
+                f"pass --draft-kv window={model.max_position}, or less",
+            )
     check_seq_len(config.max_seq_len, {name: most for name, most in known.items() if most})
+    return told
 
 
 def check_logits(config: CompileConfig, target: Candidate, dtype: str) -> None:

@@ -16,13 +16,15 @@ from specc.passes.frontend.trace import position_limit, trace
 from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, program_to_json
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
+from specc.passes.rewrite.window_attention import WindowAttention
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
-# phases that not every model has: what fits a draft to its target, and what cuts a target
-VOCABULARY, CUT = "vocabulary", "shard"
+# phases that not every model has: what fits a draft to its target, what bounds the rows that it
+# attends to, and what cuts a target
+VOCABULARY, WINDOW, CUT = "vocabulary", "window", "shard"
 
 
 @dataclass
@@ -52,6 +54,7 @@ def compile_models(
     phases: PhaseTimer,
     dump: Path | None = None,
     num_ranks: int = 1,
+    num_draft_ranks: int = 1,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     """Trace and rewrite the models of an engine; no weight is read.
 
@@ -63,6 +66,7 @@ def compile_models(
         phases: tells the listener how far this is.
         dump: directory that gets each program's graph after each phase, or None.
         num_ranks: that share the target.
+        num_draft_ranks: that share each draft.
     Returns:
         the models, and what each pass did.
     Raises:
@@ -73,14 +77,16 @@ def compile_models(
     for source in sources:
         author = source.module if source.is_given else source.label
         with phases.phase(f"trace {source.name}"), advice_for(author):
-            program = trace(source.module, source.name)
+            program = trace(source.module, source.name, source.rope_length)
             source.position_rows = position_limit(program)
-        layout = PHASES
+        layout, ranks = PHASES, num_ranks if source.name == TARGET else num_draft_ranks
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size
             layout = (*layout, (VOCABULARY, (partial(FitVocabulary, num_ids),)))
-        elif num_ranks > 1:
-            layout = (*layout, (CUT, (partial(Shard, num_ranks),)))
+            if source.kv_window is not None:
+                layout = (*layout, (WINDOW, (partial(WindowAttention, source.kv_window),)))
+        if ranks > 1:
+            layout = (*layout, (CUT, (partial(Shard, ranks),)))
         whole: list[dict[str, Any]] = []
         unfused: list[Program] = []
         drafts = source.name == TARGET and any(plan.self_drafts for plan in plans)

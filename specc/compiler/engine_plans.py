@@ -11,6 +11,7 @@ from specc.passes.memory import logit_row_bytes
 from specc.passes.program import Program
 from specc.passes.step.tiles import tile_plan
 from specc.speculation.choose_plans import DEFAULT_CHAIN
+from specc.speculation.kv_window import KVWindow
 from specc.speculation.plans import OFF, SpecPlan
 
 
@@ -60,12 +61,6 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
             "a cache in blocks, of which the draft sees some",
             "leave out --block-size",
         )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"{draft} and --tensor-parallel-size {config.tensor_parallel_size}",
-            "one rank: a target that is cut does not draft",
-            "leave out one of the two",
-        )
 
 
 def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) -> None:
@@ -93,6 +88,40 @@ def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) 
                 f"pass --draft self:window={most}, or a larger --max-seq-len"
                 if most
                 else "pass a larger --max-seq-len",
+            )
+
+
+def check_kv_windows(config: CompileConfig, num_drafts: int, backend: BackendFacts) -> None:
+    """Whether the backend runs drafts that attend to some of their rows.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    for rows in config.kv_windows_of(num_drafts):
+        if rows is None:
+            continue
+        if backend.is_padded:
+            others = [name for name in backend_names() if not facts_of(name).is_padded]
+            raise ConfigError(
+                f"--draft-kv {rows.option} and the backend {backend.name}, whose masks have no sink"
+                " and whose passes read the whole cache",
+                f"a backend that reads it in blocks: {' or '.join(others)}",
+                f"pass --backend {others[0]}, or leave out --draft-kv",
+            )
+
+
+def check_outgrown(windows: Sequence[KVWindow | None], max_seq_len: int) -> None:
+    """Compare the rows that drafts attend to with the length of sequences.
+
+    Raises:
+        ConfigError: a draft sees all rows of every sequence.
+    """
+    for rows in windows:
+        if rows is not None and rows.window + rows.sink >= max_seq_len:
+            raise ConfigError(
+                f"--draft-kv {rows.option}, in sequences of at most {max_seq_len} tokens",
+                "fewer rows than a sequence can have",
+                "pass a smaller window, or leave out --draft-kv",
             )
 
 

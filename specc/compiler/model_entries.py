@@ -51,6 +51,7 @@ def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> M
         source=source.label,
         dtype=str(source.dtype).removeprefix("torch."),
         location=source.location,
+        rope_length=source.rope_length,
     )
 
 

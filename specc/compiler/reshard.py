@@ -29,10 +29,11 @@ from specc.artifact.weights import Source, WeightSpec
 from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import Compilation, plan_engine_memory, probe_staged
-from specc.compiler.compiled_model import CUT, VOCABULARY, CompiledModel
+from specc.compiler.compiled_model import CUT, VOCABULARY, WINDOW, CompiledModel
 from specc.compiler.engine_files import write_programs, write_report, write_steps
 from specc.compiler.engine_plans import check_views, tile_plans
 from specc.compiler.model_entries import cache_layout
+from specc.compiler.self_drafts import check_uncut
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
@@ -42,6 +43,7 @@ from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
 from specc.passes.program import Program, constant_key, program_to_json
 from specc.passes.shard.shard import Shard
+from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
 from specc.sharding.rank_reader import RankReader
 from specc.sharding.shard_plan import ShardPlan
@@ -80,10 +82,14 @@ def reshard_engine(
             old, backend = _check(engine, asked)
         config = _config_of(old, backend, num_ranks)
         check_views(config.plans, config, backend.facts)
+        check_uncut([entry.name for entry in old.self_drafts], num_ranks)
         with _open_models(engine, old, phases) as models:
-            target, *_ = models
-            with phases.phase("rewrite target"):
-                records = _cut_anew(target, backend, config, old.limits.max_seq_len)
+            # a draft that was cut is cut again; one that was whole stays with rank 0
+            cut = [m for m in models if m.name == TARGET or old.is_cut(m.entry)]
+            records = []
+            for model in cut:
+                with phases.phase(f"rewrite {model.name}"):
+                    records += _cut_anew(model, backend, config, old.limits.max_seq_len)
             plans = [dataclasses.replace(entry.plan, tile=None) for entry in old.plans]
             plans = tile_plans(plans, [model.program for model in models], config)
             new = UnfinishedEngine(writer, models, plans, old.limits, config, phases)
@@ -93,17 +99,19 @@ def reshard_engine(
                 check_hashes(engine, {x: old.files[x] for x in old.weights_files}, advance)
             with phases.phase("write programs"):
                 _take_over(engine, old, writer)
-                write_programs(writer, [target])
+                write_programs(writer, cut)
                 slabs = {model.name: len(model.entry.slabs) for model in models}
                 sizes = (backend.facts.is_padded, old.limits.block_size)
                 steps = write_steps(writer, plans, slabs, *sizes, is_cut=num_ranks > 1)
-            with phases.phase("write target weights") as advance:
-                warnings = write_model_weights(writer, target, config, advance)
+            warnings = []
+            for model in cut:
+                with phases.phase(f"write {model.name} weights") as advance:
+                    warnings += write_model_weights(writer, model, config, advance)
         emitted = backend.emit(new)
         earlier = _earlier_passes(engine)
         write_report(writer, [*records, *emitted.records], phases.seconds, earlier)
-        unread = old.models[0].unread_tensors
-        target.entry = dataclasses.replace(target.entry, unread_tensors=unread)
+        for model, entry in zip(models, old.models, strict=True):
+            model.entry = dataclasses.replace(model.entry, unread_tensors=entry.unread_tensors)
         manifest = dataclasses.replace(
             old,
             specc_version=__version__,
@@ -113,7 +121,9 @@ def reshard_engine(
             plans=steps,
             memory_plan=memory,
             native=emitted.native,
-            parallel=ParallelEntry(num_ranks, (target.name,)) if num_ranks > 1 else None,
+            parallel=ParallelEntry(num_ranks, tuple(model.name for model in cut))
+            if num_ranks > 1
+            else None,
             probe=None,
             files={},
         )
@@ -254,27 +264,27 @@ def _read(path: Path) -> Any:
 
 
 def _cut_anew(
-    target: CompiledModel, backend: CompilerBackend, config: CompileConfig, max_seq_len: int
+    model: CompiledModel, backend: CompilerBackend, config: CompileConfig, max_seq_len: int
 ) -> list[PassRecord]:
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
-    program, layout = target.program, backend.phases(max_seq_len)
+    program, layout = model.program, backend.phases(max_seq_len)
     for name, weight in program.weights.items():
         program.weights[name] = dataclasses.replace(weight, in_blocks=False)
     if config.tensor_parallel_size > 1:
-        target.whole = program_to_json(program)
+        model.whole = program_to_json(program)
         layout = ((CUT, (partial(Shard, config.tensor_parallel_size),)), *layout)
     records = Pipeline(layout).run(program)
     layers, slabs = cache_layout(program)
-    target.entry = dataclasses.replace(target.entry, layers=layers, slabs=slabs)
+    model.entry = dataclasses.replace(model.entry, layers=layers, slabs=slabs)
     return records
 
 
 def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
     """Link what is the same for any number of ranks; nothing of it is written to afterwards."""
-    target = manifest.models[0]
-    made = {MANIFEST_FILE, PROFILE_FILE, _REPORT, target.program_file}
-    made |= {target.shard_file, target.whole_file}
-    made |= {manifest.weights_file(target, rank) for rank in range(manifest.num_ranks)}
+    made = {MANIFEST_FILE, PROFILE_FILE, _REPORT}
+    for model in (m for i, m in enumerate(manifest.models) if i == 0 or manifest.is_cut(m)):
+        made |= {model.program_file, model.shard_file, model.whole_file}
+        made |= {manifest.weights_file(model, rank) for rank in range(manifest.num_ranks)}
     made |= {model.package_file for model in manifest.models}
     made |= {*manifest.step_files.values(), *manifest.winners_files.values()}
     if manifest.native is not None:
@@ -289,5 +299,5 @@ def _earlier_passes(engine: Path) -> list[dict[str, Any]]:
     if not (engine / _REPORT).is_file():
         return []
     report = _read(engine / _REPORT)
-    before = {name for name, _ in PHASES} | {VOCABULARY}
+    before = {name for name, _ in PHASES} | {VOCABULARY, WINDOW}
     return [record for record in report.get("passes", ()) if record.get("phase") in before]

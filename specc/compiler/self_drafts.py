@@ -15,9 +15,10 @@ from specc.compiler.compiled_model import CompiledModel
 from specc.errors import ConfigError
 from specc.passes.pipeline import FUSE, PHASES, PassError, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, constant_key, program_to_json
-from specc.passes.rewrite.narrow_windows import NarrowWindows
 from specc.passes.rewrite.skip_layers import SkipLayers
+from specc.passes.rewrite.window_attention import WindowAttention
 from specc.progress import PhaseTimer
+from specc.speculation.kv_window import KVWindow
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
 
@@ -62,12 +63,13 @@ def self_draft_programs(
         entry = _entry_of(draft, target, max_seq_len)
         if entry is None:
             continue
+        check_uncut([entry.name], target.program.shard.num_ranks if target.program.shard else 1)
         assert target.unfused is not None
         program = target.unfused.copy(draft.name)
         chosen = [partial(SkipLayers, entry.layers)]
         if entry.is_windowed and draft.view is not None:
-            sizes = (draft.view.window, draft.view.sink, max_seq_len)
-            chosen.append(partial(NarrowWindows, *sizes))
+            rows = KVWindow(draft.view.window, draft.view.sink)
+            chosen.append(partial(WindowAttention, rows))
         rest = PHASES[[name for name, _ in PHASES].index(FUSE) :]
         with phases.phase(f"rewrite {draft.name}"):
             layout = (("derive", tuple(chosen)), *rest, *lowering)
@@ -75,6 +77,21 @@ def self_draft_programs(
         _share_weights(program, target.program)
         made.append(SelfDraftProgram(program, entry))
     return made, records
+
+
+def check_uncut(drafts: Sequence[str], num_ranks: int) -> None:
+    """Whether ranks that share a target can run second programs of it.
+
+    Raises:
+        ConfigError: there are such programs, and ranks.
+    """
+    if drafts and num_ranks > 1:
+        own = SelfDraft.named(drafts[0])
+        raise ConfigError(
+            f"--draft {own.option if own else drafts[0]} and --tensor-parallel-size {num_ranks}",
+            "one rank: a second program of the target is not cut",
+            "leave out one of the two",
+        )
 
 
 def write_self_drafts(writer: EngineWriter, drafts: Sequence[SelfDraftProgram]) -> None:

@@ -6,18 +6,21 @@ rows once, and compares each of the sequence's tokens with them. So its seconds 
     tokens(all tokens) + Σ over parts  committed rows x context(tokens a sequence)
 
 where both functions come from measured points. A plan's iteration is its draft levels, one pass of
-the target, and fixed costs.
+the target, and fixed costs. A self-draft's pass is one of the target that reads at most the
+view's rows of each sequence, Σ min(rows of the sequence, rows of the view).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from specc.cost.contexts import Contexts
 from specc.cost.measured_seconds import MeasuredSeconds
 from specc.errors import EngineError
 from specc.speculation.plans import SpecPlan
@@ -84,6 +87,10 @@ class PassSeconds:
             seconds += part.context * self._context(part.tokens / part.rows)
         return seconds + self._tokens(tokens) if tokens else 0.0
 
+    def row_s(self, tokens: float) -> float:
+        """Seconds of each committed row of a sequence that brings so many tokens."""
+        return self._context(tokens)
+
     @classmethod
     def from_points(cls, points: Sequence[PassPoint], what: str) -> PassSeconds:
         """Fit measured points.
@@ -144,11 +151,18 @@ class StepShape(NamedTuple):
         plan: theirs.
         rows: sequences, above 0; on average, so they need not be whole.
         context: committed rows of all of them together.
+        each: those of each sequence, or a sample of them; None is equally many.
     """
 
     plan: SpecPlan
     rows: float
     context: float
+    each: Contexts | None = None
+
+    @classmethod
+    def of(cls, plan: SpecPlan, lengths: Sequence[float]) -> StepShape:
+        """Sequences of these committed rows, one or more."""
+        return cls(plan, len(lengths), sum(lengths), Contexts(lengths))
 
 
 @dataclass(frozen=True)
@@ -177,24 +191,41 @@ class LatencyTable:
         for draft, levels in draft_levels(shape.plan):
             for width in levels:
                 part = PassPart(shape.rows, shape.rows * width, shape.context)
-                seconds += self.level_s(draft, part)
+                seconds += self.level_s(draft, part, shape.each)
         return seconds
 
-    def level_s(self, draft: str, part: PassPart) -> float:
+    def level_s(self, draft: str, part: PassPart, each: Contexts | None = None) -> float:
         """Seconds of a pass of a draft: of a model, or of the target over as much as it sees.
 
-        A self-draft with fewer layers counts as it was measured; without that, as the target.
+        A second program of the target counts as it was measured; without that, as the target.
 
         Args:
             draft: name in a plan.
             part: sequences, with all of their committed rows.
+            each: those of each sequence; None is equally many.
         """
         own = SelfDraft.named(draft)
         if own is None:
             return self.drafts[draft]((part,))
         if (view := own.view) is not None:
-            part = part._replace(context=min(part.context, part.rows * view.num_rows))
+            most = part.rows * view.num_rows
+            read = min(part.context, most) if each is None else part.rows * each.read(view.num_rows)
+            part = part._replace(context=read)
         return self.drafts.get(draft, self.target)((part,))
+
+    def draft_rows(self, plan: SpecPlan) -> tuple[tuple[float, float], ...]:
+        """What a sequence's committed rows add to the seconds of its drafts.
+
+        Returns:
+            rows that are read at most, and seconds of each of them, for every such number.
+        """
+        found: dict[float, float] = {}
+        for draft, levels in draft_levels(plan):
+            own = SelfDraft.named(draft)
+            passes = self.drafts[draft] if own is None else self.drafts.get(draft, self.target)
+            most = math.inf if own is None or own.view is None else own.view.num_rows
+            found[most] = found.get(most, 0.0) + sum(map(passes.row_s, levels))
+        return tuple(found.items())
 
     def target_s(self, shapes: Iterable[StepShape]) -> float:
         """Seconds of one pass that verifies all groups."""

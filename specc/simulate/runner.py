@@ -70,8 +70,7 @@ class SimulatedRunner:
             prefill_s += truth.target(parts) * factor
         drafted_s, verified = [], []
         for group in batch.groups:
-            context = sum(request.cache_len for request in group.requests)
-            shape = StepShape(group.plan, len(group.requests), context)
+            shape = StepShape.of(group.plan, [request.cache_len for request in group.requests])
             drafted_s.append((truth.draft_s(shape) + self._catch_up_s(group)) * factor)
             verified.append(verify_part(shape))
         pass_s = truth.target([*parts, *verified]) * factor if self._shares_pass else 0.0

@@ -115,3 +115,8 @@ class View:
                 that is being filled, perhaps in its last row.
         """
         return sum(self.blocks(block_size)) + 1 + -(-(num_rows - 1) // block_size)
+
+
+def is_view(draft: str) -> bool:
+    """Whether a draft is the target over a view, by all of its layers."""
+    return _NAME.fullmatch(draft) is not None

@@ -2,12 +2,15 @@
 
 A draft's rank at a position is that of the token that came among its best children, drawn as the
 request's rule and seed draw them. Depth d counts the positions that a tree would have reached:
-those after d tokens that were all among the children.
+those after d tokens that were all among the children. A draft model keeps rows of its own, so that
+one causal pass tells its ranks everywhere; a self-draft writes rows where the target's come, so
+that it is asked for chains from some positions on, fed the tokens that came (teacher forcing).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +25,8 @@ from specc.speculation.plans import SUFFIX, lookup_ngram
 from specc.speculation.self_drafts import SelfDraft
 
 NONE = -1
+# a self-draft's chains begin at every so many tokens
+_STRIDE = 4
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,7 @@ class Trajectory:
 
 
 def draft_acceptance(
-    engine: Engine,
-    draft: int,
-    trajectories: Sequence[Trajectory],
-    width: int,
-    depth: int,
-    progress: Callable[[int], object] = lambda count: None,
+    engine: Engine, draft: int, trajectories: Sequence[Trajectory], width: int, depth: int
 ) -> list[list[float]]:
     """Acceptance table of a draft model, [depth][width].
 
@@ -52,41 +52,81 @@ def draft_acceptance(
         trajectories: outputs of the target.
         width: children of a node at most.
         depth: levels at most.
-        progress: called with the number of trajectories that are done.
     """
-    ranks = []
-    for count, trajectory in enumerate(trajectories, start=1):
-        ranks.append(_ranks(engine, draft, trajectory, width))
-        progress(count)
-    return acceptance_of(ranks, width, depth)
+    lines = (_ranks(engine, draft, trajectory, width) for trajectory in trajectories)
+    chains = (line[root : root + depth] for line in lines for root in range(len(line)))
+    return acceptance_of(chains, width, depth)
 
 
 def self_acceptance(
     engine: Engine,
-    draft: SelfDraft,
+    drafts: Sequence[SelfDraft],
     trajectories: Sequence[Trajectory],
     width: int,
     depth: int,
-    progress: Callable[[int], object] = lambda count: None,
-) -> list[list[float]]:
-    """Acceptance table of a self-draft, [depth][width].
+) -> list[list[list[float]]]:
+    """Acceptance tables of self-drafts, [drafts][depth][width].
 
-    Every token is proposed from the target's own rows before it. Rows of draft tokens are a
-    little different, which acceptance hardly shows.
+    Chains of `depth` levels begin at every fourth token of the outputs. A level sees what a step's
+    would: the target's rows up to the root, and after them the draft's own. Then the target writes
+    its rows over those. A prompt is read once for all of them.
 
     Args:
         engine: with nobody else at work, and a cache in blocks.
-        draft: one whose program the engine has.
+        drafts: whose programs the engine has.
         trajectories: outputs of the target.
         width: children of a node at most.
         depth: levels at most.
-        progress: called with the number of trajectories that are done.
     """
-    ranks = []
-    for count, trajectory in enumerate(trajectories, start=1):
-        ranks.append(_ranks_over(engine, draft, trajectory, width))
-        progress(count)
-    return acceptance_of(ranks, width, depth)
+    chains: list[list[list[int]]] = [[] for _ in drafts]
+    for trajectory in trajectories:
+        found = chains_over(engine, drafts, trajectory, width, depth)
+        for every, own in zip(chains, found, strict=True):
+            every += own
+    return [acceptance_of(own, width, depth) for own in chains]
+
+
+@torch.inference_mode()
+def chains_over(
+    engine: Engine, drafts: Sequence[SelfDraft], trajectory: Trajectory, width: int, depth: int
+) -> list[list[list[int]]]:
+    """Ranks of the tokens after each root of an output, [drafts][roots][depth or fewer].
+
+    Args:
+        engine: with nobody else at work, and a cache in blocks.
+        drafts: whose programs the engine has.
+        trajectory: an output of the target.
+        width: children of a node at most.
+        depth: levels at most.
+    """
+    tokens, start = trajectory.token_ids, max(1, trajectory.num_prompt)
+    device, none = engine.cache.device, torch.tensor([0])
+    roots = range(start - 1, len(tokens) - 1, _STRIDE)
+    logits: list[list[Tensor]] = [[] for _ in drafts]
+    with _blocks_of_a_sequence(engine) as table:
+        for first, chunk in _chunks(engine, tokens[: start - 1]):
+            _causal_pass(engine.target, engine, chunk, first, none, table)
+        for root in roots:
+            fed = tokens[root : min(root + depth, len(tokens) - 1)]
+            for draft, own in zip(drafts, logits, strict=True):
+                program = engine.self_drafts.get(draft.name, engine.target)
+                for level in range(len(fed)):
+                    inputs = _level_inputs(engine, draft, table, root, fed[: level + 1])
+                    own.append(program(*(x.to(device) for x in inputs)))
+            # the target's own rows, up to the next root and in place of the drafts'
+            again = tokens[root : root + max(_STRIDE, len(fed))]
+            _causal_pass(engine.target, engine, again[: len(tokens) - 1 - root], root, none, table)
+    rows = [
+        torch.arange(root, min(root + depth, len(tokens) - 1), dtype=torch.int64) for root in roots
+    ]
+    found = []
+    for own in logits:
+        if not own:
+            found.append([])
+            continue
+        ranks = _ranks_of(engine, torch.cat(own), trajectory.request, torch.cat(rows), width)
+        found.append([[ranks.pop(0) for _ in chain] for chain in rows])
+    return found
 
 
 def lookup_acceptance(
@@ -122,24 +162,23 @@ def lookup_acceptance(
     return [[a / n] if n else [0.0] for a, n in zip(accepted, reached, strict=True)]
 
 
-def acceptance_of(ranks: Sequence[Sequence[int]], width: int, depth: int) -> list[list[float]]:
+def acceptance_of(chains: Iterable[Sequence[int]], width: int, depth: int) -> list[list[float]]:
     """Table of ranks by depth.
 
     Args:
-        ranks: of each output's tokens in order, -1 where a token was not among the children.
+        chains: ranks of the tokens that follow a root, in order, at most `depth` of them; -1 where
+            a token was not among the children, after which nothing counts.
         width: children of a node.
         depth: levels.
     """
     counts = [[0] * width for _ in range(depth)]
     reached = [0] * depth
-    for line in ranks:
-        for root in range(len(line)):
-            for level in range(min(depth, len(line) - root)):
-                reached[level] += 1
-                rank = line[root + level]
-                if rank == NONE:
-                    break
-                counts[level][rank] += 1
+    for chain in chains:
+        for level, rank in enumerate(chain):
+            reached[level] += 1
+            if rank == NONE:
+                break
+            counts[level][rank] += 1
     return [
         [count / total for count in row] if total else [0.0] * width
         for row, total in zip(counts, reached, strict=True)
@@ -150,60 +189,60 @@ def acceptance_of(ranks: Sequence[Sequence[int]], width: int, depth: int) -> lis
 def _ranks(engine: Engine, draft: int, trajectory: Trajectory, width: int) -> list[int]:
     """Rank of each output token among the draft's children, given all tokens before it."""
     tokens, start = trajectory.token_ids, trajectory.num_prompt
+    found: list[int] = []
+    with _blocks_of_a_sequence(engine) as table:
+        for first, chunk in _chunks(engine, tokens[:-1]):
+            last = first + len(chunk)
+            # row r predicts the token at position r + 1
+            rows = torch.arange(min(max(start - 1, first), last), last)
+            logits = _causal_pass(engine.drafts[draft], engine, chunk, first, rows - first, table)
+            if len(rows):
+                found += _ranks_of(engine, logits, trajectory.request, rows, width)
+    return found
+
+
+def _level_inputs(
+    engine: Engine, draft: SelfDraft, table: Tensor, root: int, fed: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Of a pass over the last one of some tokens, which sees them and rows before the root.
+
+    Args:
+        engine: whose blocks it counts in.
+        draft: what the pass sees of the rows before the root.
+        table: [1, blocks] of the sequence.
+        root: position of the first of these tokens: so many rows are the target's.
+        fed: tokens, the last of which is read.
+    """
+    size, last = engine.cache.shape.block_size, len(fed) - 1
+    windowed = engine.manifest.windowed if engine.manifest else ()
+    columns, seen = list(range(root // size + 1)), root
+    if draft.view is not None and draft.name not in windowed:
+        columns, seen = draft.view.columns(root, size)
+    # a level may begin another block
+    further = range(columns[-1] + 1, (root + last) // size + 1)
+    return (
+        torch.tensor(fed[-1:]), torch.tensor([root + last]),
+        torch.tensor([0, 1], dtype=torch.int32), torch.tensor([seen + last], dtype=torch.int32),
+        torch.tensor([seen + last], dtype=torch.int32), torch.ones(1, 1, dtype=torch.int64),
+        table[:, [*columns, *further]], torch.tensor([0]),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _blocks_of_a_sequence(engine: Engine) -> Iterator[Tensor]:
+    """A block table of as many rows as a sequence can have, [1, blocks]."""
     cache = engine.cache
     blocks = cache.allocator.allocate(cache.shape.blocks_per_sequence)
     try:
-        table = cache.block_table([blocks]).to(cache.device)
-        found: list[int] = []
-        for first in range(0, len(tokens) - 1, engine.prefill_chunk):
-            last = min(len(tokens) - 1, first + engine.prefill_chunk)
-            # row r predicts the token at position r + 1
-            rows = torch.arange(min(max(start - 1, first), last), last)
-            model, chunk = engine.drafts[draft], tokens[first:last]
-            logits = _causal_pass(model, engine, chunk, first, rows - first, table)
-            if len(rows):
-                found += _ranks_of(engine, logits, trajectory.request, rows, width)
-        return found
+        yield cache.block_table([blocks]).to(cache.device)
     finally:
         cache.allocator.free(blocks)
 
 
-@torch.inference_mode()
-def _ranks_over(engine: Engine, draft: SelfDraft, trajectory: Trajectory, width: int) -> list[int]:
-    """Rank of each output token among a self-draft's children, given all tokens before it."""
-    tokens, start = trajectory.token_ids, max(1, trajectory.num_prompt)
-    cache, last = engine.cache, len(trajectory.token_ids) - 1
-    program = engine.self_drafts.get(draft.name, engine.target)
-    windowed = engine.manifest.windowed if engine.manifest else ()
-    view = None if draft.name in windowed else draft.view
-    blocks = cache.allocator.allocate(cache.shape.blocks_per_sequence)
-    try:
-        table = cache.block_table([blocks])
-        moved = table.to(cache.device)
-        for first in range(0, start - 1, engine.prefill_chunk):
-            chunk = tokens[first : min(start - 1, first + engine.prefill_chunk)]
-            _causal_pass(engine.target, engine, chunk, first, torch.tensor([0]), moved)
-        found = []
-        for row in range(start - 1, last):
-            columns, seen = list(range(table.shape[1])), row
-            if view is not None:
-                columns, seen = view.columns(row, cache.shape.block_size)
-            slot = torch.tensor([seen], dtype=torch.int32)
-            inputs = (
-                torch.tensor(tokens[row : row + 1]), torch.tensor([row]),
-                torch.tensor([0, 1], dtype=torch.int32), slot, slot,
-                torch.ones(1, 1, dtype=torch.int64), table[:, columns], torch.tensor([0]),
-            )  # fmt: skip
-            found.append(program(*(x.to(cache.device) for x in inputs)))
-            # the target's own row in place of the draft's
-            own = tokens[row : row + 1]
-            _causal_pass(engine.target, engine, own, row, torch.tensor([0]), moved)
-        if not found:
-            return []
-        rows = torch.arange(start - 1, last)
-        return _ranks_of(engine, torch.cat(found), trajectory.request, rows, width)
-    finally:
-        cache.allocator.free(blocks)
+def _chunks(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Position of the first token, and tokens, of each pass that reads some."""
+    for first in range(0, len(tokens), engine.prefill_chunk):
+        yield first, list(tokens[first : first + engine.prefill_chunk])
 
 
 def _causal_pass(

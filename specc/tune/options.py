@@ -14,6 +14,7 @@ class TuneOptions:
 
     Args:
         batch_sizes: empty is powers of two up to the engine's max_batch_size, at most 8.
+        context: tokens of each prompt; None is as they are.
         temperature: of the requests; their seeds are 0, 1, …
         rounds: interleaved; a round before them is not counted.
         latency_s: seconds after which no further round of single passes begins.
@@ -27,6 +28,12 @@ class TuneOptions:
     max_nodes: int = option(32, "Most nodes of a tree, its root included.", least=2, most=1024)
     max_depth: int = option(8, "Most levels of a tree.", least=1)
     max_tokens: int = option(64, "Output tokens to generate for each prompt.", "--tokens", least=2)
+    context: int | None = option(
+        None,
+        "Tokens that prompts are joined to, and repeated where they are too few: what self-drafts"
+        " accept depends on it. Without it: prompts as they are.",
+        least=2,
+    )
     temperature: float = option(0.0, "Temperature that requests will have; 0 is greedy.")
     rounds: int = option(3, "Rounds of whole runs that are measured.", least=1)
     latency_s: float = 20.0

@@ -8,7 +8,7 @@ interleaved with plain decoding. The fastest is kept; where none beats plain dec
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from specc.artifact.directory import open_engine, torch_version
 from specc.bench.engine import EngineContender, tokenize
 from specc.bench.rounds import Spread, run_rounds
 from specc.compiler.extend import EngineExtension, extend_engine
+from specc.cost.critical_length import CriticalLength, best_critical_length
 from specc.cost.latency_table import LatencyTable
-from specc.cost.plan_choice import PlanChoice, best_plan
 from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, RequestError
 from specc.progress import PhaseTimer
@@ -26,15 +26,24 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
-from specc.speculation.plans import OFF, DynamicTree, SpecPlan, is_lookup
-from specc.speculation.self_drafts import SelfDraft
+from specc.speculation.plans import OFF, SpecPlan, is_lookup
+from specc.speculation.self_drafts import SelfDraft, is_self_draft
+from specc.speculation.views import View
 from specc.system.machine import describe_machine
 from specc.tune.acceptance import Trajectory, draft_acceptance, lookup_acceptance, self_acceptance
+from specc.tune.candidates import (
+    LOOKUP_DEPTH,
+    candidates,
+    drafts_of,
+    is_outgrown,
+    views_to_measure,
+)
 from specc.tune.latency import measure_latency
+from specc.tune.long_prompts import LongPrompts, join_prompts
 from specc.tune.options import TuneOptions
 
-# children of a node that acceptance is measured for; lookups propose this many tokens
-_WIDTH, _LOOKUP_DEPTH = 8, 16
+# children of a node that acceptance is measured for
+_WIDTH = 8
 # a plan has to beat plain decoding by more than the noise of its measurement
 _MARGIN = 1.01
 
@@ -83,12 +92,22 @@ class Tuning:
         batches: one a batch size.
         latency: of single passes, which the policy `goodput` reads.
         others: plans that the engine had, and that no batch size has chosen.
+        contexts: fewest and most tokens of the prompts.
+        is_repeated: prompts were repeated to get so long.
+        critical: of each batch size and each self-draft whose budget all prompts outgrow: from
+            which context on it pays.
+        whole: self-drafts whose budget some prompt does not outgrow: what they accept is not what
+            they would at long context.
     """
 
     acceptance: dict[str, list[list[float]]]
     batches: list[BatchTuning] = field(default_factory=list)
     latency: LatencyTable | None = None
     others: list[SpecPlan] = field(default_factory=list)
+    contexts: tuple[int, int] = (0, 0)
+    is_repeated: bool = False
+    critical: list[CriticalLength] = field(default_factory=list)
+    whole: list[View] = field(default_factory=list)
 
     @property
     def plans(self) -> list[SpecPlan]:
@@ -104,7 +123,10 @@ class Tuning:
             "temperature": options.temperature,
             "plans": {str(batch.batch_size): batch.chosen.name for batch in self.batches},
             ("removed_plans" if options.prunes else "kept_plans"): [p.name for p in self.others],
+            "contexts": list(self.contexts),
+            "repeats_prompts": self.is_repeated,
             "acceptance": self.acceptance,
+            "critical_lengths": [one.to_json() for one in self.critical],
             **({"latency": self.latency.to_json()} if self.latency else {}),
             "batches": [
                 {
@@ -133,7 +155,7 @@ def tune(
         RequestError: text for an engine without a tokenizer.
     """
     manifest = open_engine(directory, None)
-    drafts = _drafts_of([entry.plan for entry in manifest.plans], len(manifest.models) - 1)
+    drafts = drafts_of([entry.plan for entry in manifest.plans], len(manifest.models) - 1)
     if not drafts:
         raise ConfigError(
             "an engine without drafts", "a draft or a lookup to tune", "compile it with --draft"
@@ -151,15 +173,29 @@ def tune(
         extension.try_plans([OFF], room)
         with phases.phase("target's own outputs"):
             engine = Engine.load(extension.directory, verify=False)
-            token_ids = tokenize(engine, prompts, options.max_tokens)
+            prompted = _prompts(engine, prompts, options)
+            token_ids = prompted.token_ids
             trajectories = _trajectories(engine, token_ids, options)
-        acceptance = {}
-        for draft in drafts:
-            with phases.phase(f"acceptance of {draft}"):
-                acceptance[draft] = _acceptance(engine, draft, trajectories, options)
+        contexts = min(map(len, token_ids)), max(map(len, token_ids))
+        block_size = manifest.limits.block_size
+        views = views_to_measure(drafts, block_size, contexts[0])
+        if manifest.windowed:
+            # other windows would need programs of their own
+            views = [view for view in views if view.name in drafts]
+        named = (SelfDraft.named(draft) for draft in drafts)
+        layered = [draft for draft in named if draft is not None and draft.layers is not None]
+        own = [*map(SelfDraft, views), *layered]
+        acceptance = _acceptance(engine, drafts, own, trajectories, options, phases)
         with phases.phase("latency of passes"):
             latency = measure_latency(engine, budget_s=options.latency_s)
-        tuning = Tuning(acceptance, latency=latency)
+        tuning = Tuning(acceptance, [], latency, [], contexts, prompted.is_repeated)
+        outgrown = [view for view in views if is_outgrown(view, block_size, contexts[0])]
+        tuning.whole = [view for view in views if view not in outgrown]
+        tuning.critical = [
+            best_critical_length(latency, view.name, acceptance[view.name], size, options.max_depth)
+            for size in sizes
+            for view in outgrown
+        ]
         lengths = [len(t.token_ids) - options.max_tokens // 2 for t in trajectories]
         context = _typical_context(lengths, engine.max_seq_len, room)
         # a process has one sharded engine at a time, and the next one is loaded below
@@ -167,9 +203,9 @@ def tune(
         for size in sizes:
             seconds = {
                 draft: StepSeconds(latency, None if is_lookup(draft) else draft, size, context)
-                for draft in drafts
+                for draft in acceptance
             }
-            plans = _candidates(acceptance, seconds, known, options)
+            plans = candidates(acceptance, seconds, known, options)
             with phases.phase(f"whole steps, batch {size}"):
                 tuning.batches.append(_measure(extension, room, plans, token_ids, size, options))
         chosen = {plan.name for plan in tuning.plans}
@@ -179,11 +215,25 @@ def tune(
     return tuning
 
 
-def _drafts_of(plans: Sequence[SpecPlan], num_models: int) -> list[str]:
-    others = {name for plan in plans if plan.speculates for name in plan.drafts} - {
-        model for plan in plans for model in plan.models
-    }
-    return [*(f"draft_{i}" for i in range(num_models)), *sorted(others)]
+def _prompts(
+    engine: Engine, prompts: Sequence[str | list[int]], options: TuneOptions
+) -> LongPrompts:
+    """Token ids of prompts, joined where a length is asked for.
+
+    Raises:
+        ConfigError: a length that leaves no room for the output.
+        RequestError: a prompt is empty, or too long.
+    """
+    if options.context is None:
+        return LongPrompts(tokenize(engine, prompts, options.max_tokens))
+    room = min(engine.max_seq_len, engine.position_limit) - options.max_tokens
+    if options.context > room:
+        raise ConfigError(
+            f"--context {options.context}, and {options.max_tokens} tokens are to follow",
+            f"at most {max(0, room)}: the engine's max_seq_len, less what follows",
+            "lower --context or --tokens, or compile with a larger --max-seq-len",
+        )
+    return join_prompts(tokenize(engine, prompts, 1), options.context)
 
 
 def _batch_sizes(options: TuneOptions, most: int) -> list[int]:
@@ -224,49 +274,30 @@ def _params(options: TuneOptions, count: int) -> list[SamplingParams]:
 
 
 def _acceptance(
-    engine: Engine, draft: str, trajectories: Sequence[Trajectory], options: TuneOptions
-) -> list[list[float]]:
-    if is_lookup(draft):
-        return lookup_acceptance(draft, trajectories, _LOOKUP_DEPTH)
-    width = min(_WIDTH, engine.vocab_size, options.max_nodes)
-    if (own := SelfDraft.named(draft)) is not None:
-        return self_acceptance(engine, own, trajectories, width, options.max_depth)
-    number = int(draft.removeprefix("draft_"))
-    return draft_acceptance(engine, number, trajectories, width, options.max_depth)
-
-
-def _candidates(
-    acceptance: dict[str, list[list[float]]],
-    seconds: Mapping[str, StepSeconds],
-    known: Sequence[SpecPlan],
+    engine: Engine,
+    drafts: Sequence[str],
+    own: Sequence[SelfDraft],
+    trajectories: Sequence[Trajectory],
     options: TuneOptions,
-) -> dict[SpecPlan, float | None]:
-    """Plans worth a measurement, and the speed-up that the tables promise."""
-    found: dict[SpecPlan, float | None] = dict.fromkeys(known)
-    for draft, table in acceptance.items():
-        if is_lookup(draft):
-            choice = best_plan(table, seconds[draft], options.max_nodes, _LOOKUP_DEPTH)
-            _add(found, choice, draft)
+    phases: PhaseTimer,
+) -> dict[str, list[list[float]]]:
+    """Draft → table by depth and sibling rank."""
+    width, depth = min(_WIDTH, engine.vocab_size, options.max_nodes), options.max_depth
+    found = {}
+    for draft in drafts:
+        if is_self_draft(draft):
             continue
-        most = options.max_nodes, options.max_depth
-        trees = best_plan(table, seconds[draft], *most)
-        chains = best_plan([row[:1] for row in table], seconds[draft], *most)
-        _add(found, trees, draft)
-        _add(found, chains, draft)
-        if trees.speculative is not None:
-            tree = trees.speculative.tree
-            widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
-            top_k, depth = max(2, min(widest, 8)), tree.max_depth
-            size = DynamicTree(2, top_k, depth).num_candidates
-            dynamic = DynamicTree(min(tree.num_nodes, size), top_k, depth)
-            found.setdefault(SpecPlan.from_dynamic(dynamic, draft), None)
+        with phases.phase(f"acceptance of {draft}"):
+            if is_lookup(draft):
+                found[draft] = lookup_acceptance(draft, trajectories, LOOKUP_DEPTH)
+            else:
+                number = int(draft.removeprefix("draft_"))
+                found[draft] = draft_acceptance(engine, number, trajectories, width, depth)
+    if own:
+        with phases.phase("acceptance of self-drafts"):
+            tables = self_acceptance(engine, own, trajectories, width, depth)
+        found |= {draft.name: table for draft, table in zip(own, tables, strict=True)}
     return found
-
-
-def _add(found: dict[SpecPlan, float | None], choice: PlanChoice, draft: str) -> None:
-    figures = choice.speculative
-    if figures is not None:
-        found[SpecPlan.from_tree(figures.tree, (draft,))] = figures.speedup
 
 
 def _measure(
@@ -292,20 +323,20 @@ def _measure(
     ]
     rounds = run_rounds(contenders, options.rounds, warmup=1)
     engine.close()
-    candidates = []
+    measured = []
     for plan, predicted in plans.items():
         pairs = list(zip(rounds.of(plan.name), rounds.of(OFF.name), strict=True))
         ratios = [own.decode_tokens_per_s / off.decode_tokens_per_s for own, off in pairs]
         spread, length = Spread.of(ratios), pairs[-1][0].mean_acceptance_length
-        candidates.append(
+        measured.append(
             MeasuredPlan(plan, predicted, spread.median, (spread.min, spread.max), length)
         )
-    best = max(candidates, key=lambda item: item.measured)
+    best = max(measured, key=lambda item: item.measured)
     length = best.mean_acceptance_length
     # a step of it takes this many times as long as one of off
     break_even = length / best.measured if length else None
     chosen = best.plan if best.measured > _MARGIN else OFF
-    return BatchTuning(batch_size, chosen, candidates, break_even)
+    return BatchTuning(batch_size, chosen, measured, break_even)
 
 
 def _typical_context(lengths: Sequence[int], max_seq_len: int, max_nodes: int) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from specc.kernels import fakes, ops
 from specc.kernels.reference import core as reference
+from specc.kernels.reference.block_mass import block_mass_reference
 from tests.native_library import load_native
 
 NAMES = (
@@ -28,6 +29,8 @@ for _name in NAMES:
     _ORACLES.define(_schema.removeprefix("specc::"))
     _ORACLES.impl(_name, getattr(reference, f"{_name}_reference"), "CompositeExplicitAutograd")
     torch.library.register_fake(f"specc_reference::{_name}", getattr(fakes, _name), lib=_ORACLES)
+_ORACLES.define(str(ops.block_mass._schema).removeprefix("specc::"))
+_ORACLES.impl("block_mass", block_mass_reference, "CompositeExplicitAutograd")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specc.config import CompileConfig
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -25,7 +26,7 @@ from tests.runtime.test_views import RowOracle, serve
 
 # those of Gemma 3: the second one sees all rows, the others 16
 LAYERS = 3
-WHOLE = "self_w92_s0"
+WHOLE = "self_w88_s0"
 LLAMA = [
     SpecPlan.from_widths((1,), ("self_x1",)),
     SpecPlan.from_widths((1, 1, 1, 1), ("self_l0to1",)),
@@ -238,6 +239,22 @@ def test_caches_that_are_read_and_written(
         assert places_changed == [[number, part, *root] for number in kept for part in (0, 1)]
     slab.copy_(held)
     cache.allocator.free(blocks)
+
+
+def test_steps_call_the_program_of_their_draft(made: Callable[[str], Made]) -> None:
+    """Its own one, fed the root alone and then one level after the other; or the target's."""
+    for name, plans in (("llama", LLAMA), ("gemma3", GEMMA)):
+        path = made(name).path
+        own = {entry.name for entry in made(name).engine.manifest.self_drafts}
+        for plan in plans:
+            stages = read_json(path / f"steps/{plan.name}.json")["stages"]
+            calls = [n for n in stages[0]["graph"]["nodes"] if n["op"] == "call_module"]
+            drafts = [draft.name for draft in plan.self_drafts]
+            assert {node["target"] for node in calls} == {
+                d if d in own else "target" for d in drafts
+            }
+            # none is a causal pass, which would write rows of committed tokens
+            assert all(node["args"][5] is not None for node in calls)
 
 
 def test_weights_are_those_of_the_target(made: Callable[[str], Made]) -> None:

@@ -20,11 +20,34 @@ class PlanOption(NamedTuple):
 
     Args:
         tokens: expected of its step.
-        seconds: that it adds to the step besides those of the counts, such as catching up.
+        seconds: that it adds to the step besides those of the group, such as catching up.
+        context: committed rows, all of which the target's pass reads.
+        drafting_s: seconds that the rows that drafts read of it add to theirs.
     """
 
     tokens: float
     seconds: float = 0.0
+    context: float = 0.0
+    drafting_s: float = 0.0
+
+
+class GroupLoad(NamedTuple):
+    """Sequences that run one plan, and what they add up to; see `PlanOption`."""
+
+    count: int = 0
+    context: float = 0.0
+    drafting_s: float = 0.0
+
+    def plus(self, option: PlanOption, count: int = 1) -> GroupLoad:
+        """With a further sequence; without one of them where the count is -1."""
+        if self.count + count == 0:
+            # what is left is rounding
+            return GroupLoad()
+        return GroupLoad(
+            self.count + count,
+            self.context + count * option.context,
+            self.drafting_s + count * option.drafting_s,
+        )
 
 
 class Allocation(NamedTuple):
@@ -46,8 +69,8 @@ class Allocation(NamedTuple):
         return self.tokens / self.seconds
 
 
-# seconds of a step, by the number of sequences that run each plan
-Cost = Callable[[tuple[int, ...]], float]
+# seconds of a step, by what the sequences that run each plan bring to it
+Cost = Callable[[Sequence[GroupLoad]], float]
 
 
 def allocate(
@@ -97,19 +120,21 @@ class _Search:
         self._cost = cost
         self._nodes = nodes
         self._budget = budget
-        self._seconds: dict[tuple[int, ...], float] = {}
-        self._marginals: dict[tuple[int, ...], list[float]] = {}
+        # of single sequences that a batch is compared with: middling ones
+        own = [each[0] for each in options if each[0] is not None]
+        self._context = max(1.0, sum(option.context for option in own) / max(1, len(own)))
+        self._marginals: dict[Sequence[GroupLoad], list[_Marginal]] = {}
 
     def value(self, plans: Sequence[int]) -> Allocation:
-        counts = [0] * len(self._nodes)
+        loads = [GroupLoad()] * len(self._nodes)
         tokens = seconds = 0.0
         for own, plan in zip(self._options, plans, strict=True):
             option = own[plan]
             assert option is not None, "a plan that the sequence can run"
-            counts[plan] += 1
+            loads[plan] = loads[plan].plus(option)
             tokens += option.tokens
             seconds += option.seconds
-        return Allocation(tuple(plans), tokens, seconds + self._step_s(counts))
+        return Allocation(tuple(plans), tokens, seconds + self._cost(loads))
 
     def moved(self, start: Allocation, plan: int, whole: bool = False) -> Allocation:
         """The best of moving the first 0, 1, 2, … sequences to a plan, by falling worth.
@@ -119,9 +144,13 @@ class _Search:
             plan: where they move.
             whole: all of them, or none.
         """
-        counts = [start.plans.count(p) for p in range(len(self._nodes))]
-        # what a token is worth of each plan: seconds of one more sequence that runs it
-        worth = [more_s * start.goodput for more_s in self._marginal_s(tuple(counts))]
+        loads = [GroupLoad()] * len(self._nodes)
+        for own, now in zip(self._options, start.plans, strict=True):
+            here = own[now]
+            assert here is not None
+            loads[now] = loads[now].plus(here)
+        # seconds of one more sequence that runs a plan, which its tokens have to be worth
+        marginals = self._marginal_s(tuple(loads))
         moves = []
         for i, (own, now) in enumerate(zip(self._options, start.plans, strict=True)):
             there, here = own[plan], own[now]
@@ -129,47 +158,80 @@ class _Search:
                 continue
             assert here is not None
             tokens, seconds = there.tokens - here.tokens, there.seconds - here.seconds
-            gain = tokens - seconds * start.goodput - (worth[plan] - worth[now])
-            moves.append((-gain, i, tokens, seconds))
+            more_s = marginals[plan].of(there) - marginals[now].of(here)
+            moves.append((-(tokens - (seconds + more_s) * start.goodput), i, tokens, seconds))
         moves.sort()
-        used = sum(count * nodes for count, nodes in zip(counts, self._nodes, strict=True))
+        used = sum(load.count * nodes for load, nodes in zip(loads, self._nodes, strict=True))
         best_count, best_goodput = 0, start.goodput
-        tokens, seconds = start.tokens, start.seconds - self._step_s(counts)
+        tokens, seconds = start.tokens, start.seconds - self._cost(loads)
         for count, (_, i, more_tokens, more_s) in enumerate(moves, start=1):
-            counts[start.plans[i]] -= 1
-            counts[plan] += 1
-            used += self._nodes[plan] - self._nodes[start.plans[i]]
+            now = start.plans[i]
+            there, here = self._options[i][plan], self._options[i][now]
+            assert there is not None
+            assert here is not None
+            loads[now], loads[plan] = loads[now].plus(here, -1), loads[plan].plus(there)
+            used += self._nodes[plan] - self._nodes[now]
             tokens += more_tokens
             seconds += more_s
             if plan and self._budget is not None and used > self._budget:
                 break
             # where there are many, not every prefix is tried
             is_tried = count == len(moves) if whole else _is_tried(count, len(moves))
-            if is_tried and (found := tokens / (seconds + self._step_s(counts))) > best_goodput:
+            if is_tried and (found := tokens / (seconds + self._cost(loads))) > best_goodput:
                 best_count, best_goodput = count, found
         plans = list(start.plans)
         for _, i, _, _ in moves[:best_count]:
             plans[i] = plan
         return self.value(plans) if best_count else start
 
-    def _marginal_s(self, counts: tuple[int, ...]) -> list[float]:
+    def _marginal_s(self, loads: tuple[GroupLoad, ...]) -> list[_Marginal]:
         """[plans] seconds of one more sequence among those that run one, levels not counted."""
-        found = self._marginals.get(counts)
+        found = self._marginals.get(loads)
         if found is None:
             found = []
-            for plan in range(len(counts)):
-                once, more = list(counts), list(counts)
-                once[plan] += 1
-                more[plan] += 2
-                found.append(self._step_s(more) - self._step_s(once))
-            self._marginals[counts] = found
+            for plan, load in enumerate(loads):
+                # levels are there from the first sequence on: what is asked is a second one
+                once = load.plus(_NOTHING)
+                around = loads[:plan], loads[plan + 1 :]
+                before_s, after_s, read_s = (
+                    self._cost([*around[0], more, *around[1]])
+                    for more in (
+                        once,
+                        once.plus(_NOTHING),
+                        once.plus(PlanOption(0.0, context=self._context)),
+                    )
+                )
+                drafts = once.plus(PlanOption(0.0, drafting_s=before_s))
+                drafted_s = self._cost([*around[0], drafts, *around[1]]) - after_s
+                found.append(
+                    _Marginal(
+                        after_s - before_s,
+                        (read_s - after_s) / self._context,
+                        drafted_s / before_s if before_s else 0.0,
+                    )
+                )
+            self._marginals[loads] = found
         return found
 
-    def _step_s(self, counts: Sequence[int]) -> float:
-        key = tuple(counts)
-        if key not in self._seconds:
-            self._seconds[key] = self._cost(key)
-        return self._seconds[key]
+
+_NOTHING = PlanOption(0.0)
+
+
+class _Marginal(NamedTuple):
+    """Seconds of a further sequence: its tokens, each of its rows, and those of its drafts.
+
+    Args:
+        alone_s: without committed rows.
+        row_s: of each committed row, in the target's pass.
+        drafting: how many times as long drafting takes as the table says.
+    """
+
+    alone_s: float
+    row_s: float
+    drafting: float
+
+    def of(self, option: PlanOption) -> float:
+        return self.alone_s + option.context * self.row_s + option.drafting_s * self.drafting
 
 
 def _is_tried(count: int, most: int) -> bool:

@@ -14,9 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
+from specc.cost.contexts import Contexts
+from specc.cost.latency_table import LatencyTable, PassPart, StepShape
 from specc.runtime.policies.base import Decision, Policy
-from specc.runtime.policies.goodput.allocation import Allocation, Cost, PlanOption, allocate
+from specc.runtime.policies.goodput.allocation import (
+    Allocation,
+    Cost,
+    GroupLoad,
+    PlanOption,
+    allocate,
+)
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.plan_prior import PlanPrior
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, lag
@@ -74,6 +81,8 @@ class GoodputPolicy(Policy):
         if table is None or not models <= set(table.drafts):
             table = LatencyTable.neutral(sorted(models))
         self._seconds = PredictedSeconds(table, shares_pass)
+        # [plans] what a sequence's rows add to the seconds of its drafts
+        self._draft_rows = [table.draft_rows(plan) for plan in self._plans]
         self._acceptance = RequestAcceptance(speculative, PlanPrior(acceptance or {}))
         self._probes = Probes(self._plans, self._seconds, self._acceptance)
         self._load = QueueingModel(self._seconds, max_num_seqs)
@@ -111,7 +120,7 @@ class GoodputPolicy(Policy):
                 PlanOption(self._acceptance.tokens(plan, "", plan.max_depth + 1))
                 for plan in self._plans
             ]
-            self._prepared = self._prepare([alone], TUNED.typical_context)
+            self._prepared = self._prepare([alone], Contexts([TUNED.typical_context]))
         return self._plans[self._prepared].name
 
     def choose_each(self, requests: list[Request], stats: SpecStats) -> list[str]:
@@ -189,18 +198,16 @@ class GoodputPolicy(Policy):
         if not requests:
             return
         options = [self._options_of(request) for request in requests]
-        context = sum(s.cache_len for s in requests) / len(requests)
+        context = Contexts([s.cache_len for s in requests])
         if self._num_iterations >= self._next_load or self._load.has_changed:
             self._next_load = self._num_iterations + TUNED.load_every
             self._prepared = self._prepare(options, context)
             self._served = {}
         in_step = options
-        token_s = [self._seconds.draft_token_s(plan, context) for plan in self._plans]
         options = [
-            self._with_lags(request, own, token_s)
-            for request, own in zip(requests, options, strict=True)
+            self._with_lags(request, own) for request, own in zip(requests, options, strict=True)
         ]
-        cost = _Cost(self._seconds, self._plans, context)
+        cost = _Cost(self._seconds, self._plans)
         mixes = self._seconds.shares_pass
         best = allocate(options, cost, self._nodes, self._budget, mixes)
         kept = self._kept(requests, options, cost)
@@ -218,7 +225,7 @@ class GoodputPolicy(Policy):
         if probe is not None:
             self._decision = self._describe(best, probe, requests)
 
-    def _serves(self, context: float) -> Callable[[int, float], bool]:
+    def _serves(self, context: Contexts) -> Callable[[int, float], bool]:
         """Whether a plan would be in use in the long run, if it gave so many tokens a step."""
 
         def serves(index: int, tokens: float) -> bool:
@@ -245,10 +252,14 @@ class GoodputPolicy(Policy):
         found = [own[index] for index, own in zip(plans, options, strict=True)]
         tokens = sum(option.tokens for option in found if option)
         seconds = sum(option.seconds for option in found if option)
-        seconds += cost(tuple(counts[index] for index in range(len(self._plans))))
+        loads = [GroupLoad()] * len(self._plans)
+        for index, option in zip(plans, found, strict=True):
+            if option:
+                loads[index] = loads[index].plus(option)
+        seconds += cost(loads)
         return Allocation(tuple(plans), tokens, seconds)
 
-    def _prepare(self, options: Sequence[Sequence[PlanOption | None]], context: float) -> int:
+    def _prepare(self, options: Sequence[Sequence[PlanOption | None]], context: Contexts) -> int:
         """What drafts read prompts for; off where that does not pay off in the long run."""
         tokens = [
             [own.tokens for own in (each[index] for each in options) if own is not None]
@@ -259,23 +270,26 @@ class GoodputPolicy(Policy):
 
     def _options_of(self, request: Request) -> list[PlanOption | None]:
         """What every plan would yield if drafts were in step."""
-        left = max(1, request.num_tokens_left)
+        left, context = max(1, request.num_tokens_left), request.cache_len
         return [
-            PlanOption(self._acceptance.tokens(plan, request.request_id, left))
+            PlanOption(
+                self._acceptance.tokens(plan, request.request_id, left),
+                context=context,
+                drafting_s=sum(min(context, most) * row_s for most, row_s in rows),
+            )
             if _can_run(request, plan)
             else None
-            for plan in self._plans
+            for plan, rows in zip(self._plans, self._draft_rows, strict=True)
         ]
 
     def _with_lags(
-        self, request: Request, options: Sequence[PlanOption | None], token_s: Sequence[float]
+        self, request: Request, options: Sequence[PlanOption | None]
     ) -> list[PlanOption | None]:
         """The same with the seconds in which drafts catch up, if they are to be kept in step.
 
         Args:
             request: whose drafts may lag behind.
             options: of each plan.
-            token_s: likewise, seconds in which all of its drafts read a token.
         """
         found = list(options)
         for index, option in enumerate(options):
@@ -287,7 +301,8 @@ class GoodputPolicy(Policy):
             elif missed:
                 # whatever a draft catches up serves the steps that the request still takes
                 steps = max(1.0, min(TUNED.paid_off, request.num_tokens_left / option.tokens))
-                found[index] = PlanOption(option.tokens, missed * token_s[index] / steps)
+                token_s = self._seconds.draft_token_s(self._plans[index], request.cache_len)
+                found[index] = option._replace(seconds=missed * token_s / steps)
         return found
 
     @property
@@ -313,41 +328,39 @@ class GoodputPolicy(Policy):
 
 
 class _Cost:
-    """Seconds of a step by the number of requests that run each plan."""
+    """Seconds of a step by what the requests that run each plan bring to it."""
 
-    def __init__(
-        self, seconds: PredictedSeconds, plans: Sequence[SpecPlan], context: float
-    ) -> None:
+    def __init__(self, seconds: PredictedSeconds, plans: Sequence[SpecPlan]) -> None:
         self._seconds = seconds
         self._plans = plans
-        self._context = context
-        # (plan, requests) → seconds alone, and what it brings to a shared pass
-        self._known: dict[tuple[int, int], tuple[float, PassPart | None]] = {}
+        # (plan, requests) → seconds in which drafts propose, committed rows not counted
+        self._drafting_s: dict[tuple[int, int], float] = {}
 
-    def __call__(self, counts: tuple[int, ...]) -> float:
+    def __call__(self, loads: Sequence[GroupLoad]) -> float:
         total = self._seconds.table.iteration_s
         parts = []
-        for index, count in enumerate(counts):
-            if count:
-                alone, part = self._group(index, count)
+        for index, load in enumerate(loads):
+            if load.count:
+                alone, part = self._group(index, load)
                 total += alone
                 if part is not None:
                     parts.append(part)
         return total + self._seconds.passed(parts, total)
 
-    def _group(self, index: int, count: int) -> tuple[float, PassPart | None]:
-        found = self._known.get((index, count))
-        if found is None:
-            shape = StepShape(self._plans[index], count, count * self._context)
-            part, seconds = verify_part(shape), self._seconds.alone(shape)
-            if self._seconds.is_whole(shape.plan):
-                found = seconds, None
-            elif self._seconds.shares_pass:
-                found = seconds, part
-            else:
-                found = seconds + self._seconds.passed([part]), None
-            self._known[index, count] = found
-        return found
+    def _group(self, index: int, load: GroupLoad) -> tuple[float, PassPart | None]:
+        """Seconds of a group alone, and what it brings to a shared pass."""
+        plan, count = self._plans[index], load.count
+        drafting_s = self._drafting_s.get((index, count))
+        if drafting_s is None:
+            drafting_s = self._seconds.table.draft_s(StepShape(plan, count, 0.0))
+            self._drafting_s[index, count] = drafting_s
+        part = PassPart(count, count * plan.num_nodes, load.context)
+        seconds = self._seconds.group(plan, drafting_s + load.drafting_s, part)
+        if self._seconds.is_whole(plan):
+            return seconds, None
+        if self._seconds.shares_pass:
+            return seconds, part
+        return seconds + self._seconds.passed([part]), None
 
 
 def _can_run(request: Request, plan: SpecPlan) -> bool:

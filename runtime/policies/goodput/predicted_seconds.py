@@ -77,11 +77,20 @@ class PredictedSeconds:
 
     def alone(self, shape: StepShape) -> float:
         """Seconds of a group by itself: of its drafts, or of all where it is timed as a whole."""
-        drafting = self.table.draft_s(shape)
-        whole = self._ratio_of_whole(shape.plan)
+        return self.group(shape.plan, self.table.draft_s(shape), verify_part(shape))
+
+    def group(self, plan: SpecPlan, drafting_s: float, part: PassPart) -> float:
+        """The same of a group whose seconds of drafting are known, by the table.
+
+        Args:
+            plan: of the group.
+            drafting_s: seconds.
+            part: what it brings to the target's pass.
+        """
+        whole = self._ratio_of_whole(plan)
         if whole is not None:
-            return (drafting + self.table.target((verify_part(shape),))) * whole(shape.rows)
-        return drafting * self._ratio(_draft_key(shape.plan), shape.rows)
+            return (drafting_s + self.table.target((part,))) * whole(part.rows)
+        return drafting_s * self._ratio(_draft_key(plan), part.rows)
 
     def passed(
         self, parts: Sequence[PassPart], besides: float = 0.0, prompts: Prompts | None = None
@@ -241,14 +250,17 @@ def lag(request: Request, plan: SpecPlan) -> dict[int, int]:
 
 def _shapes(batch: Batch, result: RunResult) -> list[StepShape]:
     return [
-        StepShape(group.plan, len(group.requests), _context_of(step))
+        StepShape.of(group.plan, _contexts_of(step))
         for group, step in zip(batch.groups, result.steps, strict=True)
     ]
 
 
-def _context_of(step: StepResult) -> int:
-    """Committed rows of all requests before the step."""
-    return sum(step.next_cache_len) - sum(step.num_accepted) - len(step.num_accepted)
+def _contexts_of(step: StepResult) -> list[int]:
+    """Committed rows of each request before the step."""
+    return [
+        after - accepted - 1
+        for after, accepted in zip(step.next_cache_len, step.num_accepted, strict=True)
+    ]
 
 
 def _draft_key(plan: SpecPlan) -> str:

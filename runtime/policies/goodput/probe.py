@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from specc.runtime.policies.goodput.allocation import Allocation, Cost, PlanOption
+from specc.runtime.policies.goodput.allocation import Allocation, Cost, GroupLoad, PlanOption
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.plan_prior import is_chain
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, lag
@@ -126,11 +126,15 @@ class Probes:
         options: Sequence[Sequence[PlanOption | None]],
         cost: Cost,
     ) -> bool:
-        num_able = sum(own[index] is not None for own in options)
-        counts = [0] * len(self._plans)
-        counts[index], counts[0] = num_able, len(options) - num_able
-        tokens = num_able * hoped + len(options) - num_able
-        return num_able > 0 and tokens > best.goodput * cost(tuple(counts))
+        loads = [GroupLoad()] * len(self._plans)
+        for own in options:
+            option, off = own[index], own[0]
+            assert off is not None
+            where = 0 if option is None else index
+            loads[where] = loads[where].plus(option or off)
+        num_able, num_off = loads[index].count, loads[0].count
+        tokens = num_able * hoped + num_off
+        return num_able > 0 and tokens > best.goodput * cost(loads)
 
     def _probe(
         self,
@@ -152,17 +156,21 @@ class Probes:
         tokens = best.tokens
         context = sum(requests[i].cache_len for i in able) / len(able)
         seconds = best.seconds + self._seconds.catch_up_at_once(plan, missed, context)
-        counts = [best.plans.count(p) for p in range(len(self._plans))]
-        seconds -= cost(tuple(counts))
+        loads = [GroupLoad()] * len(self._plans)
+        for own, now in zip(options, best.plans, strict=True):
+            option = own[now]
+            assert option is not None
+            loads[now] = loads[now].plus(option)
+        seconds -= cost(loads)
         for i in able:
-            old, new = options[i][best.plans[i]], options[i][index]
+            now = best.plans[i]
+            old, new = options[i][now], options[i][index]
             assert old is not None
             assert new is not None
-            counts[best.plans[i]] -= 1
-            counts[index] += 1
+            loads[now], loads[index] = loads[now].plus(old, -1), loads[index].plus(new)
             tokens += new.tokens - old.tokens
             seconds -= old.seconds
-        seconds += cost(tuple(counts))
+        seconds += cost(loads)
         return Probe({requests[i].request_id: index for i in able}, tokens, seconds)
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from specc.cost.contexts import Contexts
 from specc.cost.latency_table import StepShape
 from specc.runtime.policies.goodput.arrival_statistics import ArrivalStatistics, Demand
 from specc.runtime.policies.goodput.constants import TUNED
@@ -56,7 +57,7 @@ class QueueingModel:
         self,
         plans: Sequence[SpecPlan],
         tokens: Sequence[Sequence[float]],
-        context: float,
+        context: Contexts,
         margin: float,
     ) -> int:
         """The index of the plan under which the batch stays smallest.
@@ -64,7 +65,7 @@ class QueueingModel:
         Args:
             plans: off first.
             tokens: [plans][sequences] that can run it, expected of a step; an empty row is none.
-            context: committed rows of a sequence.
+            context: committed rows of sequences.
             margin: how many times larger the batch has to be under off.
         """
         self._num_compared = self._demand.num_unfinished
@@ -87,14 +88,14 @@ class QueueingModel:
         return ways[sizes.index(min(sizes))][0]
 
     def could_draft(
-        self, plans: Sequence[SpecPlan], index: int, tokens: float, context: float
+        self, plans: Sequence[SpecPlan], index: int, tokens: float, context: Contexts
     ) -> bool:
         """Whether drafts would be kept in step if a plan gave all requests so many tokens."""
         rows: list[list[float]] = [[] for _ in plans]
         rows[0], rows[index] = [1.0], [tokens]
         return self.drafting(plans, rows, context, 1.0) == index
 
-    def size(self, demand: Demand, parts: Parts, context: float) -> float:
+    def size(self, demand: Demand, parts: Parts, context: Contexts) -> float:
         """Sequences that run together in the long run.
 
         Beyond `most`, how many times longer the machine would need than it has, times `most`.
@@ -102,7 +103,7 @@ class QueueingModel:
         Args:
             demand: what comes.
             parts: plan, share of the sequences that run it, and their tokens a step.
-            context: committed rows of a sequence.
+            context: committed rows of sequences.
         """
         needed = self._needed(demand, parts, context)
         # below 1 sequence, what one needs of its time
@@ -116,7 +117,7 @@ class QueueingModel:
         alone = [StepShape(OFF, 1.0, 0.0)]
         return self._demand.now(self._seconds.iteration(alone, Prompts(0.0, 0.0)))
 
-    def _raised(self, demand: Demand, ways: Sequence[Parts], context: float) -> Demand:
+    def _raised(self, demand: Demand, ways: Sequence[Parts], context: Contexts) -> Demand:
         """The demand at which as many run as there are now, if that is more than chance explains.
 
         That is the highest rate at which any of these ways would hold so many. So a queue counts
@@ -129,7 +130,7 @@ class QueueingModel:
         rates = [self._rate_of(size, demand, parts, context) for parts in ways]
         return demand._replace(rate=max(rates))
 
-    def _rate_of(self, size: float, demand: Demand, parts: Parts, context: float) -> float:
+    def _rate_of(self, size: float, demand: Demand, parts: Parts, context: Contexts) -> float:
         """Requests a second of which so many run together, if that is more than the demand."""
 
         def left(rate: float) -> float:
@@ -141,7 +142,7 @@ class QueueingModel:
             low, high = high, 2 * high
         return _root(left, low, high)
 
-    def _needed(self, demand: Demand, parts: Parts, context: float) -> Callable[[float], float]:
+    def _needed(self, demand: Demand, parts: Parts, context: Contexts) -> Callable[[float], float]:
         """Share of the time that is needed where so many sequences run, falling; see `size`."""
         seconds = self._seconds
         # a token of a prompt attends to half of it on average
@@ -153,7 +154,9 @@ class QueueingModel:
         tokens = sum(share * expected for _, share, expected in parts)
 
         def needed(size: float) -> float:
-            shapes = [StepShape(p, size * s, size * s * context) for p, s, _ in parts if s]
+            shapes = [
+                StepShape(p, size * s, size * s * context.mean, context) for p, s, _ in parts if s
+            ]
             alone = seconds.iteration(shapes, Prompts(0.0, 0.0))
             mean_s = alone / max(0.05, 1 - busy)
             # in the long run no more prompts come in than requests leave: what is more waits

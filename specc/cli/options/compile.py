@@ -63,11 +63,25 @@ class CompileOptions:
         " type of the target.",
         "--draft-dtype",
     )
+    draft_kv: tuple[str, ...] = option(
+        (),
+        "Rows of their caches that draft models attend to: window=W,sink=S, the last W and the"
+        " first S (4 by default), or full. A draft with rotary positions then works past the length"
+        " that it was trained for. Once for all of them, or once for each.",
+        "--draft-kv",
+        metavar="window=W",
+    )
     max_batch_size: int = option(8, "How many sequences can decode together.")
     max_seq_len: int | None = option(
         None,
         "How many tokens a prompt and its output can have together. The default is what the models"
         " allow, at most 4096.",
+    )
+    rope_length: int | None = option(
+        None,
+        "Rotate every position as transformers does in a pass of this many tokens: for models whose"
+        " rotary scaling (dynamic, longrope) depends on length, beyond the length that they were"
+        " trained for. Outputs differ from those of transformers where a pass is shorter.",
     )
     block_size: int = option(
         16,
@@ -106,6 +120,11 @@ class CompileOptions:
         " vocabulary, in a weight file of its own.",
         "--tensor-parallel-size",
         "-tp",
+    )
+    draft_tensor_parallel_size: int = option(
+        1,
+        "How many ranks share each draft model: 1, which is rank 0, or as many as share the"
+        " target.",
     )
     allow_nonfinite_weights: bool = option(
         False,

@@ -42,9 +42,9 @@ class PaddedBackend(CompilerBackend):
         records = []
         for model in engine.models:
             with engine.phases.phase(f"trace {model.name} padded"):
-                program, done = padded_program(
-                    model.source.module, model.program, entry.rows.total, engine.dump
-                )
+                source = model.source
+                sizes = (entry.rows.total, engine.dump, source.rope_length)
+                program, done = padded_program(source.module, model.program, *sizes)
                 records += [dataclasses.replace(r, phase=f"padded {r.phase}") for r in done]
                 model.padded = program
             with engine.phases.phase(f"write {model.name} onnx"):

@@ -212,6 +212,16 @@ def _tree_attention(rng: random.Random) -> Arguments:
     }
 
 
+def _block_mass(rng: random.Random) -> Arguments:
+    made = _tree_attention(rng)
+    for name in ("k", "v", "v_cache", "window", "sink"):
+        made.pop(name)
+    batch, columns = made["block_table"].shape
+    mass = torch.zeros(batch + rng.choice((0, 2)), rng.choice((columns, columns, columns + 3, 0)))
+    mass[[b for b in range(batch) if rng.random() < 0.3]] = -1.0
+    return {**made, "mass": mass}
+
+
 def _blocks(rng: random.Random, n: int, k: int) -> Tensor:
     dtype = rng.choice((torch.float32, torch.bfloat16))
     unit = 1 if dtype == torch.float32 else 2
@@ -471,6 +481,7 @@ def _best_of_ranks(rng: random.Random) -> Arguments:
 
 _BUILDERS: dict[str, Callable[[random.Random], Arguments]] = {
     "tree_attention": _tree_attention,
+    "block_mass": _block_mass,
     "linear": _linear,
     "embedding_of_blocks": _embedding_of_blocks,
     "tree_expand": _tree_expand,

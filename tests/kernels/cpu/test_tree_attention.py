@@ -166,7 +166,9 @@ def random_tree(num_nodes: int, seed: int = 0) -> tuple[int, ...]:
 
 @st.composite
 def problems(draw) -> Problem:
-    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 2), (2, 3), (1, 7)]))
+    kv_heads, group = draw(
+        st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 2), (2, 3), (1, 7), (5, 2)])
+    )
     causal = draw(st.booleans())
     sizes = st.sampled_from([0, 1, 1, 2, 5, 8, 13, 33, 40])
     lengths = st.sampled_from([0, 1, 15, 63, 64, 65, 100, 130, 200])
@@ -244,6 +246,47 @@ def test_head_sizes(dim, dtype):
 
 def test_more_query_heads_than_an_item_has_rows():
     Problem(260, 1, 8, 8, 16, (70, 3), (random_tree(5), random_tree(2))).check()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kv_heads, count", [(5, 60), (8, 8), (7, 40), (12, 1)])
+def test_units_of_several_heads(kv_heads, count, dtype, threads):
+    """A tile serves one KV head after another; their number need not divide into equal units."""
+    trees = (random_tree(count), random_tree(3))
+    Problem(
+        2 * kv_heads, kv_heads, 64, 96, 16, (700, 65), trees, dtype=dtype, threads=threads
+    ).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(8, 8, 64), (8, 2, 128), (8, 1, 80), (6, 2, 33)])
+def test_bits_of_a_token_do_not_depend_on_the_pass(heads, kv_heads, dim, dtype):
+    """Eight tokens in one pass and one after the other: one thread gives the same bits."""
+    torch.manual_seed(0)
+    length, count, block_size = 301, 8, 16
+    blocks = -(-(length + count) // block_size)
+    table = torch.randperm(blocks).int()[None]
+    caches = torch.randn(2, blocks, block_size, kv_heads, dim).to(dtype)
+    q = torch.randn(heads, count, dim).to(dtype)
+    k, v = torch.randn(2, kv_heads, count, dim).to(dtype)
+    slots = torch.arange(length, length + count)
+
+    def attend(first: int, last: int) -> Tensor:
+        words = torch.tensor([[(1 << node + 1) - 1] for node in range(last - first)])
+        return torch.ops.specc_cpu.tree_attention(
+            q[:, first:last], k[:, first:last], v[:, first:last], *caches,
+            torch.tensor([0, last - first], dtype=torch.int32),
+            slots[first:last], slots[first:last].int(),
+            torch.tensor([length + first], dtype=torch.int32),
+            words, table, scale=dim**-0.5,
+        )  # fmt: skip
+
+    together = attend(0, count)
+    alone = torch.cat([attend(i, i + 1) for i in range(count)], dim=1)
+    pairs = torch.cat([attend(i, i + 2) for i in range(0, count, 2)], dim=1)
+    assert torch.equal(together, alone)
+    assert torch.equal(together, pairs)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

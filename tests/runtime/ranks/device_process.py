@@ -76,11 +76,14 @@ def do(engine: Engine, device: SimulatedDevice, job: dict[str, Any]) -> dict[str
     captured = len(device.tapes)
     params = [params_of(given) for given in job["params"]]
     with warnings.catch_warnings(record=True, action="always", category=CaptureWarning) as told:
-        outputs = LLM(engine, plan=job["plan"]).generate(job["prompts"], params)
+        llm = LLM(engine, plan=job["plan"])
+        outputs = llm.generate(job["prompts"], params)
     target: Any = engine.target
-    sums = target._program.leader.checksums(engine.cache.slabs["target"])
+    slabs = [slab for name in engine.manifest.led_models for slab in engine.cache.slabs[name]]
+    sums = target._program.leader.checksums(slabs)
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "accepted": llm.get_metrics().num_accepted_tokens,
         "captured": [captured, len(device.tapes)],
         "warnings": len(told),
         "sums": [value.hex()[:16] for value in sums],

@@ -75,16 +75,23 @@ def rule_of(plan: str, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "rule": "delta"} if lossy and "rule" in options else options
 
 
-@pytest.mark.parametrize(
-    ("plan", "options"),
-    [
-        pytest.param(plan, options, id=f"{plan}-{name}")
-        for plan in PLAN_IDS
-        for name, options in KINDS.items()
+def cases(step: int) -> list[Any]:
+    """Every plan with every kind of rows: one in so many, and all greedy ones; the rest is slow."""
+    return [
+        pytest.param(
+            plan,
+            options,
+            id=f"{plan}-{name}",
+            marks=[] if options is GREEDY or (i + j) % step == 0 else [pytest.mark.slow],
+        )
+        for i, plan in enumerate(PLAN_IDS)
+        for j, (name, options) in enumerate(KINDS.items())
         # a plan in tiles has no logits for them
         if not (plan.startswith("tiles") and options in (LOGPROBS, GRAMMAR))
-    ],
-)
+    ]
+
+
+@pytest.mark.parametrize(("plan", "options"), cases(step=4))
 def test_tokens_and_caches(alone: Engine, led: Engine, plan: str, options: dict[str, Any]) -> None:
     given = params(4, **rule_of(plan, options))
     wanted = generate(LLM(alone, plan=plan), given)

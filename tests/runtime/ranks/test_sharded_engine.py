@@ -32,10 +32,10 @@ from tests.runtime.ranks.test_led_engine import (
     COUPLED,
     GRAMMAR,
     GREEDY,
-    KINDS,
     LOGPROBS,
     MSS,
     PLAN_IDS,
+    cases,
     generate,
     params,
     rule_of,
@@ -111,16 +111,7 @@ def assert_same(whole: Engine, cut: Engine, plan: str, given: list[SamplingParam
             assert row == pytest.approx(expected, abs=TOLERANCE)
 
 
-CASES = [
-    pytest.param(plan, options, id=f"{plan}-{name}")
-    for plan in PLAN_IDS
-    for name, options in KINDS.items()
-    # a plan in tiles has no logits for them
-    if not (plan.startswith("tiles") and options in (LOGPROBS, GRAMMAR))
-]
-
-
-@pytest.mark.parametrize(("plan", "options"), CASES)
+@pytest.mark.parametrize(("plan", "options"), cases(step=3))
 def test_two_ranks_generate_what_one_does(
     load: Engines, plan: str, options: dict[str, Any]
 ) -> None:

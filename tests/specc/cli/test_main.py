@@ -180,7 +180,11 @@ def test_unsupported_attention_names_the_layer(compile_into, tiny_models, tmp_pa
 def test_rotary_that_depends_on_length(compile_into, tiny_models, tmp_path):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     path = variant(tiny_models, tmp_path / "dynamic", rope_parameters=rope)
-    assert_refused(compile_into(target=path), "dynamic")
+    assert_refused(compile_into("--max-seq-len", 300, target=path), "--rope-length 300")
+    # beyond the positions that a draft has
+    long = ("--max-seq-len", 300, "--rope-length", 300)
+    assert_refused(compile_into(*long, target=path), "the draft 0 model has 128 positions")
+    assert_refused(compile_into("--rope-length", 300), "leave out --rope-length")
     assert_nothing_left(compile_into)
 
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specc.artifact.manifest import Manifest
+from specc.cli.render import rotary_lines
 from specc.compiler.build import build
 from specc.compiler.engine_plans import engine_plans
 from specc.config import CompileConfig
@@ -25,6 +27,7 @@ from specc.errors import (
     VocabMismatchError,
     WeightError,
 )
+from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
@@ -334,7 +337,6 @@ VIEW = SpecPlan.from_widths((1, 1), ("self_w32_s4",))
         (64, 4, {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
         (16, 60, {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
         (64, 4, {"block_size": 0}, "and --block-size 0"),
-        (64, 4, {"tensor_parallel_size": 2}, "and --tensor-parallel-size 2"),
         (64, 4, {"backend": "onnx"}, "and the backend onnx"),
         (64, 4, {"backend": "tensorrt"}, "and the backend tensorrt"),
     ],
@@ -485,7 +487,29 @@ def test_missing_tensor(models, tmp_path):
 def test_dynamic_rotary_of_a_module(models, tmp_path):
     target = build_model("llama", num_hidden_layers=1)
     target.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    refused(UnsupportedRotaryError, tmp_path, target, None, options())
+    found = refused(UnsupportedRotaryError, tmp_path, target, None, options(max_seq_len=300))
+    assert "LlamaForCausalLM: rotary scaling dynamic" in found
+
+
+def test_one_rotary_length_for_every_position(tmp_path):
+    """Beyond a model's own length: said aloud, in the manifest, and the same with a draft."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    changes = {"rope_parameters": rope, "num_hidden_layers": 1, "max_position_embeddings": 32}
+    target = save_tiny("llama", tmp_path / "model", **changes)
+    config = options(TREE, backend="eager", max_seq_len=96, rope_length=128)
+    compilation = build(target, target, tmp_path / "engine", config)
+    assert sum("--rope-length 128" in text for text in compilation.warnings) == 2
+    models = Manifest.from_json(compilation.manifest.to_json()).models
+    assert [(model.rope_length, model.max_position) for model in models] == [(128, 128)] * 2
+    assert "pass of 128 tokens" in rotary_lines(compilation.manifest)[0]
+    engine = Engine.load(tmp_path / "engine")
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    plain, tree = (
+        [output.outputs[0].token_ids for output in LLM(engine, plan=plan).generate(PROMPTS, params)]
+        for plan in ("off", TREE.name)
+    )
+    assert plain == tree
+    assert all(len(tokens) == 40 for tokens in plain)
 
 
 def test_existing_output(tmp_path):
@@ -558,3 +582,39 @@ def test_nothing_is_probed_without_a_tokenizer(tmp_path):
 )
 def test_engine_plans(plans, has_draft, names):
     assert [plan.name for plan in engine_plans(options(*plans), has_draft)] == names
+
+
+def test_a_window_is_no_longer_than_the_drafts_positions(models, tmp_path):
+    draft = build_model("llama", num_hidden_layers=1, max_position_embeddings=32)
+    config = options(SpecPlan.from_widths((1,)), max_seq_len=64, draft_kv=("window=33",))
+    found = refused(ConfigError, tmp_path, models / "target", draft, config)
+    assert found == "--draft-kv window=33,sink=4; the draft 0 model has 32 positions"
+    config = options(SpecPlan.from_widths((1,)), max_seq_len=64, draft_kv=("window=32",))
+    limits = build(models / "target", draft, tmp_path / "engine", config).manifest.limits
+    assert limits.max_seq_len == 64
+
+
+def test_a_window_does_not_lengthen_a_table_of_positions(tmp_path):
+    """Custom has 64 learned positions, and no row for another one."""
+    config = options(SpecPlan.from_widths((1,)), max_seq_len=65, draft_kv=("window=8",))
+    target = build_model("llama")
+    found = refused(ConfigError, tmp_path, target, Custom(), config)
+    assert found == "--max-seq-len 65; the draft 0 model has 64 positions"
+
+
+def test_a_window_as_long_as_sequences(models, tmp_path):
+    config = options(SpecPlan.from_widths((1,)), max_seq_len=64, draft_kv=("window=60",))
+    found = refused(ConfigError, tmp_path, models / "target", models / "draft", config)
+    assert found == "--draft-kv window=60,sink=4, in sequences of at most 64 tokens"
+
+
+def test_a_window_where_masks_have_no_sink(models, tmp_path):
+    config = options(SpecPlan.from_widths((1,)), draft_kv=("window=8",), backend="onnx")
+    found = refused(ConfigError, tmp_path, models / "target", models / "draft", config)
+    assert found.startswith("--draft-kv window=8,sink=4 and the backend onnx")
+
+
+def test_a_window_without_a_draft(models, tmp_path):
+    config = options(draft_kv=("window=8",))
+    found = refused(ConfigError, tmp_path, models / "target", None, config)
+    assert found == "1 times --draft-kv, and 0 draft models"

@@ -135,3 +135,27 @@ def test_a_view_costs_passes_of_the_target_over_what_it_sees():
     assert StepSeconds(alone, "self_w60_s4", 3, 1000.0).level(0, 1) == pytest.approx(
         known.target([PassPart(3, 3, 192)])
     )
+
+
+def test_a_view_reads_of_each_sequence_what_it_has_up_to_its_budget():
+    """1,000 and 31,000 rows are not two of 16,000."""
+    known = table()
+    lengths = [16, 31, 1000, 31_000]
+    view = SpecPlan.from_widths((2, 1), ("self_w60_s4",))
+    shape = StepShape.of(view, lengths)
+    assert (shape.rows, shape.context) == (4, sum(lengths))
+    read = 16 + 31 + 64 + 64
+    levels = [PassPart(4, 4, read), PassPart(4, 8, read)]
+    wanted = known.step_s + sum(known.target([part]) for part in levels)
+    assert known.draft_s(shape) == pytest.approx(wanted)
+    # what each of them adds is what all of them add
+    both = SpecPlan.from_widths((1, 1), ("self_w60_s4", "draft_0"), "merge")
+    for plan in (view, both, CHAIN, OFF):
+        rows = known.draft_rows(plan)
+        added = sum(row_s * min(length, most) for length in lengths for most, row_s in rows)
+        without = known.draft_s(StepShape(plan, 4, 0.0))
+        assert known.draft_s(StepShape.of(plan, lengths)) == pytest.approx(without + added)
+    # models read all rows
+    assert known.draft_s(StepShape.of(CHAIN, lengths)) == known.draft_s(
+        StepShape(CHAIN, 4, sum(lengths))
+    )

@@ -10,7 +10,7 @@ import math
 import pytest
 
 from specc.cost.acceptance import expected_tokens
-from specc.cost.latency_table import LatencyTable, PassSeconds
+from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds, StepShape
 from specc.cost.roofline import roofline
 from specc.errors import ConfigError, RequestError
 from specc.runtime.policies.base import FixedPolicy
@@ -243,3 +243,23 @@ def test_adaptive_finds_the_length_that_pays():
         policy = make_simulated_policy("adaptive", plans, table(), SMALL)
         shares = simulate(load, table(), plans, policy, SMALL).to_json()["plan_shares"]
         assert shares[wanted] > 0.7
+
+
+def test_a_self_draft_reads_of_each_request_what_its_window_holds():
+    """A short and a long request in one step."""
+    plan = SpecPlan.from_widths((1, 1), ("self_w60_s4",))
+    truth = LatencyTable(PassSeconds({1: 1.0, 1000: 1.5}, {1: 1e-2, 3: 2e-2}, "target"))
+    drafting = Drafting({"self_w60_s4": [[1.0]]})
+    load = Load([SimulatedRequest(0.0, n, 7, drafting) for n in (16, 400)])
+    found: list[Iteration] = []
+    plans = {one.name: one for one in (OFF, plan)}
+    limits = dataclasses.replace(SMALL, prefill_chunk=1024)
+    simulate(load, truth, plans, FixedPolicy(plan.name), limits, trace=found.append)
+    # the prompts, then two steps of three tokens each
+    steps = [one.seconds for one in found if not one.num_prefill_tokens]
+    for seconds, more in zip(steps, (0, 3), strict=True):
+        shape = StepShape.of(plan, [16 + more, 400 + more])
+        assert seconds == pytest.approx(truth.iteration([shape]))
+    read = 2 * 1e-2 * (16 + 64)
+    passes = 2 * truth.target([PassPart(2, 2, 0)]) + truth.target([PassPart(2, 6, 0)])
+    assert steps[0] == pytest.approx(passes + read + 2e-2 * 416)

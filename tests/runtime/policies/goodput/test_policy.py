@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from specc.cost.latency_table import LatencyTable, PassSeconds, StepShape
 from specc.cost.roofline import roofline
 from specc.runtime.backends.step_io import StepResult
-from specc.runtime.policies.goodput.allocation import PlanOption, allocate
+from specc.runtime.policies.goodput.allocation import GroupLoad, PlanOption, allocate
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
 from specc.runtime.policies.goodput.policy import GoodputPolicy
 from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
@@ -95,7 +95,8 @@ def make_requests(count: int, **params: object) -> list[Request]:
 def cost_of(draft: float, verify: float, fixed: float, nodes: list[int]):
     """Levels once a plan that is in use, and a pass that costs more the more nodes it has."""
 
-    def cost(counts: tuple[int, ...]) -> float:
+    def cost(loads: Sequence[GroupLoad]) -> float:
+        counts = [load.count for load in loads]
         used = [place for place, count in enumerate(counts) if count and place]
         total = sum(count * size for count, size in zip(counts, nodes, strict=True))
         return fixed + draft * sum(nodes[p] - 1 for p in used) + verify * total**1.3
@@ -130,9 +131,38 @@ def test_chains_with_falling_gains_come_within_a_few_percent_of_exhaustive_searc
     best = exhaustive(options, cost, nodes, None)
     found = allocate(options, cost, nodes)
     assert 0.97 * best <= found.goodput <= best * (1 + 1e-9)
-    counts = tuple(found.plans.count(place) for place in range(3))
-    tokens = sum(own[place].tokens for own, place in zip(options, found.plans, strict=True))
-    assert found.goodput == pytest.approx(tokens / cost(counts))
+    chosen = [own[place] for own, place in zip(options, found.plans, strict=True)]
+    tokens = sum(option.tokens for option in chosen)
+    assert found.goodput == pytest.approx(tokens / cost(loads_of(chosen, found.plans, 3)))
+
+
+def loads_of(chosen: Sequence[PlanOption], plans: Sequence[int], num_plans: int) -> list[GroupLoad]:
+    loads = [GroupLoad()] * num_plans
+    for option, place in zip(chosen, plans, strict=True):
+        loads[place] = loads[place].plus(option)
+    return loads
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sequences_of_different_contexts_are_allocated_as_exhaustive_search_does(seed):
+    """Each has its own rows, which cost more the more nodes attend to them."""
+    chooser = random.Random(seed)
+    nodes = [1, chooser.randint(2, 5)]
+    alone = cost_of(chooser.uniform(0, 0.3), chooser.uniform(0.01, 0.2), 1.0, nodes)
+    row_s = [1e-4, 1e-4 * chooser.uniform(1, nodes[1])]
+
+    def cost(loads: Sequence[GroupLoad]) -> float:
+        rows = sum(load.context * each for load, each in zip(loads, row_s, strict=True))
+        return alone(loads) + rows + sum(load.drafting_s for load in loads)
+
+    options = []
+    for _ in range(6):
+        context = chooser.choice([100, 1000, 20_000])
+        read_s = 1e-4 * nodes[1] * min(context, 500)
+        tokens = chooser.uniform(1, nodes[1])
+        options.append([PlanOption(1.0, context=context), PlanOption(tokens, 0.0, context, read_s)])
+    found = allocate(options, cost, nodes)
+    assert found.goodput == pytest.approx(exhaustive(options, cost, nodes, None), rel=1e-9)
 
 
 def exhaustive(options, cost, nodes, budget) -> float:
@@ -142,8 +172,9 @@ def exhaustive(options, cost, nodes, budget) -> float:
         if budget is not None and used > budget and any(plans):
             continue
         chosen = [own[place] for own, place in zip(options, plans, strict=True)]
-        counts = tuple(plans.count(place) for place in range(len(nodes)))
-        seconds = cost(counts) + sum(option.seconds for option in chosen)
+        seconds = cost(loads_of(chosen, plans, len(nodes))) + sum(
+            option.seconds for option in chosen
+        )
         best = max(best, sum(option.tokens for option in chosen) / seconds)
     return best
 
@@ -418,3 +449,73 @@ def test_a_neutral_table_needs_no_profile():
     assert only.choose_each(make_requests(2), STATS) == ["off", "off"]
     assert only.choose(0, STATS) == "off"
     only.observe_batch(Batch(), RunResult())
+
+
+VIEW = "self_w512_s4"
+VIEWS = {
+    plan.name: plan for plan in (OFF, *(SpecPlan.from_widths((1,) * n, (VIEW,)) for n in (2, 4)))
+}
+# rows are most of what a pass waits for, and further nodes read them again in part
+WAITS = LatencyTable(PassSeconds({1: 1e-2, 64: 2e-2}, {1: 1e-6, 5: 1.2e-6}, "target"))
+
+
+def of_contexts(*lengths: int) -> list[Request]:
+    requests = make_requests(len(lengths))
+    for i, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+        request.request_id, request.cache_len = str(i), length
+    return requests
+
+
+@pytest.mark.parametrize("shares_pass", [True, False])
+def test_every_request_counts_with_its_own_context(shares_pass):
+    """What was decided is what whole iterations of these requests take, not of their mean."""
+    policy = new_policy(VIEWS, WAITS, {VIEW: [[0.9]]}, shares_pass=shares_pass)
+    lengths = [64, 1024, 300, 32_768]
+    names = policy.choose_each(of_contexts(*lengths), STATS)
+    assert set(names) != {"off"}
+    shapes = [
+        StepShape.of(VIEWS[name], [n for n, own in zip(lengths, names, strict=True) if own == name])
+        for name in dict.fromkeys(names)
+    ]
+    assert policy.decision.seconds == pytest.approx(WAITS.iteration(shapes, shares_pass))
+    alike = [shape._replace(each=None) for shape in shapes]
+    assert policy.decision.seconds < 0.999 * WAITS.iteration(alike, shares_pass)
+
+
+def test_short_and_long_requests_of_a_batch_run_the_best_plan_for_each():
+    """Rows cost more the more nodes attend to them: the long ones draft less."""
+    rows = {1: 1e-6, 3: 1.5e-6, 5: 3e-6}
+    table = LatencyTable(PassSeconds({1: 1e-2, 64: 2e-2}, rows, "target"))
+    short, long = [1024] * 4, [32_768] * 4
+
+    def goodput(plans: tuple[str, str]) -> float:
+        tokens = sum(4 * sum(0.9**d for d in range(VIEWS[name].max_depth + 1)) for name in plans)
+        kinds = {plans[0]: list(short)}
+        kinds.setdefault(plans[1], []).extend(long)
+        shapes = [StepShape.of(VIEWS[name], lengths) for name, lengths in kinds.items()]
+        return tokens / table.iteration(shapes)
+
+    best = max(itertools.product(VIEWS, VIEWS), key=goodput)
+    assert best[0] != best[1]
+    policy = new_policy(VIEWS, table, {VIEW: [[0.9]]})
+    names = policy.choose_each(of_contexts(*short, *long), STATS)
+    assert names == [best[0]] * 4 + [best[1]] * 4
+    assert policy.decision.goodput == pytest.approx(goodput(best))
+    # with the mean of both, nobody would differ
+    mean = of_contexts(*[(1024 + 32_768) // 2] * 8)
+    alike = new_policy(VIEWS, table, {VIEW: [[0.9]]}).choose_each(mean, STATS)
+    assert len(set(alike)) == 1
+
+
+def test_seconds_of_a_trial_count_every_context():
+    policy = new_policy(VIEWS, WAITS, {VIEW: [[0.01]]})
+    requests = of_contexts(1024, 32_768, 32_768)
+    policy._probes._saved_s = 100.0
+    names = policy.choose_each(requests, STATS)
+    assert policy.decision.is_probe
+    lengths = [request.cache_len for request in requests]
+    shapes = [
+        StepShape.of(VIEWS[name], [n for n, own in zip(lengths, names, strict=True) if own == name])
+        for name in dict.fromkeys(names)
+    ]
+    assert policy.decision.seconds == pytest.approx(WAITS.iteration(shapes))

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from specc.cost.contexts import Contexts
 from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds, StepShape
 from specc.cost.roofline import roofline
 from specc.runtime.backends.step_io import StepResult
@@ -141,15 +142,15 @@ def test_drafts_are_kept_in_step_until_a_queue_is_there():
     demand = demand_of(poisson(100, 2.0))
     load = load_of(demand)
     tokens = [[1.0] * 8, [1.8] * 8]
-    assert load.drafting(PLANS, tokens, 500.0, 1.0) == 1
+    assert load.drafting(PLANS, tokens, Contexts([500.0]), 1.0) == 1
     assert not load.has_changed
     demand.observe(prompts_of(make_request("late", 60.0), num_unfinished=250), RunResult())
     assert load.has_changed
-    assert load.drafting(PLANS, tokens, 500.0, 1.0) == 0
+    assert load.drafting(PLANS, tokens, Contexts([500.0]), 1.0) == 0
     assert not load.has_changed
     # so many as chance explains are no queue
     demand.observe(prompts_of(make_request("later", 60.0), num_unfinished=3), RunResult())
-    assert load.drafting(PLANS, tokens, 500.0, 1.0) == 1
+    assert load.drafting(PLANS, tokens, Contexts([500.0]), 1.0) == 1
 
 
 def test_the_rate_of_a_queue_is_what_would_keep_it():
@@ -157,9 +158,11 @@ def test_the_rate_of_a_queue_is_what_would_keep_it():
     demand.observe(prompts_of(make_request("late", 60.0), num_unfinished=121), RunResult())
     load = load_of(demand)
     off = [(OFF, 1.0, 1.0)]
-    raised = load._raised(load._now(), [off], 500.0)
+    raised = load._raised(load._now(), [off], Contexts([500.0]))
     assert raised.rate > 5 * load._now().rate
-    assert load.size(raised, off, 500.0) == pytest.approx(121 - math.sqrt(121), rel=0.05)
+    assert load.size(raised, off, Contexts([500.0])) == pytest.approx(
+        121 - math.sqrt(121), rel=0.05
+    )
 
 
 def test_a_table_without_seconds_ends_the_search():
@@ -168,7 +171,7 @@ def test_a_table_without_seconds_ends_the_search():
     load = QueueingModel(PredictedSeconds(LatencyTable(none, {"draft_0": none}), True), 256)
     load._demand = demand_of([3.0] * 32)
     load._demand.observe(prompts_of(make_request("late", 3.0), num_unfinished=250), RunResult())
-    assert load.drafting(PLANS, [[1.0] * 8, [1.8] * 8], 500.0, 1.0) == 0
+    assert load.drafting(PLANS, [[1.0] * 8, [1.8] * 8], Contexts([500.0]), 1.0) == 0
 
 
 def test_a_queue_tells_the_rate_of_the_way_that_serves_most():
@@ -177,7 +180,10 @@ def test_a_queue_tells_the_rate_of_the_way_that_serves_most():
     demand.observe(prompts_of(make_request("late", 60.0), num_unfinished=40), RunResult())
     load = load_of(demand)
     off, chain = [(OFF, 1.0, 1.0)], [(CHAIN, 1.0, 1.9)]
-    rates = [load._raised(load._now(), ways, 500.0).rate for ways in ([off], [chain], [off, chain])]
+    context = Contexts([500.0])
+    rates = [
+        load._raised(load._now(), ways, context).rate for ways in ([off], [chain], [off, chain])
+    ]
     assert rates[0] < rates[1] == rates[2]
 
 

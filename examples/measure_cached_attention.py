@@ -1,0 +1,297 @@
+"""Measure how fast the CPU kernel of `specc::tree_attention` reads a cache that lies in memory.
+
+    OMP_NUM_THREADS=1 python examples/measure_cached_attention.py --threads 1 2 --json FILE
+    OMP_NUM_THREADS=1 python examples/measure_cached_attention.py --before OLD/kernels/cpu
+
+A case is one sequence of L committed rows and a chain of T tokens. As many layers' caches take
+turns as are needed so that none is left in a processor's caches when its turn comes again. A figure
+is the bytes of K and V over the seconds of a call, and beside it stands what the machine can read:
+`sum_floats` of bandwidth.cpp, which takes its turn in the same rounds with as many threads. The
+median over the rounds of the ratio of both counts, since neighbors on the machine slow down both.
+
+`--before` names the kernel sources of another commit, built with the same flags. torch's SDPA gets
+contiguous K and V of each head without paging, and either repeats rows (enable_gqa) or has the query
+rows that share a KV head packed into one matrix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from specc.kernels import native
+
+BLOCK_SIZE = 16
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+ATTENTION = "_ZN5specc14tree_attentionERKNS_13TreeAttentionEi"
+SUM = "_ZN5specc10sum_floatsEPKfli"
+
+
+class TreeAttention(ctypes.Structure):
+    """The struct of that name in kernels/cpu/kernels.h."""
+
+    _fields_ = (
+        [("dtype", ctypes.c_int32)]
+        + [
+            (name, ctypes.c_int64)
+            for name in ["num_heads", "num_kv_heads", "num_tokens", "head_dim", "value_dim", "batch"]
+        ]
+        + [("q", ctypes.c_void_p), ("q_head", ctypes.c_int64), ("q_token", ctypes.c_int64)]
+        + [("k", ctypes.c_void_p), ("k_head", ctypes.c_int64), ("k_token", ctypes.c_int64)]
+        + [("v", ctypes.c_void_p), ("v_head", ctypes.c_int64), ("v_token", ctypes.c_int64)]
+        + [("k_cache", ctypes.c_void_p)]
+        + [(f"k_cache_{name}", ctypes.c_int64) for name in ("block", "row", "head")]
+        + [("v_cache", ctypes.c_void_p)]
+        + [(f"v_cache_{name}", ctypes.c_int64) for name in ("block", "row", "head")]
+        + [("num_blocks", ctypes.c_int64), ("block_size", ctypes.c_int64)]
+        + [(name, ctypes.c_void_p) for name in ["q_start", "position", "slot", "cache_len", "ancestors"]]
+        + [("num_words", ctypes.c_int64), ("block_table", ctypes.c_void_p)]
+        + [("blocks_per_sequence", ctypes.c_int64), ("scale", ctypes.c_float)]
+        + [("window", ctypes.c_int64), ("sink", ctypes.c_int64), ("out", ctypes.c_void_p)]
+        + [("out_head", ctypes.c_int64), ("out_token", ctypes.c_int64)]
+    )
+
+
+class Kernels:
+    """The attention and the yardstick of a directory of kernel sources."""
+
+    def __init__(self, sources: Path, scratch: Path) -> None:
+        library = scratch / f"attention-{len(list(scratch.iterdir()))}.so"
+        files = [str(sources / name) for name in ("tree_attention.cpp", "bandwidth.cpp")]
+        flags = [flag for flag in native._FLAGS if flag != "-fvisibility=hidden"]
+        root = Path(torch.__file__).parent
+        command = [native.find_compiler(), *flags, "-shared", *files, "-o", str(library)]
+        subprocess.run([*command, *native._openmp(root)], check=True)
+        loaded = ctypes.CDLL(str(library))
+        self.attend = getattr(loaded, ATTENTION)
+        self.attend.argtypes, self.attend.restype = (ctypes.c_void_p, ctypes.c_int), None
+        self.sum = getattr(loaded, SUM)
+        self.sum.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+        self.sum.restype = ctypes.c_float
+
+
+@dataclass(frozen=True)
+class Case:
+    """T tokens of a sequence with `length` committed rows."""
+
+    dtype: str
+    heads: int
+    kv_heads: int
+    dim: int
+    length: int
+    num_tokens: int
+    layers: int = 0  # 0: enough for `cold_bytes`
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of the rows of K and V that one call reads."""
+        rows = self.length + self.num_tokens
+        return 2 * rows * self.kv_heads * self.dim * DTYPES[self.dtype].itemsize
+
+
+class Problem:
+    """The caches of a case, as specc and as torch take them."""
+
+    def __init__(self, case: Case, cold_bytes: int) -> None:
+        self.case, dtype = case, DTYPES[case.dtype]
+        count, size = case.num_tokens, case.length + case.num_tokens
+        self.layers = case.layers or max(2, -(-cold_bytes // case.layer_bytes))
+        blocks = -(-size // BLOCK_SIZE)
+        shape = (self.layers, 2, blocks, BLOCK_SIZE, case.kv_heads, case.dim)
+        self.slab = torch.randn(shape[2:]).to(dtype).expand(shape).contiguous()
+        self.table = torch.randperm(blocks).int()
+        self.q = torch.randn(count, case.heads, case.dim).to(dtype)
+        self.kv = torch.randn(2, count, case.kv_heads, case.dim).to(dtype)
+        self.out = torch.empty(count, case.heads, case.dim, dtype=dtype)
+        self.slots = torch.arange(case.length, size)
+        self.words = torch.tensor([(1 << node + 1) - 1 for node in range(count)])
+        self.numbers = [
+            torch.tensor([0, count], dtype=torch.int32),
+            self.slots,
+            self.slots.int(),
+            torch.tensor([case.length], dtype=torch.int32),
+            self.words,
+        ]
+        self.arguments = [self._arguments(layer) for layer in range(self.layers)]
+        self.dense: list[torch.Tensor] = []
+
+    def _arguments(self, layer: int) -> TreeAttention:
+        case, count = self.case, self.case.num_tokens
+        strides = (BLOCK_SIZE * case.kv_heads * case.dim, case.kv_heads * case.dim, case.dim)
+        k_cache, v_cache = (self.slab[layer, part].data_ptr() for part in range(2))
+        k, v = (part.data_ptr() for part in self.kv)
+        token = case.kv_heads * case.dim
+        return TreeAttention(
+            int(case.dtype == "bf16"), case.heads, case.kv_heads, count, case.dim, case.dim, 1,
+            self.q.data_ptr(), case.dim, case.heads * case.dim,
+            k, case.dim, token, v, case.dim, token,
+            k_cache, *strides, v_cache, *strides,
+            self.slab.shape[2], BLOCK_SIZE, *(x.data_ptr() for x in self.numbers), 1,
+            self.table.data_ptr(), len(self.table), case.dim**-0.5, 0, 0,
+            self.out.data_ptr(), case.dim, case.heads * case.dim,
+        )  # fmt: skip
+
+    def call(self, kernels: Kernels, threads: int) -> Callable[[int], None]:
+        return lambda layer: kernels.attend(ctypes.byref(self.arguments[layer]), threads)
+
+    def torch_calls(self) -> dict[str, Callable[[int], None]]:
+        """SDPA with repeated heads and with packed rows, on K and V that are contiguous by head."""
+        case, size = self.case, self.case.length + self.case.num_tokens
+        rows = self.slab[:, :, self.table.long()].flatten(2, 3)[:, :, :size]
+        self.dense = [layer.transpose(1, 2).contiguous() for layer in rows]  # [2, HK, L, D]
+        mask = torch.full((case.num_tokens, size), float("-inf")).triu(case.length + 1)
+        mask = mask.to(self.q.dtype)
+        q = self.q.transpose(0, 1)[None].contiguous()
+        group = case.heads // case.kv_heads
+        packed_mask = mask.repeat(group, 1)
+        packed_q = q.view(1, case.kv_heads, -1, case.dim)
+
+        def gqa(layer: int) -> None:
+            k, v = self.dense[layer][:, None]
+            self.result = sdpa(q, k, v, attn_mask=mask, enable_gqa=group > 1)
+
+        def packed(layer: int) -> None:
+            k, v = self.dense[layer][:, None]
+            self.result = sdpa(packed_q, k, v, attn_mask=packed_mask)
+
+        return {"SDPA": gqa, "packed SDPA": packed}
+
+    def check(self, call: Callable[[int], None]) -> None:
+        """A claim of speed needs equal numbers."""
+        call(0)
+        rows = self.slab[0][:, self.table.long()].flatten(1, 2).float()
+        k, v = (part[: self.case.length + self.case.num_tokens].transpose(0, 1) for part in rows)
+        mask = torch.full((self.case.num_tokens, k.shape[1]), float("-inf"))
+        expected = sdpa(
+            self.q.transpose(0, 1).float(), k, v,
+            attn_mask=mask.triu(self.case.length + 1), enable_gqa=True,
+        )  # fmt: skip
+        tolerance = TOLERANCE[self.case.dtype]
+        torch.testing.assert_close(
+            self.out.transpose(0, 1).float(), expected, rtol=tolerance, atol=tolerance
+        )
+
+
+def measure(
+    calls: dict[str, Callable[[int], None]],
+    problem: Problem,
+    read: Callable[[], float],
+    seconds: float,
+) -> dict[str, dict[str, float]]:
+    """Of each call: GB/s of K and V, and that over what can be read, medians of the rounds.
+
+    Args:
+        read: GB/s of the machine, measured now.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in calls}
+    machine, layers = [], problem.layers
+    for call in calls.values():
+        call(0)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(machine) < 3:
+        machine.append(read())
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for layer in range(layers):
+                call(layer)
+            taken = time.perf_counter() - start
+            rates[name].append(problem.case.layer_bytes * layers / taken / 1e9)
+    result = {"read": {"GB/s": round(statistics.median(machine), 2)}}
+    for name, values in rates.items():
+        ratios = [rate / most for rate, most in zip(values, machine, strict=True)]
+        result[name] = {
+            "GB/s": round(statistics.median(values), 2),
+            "of read": round(statistics.median(ratios), 3),
+        }
+    return result
+
+
+def reader(kernels: Kernels, num_bytes: int, threads: int) -> Callable[[], float]:
+    data = torch.zeros(num_bytes // 4)
+
+    def read() -> float:
+        start = time.perf_counter()
+        kernels.sum(data.data_ptr(), data.numel(), threads)
+        return data.nbytes / (time.perf_counter() - start) / 1e9
+
+    return read
+
+
+def main() -> None:
+    """Print a table, and write JSON where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--before", type=Path, help="kernels/cpu of another commit")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8, 4, 2, 1])
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 32768])
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(range(1, 9)))
+    parser.add_argument("--layers", type=int, default=0, help="0: as many as --megabytes takes")
+    parser.add_argument("--megabytes", type=int, default=256, help="read by a turn at least")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of one case")
+    parser.add_argument("--no-torch", action="store_true", help="without SDPA")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    results, cold_bytes = [], arguments.megabytes << 20
+    with tempfile.TemporaryDirectory() as scratch:
+        kernels = {"specc": Kernels(native.SOURCE_DIR, Path(scratch))}
+        if arguments.before:
+            kernels["before"] = Kernels(arguments.before, Path(scratch))
+        print("GB/s of K and V, and that over what the machine reads")
+        for threads in arguments.threads:
+            torch.set_num_threads(threads)
+            read = reader(kernels["specc"], cold_bytes, threads)
+            for case in (
+                Case(dtype, arguments.heads, kv_heads, dim, length, count, arguments.layers)
+                for dtype in arguments.dtypes
+                for dim in arguments.dims
+                for kv_heads in arguments.kv_heads
+                for length in arguments.lengths
+                for count in arguments.tokens
+            ):
+                problem = Problem(case, cold_bytes)
+                calls = {name: problem.call(one, threads) for name, one in kernels.items()}
+                for call in calls.values():
+                    problem.check(call)
+                if not arguments.no_torch:
+                    calls |= problem.torch_calls()
+                found = measure(calls, problem, read, arguments.seconds)
+                cells = [
+                    f"{name} {x['GB/s']:5.1f} {x.get('of read', 1):5.2f}"
+                    for name, x in found.items()
+                ]
+                shape = f"H {case.heads}/{case.kv_heads} D {case.dim} L {case.length}"
+                print(f"{threads} {case.dtype} {shape} T {case.num_tokens} | {' | '.join(cells)}",
+                      flush=True)  # fmt: skip
+                results.append({"threads": threads, **vars(case), "found": found})
+    if arguments.json:
+        report = {
+            "date": datetime.date.today().isoformat(),
+            "command": "python examples/measure_cached_attention.py",
+            "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "results": results,
+        }
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

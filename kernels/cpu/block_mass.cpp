@@ -1,0 +1,170 @@
+// specc::block_mass: scores as in attention, but what is kept of them is a sum for each block. Units
+// of work are the KV heads of sequences that vote; each has sums of its own, which are added up in
+// order, so that the result does not depend on the number of threads.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "kernels.h"
+#include "refusal.h"
+#include "vec.h"
+
+namespace specc {
+namespace {
+
+using namespace vec;
+
+constexpr int64_t kMostVoters = 32;
+// rows of queries that read a key together
+constexpr int64_t kRows = 8;
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// A sequence that votes.
+struct Sequence {
+  int64_t index, length;        // rows up to the last that the pass writes
+  std::vector<int64_t> voters;  // tokens
+};
+
+std::vector<Sequence> find_sequences(const BlockMass& a) {
+  const TreeAttention& pass = a.pass;
+  std::vector<Sequence> found;
+  for (int64_t b = 0; b < pass.batch; ++b) {
+    if (!a.votes(b)) continue;
+    Sequence made{b, 0, {}};
+    for (int64_t t = pass.q_start[b]; t < pass.q_start[b + 1]; ++t) {
+      if (pass.slot[t] < 0) continue;
+      made.length = std::max<int64_t>(made.length, pass.slot[t] + 1);
+      made.voters.push_back(t);
+    }
+    if (made.voters.empty()) continue;
+    const int64_t used = (made.length + pass.block_size - 1) / pass.block_size;
+    if (used > a.columns)
+      refuse(std::to_string(a.columns) + " columns of mass",
+             std::to_string(used) + ": one for each block of sequence " + std::to_string(b));
+    if (static_cast<int64_t>(made.voters.size()) > kMostVoters)
+      made.voters.erase(made.voters.begin(), made.voters.end() - kMostVoters);
+    found.push_back(std::move(made));
+  }
+  return found;
+}
+
+bool is_visible(const TreeAttention& a, int64_t length, int64_t token, int64_t column) {
+  if (a.ancestors == nullptr) return column <= a.position[token];
+  if (column < length) return true;
+  const int64_t node = column - length;
+  if (node / 64 >= a.num_words) return false;
+  const uint64_t word = static_cast<uint64_t>(a.ancestors[token * a.num_words + node / 64]);
+  return word >> (node % 64) & 1;
+}
+
+// Votes of all heads of a group, into sums [blocks].
+template <class T>
+class Unit {
+ public:
+  Unit(const BlockMass& a, const Sequence& sequence, int64_t head, float* sums)
+      : a_(a.pass), sequence_(sequence), head_(head), sums_(sums),
+        group_(a.pass.num_heads / a.pass.num_kv_heads),
+        stride_((sequence.length + kWidth - 1) / kWidth * kWidth) {}
+
+  void run() {
+    const int64_t rows = group_ * static_cast<int64_t>(sequence_.voters.size());
+    queries_.resize(kRows * a_.head_dim);
+    key_.resize(a_.head_dim);
+    scores_.resize(kRows * stride_);
+    for (int64_t first = 0; first < rows; first += kRows) {
+      const int64_t count = std::min(kRows, rows - first);
+      load_queries(first, count);
+      score(first, count);
+      for (int64_t r = 0; r < count; ++r) add_votes(scores_.data() + r * stride_);
+    }
+  }
+
+ private:
+  int64_t voter(int64_t row) const { return sequence_.voters[row / group_]; }
+
+  void load_queries(int64_t first, int64_t count) {
+    for (int64_t r = 0; r < count; ++r) {
+      const T* q = static_cast<const T*>(a_.q) + voter(first + r) * a_.q_token_stride +
+                   (head_ * group_ + (first + r) % group_) * a_.q_head_stride;
+      for (int64_t d = 0; d < a_.head_dim; ++d) queries_[r * a_.head_dim + d] = to_float(q[d]);
+    }
+  }
+
+  // Powers of two that weights are, and -inf for what is not seen.
+  void score(int64_t first, int64_t count) {
+    const int32_t* table = a_.block_table + sequence_.index * a_.blocks_per_sequence;
+    const int64_t committed = a_.cache_len[sequence_.index];
+    const float scale = a_.scale * 1.44269504088896f;  // log2(e)
+    std::fill(scores_.begin(), scores_.end(), kNothing);
+    for (int64_t i = 0; i < sequence_.length; ++i) {
+      const T* key = static_cast<const T*>(a_.k_cache) +
+                     table[i / a_.block_size] * a_.k_block_stride +
+                     i % a_.block_size * a_.k_row_stride + head_ * a_.k_cache_head_stride;
+      for (int64_t d = 0; d < a_.head_dim; ++d) key_[d] = to_float(key[d]);
+      for (int64_t r = 0; r < count; ++r) {
+        if (!is_visible(a_, committed, voter(first + r), i)) continue;
+        const float* q = queries_.data() + r * a_.head_dim;
+        float sum = 0;
+        for (int64_t d = 0; d < a_.head_dim; ++d) sum += q[d] * key_[d];
+        scores_[r * stride_ + i] = sum * scale;
+      }
+    }
+  }
+
+  void add_votes(float* scores) {
+    Float best = splat(kNothing), total = splat(0);
+    for (int64_t i = 0; i < stride_; i += kWidth) best = vec::max(best, load(scores + i));
+    const float most = vec::max(best);
+    if (most == kNothing) return;
+    for (int64_t i = 0; i < stride_; i += kWidth) {
+      const Float weight = exp2_of_nonpositive(load(scores + i) - most);
+      total += weight;
+      store(scores + i, weight);
+    }
+    const float factor = 1 / vec::sum(total);
+    for (int64_t block = 0; block * a_.block_size < sequence_.length; ++block) {
+      const int64_t end = std::min(sequence_.length, (block + 1) * a_.block_size);
+      float sum = 0;
+      for (int64_t i = block * a_.block_size; i < end; ++i) sum += scores[i];
+      sums_[block] += sum * factor;
+    }
+  }
+
+  const TreeAttention& a_;
+  const Sequence& sequence_;
+  const int64_t head_;
+  float* sums_;
+  const int64_t group_, stride_;
+  std::vector<float> queries_, key_, scores_;
+};
+
+template <class T>
+void run(const BlockMass& a, const std::vector<Sequence>& sequences, int num_threads) {
+  const int64_t heads = a.pass.num_kv_heads;
+  const int64_t units = heads * static_cast<int64_t>(sequences.size());
+  std::vector<float> sums(units * a.columns);
+#pragma omp parallel for schedule(dynamic) num_threads(std::max(num_threads, 1))
+  for (int64_t i = 0; i < units; ++i)
+    Unit<T>(a, sequences[i / heads], i % heads, sums.data() + i * a.columns).run();
+  for (int64_t i = 0; i < units; ++i) {
+    float* mass = a.mass + sequences[i / heads].index * a.row_stride;
+    for (int64_t c = 0; c < a.columns; ++c) mass[c] += sums[i * a.columns + c];
+  }
+}
+
+}  // namespace
+
+void block_mass(const BlockMass& a, int num_threads) {
+  bool is_any = false;
+  for (int64_t b = 0; b < a.pass.batch; ++b) is_any |= a.votes(b);
+  if (!is_any) return;
+  check_bounds(a.pass);
+  const std::vector<Sequence> sequences = find_sequences(a);
+  if (a.pass.dtype == DType::kFloat32)
+    run<float>(a, sequences, num_threads);
+  else
+    run<BFloat16>(a, sequences, num_threads);
+}
+
+}  // namespace specc
