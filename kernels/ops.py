@@ -20,6 +20,7 @@ from specc.kernels.reference import products as reference_products
 from specc.kernels.reference import ranks as reference_ranks
 from specc.kernels.reference import sampling as reference_sampling
 from specc.kernels.reference import trees as reference_trees
+from specc.kernels.reference.core import rows_at_once as rows_at_once
 
 # operator → what computes shapes, for every implementation of it
 FAKES: dict[str, Callable] = {}

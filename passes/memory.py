@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from specc.artifact.backends import NATIVE, SPLIT, WHOLE
 from specc.kernels import ops
 from specc.passes.program import Program, bind_args, is_view
 
@@ -16,6 +17,8 @@ _FLOAT_BYTES = _INT_BYTES = 4
 # rows of the tiles of attention that are split on a large GPU: 4 waves of programs, 2 of 64 rows,
 # or one of 128, on each of 160 multiprocessors
 _SPLIT_ROWS = 4 * 160 * 128
+# tiles of attention in C++: keys, rows, floats of a vector, and threads that a machine may have
+_NATIVE_TILE, _NATIVE_ROWS, _LANES, _THREADS = 64, 128, 16, 64
 # with many rows they run the operators that they were made of
 _PRODUCTS = (
     ops.add_norm_linear, ops.add_norm_gate_up, ops.add_norm_rope_write,
@@ -65,6 +68,7 @@ def plan_memory(
     cache_rows: int,
     shapes: list[PassShape],
     num_kept: int = 0,
+    attention: str = WHOLE,
 ) -> ModelMemory:
     """Memory of one model, from its final graph.
 
@@ -74,6 +78,7 @@ def plan_memory(
         cache_rows: cache rows of all sequences.
         shapes: the largest passes: prefill and step. The workspace is the largest of theirs.
         num_kept: rows of logits that several passes leave alive, where one makes fewer.
+        attention: see `specc.artifact.backends.BackendFacts`.
     """
     row = sum(2 * layer.num_kv_heads * layer.head_dim for layer in program.layers)
     constants = sum(value.nbytes for value in program.constants.values())
@@ -82,7 +87,7 @@ def plan_memory(
         weights=_stored_elements(program) * dtype.itemsize + constants,
         cache=row * cache_rows * dtype.itemsize,
         logits=rows * logit_row_bytes(program),
-        workspace=max(peak_bytes(program, shape) for shape in shapes),
+        workspace=max(peak_bytes(program, shape, attention) for shape in shapes),
     )
 
 
@@ -102,12 +107,17 @@ def _stored_elements(program: Program) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def peak_bytes(program: Program, shape: PassShape) -> int:
+def peak_bytes(program: Program, shape: PassShape, attention: str = WHOLE) -> int:
     """Most bytes of intermediate values that live at one time, in order of execution.
 
     Views take no memory of their own: they extend the life of what they look into.
+
+    Args:
+        program: after its last phase.
+        shape: of the pass.
+        attention: see `specc.artifact.backends.BackendFacts`.
     """
-    sizes = _Sizes(program, shape)
+    sizes = _Sizes(program, shape, attention)
     owner: dict[fx.Node, fx.Node] = {}
     last_use: dict[fx.Node, int] = {}
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
@@ -136,8 +146,9 @@ def peak_bytes(program: Program, shape: PassShape) -> int:
 class _Sizes:
     """Bytes of values whose sizes are symbols, for one shape of pass."""
 
-    def __init__(self, program: Program, shape: PassShape) -> None:
+    def __init__(self, program: Program, shape: PassShape, attention: str) -> None:
         self.shape = shape
+        self._attention = attention
         self.known: dict[str, int] = {}
         values = {
             "tokens": (shape.num_tokens,),
@@ -159,8 +170,10 @@ class _Sizes:
     def scratch(self, node: fx.Node) -> int:
         """What an operator needs inside: attention does.
 
-        On a CPU: gathered keys and values, scores and probabilities. On a GPU: partial results of
-        the splits of a context, which fill the machine up to four times.
+        Of the operators in C++: tiles and partial results of each thread. Of those in torch:
+        gathered keys and values, scores and probabilities, of as many rows as they take at once.
+        On a GPU: partial results of the splits of a context, which fill the machine up to four
+        times.
 
         And what the experts of a mixture do: a row of each product for every pair of a token and
         one of its experts, and the order of these pairs.
@@ -178,9 +191,16 @@ class _Sizes:
         if node.target is not ops.tree_attention:
             return 0
         num_heads = int(node.args[0].meta["val"].shape[0])
-        num_kv_heads, _, head_dim = node.args[1].meta["val"].shape
-        scores = 2 * num_heads * self.shape.longest * self.shape.context
-        gathered = 2 * int(num_kv_heads) * int(head_dim) * self.shape.context
+        num_kv_heads, head_dim = (int(node.args[1].meta["val"].shape[axis]) for axis in (0, 2))
+        if self._attention == NATIVE:
+            accumulators = 3 * _NATIVE_ROWS * (head_dim + 2 * _LANES)
+            tiles = _NATIVE_TILE * (2 * head_dim + _NATIVE_ROWS) + _NATIVE_ROWS * head_dim
+            return _FLOAT_BYTES * _THREADS * (accumulators + tiles)
+        rows = self.shape.longest
+        if self._attention == SPLIT:
+            rows = min(rows, ops.rows_at_once(num_heads, self.shape.context))
+        scores = 2 * num_heads * rows * self.shape.context
+        gathered = 2 * num_kv_heads * head_dim * self.shape.context
         return _FLOAT_BYTES * (scores + gathered)
 
     def _inside_product(self, node: fx.Node) -> int:

@@ -163,7 +163,8 @@ class Engine:
             backend: `eager` runs the graphs of any engine; None is what it was compiled for.
             capture: what capturing CUDA graphs may cost here; None is the default.
             kv_cache_tokens: rows of the cache, for all sequences together: where they run out,
-                requests give way to others. None is the worst case of `max_num_seqs` sequences.
+                requests give way to others. None is what it was compiled for, or the worst case of
+                `max_num_seqs` sequences.
             ranks: processes that run it together, of which this one leads; None is as many as it
                 was cut for.
             rank_timeout_s: after which a rank that does not get on counts as lost, where `ranks`
@@ -177,7 +178,12 @@ class Engine:
         path = Path(path)
         with unreplaced(path):
             manifest = open_engine(
-                path, verify, backend=backend, backends=backend_names(), max_num_seqs=max_num_seqs
+                path,
+                verify,
+                backend=backend,
+                backends=backend_names(),
+                max_num_seqs=max_num_seqs,
+                kv_cache_tokens=kv_cache_tokens,
             )
             _check_dtypes(manifest)
             check_threads(num_threads, "num_threads")

@@ -41,6 +41,7 @@ def compile(
     max_seq_len: int | None = None,
     rope_length: int | None = None,
     block_size: int = 16,
+    kv_cache_tokens: int | None = None,
     prefill_chunk: int | None = None,
     tokenizer: str | Path | None = None,
     force: bool = False,
@@ -78,6 +79,7 @@ def compile(
         rope_length: rotary frequencies of this length at every position, for models whose scaling
             (dynamic, longrope) depends on length and an engine that is longer than they allow.
         block_size: rows of a KV cache block; 0 is dense.
+        kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case.
         prefill_chunk: tokens of one prefill pass; None is 2048 for cuda and 512 for others.
         tokenizer: directory or tokenizer.json, where the target is a module.
         force: replace an existing engine.
@@ -111,6 +113,7 @@ def compile(
         max_seq_len=max_seq_len,
         rope_length=rope_length,
         block_size=block_size,
+        kv_cache_tokens=kv_cache_tokens,
         prefill_chunk=prefill_chunk,
         backend=backend,
         probe=probe,

@@ -22,8 +22,8 @@ _DTYPE_ALIASES = {
 _RANGES = (
     ("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16),
     ("max_logits_mb", 1, 1 << 20), ("tensor_parallel_size", 1, 256),
-    ("draft_tensor_parallel_size", 1, 256),
-    ("rope_length", 2, 1 << 30),
+    ("draft_tensor_parallel_size", 1, 256), ("rope_length", 2, 1 << 30),
+    ("kv_cache_tokens", 1, 1 << 40),
 )  # fmt: skip
 DEFAULT_MAX_LOGITS_MB = 512
 # options that not every backend takes, and what says that nobody gave them; the compiler's backends
@@ -66,6 +66,8 @@ class CompileConfig:
             rank 0 alone.
         rope_length: rotary frequencies of this length at every position, where those of a model
             depend on length and it is longer than the model's own; None serves that at most.
+        kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case of
+            `max_batch_size` sequences.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -89,6 +91,7 @@ class CompileConfig:
     tensor_parallel_size: int = 1
     draft_tensor_parallel_size: int = 1
     rope_length: int | None = None
+    kv_cache_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))

@@ -13,6 +13,9 @@ from torch import Tensor
 from specc.artifact.weight_layout import from_blocks
 from specc.speculation.tree import WORD_BITS
 
+# scores of a sequence that exist at one time, of all heads: 256 MiB, and as much of probabilities
+_MOST_SCORES = 1 << 26
+
 
 def tree_attention_reference(
     q: Tensor,
@@ -95,6 +98,11 @@ def write_kv_reference(
         flat_v[rows] = v[:, first:last][:, live].transpose(0, 1).to(flat_v.dtype)
 
 
+def rows_at_once(num_heads: int, length: int) -> int:
+    """Tokens of a sequence whose scores over `length` keys are kept at one time; at least 1."""
+    return max(1, _MOST_SCORES // (num_heads * max(length, 1)))
+
+
 def attend_reference(
     q: Tensor,
     k_cache: Tensor,
@@ -125,36 +133,38 @@ def attend_reference(
     for b, (first, last) in enumerate(itertools.pairwise(starts)):
         if first == last:
             continue
-        slots = slot[first:last]
-        live = slots >= 0
-        length = int(slots.max()) + 1
+        length = int(slot[first:last].max()) + 1
         if length <= 0:
             continue
         columns = torch.arange(length, device=q.device)
         rows = _cache_rows(block_table[b], columns, k_cache.shape[1])
-        positions = position[first:last, None]
-        if ancestors is None:
-            allowed = columns <= positions  # [T, S]
-            in_prefix = torch.ones_like(columns, dtype=torch.bool)
-        else:
-            node = (columns - lens[b]).clamp(min=0)
-            words = ancestors[first:last][:, node // WORD_BITS]
-            in_prefix = columns < lens[b]
-            allowed = in_prefix | ((words >> (node % WORD_BITS)) & 1).bool()
-        if window:
-            allowed = allowed & ((columns > positions - window) | (columns < sink) | ~in_prefix)
         keys = flat_k[rows].permute(1, 2, 0).float()  # [HK, D, S]
-        # rows that no live token sees may hold anything, and 0 · NaN is NaN
-        seen = (allowed & live[:, None]).any(dim=0)
-        values = flat_v[rows].float().masked_fill(~seen[:, None, None], 0.0)
-        values = values.transpose(0, 1)  # [HK, S, D]
-        queries = q[:, first:last].float().reshape(num_kv_heads, -1, head_dim)  # [HK, G·T, D]
-        scores = (queries @ keys) * scale
-        scores = scores.view(num_kv_heads, group, last - first, length)
-        scores = scores.masked_fill(~allowed, float("-inf"))
-        probs = torch.softmax(scores, dim=-1).view(num_kv_heads, -1, length)
-        result = (probs @ values).view(num_heads, last - first, -1)
-        out[:, first:last] = torch.where(live[None, :, None], result, 0.0).to(out.dtype)
+        own_values = flat_v[rows].float()
+        step = rows_at_once(num_heads, length)
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            positions = position[begin:end, None]
+            if ancestors is None:
+                allowed = columns <= positions  # [T, S]
+                in_prefix = torch.ones_like(columns, dtype=torch.bool)
+            else:
+                node = (columns - lens[b]).clamp(min=0)
+                words = ancestors[begin:end][:, node // WORD_BITS]
+                in_prefix = columns < lens[b]
+                allowed = in_prefix | ((words >> (node % WORD_BITS)) & 1).bool()
+            if window:
+                allowed = allowed & ((columns > positions - window) | (columns < sink) | ~in_prefix)
+            live = slot[begin:end] >= 0
+            # rows that no live token sees may hold anything, and 0 · NaN is NaN
+            seen = (allowed & live[:, None]).any(dim=0)
+            values = own_values.masked_fill(~seen[:, None, None], 0.0).transpose(0, 1)  # [HK, S, D]
+            queries = q[:, begin:end].float().reshape(num_kv_heads, -1, head_dim)  # [HK, G·T, D]
+            scores = (queries @ keys) * scale
+            scores = scores.view(num_kv_heads, group, end - begin, length)
+            scores = scores.masked_fill(~allowed, float("-inf"))
+            probs = torch.softmax(scores, dim=-1).view(num_kv_heads, -1, length)
+            result = (probs @ values).view(num_heads, end - begin, -1)
+            out[:, begin:end] = torch.where(live[None, :, None], result, 0.0).to(out.dtype)
     return out
 
 

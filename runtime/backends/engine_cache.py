@@ -54,6 +54,9 @@ def make_cache(
     shape = CacheShape(max_seq_len, limits.max_nodes, limits.block_size, max_num_seqs)
     if wanted.kv_cache_tokens is not None:
         shape = _shape_of(shape, wanted.kv_cache_tokens)
+    elif limits.kv_cache_tokens is not None:
+        num_blocks = limits.cache_rows(max_num_seqs) // limits.block_size
+        shape = dataclasses.replace(shape, pool_blocks=num_blocks)
     specs = {
         model.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.slabs]
         for model in manifest.models

@@ -87,7 +87,7 @@ def load_led(
     check_cores(len(local), options)
     if not facts_of(backend).is_on_gpu and (launched is None or launched.rank == local[0]):
         # one for all of this machine, before any of them has loaded its part
-        check_memory(manifest, local, limits.max_num_seqs)
+        check_memory(manifest, local, limits.max_num_seqs, limits.kv_cache_tokens)
     backend_of(backend).take_device(local_rank, len(local))
     if launched is not None and launched.rank > 0:
         _follow_launched(launched, options, path)

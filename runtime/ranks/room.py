@@ -38,6 +38,7 @@ def check_memory(
     manifest: Manifest,
     ranks: Collection[int],
     max_num_seqs: int | None,
+    kv_cache_tokens: int | None = None,
     available: int | None = None,
 ) -> None:
     """Compare what all ranks of this machine take together with what is free, before any loads.
@@ -46,6 +47,7 @@ def check_memory(
         manifest: of the engine; copies of a whole one map the same files, and are not counted.
         ranks: on this machine.
         max_num_seqs: sequences that caches are made for; None is what the engine allows.
+        kv_cache_tokens: rows of all sequences together; None is what the engine has.
         available: bytes; None asks the system, where it tells.
     Raises:
         EngineError: it is not enough.
@@ -54,7 +56,7 @@ def check_memory(
         available = available_memory_bytes()
     if manifest.parallel is None or available is None:
         return
-    needed = manifest.memory_of(ranks, max_num_seqs)
+    needed = manifest.memory_of(ranks, max_num_seqs, kv_cache_tokens)
     if needed > available:
         limits = manifest.limits
         raise EngineError(

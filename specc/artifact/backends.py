@@ -11,6 +11,11 @@ from typing import Literal
 
 from specc.errors import ConfigError
 
+Attention = Literal["native", "split", "whole"]
+NATIVE: Attention = "native"
+SPLIT: Attention = "split"
+WHOLE: Attention = "whole"
+
 
 @dataclass(frozen=True)
 class BackendFacts:
@@ -34,6 +39,8 @@ class BackendFacts:
             are for other readers.
         takes_views: self-drafts run: caches are in blocks, and programs take block tables of any
             width.
+        attention: what it keeps of the scores of a pass: `native` tiles, `split` those of as many
+            rows as a limit allows, `whole` all.
         runs_all: it runs the graphs that every engine has, whichever backend the engine is for.
         takes_ranks: several processes may run an engine together, each with a part of the target.
     """
@@ -50,6 +57,7 @@ class BackendFacts:
     by_default: bool = False
     unrun_dtypes: tuple[str, ...] = ()
     takes_views: bool = False
+    attention: Attention = WHOLE
     runs_all: bool = False
     takes_ranks: bool = False
 
@@ -107,17 +115,19 @@ register(
     BackendFacts(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
         model_files=("package_file",), by_default=True, takes_views=True, takes_ranks=True,
+        attention=NATIVE,
     )
 )  # fmt: skip
 register(
     BackendFacts(
-        "cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True, takes_ranks=True
+        "cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True, takes_ranks=True,
+        attention=NATIVE,
     )
-)
+)  # fmt: skip
 register(
     BackendFacts(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
-        by_default=True, takes_views=True, runs_all=True, takes_ranks=True,
+        by_default=True, takes_views=True, runs_all=True, takes_ranks=True, attention=SPLIT,
     )
 )  # fmt: skip
 register(

@@ -90,19 +90,25 @@ class Manifest:
     def total_memory(self) -> int:
         return sum(entry.total for entry in self.memory_plan.values())
 
-    def memory_of(self, ranks: Collection[int], max_num_seqs: int | None = None) -> int:
+    def memory_of(
+        self,
+        ranks: Collection[int],
+        max_num_seqs: int | None = None,
+        kv_cache_tokens: int | None = None,
+    ) -> int:
         """Bytes that these ranks take together: each its part of what is cut, rank 0 the rest.
 
         Args:
             ranks: some of 0 … num_ranks - 1.
             max_num_seqs: sequences that caches are made for; None is what the engine allows.
+            kv_cache_tokens: rows of all sequences together; None is what the engine has.
         """
-        most, needed = self.limits.max_batch_size, 0
-        unused = 0 if max_num_seqs is None else most - min(max_num_seqs, most)
+        planned, needed = self.limits.cache_rows(), 0
+        made = self.limits.cache_rows(max_num_seqs, kv_cache_tokens)
         for model in self.models:
             entry = self.memory_plan[model.name]
             count = len(ranks) if self.is_cut(model) else sum(rank == 0 for rank in ranks)
-            needed += count * (entry.total - entry.cache * unused // most)
+            needed += count * (entry.total - entry.cache + entry.cache * made // planned)
         return needed
 
     def to_json(self) -> dict[str, Any]:

@@ -190,7 +190,8 @@ class PlanEntry:
 class LimitsEntry:
     """Sizes that the engine was compiled for; block_size 0 is dense, one block a sequence.
 
-    Plans whose logits would take more than max_logits_mb are in tiles.
+    Plans whose logits would take more than max_logits_mb are in tiles. Caches have kv_cache_tokens
+    rows for all sequences together, or, where it is None, those of the longest sequences.
     """
 
     max_batch_size: int
@@ -199,6 +200,28 @@ class LimitsEntry:
     prefill_chunk: int
     max_nodes: int
     max_logits_mb: int
+    kv_cache_tokens: int | None = None
+
+    @property
+    def context(self) -> int:
+        """Cache rows that one sequence may have, in whole blocks."""
+        rows = self.max_seq_len + self.max_nodes
+        return rows if not self.block_size else -(-rows // self.block_size) * self.block_size
+
+    def cache_rows(
+        self, max_num_seqs: int | None = None, kv_cache_tokens: int | None = None
+    ) -> int:
+        """Cache rows of all sequences together, in whole blocks.
+
+        Args:
+            max_num_seqs: sequences that caches are made for; None is what the engine allows.
+            kv_cache_tokens: asked for where the engine is loaded; None is what it was compiled for.
+        """
+        most = min(max_num_seqs or self.max_batch_size, self.max_batch_size) * self.context
+        wanted = kv_cache_tokens or self.kv_cache_tokens
+        if wanted is None or not self.block_size:
+            return most
+        return min(wanted // self.block_size * self.block_size, most)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,9 @@ def print_summary(compilation: Compilation, output: Path, verbose: bool = False)
     console.print(render.memory_table(manifest))
     limits = manifest.limits
     console.print(
-        f"for {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, {manifest.dtype}\n"
+        f"for {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, {manifest.dtype}"
+        f"{render.cache_room(manifest)}\n",
+        soft_wrap=True,
     )
     for plan in manifest.plans:
         default = ", the default" if plan.name == manifest.default_plan else ""

@@ -149,7 +149,7 @@ def _print_limits(console: Console, manifest: Manifest) -> None:
     console.print(render.memory_table(manifest))
     console.print(
         f"for {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, caches in"
-        f" {blocks}, prefill in chunks of {limits.prefill_chunk}"
+        f" {blocks}, prefill in chunks of {limits.prefill_chunk}" + render.cache_room(manifest)
     )
     probe = render.probe_line(manifest.probe) if manifest.probe else "none"
     console.print(f"\nprobe: {probe}")

@@ -215,6 +215,14 @@ def memory_table(manifest: Manifest) -> Table:
     return table
 
 
+def cache_room(manifest: Manifest) -> str:
+    """What the caches hold, where that is less than the longest sequences can need together."""
+    limits = manifest.limits
+    if limits.kv_cache_tokens is None:
+        return ""
+    return f"; caches hold {limits.cache_rows()} tokens of all sequences together"
+
+
 def probe_line(probe: dict[str, Any]) -> str:
     """What the compiler measured on its built-in prompts, in one line."""
     text = f"{probe['num_tokens']} tokens"

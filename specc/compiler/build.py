@@ -156,7 +156,7 @@ def _compile(
     # the graphs may hold fewer positions
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     typed = [(model.program, model.source.dtype) for model in models]
-    limits = fit_prefill_chunk(limits, config, typed)
+    limits = fit_prefill_chunk(limits, config, typed, backend.facts)
     plans = tile_plans(plans, [model.program for model in models], config)
     engine = UnfinishedEngine(writer, models, plans, limits, config, phases, dump, drafts)
     return engine, records
@@ -168,7 +168,7 @@ def plan_engine_memory(
     """Model name → memory; of the graphs before the backend changes them for its own compiler."""
     found = {}
     for model in engine.models:
-        sizes = (engine.limits, model.source.dtype, engine.plans)
+        sizes = (engine.limits, model.source.dtype, engine.plans, backend.facts)
         memory = plan_model_memory(model.program, *sizes)
         memory = backend.model_memory(memory, engine.limits, engine.plans)
         found[model.name] = MemoryEntry(**memory.to_json())

@@ -134,7 +134,7 @@ class EngineExtension:
         rows, widest = (
             max(max_nodes, _most(count, plans, name)) for count in (logit_rows, pass_rows)
         )
-        held = (limits.max_seq_len + nodes) / (limits.max_seq_len + limits.max_nodes)
+        held = dataclasses.replace(limits, max_nodes=nodes).cache_rows() / limits.cache_rows()
         return MemoryEntry(
             entry.weights,
             int(entry.cache * max(1.0, held)),

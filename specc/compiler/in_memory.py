@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specc.artifact.backends import BackendFacts
 from specc.artifact.in_memory import BenchModel, BenchPrograms
 from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
 from specc.compiler.backends.registry import compiler_backend
@@ -112,7 +113,7 @@ def compile_shapes(
     compiled, _ = compile_models(sources, plans, limits.max_seq_len, lowering, phases)
     for source in sources:
         _check_rows(source, limits.max_seq_len)
-    models = tuple(_bench_model(model, limits, plans) for model in compiled)
+    models = tuple(_bench_model(model, limits, plans, backend.facts) for model in compiled)
     steps = {plan.name: _step(plan, models, options).to_json() for plan in plans}
     return BenchPrograms(models, steps, plans, limits, options.dtype)
 
@@ -142,12 +143,13 @@ def _step(plan: SpecPlan, models: Sequence[BenchModel], options: ShapeOptions) -
 
 
 def _bench_model(
-    model: CompiledModel, limits: LimitsEntry, plans: Sequence[SpecPlan]
+    model: CompiledModel, limits: LimitsEntry, plans: Sequence[SpecPlan], facts: BackendFacts
 ) -> BenchModel:
     program, source = model.program, model.source
     (result,) = program.graph.find_nodes(op="output")
     constants = {constant_key(name): value for name, value in program.constants.items()}
-    memory = MemoryEntry(**plan_model_memory(program, limits, source.dtype, plans).to_json())
+    planned = plan_model_memory(program, limits, source.dtype, plans, facts)
+    memory = MemoryEntry(**planned.to_json())
     return BenchModel(
         model.entry,
         source.module,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest_entries import LayerEntry, LimitsEntry, ModelEntry, SlabEntry
 from specc.compiler.checks import check_seq_len
 from specc.config import CompileConfig
@@ -89,7 +90,7 @@ def engine_limits(
         config: options.
         default_chunk: tokens of a prefill pass where nobody says how many.
     Raises:
-        ConfigError: more tokens than a model has positions.
+        ConfigError: more tokens than a model has positions, or a cache that cannot be.
     """
     longest = {source.name: source.max_position for source in sources if source.max_position}
     most = min(longest.values(), default=DEFAULT_MAX_SEQ_LEN)
@@ -97,18 +98,42 @@ def engine_limits(
     check_seq_len(max_seq_len, longest)
     most_tokens = max(max_seq_len * config.max_batch_size, LEAST_PREFILL_CHUNK)
     chunk = config.prefill_chunk or min(default_chunk, most_tokens)
-    return LimitsEntry(
+    limits = LimitsEntry(
         max_batch_size=config.max_batch_size,
         max_seq_len=max_seq_len,
         block_size=config.block_size,
         prefill_chunk=chunk,
         max_nodes=max(plan.num_rows for plan in plans),
         max_logits_mb=config.max_logits_mb,
+        kv_cache_tokens=config.kv_cache_tokens,
+    )
+    _check_cache(limits)
+    return limits
+
+
+def _check_cache(limits: LimitsEntry) -> None:
+    """Raises ConfigError: a cache that has no blocks, or fewer or more than can be of use."""
+    wanted = limits.kv_cache_tokens
+    most = limits.max_batch_size * limits.context
+    if wanted is None or (limits.block_size and limits.block_size <= wanted <= most):
+        return
+    raise ConfigError(
+        f"--kv-cache-tokens {wanted}"
+        + ("" if limits.block_size else ", and a cache of one block a sequence"),
+        f"{limits.block_size} … {most}, what {limits.max_batch_size} sequences can need"
+        if limits.block_size
+        else "a cache in blocks, which --block-size 0 and the backends onnx and tensorrt lack",
+        "choose a number in this range, or leave it out"
+        if limits.block_size
+        else "leave out --kv-cache-tokens, or choose another --block-size or --backend",
     )
 
 
 def fit_prefill_chunk(
-    limits: LimitsEntry, config: CompileConfig, models: Sequence[tuple[Program, torch.dtype]]
+    limits: LimitsEntry,
+    config: CompileConfig,
+    models: Sequence[tuple[Program, torch.dtype]],
+    facts: BackendFacts,
 ) -> LimitsEntry:
     """Halve a chunk that nobody asked for until its passes take what a step's logits may.
 
@@ -116,10 +141,11 @@ def fit_prefill_chunk(
         limits: of the engine.
         config: asked for, or left to the default, how many tokens a pass takes.
         models: programs after their last phase, and the dtype of each.
+        facts: of the backend.
     """
     most = config.max_logits_mb << 20
     while config.prefill_chunk is None and limits.prefill_chunk > LEAST_PREFILL_CHUNK:
-        plans = [plan_model_memory(program, limits, dtype, [OFF]) for program, dtype in models]
+        plans = [plan_model_memory(item, limits, dtype, [OFF], facts) for item, dtype in models]
         if max(plan.workspace for plan in plans) <= most:
             break
         chunk = max(limits.prefill_chunk // 2, LEAST_PREFILL_CHUNK)
@@ -128,20 +154,23 @@ def fit_prefill_chunk(
 
 
 def plan_model_memory(
-    program: Program, limits: LimitsEntry, dtype: torch.dtype, plans: Sequence[SpecPlan]
+    program: Program,
+    limits: LimitsEntry,
+    dtype: torch.dtype,
+    plans: Sequence[SpecPlan],
+    facts: BackendFacts,
 ) -> ModelMemory:
     """Memory of one model of an engine of these limits and plans; the model has one's name.
 
     Logits are those of the plan that leaves most of them alive, and of a draft include what
     children were drawn from, until the tree is verified.
     """
-    block = limits.block_size or limits.max_seq_len + limits.max_nodes
-    blocks = -(-(limits.max_seq_len + limits.max_nodes) // block)
     batch = limits.max_batch_size
     rows = max(1, *(logit_rows(plan, program.name) for plan in plans))
     nodes = max(1, *(pass_rows(plan, program.name) for plan in plans))
-    context = blocks * block
+    context = limits.context
     chunk = min(limits.prefill_chunk, limits.max_seq_len * batch)
     prefill = PassShape(chunk, batch, batch, min(chunk, limits.max_seq_len), context)
     step = PassShape(batch * nodes, batch * min(nodes, rows), batch, nodes, context)
-    return plan_memory(program, dtype, batch * context, [prefill, step], batch * rows)
+    sizes = (limits.cache_rows(), [prefill, step], batch * rows)
+    return plan_memory(program, dtype, *sizes, attention=facts.attention)

@@ -187,6 +187,7 @@ def _config_of(manifest: Manifest, backend: CompilerBackend, num_ranks: int) -> 
         backend=manifest.backend,
         policy=manifest.policy,
         max_logits_mb=limits.max_logits_mb,
+        kv_cache_tokens=limits.kv_cache_tokens,
         allow_nonfinite_weights=target.nonfinite_weights > 0,
         tensor_parallel_size=num_ranks,
     )

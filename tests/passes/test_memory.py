@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specc.artifact.backends import NATIVE, SPLIT, WHOLE, facts_of
+from specc.artifact.manifest_entries import LimitsEntry
+from specc.bench.synthetic.shapes import SHAPES, Shape
+from specc.compiler.model_entries import plan_model_memory
+from specc.passes.frontend.hf_model import build_on_meta
+from specc.passes.frontend.trace import trace
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.memory import ModelMemory, PassShape, peak_bytes, plan_memory
 from specc.passes.pipeline import Pipeline
+from specc.speculation.plans import OFF
 from tests.models import POSITIONS, build_model
 from tests.passes.modules import Tiny, compiled, flat_logits
 
@@ -61,6 +70,49 @@ def test_workspace_grows_with_tokens_and_context(program):
     base = peak_bytes(program, SHAPE)
     assert base < peak_bytes(program, twice) <= 2.5 * base
     assert base < peak_bytes(program, longer) <= 2 * base
+
+
+def test_native_attention_keeps_no_scores(program):
+    """What C++ needs depends on the machine's threads; torch keeps scores of limited rows."""
+    longer = PassShape(12, 5, 2, 6, 1 << 20)
+    native = peak_bytes(program, SHAPE, NATIVE)
+    assert native == peak_bytes(program, longer, NATIVE)
+    # 64 threads: three accumulators of 128 rows, a tile of keys and values, queries and scores
+    inside = 64 * 4 * (3 * 128 * (4 + 32) + 2 * 64 * 4 + 128 * (64 + 4))
+    assert inside < native < inside + 20_000
+    split, whole = (peak_bytes(program, longer, kind) for kind in (SPLIT, WHOLE))
+    # 4 heads: the scores of 16 rows fit, of 6 all the more; keys and values of 2 heads of 4
+    assert split == whole
+    many = PassShape(120, 5, 2, 60, 1 << 20)
+    split, whole = (peak_bytes(program, many, kind) for kind in (SPLIT, WHOLE))
+    assert whole - split == 4 * 2 * 4 * (60 - 16) << 20
+
+
+def test_a_model_of_8b_at_128k():
+    """Two of the 32 layers of Llama-3.1-8B in bfloat16, and its embedding and head of 128,256."""
+    config = Shape("8b", SHAPES["llama-3.1-8b"]).make_config()
+    config.num_hidden_layers = 2
+    program = trace(build_on_meta(config, torch.bfloat16), "target")
+    Pipeline().run(program)
+    limits = LimitsEntry(8, 131072, 16, 512, 16, 512)
+    plans = {
+        name: plan_model_memory(program, limits, torch.bfloat16, [OFF], facts_of(name))
+        for name in ("cpu", "eager", "onnx")
+    }
+    # 16 rows after the committed ones: one more block; 2 KiB of each key and of each value
+    assert plans["cpu"].cache == 2 * 8 * (131072 + 16) * 2 * 2048
+    layers = 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) + 5 * 4096
+    assert plans["cpu"].weights - 2 * (layers + 2 * 128256 * 4096) < 1 << 20
+    # that of 512 tokens, most of it inner features; 15 rows of scores; 512 rows of them
+    assert plans["cpu"].workspace < 100 << 20
+    gathered = 4 * 2 * 8 * 128 * (131072 + 16)
+    assert gathered + (490 << 20) < plans["eager"].workspace < gathered + (600 << 20)
+    assert plans["onnx"].workspace > 17 << 30
+    # room for two sequences in place of eight
+    fewer = dataclasses.replace(limits, kv_cache_tokens=2 * 131072)
+    small = plan_model_memory(program, fewer, torch.bfloat16, [OFF], facts_of("cpu"))
+    assert small.cache == 2 * 2 * 131072 * 2 * 2048
+    assert dataclasses.replace(small, cache=0) == dataclasses.replace(plans["cpu"], cache=0)
 
 
 class Peak(TorchDispatchMode):

@@ -76,10 +76,8 @@ def fit_device(
     most = manifest.limits.max_batch_size
     num_seqs = min(max_num_seqs or most, most)
     weights = sum(entry.weights for entry in plan)
-    caches = sum(entry.cache for entry in plan) * num_seqs // most
-    if kv_cache_tokens is not None:
-        rows = num_seqs * (manifest.limits.max_seq_len + manifest.limits.max_nodes)
-        caches = caches * min(kv_cache_tokens, rows) // rows
+    rows = manifest.limits.cache_rows(num_seqs, kv_cache_tokens)
+    caches = sum(entry.cache for entry in plan) * rows // manifest.limits.cache_rows()
     passes = sum(entry.logits + entry.workspace for entry in plan)
     needed = weights + caches + passes
     if needed > free:

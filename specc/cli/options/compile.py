@@ -87,6 +87,11 @@ class CompileOptions:
         16,
         "How many tokens a block of the KV cache holds; 0 makes one block for each sequence.",
     )
+    kv_cache_tokens: int | None = option(
+        None,
+        "How many tokens the KV cache holds, for all sequences together: where it is full, the"
+        " newest gives way. The default is the worst case, --max-batch-size times --max-seq-len.",
+    )
     prefill_chunk: int | None = option(
         None,
         "How many tokens of prompts one pass takes at most. The default is 2048 for cuda, where the"

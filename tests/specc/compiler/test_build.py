@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specc.artifact.manifest import Manifest
-from specc.cli.render import rotary_lines
+from specc.cli.render import cache_room, rotary_lines
 from specc.compiler.build import build
 from specc.compiler.engine_plans import engine_plans
 from specc.config import CompileConfig
@@ -510,6 +510,44 @@ def test_one_rotary_length_for_every_position(tmp_path):
     )
     assert plain == tree
     assert all(len(tokens) == 40 for tokens in plain)
+
+
+def test_a_cache_of_fewer_tokens(models, tmp_path):
+    """Said at compile: planned, loaded and shown; a load may still say another size."""
+    config = options(backend="eager", kv_cache_tokens=53)
+    manifest = build(models / "target", None, tmp_path / "engine", config).manifest
+    worst = build(models / "target", None, tmp_path / "worst", options(backend="eager")).manifest
+    assert Manifest.from_json(manifest.to_json()).limits.kv_cache_tokens == 53
+    # blocks of 16: three of them, where two sequences of 64 tokens need five each
+    assert worst.memory_plan["target"].cache * 3 == manifest.memory_plan["target"].cache * 10
+    assert manifest.memory_of((0,)) == manifest.total_memory
+    assert manifest.memory_of((0,), kv_cache_tokens=1000) == worst.total_memory
+    assert manifest.memory_of((0,), max_num_seqs=1) == manifest.total_memory
+    assert "caches hold 48 tokens" in cache_room(manifest)
+    assert cache_room(worst) == ""
+    for kv_cache_tokens, num_blocks in ((None, 3), (16, 1), (160, 10)):
+        engine = Engine.load(tmp_path / "engine", kv_cache_tokens=kv_cache_tokens)
+        assert engine.cache.shape.num_blocks == num_blocks
+    llm, other = LLM(Engine.load(tmp_path / "engine")), LLM(Engine.load(tmp_path / "worst"))
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    found, expected = (
+        [output.outputs[0].token_ids for output in item.generate(PROMPTS, params)]
+        for item in (llm, other)
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"kv_cache_tokens": 15}, "--kv-cache-tokens 15"),
+        ({"kv_cache_tokens": 161}, "--kv-cache-tokens 161"),
+        ({"kv_cache_tokens": 64, "block_size": 0}, "a cache of one block a sequence"),
+    ],
+)
+def test_caches_that_cannot_be(models, tmp_path, changes, found):
+    config = options(backend="eager", **changes)
+    assert found in refused(ConfigError, tmp_path, models / "target", None, config)
 
 
 def test_existing_output(tmp_path):

@@ -7,12 +7,16 @@ import dataclasses
 import pytest
 import torch
 
+from specc.artifact.backends import facts_of
 from specc.artifact.manifest_entries import LimitsEntry
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.config import CompileConfig
 from specc.speculation.plans import OFF
 from tests.passes.modules import Tiny, compiled
+
+# whose passes keep all scores
+FACTS = facts_of("onnx")
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +50,16 @@ def limits_of(chunk: int) -> LimitsEntry:
 def test_a_default_takes_no_more_memory_than_logits_may(program) -> None:
     """Halved until it fits, down to 512; what somebody asks for stays."""
     models = [(program, torch.float32)]
-    most = plan_model_memory(program, limits_of(1024), torch.float32, [OFF]).workspace
+    most = plan_model_memory(program, limits_of(1024), torch.float32, [OFF], FACTS).workspace
     limit_mb = -(-most // (1 << 20))
-    assert plan_model_memory(program, limits_of(2048), torch.float32, [OFF]).workspace > (
+    assert plan_model_memory(program, limits_of(2048), torch.float32, [OFF], FACTS).workspace > (
         limit_mb << 20
     )
     config = CompileConfig(max_logits_mb=limit_mb)
-    assert fit_prefill_chunk(limits_of(2048), config, models).prefill_chunk == 1024
+    assert fit_prefill_chunk(limits_of(2048), config, models, FACTS).prefill_chunk == 1024
     tight = dataclasses.replace(config, max_logits_mb=1)
-    assert fit_prefill_chunk(limits_of(2048), tight, models).prefill_chunk == 512
+    assert fit_prefill_chunk(limits_of(2048), tight, models, FACTS).prefill_chunk == 512
     wide = dataclasses.replace(config, max_logits_mb=512)
-    assert fit_prefill_chunk(limits_of(2048), wide, models).prefill_chunk == 2048
+    assert fit_prefill_chunk(limits_of(2048), wide, models, FACTS).prefill_chunk == 2048
     asked = dataclasses.replace(tight, prefill_chunk=2048)
-    assert fit_prefill_chunk(limits_of(2048), asked, models).prefill_chunk == 2048
+    assert fit_prefill_chunk(limits_of(2048), asked, models, FACTS).prefill_chunk == 2048

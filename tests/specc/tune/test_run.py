@@ -10,6 +10,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from specc.artifact.directory import open_engine
@@ -23,6 +25,7 @@ from specc.cost.latency_table import LatencyTable, PassSeconds
 from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, EngineError
 from specc.progress import PhaseTimer
+from specc.runtime.backends.step import Model
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import EngineArgs
@@ -377,9 +380,58 @@ def test_chains_of_a_view_are_those_of_its_steps(viewing: Path, temperature: flo
         assert accepted == next((n for n, rank in enumerate(chain) if rank), len(chain))
         seen.add(accepted)
     assert len(seen) > 1
-    # the target's rows are back: what follows depends on none of the views before
+
+
+class Passes:
+    """Keeps the inputs and the logits of a model's passes."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.seen: list[tuple[list[Tensor], Tensor]] = []
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        logits = self.model(*inputs)
+        self.seen.append((list(inputs), logits))
+        return logits
+
+    @property
+    def levels(self) -> list[tuple[list[Tensor], Tensor]]:
+        """Those of one token over a view."""
+        return [(inputs, logits) for inputs, logits in self.seen if inputs[5] is not None]
+
+
+def test_levels_write_the_rows_of_their_positions_and_leave_nothing(viewing: Path):
+    """In the sequence's own blocks; logits after another view's levels are bitwise the same."""
+    engine = Engine.load(viewing)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    (run,) = trajectories(engine, params)[:1]
     wide, narrow = SelfDraft(View(16, 4)), SelfDraft(View(4, 0))
-    assert chains_over(engine, [narrow, wide], run, 1, 4)[1] == chains
+    target = engine.target
+    found = []
+    for views in ([wide], [wide, narrow]):
+        engine.target = passes = Passes(target)
+        chains_over(engine, views, run, 1, 4)
+        found.append(passes)
+    alone, both = found
+    roots = range(run.num_prompt - 1, len(run.token_ids) - 1, 4)
+    wanted = [root + level for root in roots for level in range(4)]
+    wanted = [position for position in wanted if position < len(run.token_ids) - 1]
+    assert [int(inputs[1]) for inputs, _ in alone.levels] == wanted
+    (table,) = {tuple(inputs[6][0].tolist()) for inputs, _ in both.seen if inputs[5] is None}
+    size = engine.cache.shape.block_size
+    for inputs, _ in both.levels:
+        assert int(inputs[0]) == run.token_ids[int(inputs[1])]
+        slot, position = int(inputs[3]), int(inputs[1])
+        assert inputs[6][0, slot // size] == table[position // size]
+        assert slot % size == position % size
+    mine, rest = [], list(both.levels)
+    for root in roots:
+        # those of one view, then those of the other
+        count = min(4, len(run.token_ids) - 1 - root)
+        mine += [logits for _, logits in rest[:count]]
+        rest = rest[2 * count :]
+    assert len(mine) == len(alone.levels)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(mine, alone.levels, strict=True))
 
 
 def test_prompts_are_joined_and_repeated():

@@ -293,12 +293,12 @@ def test_memory_is_checked_before_it_is_taken(cuda_engine, device, max_num_seqs)
 
 
 def test_a_smaller_cache_needs_less_memory(cuda_engine, device) -> None:
-    """Half of the rows that two sequences of 48 tokens and their trees can have."""
+    """Half of the blocks that two sequences of 48 tokens and their trees can have."""
     manifest = read_manifest(cuda_engine)
     cache = sum(entry.cache for entry in manifest.memory_plan.values())
-    rows = 2 * (manifest.limits.max_seq_len + manifest.limits.max_nodes)
+    rows = manifest.limits.cache_rows()
     assert manifest.limits.max_batch_size == 2
-    assert rows % 2 == cache % 2 == 0
+    assert rows % (2 * manifest.limits.block_size) == cache % 2 == 0
     needed = manifest.total_memory - cache + cache // 2
     device.memory_bytes = needed - 1
     with pytest.raises(EngineError):
