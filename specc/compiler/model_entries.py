@@ -11,7 +11,7 @@ from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest_entries import LayerEntry, LimitsEntry, ModelEntry, SlabEntry
 from specc.compiler.checks import check_seq_len
 from specc.config import CompileConfig
-from specc.errors import TreeError
+from specc.errors import ConfigError, TreeError
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.memory import ModelMemory, PassShape, plan_memory
 from specc.passes.program import Program
