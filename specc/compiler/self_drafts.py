@@ -108,6 +108,12 @@ def _entry_of(draft: SelfDraft, target: CompiledModel, max_seq_len: int) -> Self
     windows = [layers[number].window for number in kept]
     slides = [0 < window < max_seq_len for window in windows]
     is_windowed = view is not None and any(slides)
+    if view is not None and view.chosen and (is_windowed or draft.layers is not None):
+        raise ConfigError(
+            f"--draft {draft.option}, a draft by a second program of the target",
+            "a window alone: blocks are chosen for the target's own program",
+            "leave out blocks" + ("" if draft.layers is None else ", or layers and skip"),
+        )
     if kept == every and view is None:
         raise ConfigError(
             f"--draft {draft.option}, all {len(layers)} layers of the target",
