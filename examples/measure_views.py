@@ -6,13 +6,17 @@
         --contexts 1024 2048 4096 8000 --windows 64 128 256 512 1024 \
         --draft-kv window=64 window=512 --json docs/results/views_long.json
 
+    python examples/measure_views.py --windows --budgets --selves skip=5 skip=4-5 layers=0-3 \
+        --times --json docs/results/layers_pair.json
+
 The demo target drafts chains with windows of its own cache, and with as many rows of which some are
 the blocks that it attended to most. A context is held-out prompts of `examples/pair`, joined until
 they have so many tokens; no two contexts share a prompt. With `--corpus` it is the end of a stretch
 of held-out files, joined: contexts of all lengths end at the same places. Output is greedy, or
 seeded at `--temperature`, and compared with plain decoding, token by token. Counts can be repeated
-exactly; no times are taken. Text that loops is easy to draft, so the share of distinct 4-grams of
-the outputs stands beside each context.
+exactly; no times are taken but with `--times`: those of a pass over one token by each self-draft
+that is a program of its own, in turn with one of the target. Text that loops is easy to draft, so
+the share of distinct 4-grams of the outputs stands beside each context.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ import argparse
 import datetime
 import json
 import os
+import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +42,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
+from specc.speculation.self_drafts import SelfDraft
 from specc.speculation.views import View
 from specc.system.machine import describe_machine
 
@@ -47,7 +54,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, default=PAIR / "target")
     parser.add_argument("--draft", type=Path, default=PAIR / "draft", help="to compare with")
-    parser.add_argument("--windows", type=int, nargs="+", default=[16, 64, 128, 256, 512])
+    parser.add_argument("--windows", type=int, nargs="*", default=[16, 64, 128, 256, 512])
     parser.add_argument(
         "--budgets", type=int, nargs="*", default=[64, 128, 256, 512], help="with chosen blocks"
     )
@@ -65,6 +72,10 @@ def parse() -> argparse.Namespace:
         metavar="window=W",
         help="a draft for each: past its positions it needs a window",
     )
+    parser.add_argument(
+        "--selves", nargs="+", default=[], metavar="skip=N", help="other self-drafts, without self:"
+    )
+    parser.add_argument("--times", action="store_true", help="seconds of passes, too")
     parser.add_argument("--corpus", action="store_true", help="contexts are held-out files")
     parser.add_argument("--json", type=Path, help="write the figures here")
     return parser.parse_args()
@@ -149,11 +160,42 @@ def measure(engine: Engine, options: argparse.Namespace, length: int) -> dict[st
     }
 
 
+def pass_ratios(engine: Engine, context: int, rounds: int = 101) -> dict[str, float]:
+    """Self-draft → seconds of a pass over one token, over those of the target next to it: medians.
+
+    Args:
+        engine: with nobody else at work.
+        context: committed rows of the sequence; what they hold does not matter.
+        rounds: pairs of passes; the first one counts for nothing.
+    """
+    cache = engine.cache
+    blocks = cache.allocator.allocate(cache.shape.blocks_per_sequence)
+    slot = torch.tensor([context], dtype=torch.int32)
+    inputs = (
+        torch.zeros(1, dtype=torch.int64), slot.long(), torch.tensor([0, 1], dtype=torch.int32),
+        slot, slot, torch.ones(1, 1, dtype=torch.int64), cache.block_table([blocks]),
+        torch.tensor([0]),
+    )  # fmt: skip
+    ratios: dict[str, list[float]] = {name: [] for name in engine.self_drafts}
+    with torch.inference_mode():
+        for _ in range(rounds):
+            for name, program in engine.self_drafts.items():
+                seconds = []
+                for one in (program, engine.target):
+                    begin = time.perf_counter()
+                    one(*inputs)
+                    seconds.append(time.perf_counter() - begin)
+                ratios[name].append(seconds[0] / seconds[1])
+    cache.allocator.free(blocks)
+    return {name: round(statistics.median(found[1:]), 3) for name, found in ratios.items()}
+
+
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
     chain = (1,) * options.num_speculative_tokens
     views = [View(window, options.sink).name for window in options.windows]
+    views += [draft.name for x in options.selves if (draft := SelfDraft.parse(f"self:{x}"))]
     for budget in options.budgets:
         for window in (budget // 2, budget // 4):
             views.append(View(window, options.sink, budget - window).name)
@@ -174,6 +216,10 @@ def main() -> None:
         build(options.target, [options.draft] * len(windows), path, config)
         engine = Engine.load(path)
         figures = [measure(engine, options, length) for length in options.contexts]
+        if options.times:
+            for one in figures:
+                one["pass_over_targets"] = pass_ratios(engine, one["context"])
+                print(one["context"], one["pass_over_targets"], flush=True)
     report = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": describe_machine(),

@@ -24,12 +24,14 @@ from specc.passes.rewrite.tree_attention import RewriteTreeAttention
 # phases by name, each a list of passes (classes, or functions that make one)
 Phases = tuple[tuple[str, tuple[Callable[[], Pass], ...]], ...]
 
+# from here on projections of a layer are one, and its weights are as they are stored
+FUSE = "fuse"
 # the compiler at a glance: phases by name, each a list of passes; verified after every phase
 PHASES: Phases = (
     ("normalize", (Normalize, ReplaceGroupedMM)),
     ("attention", (ClassifyMasks, RewriteTreeAttention)),
     ("logits", (SelectLogits,)),
-    ("fuse", (FuseQKV, FuseGateUp)),
+    (FUSE, (FuseQKV, FuseGateUp)),
 )
 
 

@@ -93,6 +93,8 @@ class Program:
         windows: attention node name → window (0 = none); filled by mask classification.
         runtime_inputs: names of the inputs that a runtime brings to every pass.
         shard: how it was cut, where it is that of one rank of several.
+        constant_keys: placeholder name → name of a constant in the engine's weight file, where that
+            is not `constant_key`: of programs that read the file of another one.
     """
 
     name: str
@@ -104,6 +106,24 @@ class Program:
     windows: dict[str, int] = field(default_factory=dict)
     runtime_inputs: tuple[str, ...] = RUNTIME_INPUTS
     shard: ShardPlan | None = None
+    constant_keys: dict[str, str] = field(default_factory=dict)
+
+    def copy(self, name: str) -> Program:
+        """Another program of the same graph, which passes may change without changing this one."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph, {}))
+        (old,), (new,) = (g.find_nodes(op="output") for g in (self.graph, graph))
+        new.meta = dict(old.meta)
+        return Program(
+            name,
+            fx.GraphModule(torch.nn.Module(), graph),
+            dict(self.weights),
+            dict(self.constants),
+            dict(self.caches),
+            list(self.layers),
+            dict(self.windows),
+            self.runtime_inputs,
+        )
 
     @property
     def graph(self) -> fx.Graph:
@@ -253,7 +273,8 @@ def program_to_json(program: Program) -> dict[str, Any]:
                 entry["blocks_of"] = list(weight.shape)
         elif name in program.constants:
             value = program.constants[name]
-            entry |= {"kind": "constant", "key": constant_key(name), "dtype": _dtype(value.dtype)}
+            key = program.constant_keys.get(name, constant_key(name))
+            entry |= {"kind": "constant", "key": key, "dtype": _dtype(value.dtype)}
             entry["shape"] = list(value.shape)
         elif name in program.caches:
             layer, part = program.caches[name]

@@ -63,6 +63,7 @@ class Engine:
         directory: that it was loaded from; None for an engine made by hand.
         link: to the device that the programs run on.
         drawn: for batches whose tokens the target draws; None where it cannot.
+        self_drafts: name → second program of the target, bound to its weights and caches.
         turn: held for each iteration of the `LLM`s over this engine, in whatever threads.
     """
 
@@ -86,6 +87,7 @@ class Engine:
     directory: Path | None = None
     link: HostLink | DeviceLink = field(default_factory=HostLink)
     drawn: DrawnPrograms | None = None
+    self_drafts: Mapping[str, Model] = field(default_factory=dict)
     turn: FairLock = field(default_factory=FairLock, repr=False, compare=False)
 
     @property
@@ -230,6 +232,7 @@ class Engine:
             directory=path,
             link=loaded.link,
             drawn=loaded.drawn,
+            self_drafts=loaded.self_drafts,
         )
 
 

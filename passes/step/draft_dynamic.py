@@ -1,4 +1,4 @@
-"""Expand and rerank: a draft model or a view grows the tree that it finds likeliest.
+"""Expand and rerank: a draft model or a self-draft grows the tree that it finds likeliest.
 
 Every level feeds the `top_k` best nodes of the level before, tile by tile, and takes the `top_k`
 best children of each; a node's score is the sum of log probabilities on its path. In the end the
@@ -87,7 +87,7 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     )
     words, depths = g.parts(specc.ancestor_words.default, 2, tree[1])
     outputs = {"tokens": tree[0], "parents": tree[1], "ancestors": words, "depths": depths}
-    if grower.view is None:
+    if not grower.is_target:
         rows = _rows_of_candidates(g, plan, g.cat(*fed))
         kept = g.call(aten._to_copy.default, tree[2], dtype=torch.int64)
         outputs[slots_name(draft)] = g.call(aten.gather.default, rows, 1, kept)

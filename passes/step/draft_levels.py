@@ -1,4 +1,4 @@
-"""A draft model or a view grows a tree of static shape, level by level."""
+"""A draft model, or the target itself, grows a tree of static shape, level by level."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import fx
 from specc.passes.step.draft_view import DraftView
 from specc.passes.step.step_graph import TARGET, StepGraph, int32
 from specc.speculation.plans import SpecPlan
+from specc.speculation.self_drafts import SelfDraft
 
 aten = torch.ops.aten
 specc = torch.ops.specc
@@ -17,22 +18,32 @@ specc = torch.ops.specc
 
 @dataclass(frozen=True)
 class Grower:
-    """What is asked level by level: a draft model over its own cache, or the target over a view.
+    """What is asked level by level: a draft model over its own cache, or the target over its own.
 
     Args:
         draft: name in the plan.
+        program: that is called.
         num_first: last tokens of a sequence that its first level reads.
-        view: None of a model.
+        is_target: a self-draft: it reads and writes the target's cache.
+        view: of a self-draft that sees a part of it by another block table; else None.
     """
 
     draft: str
+    program: str
     num_first: int
+    is_target: bool = False
     view: DraftView | None = None
 
     @classmethod
     def of(cls, g: StepGraph, plan: SpecPlan, draft: str) -> Grower:
         """Of a plan's draft; what a view sees is computed here, once for all levels."""
-        return cls(draft, plan.first_level(draft), DraftView.of(g, plan, draft))
+        own = SelfDraft.named(draft)
+        if own is None:
+            return cls(draft, draft, plan.first_level(draft))
+        cuts_itself = draft in g.windowed
+        program = draft if cuts_itself or own.layers is not None else TARGET
+        view = None if cuts_itself else DraftView.of(g, plan, own.view)
+        return cls(draft, program, plan.first_level(draft), True, view)
 
 
 def first_level(g: StepGraph, grower: Grower) -> fx.Node:
@@ -40,11 +51,11 @@ def first_level(g: StepGraph, grower: Grower) -> fx.Node:
 
     A draft model has not seen the leaf that the last step accepted, nor what only other drafts
     proposed. Feeding all that it can lack is idempotent and keeps the shape; tokens before the
-    sequence have negative slots, which makes them dead. A view is fed the root alone: it would
-    overwrite the target's rows of other tokens with what it computes from less than they were
+    sequence have negative slots, which makes them dead. A self-draft is fed the root alone: it
+    would overwrite the target's rows of other tokens with what it computes from less than they were
     computed from.
     """
-    if grower.view is not None:
+    if grower.is_target:
         root = g.constant("view_root", torch.ones(1, 1, dtype=torch.int64))
         ancestors = g.repeat_rows(root, g.batch)
         return feed_level(g, grower, g.last(g["last_tokens"], 1), ancestors, 0, 1, 0)
@@ -53,7 +64,7 @@ def first_level(g: StepGraph, grower: Grower) -> fx.Node:
     slots, positions = g.rows(nodes, nodes)
     total = g.multiple(batch, count)
     return g.model(
-        grower.draft,
+        grower.program,
         g.flat(g.last(g["last_tokens"], count)),
         positions,
         g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
@@ -95,7 +106,7 @@ def feed_level(
     if view is not None:
         slots, _ = g.rows(nodes, depths, view.cache_len)
     return g.model(
-        grower.draft if view is None else TARGET,
+        grower.program,
         g.flat(tokens),
         positions,
         g.arange(0, g.multiple(batch, count, 1), count, torch.int32),

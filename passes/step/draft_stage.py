@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +36,7 @@ class Proposals:
         q_rows: of each node, which row of logits it was drawn from; -1 is none.
         logits: [B * F, V] of each level.
         slots: of each node, the draft's row after the committed ones, -1 for none; None of
-            lookups and views, which have no cache of their own to commit in.
+            lookups and self-drafts, which have no cache of their own to commit in.
     """
 
     tokens: fx.Node
@@ -50,6 +51,7 @@ def draft_stage(
     constants: dict[str, torch.Tensor],
     is_padded: bool = False,
     block_size: int = 0,
+    windowed: Collection[str] = (),
 ) -> fx.Graph:
     """Grow the tree of a plan that speculates.
 
@@ -57,7 +59,9 @@ def draft_stage(
     `depths` [B * N] and `slot_of_<draft>` [B, N] of draft models; of merged trees also `image`
     [B, T]. `q_0`, `q_1`, … are the logits that children were drawn from.
     """
-    g = StepGraph(constants, *STEP_INPUTS, is_padded=is_padded, block_size=block_size)
+    g = StepGraph(
+        constants, *STEP_INPUTS, is_padded=is_padded, block_size=block_size, windowed=windowed
+    )
     if plan.is_static:
         outputs = _static(g, plan)
     elif plan.dynamic is not None:

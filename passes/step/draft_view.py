@@ -45,12 +45,11 @@ class DraftView:
     cache_len: fx.Node
 
     @classmethod
-    def of(cls, g: StepGraph, plan: SpecPlan, draft: str) -> DraftView | None:
-        """The view of one of a plan's drafts; None of a draft that is none.
+    def of(cls, g: StepGraph, plan: SpecPlan, view: View | None) -> DraftView | None:
+        """What one of a plan's self-drafts sees; None where it sees all rows.
 
         Padding has lengths far below 0: its view begins at the beginning, and its rows stay dead.
         """
-        view = View.named(draft)
         if view is None:
             return None
         size, cache_len = g.block_size, g["cache_len"]
@@ -66,7 +65,7 @@ class DraftView:
         columns = g.call(aten.add.Tensor, columns, g.arange(0, count, 1, torch.int64))
         parts = [columns]
         if chosen:
-            before = plan.num_chosen(size, draft)
+            before = plan.num_chosen(size, view.name)
             of_all = g[CHOSEN_BLOCKS]
             parts.insert(0, g.part(of_all, 1, before, before + chosen, plan.num_chosen(size)))
         if sink:

@@ -9,6 +9,7 @@ STEP_OUTPUTS.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,7 @@ def fuse_step(
     is_padded: bool = False,
     block_size: int = 0,
     reads_winners: bool = False,
+    windowed: Collection[str] = (),
 ) -> StepProgram:
     """Compose the step of a plan.
 
@@ -86,12 +88,14 @@ def fuse_step(
         reads_winners: acceptance reads what the target wants after each node, as that of a plan in
             tiles does in any case. Trees are accepted so under rules that follow the target's own
             token.
+        windowed: self-drafts whose programs see a part of the cache by themselves; others get
+            another block table.
     """
     reads_winners = reads_winners or plan.tile is not None
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
-        stages["draft"] = draft_stage(plan, constants, is_padded, block_size)
+        stages["draft"] = draft_stage(plan, constants, is_padded, block_size, windowed)
     stages["verify"] = _verify_stage(plan, constants, reads_winners)
     stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants, reads_winners)
     return StepProgram(plan, constants, stages)

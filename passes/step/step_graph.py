@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class StepGraph:
         inputs: names of the environment.
         is_padded: model programs write the nodes of a pass to rows that follow each other.
         block_size: rows of a block of the caches, which views count in.
+        windowed: self-drafts whose programs see a part of the cache by themselves.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class StepGraph:
         *inputs: str,
         is_padded: bool = False,
         block_size: int = 0,
+        windowed: Collection[str] = (),
     ) -> None:
         self.graph = fx.Graph()
         self.is_padded = is_padded
         self.block_size = block_size
+        self.windowed = windowed
         self._constants = constants
         self._inputs = {name: self.graph.placeholder(name) for name in inputs}
         self._last = next(reversed(self._inputs.values()))

@@ -28,7 +28,7 @@ def logit_rows(plan: SpecPlan, model: str) -> int:
     if model != TARGET:
         return _drafted_rows(plan, [model] if model in plan.models else [])
     rows = min(plan.num_nodes, plan.tile or plan.num_nodes)
-    drafted = _drafted_rows(plan, [view.name for view in plan.views])
+    drafted = _drafted_rows(plan, [draft.name for draft in plan.self_drafts])
     # what no rule verifies with is let go of before the tree is verified
     return rows + drafted if num_levels(plan) else max(rows, drafted)
 
@@ -37,7 +37,8 @@ def pass_rows(plan: SpecPlan, model: str) -> int:
     """Tokens a sequence of the widest pass that a step makes with a model."""
     if model == TARGET:
         own = min(plan.num_nodes, plan.tile or plan.num_nodes)
-        return max([own, *(rows for view in plan.views for rows in _level_rows(plan, view.name))])
+        names = [draft.name for draft in plan.self_drafts]
+        return max([own, *(rows for name in names for rows in _level_rows(plan, name))])
     levels = _level_rows(plan, model) if model in plan.models else []
     return max(plan.catch_up, *levels) if levels else 0
 

@@ -57,6 +57,7 @@ class LoadedPrograms:
         winners_steps: plan name → the step whose acceptance reads `winners` of the target instead
             of logits, where the engine has one.
         drawn: for batches whose tokens the target draws; None where it cannot.
+        self_drafts: name → second program of the target, as passes between steps call it.
     """
 
     models: dict[str, Model]
@@ -67,6 +68,7 @@ class LoadedPrograms:
     mapped_weights: tuple[MappedWeights, ...] = ()
     winners_steps: dict[str, Step] = field(default_factory=dict)
     drawn: DrawnPrograms | None = None
+    self_drafts: dict[str, Model] = field(default_factory=dict)
 
 
 class RuntimeBackend(ABC):

@@ -30,7 +30,7 @@ def plan_constants(plan: SpecPlan, is_padded: bool) -> dict[str, Tensor]:
         made["depths"] = _int32(plan.tree.depths)
         made["ancestors"] = plan.tree.ancestor_words()
     trees = {draft: plan.tree_of(draft) for draft in plan.drafts}
-    if plan.views:
+    if plan.self_drafts:
         made["view_root"] = torch.ones(1, 1, dtype=torch.int64)
     column, row, rows = 0, 0, list[int]()
     for draft, tree in trees.items():
@@ -78,7 +78,7 @@ def _dynamic(plan: SpecPlan) -> dict[str, Tensor]:
     sizes = {last - first for first, last in plan.tiles(k)}
     columns = {"frontier_columns" + (f"_{n}" if n < k else ""): _int32([0] * n) for n in sizes}
     return {
-        **({"view_root": torch.ones(1, 1, dtype=torch.int64)} if plan.views else {}),
+        **({"view_root": torch.ones(1, 1, dtype=torch.int64)} if plan.self_drafts else {}),
         "root_column": _int32([0]),
         "first_candidates": torch.arange(1, k + 1),
         "no_rows": _int32([-1] * dynamic.num_candidates),

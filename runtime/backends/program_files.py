@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, fx
 
 from specc.artifact.manifest import Manifest
+from specc.artifact.manifest_entries import SelfDraftEntry
 from specc.errors import EngineError
 from specc.kernels import native
 from specc.speculation.plans import SpecPlan
@@ -30,6 +31,27 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise EngineError(f"{path} is no JSON object", "a JSON object", _DO)
     return data
+
+
+def read_self_draft(path: Path, entry: SelfDraftEntry) -> dict[str, Any]:
+    """The program of a self-draft, which is bound to the target's weights and caches.
+
+    Args:
+        path: the engine directory.
+        entry: of the draft.
+    Raises:
+        EngineError: the file is absent or no JSON object, or reads caches of other layers.
+    """
+    program = read_json(path / entry.program_file)
+    inputs = program.get("inputs", [])
+    layers = {item.get("layer") for item in inputs if item.get("kind") == "cache"}
+    if layers != set(entry.layers):
+        raise EngineError(
+            f"{path / entry.program_file} with caches of layers {sorted(layers)}",
+            f"those of layers {list(entry.layers)}, as the manifest says",
+            _DO,
+        )
+    return program
 
 
 def plan_of(program: Mapping[str, Any]) -> SpecPlan:

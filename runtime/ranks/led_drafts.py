@@ -26,7 +26,7 @@ def drafts_led(plan: SpecPlan, models: Mapping[str, Model]) -> bool:
         plan: of an engine.
         models: of the engine; those that all ranks run are `LedModel`s.
     """
-    return bool(plan.views) or any(isinstance(models[name], LedModel) for name in plan.models)
+    return bool(plan.self_drafts) or any(isinstance(models[name], LedModel) for name in plan.models)
 
 
 def led_drafts(

@@ -16,6 +16,7 @@ from specc.artifact.manifest_checks import (
     check_models,
     check_parallel,
     check_plans,
+    check_self_drafts,
     check_sizes,
     decode,
     invalid,
@@ -29,6 +30,7 @@ from specc.artifact.manifest_entries import (
     NativeEntry,
     ParallelEntry,
     PlanEntry,
+    SelfDraftEntry,
     TensorRTEntry,
     TokenizerEntry,
 )
@@ -53,6 +55,7 @@ class Manifest:
         native: what compiled code needs of the machine; None where there is none.
         rectangle: cache rows of engines whose programs take padded batches; else None.
         tensorrt: of engines for TensorRT; else None.
+        self_drafts: programs that self-drafts run beside the target's own.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
@@ -73,6 +76,7 @@ class Manifest:
     rectangle: CacheRowsEntry | None = None
     tensorrt: TensorRTEntry | None = None
     parallel: ParallelEntry | None = None
+    self_drafts: tuple[SelfDraftEntry, ...] = ()
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -114,6 +118,8 @@ class Manifest:
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]
+        if not self.self_drafts:
+            del data["self_drafts"]
         return data
 
     @classmethod
@@ -145,8 +151,9 @@ class Manifest:
         if not isinstance(memory, dict) or "total" not in memory:
             raise invalid("memory_plan has no total", "an object with a total")
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
-        # engines of one rank do not say so
-        fields = {"parallel": None} | data | {"memory_plan": models_memory}
+        # engines of one rank do not say so, nor those whose drafts need no program of their own
+        absent = {"parallel": None, "self_drafts": []}
+        fields = absent | data | {"memory_plan": models_memory}
         manifest = decode(cls, fields, "")
         if memory["total"] != manifest.total_memory:
             raise invalid(
@@ -165,6 +172,7 @@ class Manifest:
         check_backend(self.backend, self.native, self.rectangle, self.tensorrt)
         check_cache_rows(self.rectangle, self.limits)
         check_plans(self.plans, self.models, self.limits)
+        check_self_drafts(self.self_drafts, self.models[0], self.plans)
         check_choice(self.default_plan, self.policy, self.plans)
         check_sizes(self.models, self.memory_plan, self.limits)
         check_parallel(self.parallel, self.models, self.rank_files)
@@ -188,6 +196,11 @@ class Manifest:
     def weights_file(self, model: ModelEntry, rank: int = 0) -> str:
         """The weights of a model that a rank reads."""
         return model.rank_file(rank) if self.is_cut(model) else model.weights_file
+
+    @property
+    def windowed(self) -> frozenset[str]:
+        """Self-drafts whose programs see a part of the cache by themselves."""
+        return frozenset(draft.name for draft in self.self_drafts if draft.is_windowed)
 
     @property
     def weights_files(self) -> tuple[str, ...]:
@@ -219,7 +232,8 @@ class Manifest:
     def required_files(self) -> tuple[str, ...]:
         """Files that the runtime opens; each is listed in `files`."""
         fields = ("program_file", *facts_of(self.backend).model_files)
-        files = [getattr(model, field) for model in self.models for field in fields]
+        programs = (*self.models, *self.self_drafts)
+        files = [getattr(program, field) for program in programs for field in fields]
         files += self.weights_files
         cut = [model for model in self.models if self.is_cut(model)]
         files += [file for model in cut for file in (model.shard_file, model.whole_file)]

@@ -20,9 +20,11 @@ from specc.artifact.manifest_entries import (
     NativeEntry,
     ParallelEntry,
     PlanEntry,
+    SelfDraftEntry,
     TensorRTEntry,
 )
 from specc.errors import EngineError, SpeccError
+from specc.speculation.self_drafts import SelfDraft
 
 # what chooses the plan of a step
 POLICIES = ("fixed", "best", "profile")
@@ -112,6 +114,36 @@ def check_plans(
         raise invalid(f"plans are {', '.join(names)}", "plans of different names")
     for plan in plans:
         _check_plan(plan, [model.name for model in models], limits)
+
+
+def check_self_drafts(
+    drafts: Sequence[SelfDraftEntry], target: ModelEntry, plans: Sequence[PlanEntry]
+) -> None:
+    """Second programs of the target.
+
+    Raises:
+        EngineError: one that no plan could name, layers that the target does not have, or a plan
+            whose self-draft has no program.
+    """
+    names = [entry.name for entry in drafts]
+    if len(set(names)) < len(names):
+        raise invalid(f"self_drafts are {', '.join(names)}", "drafts of different names")
+    for entry in drafts:
+        check_relative(entry.dir)
+        own = SelfDraft.named(entry.name)
+        if own is None or (entry.is_windowed and own.view is None):
+            raise invalid(
+                f"self_drafts has {entry}", "a self-draft, with a window where it has one"
+            )
+        layers = list(entry.layers)
+        if layers != sorted(set(layers)) or not set(layers) <= set(range(len(target.layers))):
+            raise invalid(
+                f"{entry.name} has layers {layers}", f"some of {len(target.layers)} layers"
+            )
+    for plan in plans:
+        for own in plan.plan.self_drafts:
+            if own.layers is not None and own.name not in names:
+                raise invalid(f"plan {plan.name} asks {own.name}", f"one of {', '.join(names)}")
 
 
 def check_choice(default_plan: str, policy: str, plans: Sequence[PlanEntry]) -> None:
@@ -229,9 +261,10 @@ def _check_plan(entry: PlanEntry, models: Sequence[str], limits: LimitsEntry) ->
         raise invalid(f"plan {entry.name} is {error.found}", error.needed) from error
     if missing := [model for model in plan.models if model not in models]:
         raise invalid(f"plan {entry.name} asks {missing[0]}", f"one of {', '.join(models)}")
-    if plan.views and not limits.block_size:
+    if plan.self_drafts and not limits.block_size:
         raise invalid(
-            f"plan {entry.name} has views, limits.block_size is 0", "a cache in blocks, for views"
+            f"plan {entry.name} drafts with the target, limits.block_size is 0",
+            "a cache in blocks, for self-drafts",
         )
     if plan.num_rows > limits.max_nodes:
         raise invalid(

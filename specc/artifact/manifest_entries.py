@@ -109,6 +109,31 @@ class ModelEntry:
 
 
 @dataclass(frozen=True)
+class SelfDraftEntry:
+    """A second program of the target, which a self-draft runs: its weights and caches, by name.
+
+    Args:
+        name: of the draft, in plans; `dir` holds program.json.
+        layers: that it has, of the target's, ascending.
+        is_windowed: its attention sees a part of the rows by itself; else its steps let it.
+    """
+
+    name: str
+    dir: str
+    layers: tuple[int, ...]
+    is_windowed: bool
+
+    @property
+    def program_file(self) -> str:
+        return f"{self.dir}/program.json"
+
+    @property
+    def package_file(self) -> str:
+        """The compiled program, in engines of a compiled backend."""
+        return f"{self.dir}/program.pt2"
+
+
+@dataclass(frozen=True)
 class ParallelEntry:
     """Ranks that run an engine together, and the models that are cut for them.
 

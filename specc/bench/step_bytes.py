@@ -24,6 +24,7 @@ from specc.artifact.manifest import Manifest
 from specc.kernels import native, ops
 from specc.runtime.backends.program_files import read_json
 from specc.speculation.plans import SpecPlan
+from specc.speculation.self_drafts import SelfDraft
 
 BUFFER_BYTES = 400_000_000
 _REPEATS = 7
@@ -100,6 +101,11 @@ def step_bytes(
         model.name: ModelShape(read_json(directory / model.program_file), model.layers, model.dtype)
         for model in manifest.models
     }
+    target = manifest.models[0]
+    for draft in manifest.self_drafts:
+        layers = [target.layers[number] for number in draft.layers]
+        program = read_json(directory / draft.program_file)
+        models[draft.name] = ModelShape(program, layers, target.dtype)
     step = read_json(directory / entry.file)
     return count_step_bytes(step, models, plan, context, sequences)
 
@@ -122,7 +128,7 @@ def count_step_bytes(
     """
     passes = count_passes(step)
     drafting = count_passes({"stages": [s for s in step["stages"] if s["name"] == "draft"]})
-    # those of views are counted apart
+    # those of self-drafts that are the target's own program are counted apart
     passes[_TARGET] -= drafting[_TARGET]
     num_tokens = _tokens_of(plan)
     weights: Counter[str] = Counter()
@@ -131,19 +137,26 @@ def count_step_bytes(
         own = model_bytes(model.program)
         kind = _TARGET if name == _TARGET else "draft"
         weights[kind] += passes[name] * own.weights
+        draft = SelfDraft.named(name)
         if passes[name]:
-            embeddings += own.row * num_tokens[kind] * sequences
-        cache += passes[name] * sequences * cache_bytes(model.layers, model.dtype, context)
-    if plan.views:
-        target, viewed = models[_TARGET], drafting[_TARGET]
-        weights["draft"] += viewed * model_bytes(target.program).weights
-        fed = len(plan.views) * num_tokens["view"]
+            embeddings += own.row * num_tokens["view" if draft else kind] * sequences
+        rows = _rows_seen(draft, context) if draft else context
+        cache += passes[name] * sequences * cache_bytes(model.layers, model.dtype, rows)
+    drafts = [draft for draft in plan.self_drafts if draft.name not in models]
+    if drafts:
+        target, drafted = models[_TARGET], drafting[_TARGET]
+        weights["draft"] += drafted * model_bytes(target.program).weights
+        fed = len(drafts) * num_tokens["view"]
         embeddings += model_bytes(target.program).row * fed * sequences
-        # all views have the shape of the plan, and so as many passes
-        for view in plan.views:
-            seen = cache_bytes(target.layers, target.dtype, min(context, view.num_rows))
-            cache += viewed / len(plan.views) * sequences * seen
+        # all have the shape of the plan, and so as many passes
+        for draft in drafts:
+            seen = cache_bytes(target.layers, target.dtype, _rows_seen(draft, context))
+            cache += drafted / len(drafts) * sequences * seen
     return StepBytes(weights[_TARGET], weights["draft"], round(embeddings), round(cache))
+
+
+def _rows_seen(draft: SelfDraft, context: float) -> float:
+    return context if draft.view is None else min(context, draft.view.num_rows)
 
 
 def model_bytes(program: Mapping[str, Any]) -> ModelBytes:

@@ -111,7 +111,12 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         console.print(f"specc run refuses it: this installation has torch {torch_version()}")
     console.print()
     console.print(render.models_table(manifest))
-    lines = (render.source_lines, render.rotary_lines, render.weight_lines)
+    lines = (
+        render.source_lines,
+        render.self_draft_lines,
+        render.rotary_lines,
+        render.weight_lines,
+    )
     for line in (line for describe in lines for line in describe(manifest)):
         console.print(line, soft_wrap=True)
     console.print()

@@ -16,8 +16,8 @@ from rich.tree import Tree
 
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import SpecPlan
+from specc.speculation.self_drafts import SelfDraft
 from specc.speculation.tree import TokenTree
-from specc.speculation.views import View
 from specc.system.files import format_bytes
 
 if TYPE_CHECKING:
@@ -86,6 +86,16 @@ def models_table(manifest: Manifest) -> Table:
 def source_lines(manifest: Manifest) -> list[str]:
     """Where each model came from; paths are too long for a column."""
     return [f"{model.name} from {model.source}" for model in manifest.models]
+
+
+def self_draft_lines(manifest: Manifest) -> list[str]:
+    """Second programs of the target: their layers, and that they have nothing else of their own."""
+    count = len(manifest.models[0].layers)
+    return [
+        f"{entry.name} runs {len(entry.layers)} of {count} layers of the target"
+        f" ({format_ranges(entry.layers)}) on its weights and caches"
+        for entry in manifest.self_drafts
+    ]
 
 
 def rotary_lines(manifest: Manifest) -> list[str]:
@@ -247,8 +257,8 @@ def describe_plan(plan: SpecPlan) -> str:
 
 
 def _describe_draft(draft: str) -> str:
-    view = View.named(draft)
-    return draft if view is None else view.option
+    own = SelfDraft.named(draft)
+    return draft if own is None else own.option
 
 
 def critical_table(lengths: Sequence[CriticalLength]) -> Table:

@@ -33,6 +33,7 @@ from specc.compiler.engine_plans import (
     tile_plans,
 )
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
+from specc.compiler.self_drafts import self_draft_programs, write_self_drafts
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
@@ -109,10 +110,12 @@ def build(
         memory = plan_engine_memory(engine, backend)
         with phases.phase("write programs"):
             write_programs(writer, engine.models)
+            write_self_drafts(writer, engine.self_drafts)
             slabs = {model.name: len(model.entry.slabs) for model in engine.models}
             sizes = (backend.facts.is_padded, engine.limits.block_size)
             is_cut = engine.models[0].program.shard is not None
-            steps = write_steps(writer, engine.plans, slabs, *sizes, is_cut)
+            windowed = {item.entry.name for item in engine.self_drafts if item.entry.is_windowed}
+            steps = write_steps(writer, engine.plans, slabs, *sizes, is_cut, windowed)
         # before minutes of compiling: what is wrong with a checkpoint is found here
         warnings = [*checked.warnings, *told, *write_engine_weights(engine)]
         emitted = backend.emit(engine)
@@ -147,12 +150,16 @@ def _compile(
     models, records = compile_models(
         sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks
     )
+    sizes = (plans, limits.max_seq_len, lowering, phases, dump)
+    drafts, told = self_draft_programs(models[0], *sizes)
+    records += told
     # the graphs may hold fewer positions
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     typed = [(model.program, model.source.dtype) for model in models]
     limits = fit_prefill_chunk(limits, config, typed, backend.facts)
     plans = tile_plans(plans, [model.program for model in models], config)
-    return UnfinishedEngine(writer, models, plans, limits, config, phases, dump), records
+    engine = UnfinishedEngine(writer, models, plans, limits, config, phases, dump, drafts)
+    return engine, records
 
 
 def plan_engine_memory(
@@ -202,6 +209,7 @@ def _describe(
         rectangle=emitted.rectangle,
         tensorrt=emitted.tensorrt,
         parallel=_parallel(engine),
+        self_drafts=tuple(item.entry for item in engine.self_drafts),
     )
 
 

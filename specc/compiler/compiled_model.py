@@ -10,10 +10,10 @@ from typing import Any
 
 from specc.artifact.manifest_entries import ModelEntry
 from specc.compiler.checks import advice_for
-from specc.compiler.model_entries import check_viewed, check_windows, describe_model
+from specc.compiler.model_entries import check_windows, describe_model
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace import position_limit, trace
-from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
+from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, program_to_json
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
@@ -41,6 +41,8 @@ class CompiledModel:
     padded: Program | None = None
     # the program before it was cut for ranks
     whole: dict[str, Any] | None = None
+    # the target's before projections were fused, where its plans draft with it
+    unfused: Program | None = None
 
     @property
     def name(self) -> str:
@@ -92,16 +94,27 @@ def compile_models(
         if source.name == TARGET and any(plan.chooses_blocks for plan in plans):
             last = ((VOTES, (InsertBlockMass,)),)
         whole: list[dict[str, Any]] = []
+        unfused: list[Program] = []
+        drafts = source.name == TARGET and any(plan.self_drafts for plan in plans)
 
-        def keep_whole(_: str, phase: str, program: Program = program, kept: list = whole) -> None:
+        def keep(
+            _: str,
+            phase: str,
+            program: Program = program,
+            whole: list = whole,
+            unfused: list = unfused,
+            drafts: bool = drafts,
+        ) -> None:
             if phase == CUT:
-                kept.append(program_to_json(program))
+                whole.append(program_to_json(program))
+            elif phase == FUSE and drafts:
+                unfused.append(program.copy(program.name))
 
         with phases.phase(f"rewrite {source.name}"), advice_for(author):
-            records += Pipeline((*layout, *lowering, *last), dump, keep_whole).run(program)
+            records += Pipeline((*layout, *lowering, *last), dump, keep).run(program)
         entry = describe_model(source, program, max_seq_len)
-        models.append(CompiledModel(source, program, entry, whole=whole[0] if whole else None))
+        model = CompiledModel(source, program, entry)
+        model.whole, model.unfused = (next(iter(kept), None) for kept in (whole, unfused))
+        models.append(model)
         check_windows(entry, plans)
-        if source.name == TARGET:
-            check_viewed(entry, plans, max_seq_len)
     return models, records

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from specc.artifact.engine_writer import EngineWriter
@@ -29,6 +29,7 @@ def write_steps(
     is_padded: bool,
     block_size: int,
     is_cut: bool = False,
+    windowed: Collection[str] = (),
 ) -> tuple[PlanEntry, ...]:
     """Fuse and write the step programs of each plan.
 
@@ -39,13 +40,15 @@ def write_steps(
         is_padded: the engine's programs take padded batches.
         block_size: rows of a block of its caches.
         is_cut: ranks have parts of the target, and can draw tokens without its logits.
+        windowed: self-drafts whose programs see a part of the cache by themselves.
     Returns:
         what the manifest says of the plans.
     """
     sizes = (is_padded, block_size)
     entries = tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
     for plan, entry in zip(plans, entries, strict=True):
-        writer.write_json(entry.file, fuse_step(plan, slabs, *sizes).to_json())
+        step = fuse_step(plan, slabs, *sizes, windowed=windowed)
+        writer.write_json(entry.file, step.to_json())
         if is_cut and entry.winners_file != entry.file:
             step = fuse_step(plan, slabs, *sizes, reads_winners=True)
             writer.write_json(entry.winners_file, step.to_json())

@@ -45,10 +45,10 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
         ConfigError: it does not, or its cache has no blocks, or blocks are chosen for a target
             that is cut for ranks.
     """
-    views = [view for plan in plans for view in plan.views]
-    if not views:
+    drafts = [draft for plan in plans for draft in plan.self_drafts]
+    if not drafts:
         return
-    draft = f"--draft {views[0].option}"
+    draft = f"--draft {drafts[0].option}"
     if not backend.takes_views:
         others = [name for name in backend_names() if facts_of(name).takes_views]
         raise ConfigError(
@@ -63,6 +63,7 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
             "a cache in blocks, of which the draft sees some",
             "leave out --block-size",
         )
+    views = [draft.view for draft in drafts if draft.view is not None]
     choosing = next((view for view in views if view.chosen), None)
     if choosing is not None and config.tensor_parallel_size > 1:
         raise ConfigError(
@@ -79,10 +80,13 @@ def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) 
         ConfigError: a window or a choice of less than a block, or a budget that no sequence
             outgrows.
     """
-    for view in (view for plan in plans for view in plan.views):
+    for draft in (draft for plan in plans for draft in plan.self_drafts):
+        view = draft.view
+        if view is None:
+            continue
         if view.window < block_size:
             raise ConfigError(
-                f"--draft {view.option}, and blocks of {block_size} rows",
+                f"--draft {draft.option}, and blocks of {block_size} rows",
                 f"a window of {block_size} rows or more",
                 f"pass --draft self:window={block_size}, or a smaller --block-size",
             )
@@ -95,7 +99,7 @@ def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) 
         if sum(view.blocks(block_size)) * block_size >= max_seq_len:
             most = max_seq_len // 2 // block_size * block_size
             raise ConfigError(
-                f"--draft {view.option}, in sequences of at most {max_seq_len} tokens",
+                f"--draft {draft.option}, in sequences of at most {max_seq_len} tokens",
                 "fewer rows than a sequence can have: a draft that sees all of them costs what"
                 " the target costs",
                 f"pass --draft self:window={most}, or a larger --max-seq-len"

@@ -101,7 +101,8 @@ class EngineExtension:
         slabs = {model.name: len(model.slabs) for model in self._manifest.models}
         is_padded, size = self._backend.facts.is_padded, limits.block_size
         is_cut = self._manifest.parallel is not None
-        self._entries = write_steps(self._writer, plans, slabs, is_padded, size, is_cut)
+        windowed = self._manifest.windowed
+        self._entries = write_steps(self._writer, plans, slabs, is_padded, size, is_cut, windowed)
         return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:

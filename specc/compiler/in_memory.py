@@ -19,6 +19,7 @@ from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.compiled_model import CompiledModel, compile_models
 from specc.compiler.engine_plans import check_budgets
 from specc.compiler.model_entries import plan_model_memory
+from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError
 from specc.passes.frontend import hf_model
@@ -115,6 +116,13 @@ def compile_shapes(
     compiled, _ = compile_models(sources, plans, limits.max_seq_len, lowering, phases)
     for source in sources:
         _check_rows(source, limits.max_seq_len)
+    own, _ = self_draft_programs(compiled[0], plans, limits.max_seq_len, lowering, phases)
+    if own:
+        raise ConfigError(
+            f"{own[0].entry.name}, which runs a second program of the target",
+            "one that runs the target's own program: its layers attend to all rows",
+            "compile a checkpoint with --draft self:…, or choose another shape",
+        )
     models = tuple(_bench_model(model, limits, plans, backend.facts) for model in compiled)
     steps = {plan.name: _step(plan, models, options).to_json() for plan in plans}
     return BenchPrograms(models, steps, plans, limits, options.dtype)

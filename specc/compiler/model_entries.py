@@ -76,25 +76,6 @@ def check_windows(entry: ModelEntry, plans: Sequence[SpecPlan]) -> None:
                 )
 
 
-def check_viewed(entry: ModelEntry, plans: Sequence[SpecPlan], max_seq_len: int) -> None:
-    """Whether the layers of a target can be called over a view.
-
-    A sliding window is counted in positions, a view in rows that are not all there.
-
-    Raises:
-        ConfigError: a layer has a window that sequences outgrow.
-    """
-    for layer in entry.layers:
-        for view in (view for plan in plans for view in plan.views):
-            if layer.window and layer.window < max_seq_len:
-                raise ConfigError(
-                    f"--draft {view.option}; layer {layer.name} of {entry.name} has a sliding"
-                    f" window of {layer.window}",
-                    "a target whose layers attend to all rows of a sequence",
-                    f"choose another draft, or --max-seq-len {layer.window} or less",
-                )
-
-
 def engine_limits(
     sources: Sequence[ModelSource],
     plans: Sequence[SpecPlan],

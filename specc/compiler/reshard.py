@@ -33,6 +33,7 @@ from specc.compiler.compiled_model import CUT, VOCABULARY, WINDOW, CompiledModel
 from specc.compiler.engine_files import write_programs, write_report, write_steps
 from specc.compiler.engine_plans import check_views, tile_plans
 from specc.compiler.model_entries import cache_layout
+from specc.compiler.self_drafts import check_uncut
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
@@ -81,6 +82,7 @@ def reshard_engine(
             old, backend = _check(engine, asked)
         config = _config_of(old, backend, num_ranks)
         check_views(config.plans, config, backend.facts)
+        check_uncut([entry.name for entry in old.self_drafts], num_ranks)
         with _open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
             cut = [m for m in models if m.name == TARGET or old.is_cut(m.entry)]

@@ -24,8 +24,8 @@ from specc.cost.contexts import Contexts
 from specc.cost.measured_seconds import MeasuredSeconds
 from specc.errors import EngineError
 from specc.speculation.plans import SpecPlan
+from specc.speculation.self_drafts import SelfDraft
 from specc.speculation.tree import TokenTree
-from specc.speculation.views import View
 
 SCHEMA_VERSION = 1
 _DO = "measure the table again"
@@ -195,19 +195,23 @@ class LatencyTable:
         return seconds
 
     def level_s(self, draft: str, part: PassPart, each: Contexts | None = None) -> float:
-        """Seconds of a pass of a draft: of a model, or of the target over as much as a view sees.
+        """Seconds of a pass of a draft: of a model, or of the target over as much as it sees.
+
+        A second program of the target counts as it was measured; without that, as the target.
 
         Args:
             draft: name in a plan.
             part: sequences, with all of their committed rows.
             each: those of each sequence; None is equally many.
         """
-        view = View.named(draft)
-        if view is None:
+        own = SelfDraft.named(draft)
+        if own is None:
             return self.drafts[draft]((part,))
-        most = part.rows * view.num_rows
-        read = min(part.context, most) if each is None else part.rows * each.read(view.num_rows)
-        return self.target((part._replace(context=read),))
+        if (view := own.view) is not None:
+            most = part.rows * view.num_rows
+            read = min(part.context, most) if each is None else part.rows * each.read(view.num_rows)
+            part = part._replace(context=read)
+        return self.drafts.get(draft, self.target)((part,))
 
     def draft_rows(self, plan: SpecPlan) -> tuple[tuple[float, float], ...]:
         """What a sequence's committed rows add to the seconds of its drafts.
@@ -217,9 +221,9 @@ class LatencyTable:
         """
         found: dict[float, float] = {}
         for draft, levels in draft_levels(plan):
-            view = View.named(draft)
-            passes = self.drafts[draft] if view is None else self.target
-            most = math.inf if view is None else view.num_rows
+            own = SelfDraft.named(draft)
+            passes = self.drafts[draft] if own is None else self.drafts.get(draft, self.target)
+            most = math.inf if own is None or own.view is None else own.view.num_rows
             found[most] = found.get(most, 0.0) + sum(map(passes.row_s, levels))
         return tuple(found.items())
 

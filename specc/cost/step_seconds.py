@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from specc.cost.latency_table import LatencyTable, PassPart, fed_rows
 from specc.errors import ConfigError
+from specc.speculation.self_drafts import is_self_draft
 from specc.speculation.tree import TokenTree
-from specc.speculation.views import is_view
 
 # tokens that a draft model's first level reads: the root, and the token before it
 _FIRST_LEVEL = 2
@@ -63,7 +63,7 @@ class StepSeconds:
         """
         if self.draft is None:
             return 0.0
-        first = 1 if is_view(self.draft) else _FIRST_LEVEL
+        first = 1 if is_self_draft(self.draft) else _FIRST_LEVEL
         return self.table.level_s(self.draft, self._part(num_rows if depth else first))
 
     def of(self, tree: TokenTree) -> float:

@@ -9,8 +9,8 @@ from typing import Any
 
 from specc.errors import ConfigError, TreeError
 from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan, is_lookup
+from specc.speculation.self_drafts import SelfDraft
 from specc.speculation.tree import TokenTree
-from specc.speculation.views import View
 
 BEST = "best"
 COMBINE = (MERGE, VOTE, BEST)
@@ -23,7 +23,7 @@ def split_drafts(drafts: Any) -> tuple[list[Any], tuple[str, ...]]:
     """Models to compile, and what plans call all that proposes.
 
     Args:
-        drafts: None, or one or several of a model, `self:window=W,sink=S` (see `View.parse`),
+        drafts: None, or one or several of a model, a self-draft such as `self:window=512`,
             `lookup:N` and `suffix`.
     Returns:
         the models, and names in the order given: `draft_0`, `self_w512_s4`, `lookup-3`, …
@@ -161,8 +161,8 @@ def _name_without_model(draft: Any) -> str | None:
     text = str(draft)
     if text == SUFFIX:
         return SUFFIX
-    if isinstance(draft, str) and (view := View.parse(text)) is not None:
-        return view.name
+    if isinstance(draft, str) and (own := SelfDraft.parse(text)) is not None:
+        return own.name
     match = _LOOKUP.fullmatch(text)
     if match is None:
         if text.startswith("lookup:") or text == "lookup":

@@ -11,8 +11,9 @@ from typing import Any
 
 from specc.errors import ConfigError, EngineError, TreeError
 from specc.sampling.rows import Rule
+from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.tree import MAX_NODES, TokenTree
-from specc.speculation.views import View, is_view
+from specc.speculation.views import View
 
 MERGE, VOTE = "merge", "vote"
 # proposals that the host's index makes, for all plans of an engine
@@ -78,8 +79,9 @@ class SpecPlan:
         parents: of a static tree that is no expansion; see `TokenTree`.
         dynamic: instead of a static shape.
         drafts: what proposes: `draft_0`, `draft_1`, …, `self_wW_sS` (the target over a view of its
-            cache), `lookup-N` (n-grams of at most N tokens are looked up in the request), `suffix`
-            (the host's index). A lookup proposes a chain as long as the shape is deep.
+            cache), `self_l0toL` (the target by some of its layers), `lookup-N` (n-grams of at most
+            N tokens are looked up in the request), `suffix` (the host's index). A lookup proposes a
+            chain as long as the shape is deep.
         combine: `merge` or `vote`, where several propose.
         tile: nodes of each sequence whose logits exist at a time; the models pass over the tree
             tile by tile. None: over all nodes at once, and what children were drawn from is kept
@@ -101,10 +103,10 @@ class SpecPlan:
         shapes = [bool(self.widths), len(self.parents) > 1, self.dynamic is not None]
         assert sum(shapes) <= 1, "one shape"
         for name in self.drafts:
-            if not (is_lookup(name) or is_view(name) or re.fullmatch(r"draft_\d+", name)):
+            if not (is_lookup(name) or is_self_draft(name) or re.fullmatch(r"draft_\d+", name)):
                 raise ConfigError(
                     f"a plan of the draft {name!r}",
-                    "draft_0, draft_1, …, self_wW_sS, lookup-N or suffix",
+                    "draft_0, draft_1, …, self_wW_sS, self_l0toL, lookup-N or suffix",
                     "compile the engine again",
                 )
         if len(set(self.drafts)) < max(1, len(self.drafts)):
@@ -264,29 +266,34 @@ class SpecPlan:
         After a step of the same plan it has not seen these: the accepted leaf and the bonus token,
         and of several drafts' proposals all that the others made.
         """
-        if all(map(is_view, self.drafts)):
+        if all(map(is_self_draft, self.drafts)):
             return 1
         return self.max_depth + 1 if self.combine else min(2, self.max_depth + 1)
 
     def first_level(self, draft: str) -> int:
         """Last tokens of a sequence that the first level of a draft reads.
 
-        Of a view only the root: the rows before it are the target's own, and must stay them.
+        Of a self-draft only the root: the rows before it are the target's own, and must stay them.
         """
-        return 1 if is_view(draft) else self.catch_up
+        return 1 if is_self_draft(draft) else self.catch_up
 
     @cached_property
     def models(self) -> tuple[str, ...]:
         """Draft models that take part."""
         if not self.speculates:
             return ()
-        return tuple(d for d in self.drafts if not (is_lookup(d) or is_view(d)))
+        return tuple(d for d in self.drafts if not (is_lookup(d) or is_self_draft(d)))
+
+    @cached_property
+    def self_drafts(self) -> tuple[SelfDraft, ...]:
+        """What the target drafts by itself."""
+        found = map(SelfDraft.named, self.drafts) if self.speculates else ()
+        return tuple(draft for draft in found if draft is not None)
 
     @cached_property
     def views(self) -> tuple[View, ...]:
         """Views that the target drafts with."""
-        found = map(View.named, self.drafts) if self.speculates else ()
-        return tuple(view for view in found if view is not None)
+        return tuple(draft.view for draft in self.self_drafts if draft.view is not None)
 
     @cached_property
     def chooses_blocks(self) -> bool:
@@ -306,7 +313,7 @@ class SpecPlan:
 
     @cached_property
     def asked(self) -> tuple[str, ...]:
-        """Drafts that are asked level by level: models and views."""
+        """Drafts that are asked level by level: models and the target itself."""
         return tuple(d for d in self.drafts if not is_lookup(d)) if self.speculates else ()
 
     @cached_property
@@ -386,10 +393,12 @@ def lookup_ngram(draft: str) -> int | None:
 
 
 def _prefix(drafts: tuple[str, ...], combine: str) -> str:
-    """What tells a plan from that of the first draft alone: `merge-0+1-`, `selfw512s4-`."""
+    """What tells a plan from that of the first draft alone: `merge-0+1-`, `selfl0.2to5w512s4-`."""
     if not drafts or drafts == _FIRST_DRAFT:
         return ""
-    names = "+".join(re.sub("[-_]", "", name.removeprefix("draft_")) for name in drafts)
+    # numbers stay apart
+    apart = (re.sub(r"(?<=\d)_(?=\d)", ".", name.removeprefix("draft_")) for name in drafts)
+    names = "+".join(re.sub("[-_]", "", name) for name in apart)
     if combine:
         return f"{combine}-{names}-"
     return f"draft{names}-" if drafts[0].startswith("draft_") else f"{names}-"

@@ -67,8 +67,9 @@ class View:
             raise ConfigError(
                 f"--draft {text}",
                 "self:window=W, self:window=W,sink=S or self:blocks=B,window=W,sink=S, in rows of"
-                " the target's cache",
-                "for example --draft self:window=512; a directory named self is ./self",
+                " the target's cache, or layers",
+                "for example --draft self:window=512 or --draft self:layers=0-5; a directory named"
+                " self is ./self",
             )
         chosen = rows.get("blocks", 0)
         return cls(rows.get("window", chosen), rows.get("sink", DEFAULT_SINK), chosen)
@@ -160,5 +161,5 @@ class View:
 
 
 def is_view(draft: str) -> bool:
-    """Whether a draft is the target itself."""
+    """Whether a draft is the target over a view, by all of its layers."""
     return _NAME.fullmatch(draft) is not None

@@ -24,7 +24,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SUFFIX, lookup_ngram
-from specc.speculation.views import View
+from specc.speculation.self_drafts import SelfDraft
 
 NONE = -1
 # a self-draft's chains begin at every so many tokens
@@ -60,29 +60,29 @@ def draft_acceptance(
     return acceptance_of(chains, width, depth)
 
 
-def view_acceptance(
+def self_acceptance(
     engine: Engine,
-    views: Sequence[View],
+    drafts: Sequence[SelfDraft],
     trajectories: Sequence[Trajectory],
     width: int,
     depth: int,
 ) -> list[list[list[float]]]:
-    """Acceptance tables of self-drafts, [views][depth][width].
+    """Acceptance tables of self-drafts, [drafts][depth][width].
 
     Chains of `depth` levels begin at every fourth token of the outputs. A level sees what a step's
     would: the target's rows up to the root, and after them the draft's own. Then the target writes
-    its rows over those. A prompt is read once for all views.
+    its rows over those. A prompt is read once for all of them.
 
     Args:
         engine: with nobody else at work, and a cache in blocks.
-        views: what the target sees.
+        drafts: whose programs the engine has.
         trajectories: outputs of the target.
         width: children of a node at most.
         depth: levels at most.
     """
-    chains: list[list[list[int]]] = [[] for _ in views]
+    chains: list[list[list[int]]] = [[] for _ in drafts]
     for trajectory in trajectories:
-        found = chains_over(engine, views, trajectory, width, depth)
+        found = chains_over(engine, drafts, trajectory, width, depth)
         for every, own in zip(chains, found, strict=True):
             every += own
     return [acceptance_of(own, width, depth) for own in chains]
@@ -90,32 +90,36 @@ def view_acceptance(
 
 @torch.inference_mode()
 def chains_over(
-    engine: Engine, views: Sequence[View], trajectory: Trajectory, width: int, depth: int
+    engine: Engine, drafts: Sequence[SelfDraft], trajectory: Trajectory, width: int, depth: int
 ) -> list[list[list[int]]]:
-    """Ranks of the tokens after each root of an output, [views][roots][depth or fewer].
+    """Ranks of the tokens after each root of an output, [drafts][roots][depth or fewer].
 
     Args:
         engine: with nobody else at work, and a cache in blocks.
-        views: what the target sees.
+        drafts: whose programs the engine has.
         trajectory: an output of the target.
         width: children of a node at most.
         depth: levels at most.
     """
     tokens, start = trajectory.token_ids, max(1, trajectory.num_prompt)
     device, choice = engine.cache.device, BlockChoice()
+    views = [draft.view for draft in drafts if draft.view is not None]
     choosing = any(view.chosen for view in views)
     roots = range(start - 1, len(tokens) - 1, _STRIDE)
-    logits: list[list[Tensor]] = [[] for _ in views]
+    logits: list[list[Tensor]] = [[] for _ in drafts]
     with _blocks_of_a_sequence(engine) as table:
         for first, chunk in _chunks(engine, tokens[: start - 1]):
             votes = choosing and first + len(chunk) == start - 1
             _target_pass(engine, chunk, first, table, choice if votes else None)
         for root in roots:
             fed = tokens[root : min(root + depth, len(tokens) - 1)]
-            for view, own in zip(views, logits, strict=True):
+            for draft, own in zip(drafts, logits, strict=True):
+                program = engine.self_drafts.get(draft.name, engine.target)
                 for level in range(len(fed)):
-                    inputs = _view_inputs(engine, view, table, root, fed[: level + 1], choice.mass)
-                    own.append(engine.target(*(x.to(device) for x in inputs)))
+                    inputs = _level_inputs(
+                        engine, draft, table, root, fed[: level + 1], choice.mass
+                    )
+                    own.append(program(*(x.to(device) for x in inputs)))
             # the target's own rows, up to the next root and in place of the drafts'
             again = tokens[root : root + max(_STRIDE, len(fed))]
             votes = choosing and choice.is_due(root, views)
@@ -206,26 +210,29 @@ def _ranks(engine: Engine, draft: int, trajectory: Trajectory, width: int) -> li
     return found
 
 
-def _view_inputs(
+def _level_inputs(
     engine: Engine,
-    view: View,
+    draft: SelfDraft,
     table: Tensor,
     root: int,
     fed: Sequence[int],
     mass: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Of a pass over the last one of some tokens, which sees a view and those before it.
+    """Of a pass over the last one of some tokens, which sees them and rows before the root.
 
     Args:
         engine: whose blocks it counts in.
-        view: what the pass sees of the rows before the root.
+        draft: what the pass sees of the rows before the root.
         table: [1, blocks] of the sequence.
         root: position of the first of these tokens: so many rows are the target's.
         fed: tokens, the last of which is read.
         mass: what it chooses blocks by, see `View.choose`.
     """
     size, last = engine.cache.shape.block_size, len(fed) - 1
-    columns, seen = view.columns(root, size, mass)
+    windowed = engine.manifest.windowed if engine.manifest else ()
+    columns, seen = list(range(root // size + 1)), root
+    if draft.view is not None and draft.name not in windowed:
+        columns, seen = draft.view.columns(root, size, mass)
     # a level may begin another block
     further = range(columns[-1] + 1, (root + last) // size + 1)
     return (

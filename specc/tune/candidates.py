@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from specc.cost.plan_choice import PlanFigures, best_plan
 from specc.cost.step_seconds import StepSeconds
 from specc.speculation.plans import DynamicTree, SpecPlan, is_lookup
-from specc.speculation.views import View, is_view
+from specc.speculation.self_drafts import is_self_draft
+from specc.speculation.views import View
 from specc.tune.options import TuneOptions
 
 # rows of windows that are tried besides those of the engine
@@ -81,7 +82,7 @@ def candidates(
         most = options.max_nodes, options.max_depth
         tree = best_plan(table, seconds[draft], *most).speculative
         chain = best_plan([row[:1] for row in table], seconds[draft], *most).speculative
-        if is_view(draft):
+        if is_self_draft(draft):
             alike = tree is not None and chain is not None and tree.tree == chain.tree
             views += [(one, draft) for one in (tree, None if alike else chain) if one is not None]
             continue

@@ -48,6 +48,7 @@ def measure_latency(
     cache = engine.cache
     models: dict[str, Model] = {"target": engine.target}
     models |= {f"draft_{i}": draft for i, draft in enumerate(engine.drafts)}
+    models |= engine.self_drafts
     # a small pool holds fewer sequences of full length
     free = cache.allocator.num_free // cache.shape.blocks_per_sequence
     most = min(cache.shape.max_num_seqs, free)

@@ -27,9 +27,10 @@ from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan, is_lookup
-from specc.speculation.views import View, is_view
+from specc.speculation.self_drafts import SelfDraft, is_self_draft
+from specc.speculation.views import View
 from specc.system.machine import describe_machine
-from specc.tune.acceptance import Trajectory, draft_acceptance, lookup_acceptance, view_acceptance
+from specc.tune.acceptance import Trajectory, draft_acceptance, lookup_acceptance, self_acceptance
 from specc.tune.candidates import (
     LOOKUP_DEPTH,
     candidates,
@@ -178,7 +179,13 @@ def tune(
         contexts = min(map(len, token_ids)), max(map(len, token_ids))
         block_size = manifest.limits.block_size
         views = views_to_measure(drafts, block_size, contexts[0])
-        acceptance = _acceptance(engine, drafts, views, trajectories, options, phases)
+        if manifest.windowed:
+            # other windows would need programs of their own
+            views = [view for view in views if view.name in drafts]
+        named = (SelfDraft.named(draft) for draft in drafts)
+        layered = [draft for draft in named if draft is not None and draft.layers is not None]
+        own = [*map(SelfDraft, views), *layered]
+        acceptance = _acceptance(engine, drafts, own, trajectories, options, phases)
         with phases.phase("latency of passes"):
             latency = measure_latency(engine, budget_s=options.latency_s)
         tuning = Tuning(acceptance, [], latency, [], contexts, prompted.is_repeated)
@@ -269,7 +276,7 @@ def _params(options: TuneOptions, count: int) -> list[SamplingParams]:
 def _acceptance(
     engine: Engine,
     drafts: Sequence[str],
-    views: Sequence[View],
+    own: Sequence[SelfDraft],
     trajectories: Sequence[Trajectory],
     options: TuneOptions,
     phases: PhaseTimer,
@@ -278,7 +285,7 @@ def _acceptance(
     width, depth = min(_WIDTH, engine.vocab_size, options.max_nodes), options.max_depth
     found = {}
     for draft in drafts:
-        if is_view(draft):
+        if is_self_draft(draft):
             continue
         with phases.phase(f"acceptance of {draft}"):
             if is_lookup(draft):
@@ -286,10 +293,10 @@ def _acceptance(
             else:
                 number = int(draft.removeprefix("draft_"))
                 found[draft] = draft_acceptance(engine, number, trajectories, width, depth)
-    if views:
+    if own:
         with phases.phase("acceptance of self-drafts"):
-            tables = view_acceptance(engine, views, trajectories, width, depth)
-        found |= {view.name: table for view, table in zip(views, tables, strict=True)}
+            tables = self_acceptance(engine, own, trajectories, width, depth)
+        found |= {draft.name: table for draft, table in zip(own, tables, strict=True)}
     return found
 
 

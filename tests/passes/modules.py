@@ -151,8 +151,7 @@ def flat_logits(
         elif name in program.constants:
             values.append(program.constants[name])
         elif name in program.caches:
-            layer = program.layers[program.caches[name][0]]
-            values.append(torch.zeros(num_blocks, 1, layer.num_kv_heads, layer.head_dim))
+            values.append(torch.zeros(num_blocks, 1, *node.meta["val"].shape[2:]))
         elif name == "geometry":
             values.append(torch.zeros(1, 1, dtype=torch.int32))
         else:

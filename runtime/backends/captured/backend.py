@@ -71,6 +71,10 @@ class CapturedBackend(RuntimeBackend):
             cache,
             DeviceOperators(graphs),
             DeviceLink(graphs),
+            self_drafts={
+                entry.name: DeviceModel(models.within[entry.name], graphs)
+                for entry in manifest.self_drafts
+            },
         )
 
 

@@ -26,7 +26,7 @@ class DeviceModels:
 
     Args:
         between: name → program, as passes between steps call it.
-        within: name → module, as steps call it.
+        within: name → module, as steps call it; the target's second programs are among them.
         adapt: called with the graph of each stage of a step, which it may change.
     """
 

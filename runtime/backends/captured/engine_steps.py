@@ -41,7 +41,7 @@ def load_steps(
         EngineError: a file is absent or malformed, or a step cannot run.
     """
     plans = [entry.plan for entry in manifest.plans]
-    buffers = make_buffers(graphs, cache, plans, len(models))
+    buffers = make_buffers(graphs, cache, plans, len(manifest.models))
     steps = {
         entry.name: CapturedStep(
             read_json(path / entry.file),

@@ -9,7 +9,12 @@ from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBacke
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
 from specc.runtime.backends.cpu.compiled_step import CompiledStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
-from specc.runtime.backends.program_files import MappedWeights, load_operators, read_json
+from specc.runtime.backends.program_files import (
+    MappedWeights,
+    load_operators,
+    read_json,
+    read_self_draft,
+)
 
 
 class CpuBackend(RuntimeBackend):
@@ -33,8 +38,20 @@ class CpuBackend(RuntimeBackend):
             )
             for model in manifest.models
         }
+        target = manifest.models[0]
+        self_drafts = {
+            entry.name: CompiledProgram(
+                read_self_draft(path, entry),
+                path / entry.package_file,
+                weights[target.name],
+                caches_of(target, cache),
+                manifest.files[entry.package_file].sha256,
+            )
+            for entry in manifest.self_drafts
+        }
+        programs = models | self_drafts
         steps, winners_steps = (
-            {name: CompiledStep(read_json(path / file), models) for name, file in files.items()}
+            {name: CompiledStep(read_json(path / file), programs) for name, file in files.items()}
             for files in (manifest.step_files, manifest.winners_files)
         )
         return LoadedPrograms(
@@ -44,6 +61,7 @@ class CpuBackend(RuntimeBackend):
             operators,
             mapped_weights=tuple(weights.values()),
             winners_steps=dict(winners_steps),
+            self_drafts=dict(self_drafts),
         )
 
 

@@ -18,7 +18,7 @@ from specc.runtime.backends.cuda.choose_products import DeviceLostError, Timer, 
 from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
-from specc.runtime.backends.program_files import MappedWeights, read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json, read_self_draft
 from specc.runtime.scheduling.kv_cache import KVCache
 
 # what engines of the experimental backend aot-inductor have besides
@@ -39,8 +39,19 @@ class CudaBackend(CapturedBackend):
             )
             for model in manifest.models
         }
+        target = manifest.models[0]
+        self_drafts = {
+            entry.name: ModelProgram(
+                read_self_draft(path, entry),
+                models[target.name].weights,
+                caches_of(target, cache),
+                graphs.device,
+            )
+            for entry in manifest.self_drafts
+        }
+        # the products of self-drafts are among the target's own
         choose_on_gpu(models.values(), graphs)
-        return DeviceModels(models, models)
+        return DeviceModels(models, models | self_drafts)
 
 
 BACKEND = CudaBackend()

@@ -9,7 +9,7 @@ from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBacke
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
-from specc.runtime.backends.program_files import MappedWeights, read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json, read_self_draft
 
 
 class EagerBackend(RuntimeBackend):
@@ -30,8 +30,19 @@ class EagerBackend(RuntimeBackend):
             )
             for model in manifest.models
         }
+        target = manifest.models[0]
+        self_drafts = {
+            entry.name: ModelProgram(
+                read_self_draft(path, entry),
+                weights[target.name],
+                caches_of(target, cache),
+                like=models[target.name],
+            )
+            for entry in manifest.self_drafts
+        }
+        programs = models | self_drafts
         steps, winners_steps = (
-            {name: EagerStep(read_json(path / file), models) for name, file in files.items()}
+            {name: EagerStep(read_json(path / file), programs) for name, file in files.items()}
             for files in (manifest.step_files, manifest.winners_files)
         )
         return LoadedPrograms(
@@ -40,6 +51,7 @@ class EagerBackend(RuntimeBackend):
             cache,
             mapped_weights=tuple(weights.values()),
             winners_steps=dict(winners_steps),
+            self_drafts=dict(self_drafts),
         )
 
 

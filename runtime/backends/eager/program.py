@@ -24,6 +24,7 @@ class ModelProgram(nn.Module):
         weights: key → tensor of each weight and constant input.
         caches: per layer, the k and v cache [blocks, block_size, HK, D].
         device: that weights and caches lie on.
+        like: another program of the same weights, whose copies this one takes.
     Raises:
         EngineError: an input has no weight, or one of another shape or dtype.
     """
@@ -34,13 +35,16 @@ class ModelProgram(nn.Module):
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
         device: torch.device | str = "cpu",
+        like: ModelProgram | None = None,
     ) -> None:
         super().__init__()
         check_program(program, len(caches))
         self.name: str = program["name"]
         self.weights = weights
         # plain lists: as parameters or buffers, nn.Module would list and move the mapped file
-        self._weights: list[Tensor] = weights_in_rows(program, bind_weights(program, weights))
+        self._rows: dict[str, Tensor] = {} if like is None else like._rows
+        bound = bind_weights(program, weights)
+        self._weights: list[Tensor] = weights_in_rows(program, bound, self._rows)
         self._caches: list[Tensor] = [
             caches[entry["layer"]][entry["part"] == "v"]
             for entry in program["inputs"]
@@ -115,14 +119,21 @@ class ModelProgram(nn.Module):
         )
 
 
-def weights_in_rows(program: Mapping[str, Any], bound: Sequence[Tensor]) -> list[Tensor]:
+def weights_in_rows(
+    program: Mapping[str, Any], bound: Sequence[Tensor], rows: dict[str, Tensor] | None = None
+) -> list[Tensor]:
     """What `bind_weights` returns, as the graph reads it.
 
     The weights that a CPU engine stores in blocks are copied, which takes memory and time: eager
     graphs of such engines are for looking into a result.
+
+    Args:
+        program: content of `program.json`.
+        bound: what it reads, as it is stored.
+        rows: key → what another program of these weights reads; gets what is new.
     """
     entries = [e for e in program["inputs"] if e["kind"] in ("weight", "constant")]
-    rows: dict[str, Tensor] = {}
+    rows = {} if rows is None else rows
     for entry, weight in zip(entries, bound, strict=True):
         # inputs of one key are one tensor
         if entry["key"] not in rows:

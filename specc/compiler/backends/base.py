@@ -14,6 +14,7 @@ from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry, NativeEntry, TensorRTEntry
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.model_entries import LEAST_PREFILL_CHUNK
+from specc.compiler.self_drafts import SelfDraftProgram
 from specc.config import CompileConfig
 from specc.errors import SpeccError
 from specc.passes.memory import ModelMemory
@@ -34,6 +35,7 @@ class UnfinishedEngine:
         config: options, as the backend has adapted them.
         phases: tells the listener how far this is.
         dump: directory that gets each program's graph after each phase, or None.
+        self_drafts: second programs of the target, whose graphs are written, too.
     """
 
     writer: EngineWriter
@@ -43,6 +45,7 @@ class UnfinishedEngine:
     config: CompileConfig
     phases: PhaseTimer
     dump: Path | None = None
+    self_drafts: Sequence[SelfDraftProgram] = ()
 
 
 @dataclass(frozen=True)

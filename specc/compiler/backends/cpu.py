@@ -26,7 +26,7 @@ class CpuBackend(CompilerBackend):
         library = lower_cpu.LIBRARY_FILE
         packages = [
             lower_cpu.CpuPackage(model.program, engine.writer.path(model.entry.package_file))
-            for model in engine.models
+            for model in (*engine.models, *engine.self_drafts)
         ]
         with engine.phases.phase("compile programs") as advance:
             records, isa_flags = lower_cpu.lower_cpu(

@@ -423,12 +423,47 @@ def test_an_engine_that_chooses_blocks(models, tmp_path):
 
 
 def test_a_view_of_a_sliding_window(tmp_path):
+    """A second program, unless no sequence outgrows the window."""
     config = options(VIEW, max_seq_len=64, block_size=16, backend="eager")
-    found = refused(ConfigError, tmp_path, Custom(window=63), None, config)
-    assert found.startswith("--draft self:window=32,sink=4; layer ")
-    assert found.endswith(" of target has a sliding window of 63")
-    # no sequence outgrows it
-    build(Custom(window=64), None, tmp_path / "engine", config)
+    for window, names in ((63, ["self_w32_s4"]), (64, [])):
+        path = tmp_path / str(window)
+        manifest = build(Custom(window=window), None, path, config).manifest
+        assert [entry.name for entry in manifest.self_drafts] == names
+        assert (path / "self-w32-s4" / "program.json").exists() == bool(names)
+        assert ("self_drafts" in json.loads((path / "manifest.json").read_text())) == bool(names)
+    found = refused(ConfigError, tmp_path, Custom(window=32), None, config)
+    assert found.startswith("--draft self:window=32,sink=4; no layer of the target sees more than")
+
+
+@pytest.mark.parametrize(
+    ("draft", "changes", "found"),
+    [
+        ("self_l0to2", {}, "--draft self:layers=0-2, and a target of 2 layers"),
+        ("self_x2", {}, "--draft self:skip=2, and a target of 2 layers"),
+        ("self_x0to1", {}, "--draft self:skip=0-1, and a target of 2 layers"),
+        ("self_l0to1", {}, "--draft self:layers=0-1, all 2 layers of the target"),
+        ("self_l0_w8_s4", {}, "--draft self:layers=0,window=8,sink=4, and blocks of 16 rows"),
+        (
+            "self_l0_w64_s4",
+            {},
+            "--draft self:layers=0,window=64,sink=4, in sequences of at most 64",
+        ),
+        ("self_l0", {"block_size": 0}, "--draft self:layers=0 and --block-size 0"),
+        ("self_l0", {"tensor_parallel_size": 2}, "and --tensor-parallel-size 2"),
+        ("self_l0", {"backend": "onnx"}, "--draft self:layers=0 and the backend onnx"),
+    ],
+)
+def test_self_drafts_that_cannot_be(two_layers, tmp_path, draft, changes, found):
+    plan = SpecPlan.from_widths((1, 1), (draft,))
+    config = options(plan, **{"block_size": 16, "backend": "eager"} | changes)
+    assert found in refused(ConfigError, tmp_path, two_layers, None, config)
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory):
+    path = tmp_path_factory.mktemp("two") / "target"
+    save_tiny("llama", path)
+    return path
 
 
 def test_longer_than_the_models_positions(models, tmp_path):

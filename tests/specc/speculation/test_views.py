@@ -8,7 +8,8 @@ import torch
 from specc.errors import ConfigError
 from specc.speculation.choose_plans import choose_plans, split_drafts
 from specc.speculation.plans import SpecPlan
-from specc.speculation.views import View, is_view
+from specc.speculation.self_drafts import is_self_draft
+from specc.speculation.views import View
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_options(text, view):
     assert View.parse(text) == view
     if view is not None:
         assert View.parse(view.option) == View.named(view.name) == view
-        assert is_view(view.name)
+        assert is_self_draft(view.name)
         assert split_drafts(["D/", text]) == (["D/"], ("draft_0", view.name))
 
 
@@ -41,7 +42,7 @@ def test_options(text, view):
         "self", "self:", "self:512", "self:window=", "self:sink=4", "self:window=-1",
         "self:window=64,window=32", "self:window=64,sink=4,", "self:window=64;sink=4",
         "self:blocks=64,blocks=64", "self:blocks=64,window=0", "self:blocks=",
-        "self:blocks=99999999,window=64", "self:window=0", "self:window=99999999", "self:layers=2",
+        "self:blocks=99999999,window=64", "self:window=0", "self:window=99999999",
     ],
 )  # fmt: skip
 def test_malformed_options(text):
@@ -53,7 +54,7 @@ def test_malformed_options(text):
 
 def test_names_of_others():
     assert not any(
-        map(is_view, ("draft_0", "lookup-3", "suffix", "self", "self_w16", "self_s4_w3"))
+        map(is_self_draft, ("draft_0", "lookup-3", "suffix", "self", "self_w16", "self_s4_w3"))
     )
 
 

@@ -36,6 +36,7 @@ from specc.runtime.scheduling.batch import StepGroup
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, OFF, DynamicTree, SpecPlan
+from specc.speculation.self_drafts import SelfDraft
 from specc.speculation.tree import TokenTree
 from specc.speculation.views import View
 from specc.tune.acceptance import (
@@ -44,7 +45,7 @@ from specc.tune.acceptance import (
     chains_over,
     draft_acceptance,
     lookup_acceptance,
-    view_acceptance,
+    self_acceptance,
 )
 from specc.tune.candidates import candidates, views_to_measure
 from specc.tune.latency import measure_latency
@@ -317,8 +318,8 @@ def test_acceptance_of_views(viewing: Path, temperature: float):
     engine.prefill_chunk = 7
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, seed=5)
     runs = trajectories(engine, params)
-    views = [View(124, 0), View(16, 4), View(4, 0)]
-    whole, some, few = view_acceptance(engine, views, runs, 3, 4)
+    views = [SelfDraft(view) for view in (View(124, 0), View(16, 4), View(4, 0))]
+    whole, some, few = self_acceptance(engine, views, runs, 3, 4)
     assert whole == [[1.0, 0.0, 0.0]] * 4
     assert 0 < few[0][0] < some[0][0] < 1
     assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
@@ -364,7 +365,7 @@ def test_chains_of_a_view_are_those_of_its_steps(viewing: Path, temperature: flo
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=5)
     (run,) = trajectories(engine, params)[:1]
     tokens, start = run.token_ids, run.num_prompt
-    (chains,) = chains_over(engine, [View(16, 4)], run, 1, 4)
+    (chains,) = chains_over(engine, [SelfDraft(View(16, 4))], run, 1, 4)
     roots = range(start - 1, len(tokens) - 1, 4)
     assert [len(chain) for chain in chains] == [min(4, len(tokens) - 1 - root) for root in roots]
     seen = set()
@@ -404,7 +405,8 @@ def test_levels_write_the_rows_of_their_positions_and_leave_nothing(viewing: Pat
     engine = Engine.load(viewing)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     (run,) = trajectories(engine, params)[:1]
-    wide, narrow, target = View(16, 4), View(4, 0), engine.target
+    wide, narrow = SelfDraft(View(16, 4)), SelfDraft(View(4, 0))
+    target = engine.target
     found = []
     for views in ([wide], [wide, narrow]):
         engine.target = passes = Passes(target)
