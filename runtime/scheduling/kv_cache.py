@@ -5,7 +5,9 @@ Target and drafts share block ids: block 3 of a sequence names block 3 of every 
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,27 @@ from specc.runtime.scheduling.block_pool import BlockPool
 GROWTH = 128
 # in the mass of blocks: a sequence that does not vote
 NOBODY = -1.0
+_HUGE_PAGE = 2 << 20
+
+
+def zeroed_slab(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Zeros [*shape]; on a CPU in huge pages, where Linux gives them to those that ask.
+
+    Attention reads blocks from all over a slab: with pages of 4 KB each row or two are another
+    page, which has to be looked up. No error where there are none.
+    """
+    slab = torch.empty(tuple(shape), dtype=dtype, device=device)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # of Linux
+    if slab.device.type == "cpu" and advice is not None:
+        first = -(-slab.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+        size = (slab.data_ptr() + slab.nbytes) // _HUGE_PAGE * _HUGE_PAGE - first
+        if size > 0:  # before it is written: pages that there are keep their size
+            madvise = ctypes.CDLL(None).madvise
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(advice))
+    # zeros: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
+    return slab.zero_()
 
 
 @dataclass(frozen=True)
@@ -91,13 +114,12 @@ class KVCache:
         self.length = min(rows.total, GROWTH) if rows and grows else rows.total if rows else 0
         self.device = torch.device(device)
         self.allocator = BlockPool(shape.num_blocks)
-        # zeros, not empty: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
         self.slabs: dict[str, list[Tensor]] = {
             model: [
-                torch.zeros(
+                zeroed_slab(
                     (layers, 2, shape.num_blocks, *self._block(heads), dim),
-                    dtype=dtype if isinstance(dtype, torch.dtype) else dtype[model],
-                    device=self.device,
+                    dtype if isinstance(dtype, torch.dtype) else dtype[model],
+                    self.device,
                 )
                 for layers, heads, dim in specs
             ]
@@ -134,7 +156,9 @@ class KVCache:
             self.length = min(self.rows.total, -(-needed // GROWTH) * GROWTH)
             for model, slabs in self.slabs.items():
                 for i, slab in enumerate(slabs):
-                    longer = slab.new_zeros(*slab.shape[:4], self.length, slab.shape[5])
+                    longer = zeroed_slab(
+                        (*slab.shape[:4], self.length, slab.shape[5]), slab.dtype, slab.device
+                    )
                     longer[:, :, :, :, : slab.shape[4]] = slab
                     slabs[i] = self.environment[f"{model}_slab_{i}"] = longer
         return self.length
