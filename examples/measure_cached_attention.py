@@ -9,9 +9,11 @@ is the bytes of K and V over the seconds of a call, and beside it stands what th
 `sum_floats` of bandwidth.cpp, which takes its turn in the same rounds with as many threads. The
 median over the rounds of the ratio of both counts, since neighbors on the machine slow down both.
 
-`--before` names the kernel sources of another commit, built with the same flags. torch's SDPA gets
-contiguous K and V of each head without paging, and either repeats rows (enable_gqa) or has the query
-rows that share a KV head packed into one matrix.
+`--before` names the kernel sources of another commit, built with the same flags; they read a slab
+in pages of 4 KB, as slabs were allocated then. torch's SDPA gets
+contiguous K and V of each head without paging, and either repeats rows (enable_gqa) or has the
+query rows that share a KV head packed into one matrix. OpenVINO, where it can be imported, gets the
+latter through its operator ScaledDotProductAttention.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from specc.kernels import native
+from specc.runtime.scheduling.kv_cache import zeroed_slab
 
 BLOCK_SIZE = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -49,7 +53,14 @@ class TreeAttention(ctypes.Structure):
         [("dtype", ctypes.c_int32)]
         + [
             (name, ctypes.c_int64)
-            for name in "num_heads num_kv_heads num_tokens head_dim value_dim batch".split()
+            for name in (
+                "num_heads",
+                "num_kv_heads",
+                "num_tokens",
+                "head_dim",
+                "value_dim",
+                "batch",
+            )
         ]
         + [("q", ctypes.c_void_p), ("q_head", ctypes.c_int64), ("q_token", ctypes.c_int64)]
         + [("k", ctypes.c_void_p), ("k_head", ctypes.c_int64), ("k_token", ctypes.c_int64)]
@@ -59,7 +70,10 @@ class TreeAttention(ctypes.Structure):
         + [("v_cache", ctypes.c_void_p)]
         + [(f"v_cache_{name}", ctypes.c_int64) for name in ("block", "row", "head")]
         + [("num_blocks", ctypes.c_int64), ("block_size", ctypes.c_int64)]
-        + [(name, ctypes.c_void_p) for name in "q_start position slot cache_len ancestors".split()]
+        + [
+            (name, ctypes.c_void_p)
+            for name in ("q_start", "position", "slot", "cache_len", "ancestors")
+        ]
         + [("num_words", ctypes.c_int64), ("block_table", ctypes.c_void_p)]
         + [("blocks_per_sequence", ctypes.c_int64), ("scale", ctypes.c_float)]
         + [("window", ctypes.c_int64), ("sink", ctypes.c_int64), ("out", ctypes.c_void_p)]
@@ -107,13 +121,15 @@ class Case:
 class Problem:
     """The caches of a case, as specc and as torch take them."""
 
-    def __init__(self, case: Case, cold_bytes: int) -> None:
+    def __init__(self, case: Case, cold_bytes: int, keep_plain: bool) -> None:
         self.case, dtype = case, DTYPES[case.dtype]
         count, size = case.num_tokens, case.length + case.num_tokens
         self.layers = case.layers or max(2, -(-cold_bytes // case.layer_bytes))
         blocks = -(-size // BLOCK_SIZE)
         shape = (self.layers, 2, blocks, BLOCK_SIZE, case.kv_heads, case.dim)
-        self.slab = torch.randn(shape[2:]).to(dtype).expand(shape).contiguous()
+        self.slab = zeroed_slab(shape, dtype)
+        self.slab[:] = torch.randn(shape[2:]).to(dtype)
+        self.plain = self.slab.clone() if keep_plain else self.slab
         self.table = torch.randperm(blocks).int()
         self.q = torch.randn(count, case.heads, case.dim).to(dtype)
         self.kv = torch.randn(2, count, case.kv_heads, case.dim).to(dtype)
@@ -127,13 +143,16 @@ class Problem:
             torch.tensor([case.length], dtype=torch.int32),
             self.words,
         ]
-        self.arguments = [self._arguments(layer) for layer in range(self.layers)]
-        self.dense: list[torch.Tensor] = []
+        self.arguments, self.plain_arguments = (
+            [self._arguments(slab[layer]) for layer in range(self.layers)]
+            for slab in (self.slab, self.plain)
+        )
+        self.dense: list[Tensor] = []
 
-    def _arguments(self, layer: int) -> TreeAttention:
+    def _arguments(self, layer: Tensor) -> TreeAttention:
         case, count = self.case, self.case.num_tokens
         strides = (BLOCK_SIZE * case.kv_heads * case.dim, case.kv_heads * case.dim, case.dim)
-        k_cache, v_cache = (self.slab[layer, part].data_ptr() for part in range(2))
+        k_cache, v_cache = (part.data_ptr() for part in layer)
         k, v = (part.data_ptr() for part in self.kv)
         token = case.kv_heads * case.dim
         return TreeAttention(
@@ -146,8 +165,9 @@ class Problem:
             self.out.data_ptr(), case.dim, case.heads * case.dim,
         )  # fmt: skip
 
-    def call(self, kernels: Kernels, threads: int) -> Callable[[int], None]:
-        return lambda layer: kernels.attend(ctypes.byref(self.arguments[layer]), threads)
+    def call(self, kernels: Kernels, threads: int, plain: bool) -> Callable[[int], None]:
+        arguments = self.plain_arguments if plain else self.arguments
+        return lambda layer: kernels.attend(ctypes.byref(arguments[layer]), threads)
 
     def torch_calls(self) -> dict[str, Callable[[int], None]]:
         """SDPA with repeated heads and with packed rows, on K and V that are contiguous by head."""
@@ -158,8 +178,8 @@ class Problem:
         mask = mask.to(self.q.dtype)
         q = self.q.transpose(0, 1)[None].contiguous()
         group = case.heads // case.kv_heads
-        packed_mask = mask.repeat(group, 1)
-        packed_q = q.view(1, case.kv_heads, -1, case.dim)
+        self.packed_mask = mask.repeat(group, 1)
+        self.packed_q = q.view(1, case.kv_heads, -1, case.dim)
 
         def gqa(layer: int) -> None:
             k, v = self.dense[layer][:, None]
@@ -167,9 +187,51 @@ class Problem:
 
         def packed(layer: int) -> None:
             k, v = self.dense[layer][:, None]
-            self.result = sdpa(packed_q, k, v, attn_mask=packed_mask)
+            self.result = sdpa(self.packed_q, k, v, attn_mask=self.packed_mask)
 
+        self.packed_call = packed
         return {"SDPA": gqa, "packed SDPA": packed}
+
+    def openvino_calls(self, threads: int) -> dict[str, Callable[[int], None]]:
+        """The packed rows in OpenVINO's operator, on the same K and V; none without OpenVINO."""
+        try:
+            import openvino
+            from openvino import opset13
+        except ImportError:
+            return {}
+        case, mask = self.case, self.packed_mask[None, None]
+        kind = {"fp32": openvino.Type.f32, "bf16": openvino.Type.bf16}[case.dtype]
+
+        def shared(x: Tensor) -> openvino.Tensor:
+            bits = x.view(torch.int16 if case.dtype == "bf16" else torch.int32)
+            return openvino.Tensor(bits.numpy(), openvino.Shape(list(x.shape)), kind)
+
+        first = (self.packed_q, *self.dense[0][:, None], mask)
+        inputs = [opset13.parameter(list(x.shape), kind) for x in first]
+        model = openvino.Model([opset13.scaled_dot_product_attention(*inputs)], inputs)
+        options = {
+            "INFERENCE_PRECISION_HINT": "bf16" if case.dtype == "bf16" else "f32",
+            "INFERENCE_NUM_THREADS": threads,
+            "NUM_STREAMS": 1,
+        }
+        request = openvino.Core().compile_model(model, "CPU", options).create_infer_request()
+        layers = [
+            [shared(x) for x in (self.packed_q, *layer[:, None], mask)] for layer in self.dense
+        ]
+
+        def infer(layer: int) -> None:
+            for i, tensor in enumerate(layers[layer]):
+                request.set_input_tensor(i, tensor)
+            request.infer()
+
+        infer(0)
+        shape = self.packed_q.shape
+        found = request.get_output_tensor(0).data.view("i2" if case.dtype == "bf16" else "i4")
+        self.packed_call(0)
+        got = torch.from_numpy(found.copy()).view(self.q.dtype).view(shape)
+        tolerance = TOLERANCE[case.dtype]
+        torch.testing.assert_close(got, self.result, rtol=tolerance, atol=tolerance)
+        return {"OpenVINO": infer}
 
     def check(self, call: Callable[[int], None]) -> None:
         """A claim of speed needs equal numbers."""
@@ -196,7 +258,10 @@ def measure(
     """Of each call: GB/s of K and V, and that over what can be read, medians of the rounds.
 
     Args:
+        calls: by name; each computes one layer.
+        problem: whose caches they read.
         read: GB/s of the machine, measured now.
+        seconds: that all rounds take, at least three.
     """
     rates: dict[str, list[float]] = {name: [] for name in calls}
     machine, layers = [], problem.layers
@@ -247,7 +312,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="0: as many as --megabytes takes")
     parser.add_argument("--megabytes", type=int, default=256, help="read by a turn at least")
     parser.add_argument("--seconds", type=float, default=0.5, help="of one case")
-    parser.add_argument("--no-torch", action="store_true", help="without SDPA")
+    parser.add_argument("--no-torch", action="store_true", help="without SDPA and OpenVINO")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     results, cold_bytes = [], arguments.megabytes << 20
@@ -267,12 +332,16 @@ def main() -> None:
                 for length in arguments.lengths
                 for count in arguments.tokens
             ):
-                problem = Problem(case, cold_bytes)
-                calls = {name: problem.call(one, threads) for name, one in kernels.items()}
+                problem = Problem(case, cold_bytes, bool(arguments.before))
+                calls = {
+                    name: problem.call(one, threads, name == "before")
+                    for name, one in kernels.items()
+                }
                 for call in calls.values():
                     problem.check(call)
                 if not arguments.no_torch:
                     calls |= problem.torch_calls()
+                    calls |= problem.openvino_calls(threads)
                 found = measure(calls, problem, read, arguments.seconds)
                 cells = [
                     f"{name} {x['GB/s']:5.1f} {x.get('of read', 1):5.2f}"

@@ -6,12 +6,13 @@
         --contexts 1024 2048 4096 8000 --windows 64 128 256 512 1024 \
         --draft-kv window=64 window=512 --json docs/results/views_long.json
 
-The demo target drafts chains with windows of its own cache. A context is held-out prompts of
-`examples/pair`, joined until they have so many tokens; no two contexts share a prompt. With
-`--corpus` it is the end of a stretch of held-out files, joined: contexts of all lengths end at the
-same places. Output is greedy, and compared with plain decoding, token by token. Counts can be
-repeated exactly; no times are taken. Text that loops is easy to draft, so the share of distinct
-4-grams of the outputs stands beside each context.
+The demo target drafts chains with windows of its own cache, and with as many rows of which some are
+the blocks that it attended to most. A context is held-out prompts of `examples/pair`, joined until
+they have so many tokens; no two contexts share a prompt. With `--corpus` it is the end of a stretch
+of held-out files, joined: contexts of all lengths end at the same places. Output is greedy, and
+compared with plain decoding, token by token. Counts can be repeated exactly; no times are taken.
+Text that loops is easy to draft, so the share of distinct 4-grams of the outputs stands beside each
+context.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=PAIR / "target")
     parser.add_argument("--draft", type=Path, default=PAIR / "draft", help="to compare with")
     parser.add_argument("--windows", type=int, nargs="+", default=[16, 64, 128, 256, 512])
+    parser.add_argument(
+        "--budgets", type=int, nargs="*", default=[64, 128, 256, 512], help="with chosen blocks"
+    )
     parser.add_argument("--sink", type=int, default=4)
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 512, 900])
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
@@ -106,6 +110,9 @@ def measure(engine: Engine, options: argparse.Namespace, length: int) -> dict[st
     params = [SamplingParams(max_tokens=options.tokens, ignore_eos=True) for _ in prompts]
 
     def run(plan: str) -> tuple[list[list[int]], Any]:
+        if engine.plans[plan].chooses_blocks:
+            # queries of a prompt vote while its rows are computed
+            engine.cache.allocator.forget_all()
         llm = LLM(engine, plan=plan)
         outputs = llm.generate([list(ids) for ids in prompts], params)
         return [output.outputs[0].token_ids for output in outputs], llm.get_metrics()
@@ -141,6 +148,9 @@ def main() -> None:
     torch.set_num_threads(1)
     chain = (1,) * options.num_speculative_tokens
     views = [View(window, options.sink).name for window in options.windows]
+    for budget in options.budgets:
+        for window in (budget // 2, budget // 4):
+            views.append(View(window, options.sink, budget - window).name)
     windows = options.draft_kv or ["full"]
     models = [f"draft_{number}" for number in range(len(windows))]
     plans = tuple(SpecPlan.from_widths(chain, (name,)) for name in [*views, *models])

@@ -61,8 +61,8 @@ _EXACT_SOURCES = (
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
     "tree_attention", "block_mass", "linear", "embedding_of_blocks", "tree_expand",
-    "accept_winners", "commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children", "accept",
-    "merge_trees", "rerank_tree", "ancestor_words", "image_slots", "vote_chain", "lookup",
+    "accept_winners", "commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children",
+    "accept", "merge_trees", "rerank_tree", "ancestor_words", "image_slots", "vote_chain", "lookup",
     "record_tokens", "node_winners", "column_winners", "all_reduce", "gather_rows", "from_first",
     "best_of_ranks",
 )  # fmt: skip
@@ -74,7 +74,7 @@ C_SHIMS = {
     " double, int64_t, int64_t, AtenTensorHandle*)",
     "block_mass": "AOTITorchError aoti_torch_cpu_block_mass(AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,"
-    " AtenTensorHandle, AtenTensorHandle, double)",
+    " AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*)",
     "linear": "AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle*, int64_t, AtenTensorHandle*)",
     "embedding_of_blocks": "AOTITorchError aoti_torch_cpu_embedding_of_blocks(AtenTensorHandle,"

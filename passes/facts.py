@@ -56,6 +56,12 @@ def attention_is_cached(program: Program) -> bool:
     return len(calls) > 0 and len(calls) == len(program.layers) == len(program.caches) // 2
 
 
+def attention_is_summed(program: Program) -> bool:
+    """Every attention over blocks has a sum of what each of them gets."""
+    calls = program.calls(ops.tree_attention, ops.attend)
+    return len(calls) == len(program.calls(ops.block_mass)) == len(program.layers) > 0
+
+
 def logits_are_selected(program: Program) -> bool:
     """Only the rows that are asked for reach the output."""
     (output,) = program.graph.find_nodes(op="output")

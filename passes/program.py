@@ -26,6 +26,8 @@ RUNTIME_INPUTS = (
     "block_table",
     "logit_rows",
 )
+# one more, last, of targets whose attention says which blocks it looks at
+MASS = "mass"
 # those of programs that take padded batches; masks follow, one for each window
 PADDED_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
 
@@ -260,7 +262,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
             # the number of blocks and their size are the runtime's choice
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
         else:
-            assert name in RUNTIME_INPUTS, name
+            assert name in (*RUNTIME_INPUTS, MASS), name
             entry["kind"] = "input"
         inputs.append(entry)
     return {

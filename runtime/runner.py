@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from specc.runtime.backends.step_io import Drafted, StepInputs, StepResult, draf
 from specc.runtime.constraints.grammar_masks import TreeMasks, has_masks
 from specc.runtime.constraints.mask_rules import MaskRules
 from specc.runtime.execution.batch_rows import BatchRows, last_tokens_of
+from specc.runtime.execution.block_votes import BlockVotes, PendingVotes, read_votes
 from specc.runtime.execution.can_draw import can_draw_prompts, drawn_step, drawn_steps
 from specc.runtime.execution.device_link import DeviceLink, HostLink
 from specc.runtime.execution.draws import (
@@ -26,7 +27,7 @@ from specc.runtime.execution.draws import (
     prompt_draws,
     tree_draws,
 )
-from specc.runtime.execution.pass_inputs import PassInputs, causal_inputs
+from specc.runtime.execution.pass_inputs import PassInputs, causal_inputs, split_spans
 from specc.runtime.execution.prompt_ends import PendingEnds, first_tokens, queue_ends
 from specc.runtime.execution.shared_pass import (
     FlatTokens,
@@ -98,6 +99,7 @@ class Runner:
         self._link = link or HostLink()
         self._drawn = drawn
         self._rows = BatchRows(cache, last_tokens_of(step.plan for step in steps.values()))
+        self._votes = BlockVotes(cache, self._link)
         self._last_queued: _Last | None = None
 
     def run(self, batch: Batch) -> RunResult:
@@ -110,7 +112,10 @@ class Runner:
             found = self.queue_prefill(batch.prefill).result()
             result = RunResult(**found._asdict(), prefill_s=time.perf_counter() - begin)
         for group in batch.groups:
+            voters = self._votes.of_step(group)
+            self._votes.begin(voters)
             step = self._step(group)
+            result.votes.extend(read_votes(self._votes.end(voters)))
             result.steps.append(step)
             result.logprobs.append(self._logprobs(group, step))
         return result
@@ -135,8 +140,13 @@ class Runner:
                 any_step, any_step.mark(), begin_s, lambda: RunResult(**ends.result()._asdict())
             )
             read = prompts.result
-        items = zip(steps, batch.groups, strict=True)
-        return PendingBatch(read, [self._queue_step(step, group) for step, group in items])
+        queued, votes = [], list[PendingVotes]()
+        for step, group in zip(steps, batch.groups, strict=True):
+            voters = self._votes.of_step(group)
+            self._votes.begin(voters)
+            queued.append(self._queue_step(step, group))
+            votes += self._votes.end(voters)
+        return PendingBatch(read, queued, functools.partial(read_votes, votes))
 
     def wait(self) -> None:
         """Wait until the device is done with all that was queued."""
@@ -230,11 +240,14 @@ class Runner:
                 draws.append(tree_draws(parts[-1], inputs.sampling_values, inputs.sampling_words))
         begin_s = time.perf_counter()
         target = self._draws(joined(draws)) if drawn else self._target
-        found_rows = run_together(target, parts, self._cache.device)
+        voters, num_rows = self._votes.of_batch(batch)
+        mass = self._votes.mass(voters, num_rows)
+        found_rows = run_together(target, parts, self._cache.device, mass)
         pass_s = time.perf_counter() - begin_s
         num_tokens = sum(len(part.tokens) for part in parts)
         prefill_s = pass_s * sum(s.end - s.start for s in batch.prefill) / num_tokens
         result = RunResult(prefill_s=prefill_s, pass_s=pass_s)
+        votes = self._votes.fetch(voters, mass)
         if batch.prefill:
             draw = _as_drawn if drawn else self._first_tokens
             ends = queue_ends(batch.prefill, found_rows.pop(0), draw, self._link)
@@ -250,6 +263,7 @@ class Runner:
             found = found._replace(stage_s=stage_s)
             result.steps.append(found)
             result.logprobs.append(self._logprobs(group, found))
+        result.votes.extend(read_votes(votes))
         return result
 
     def _staged(self, group: StepGroup) -> StagedStep:
@@ -265,8 +279,11 @@ class Runner:
             if self._drawn is not None and can_draw_prompts(spans):
                 tokens = self._draws(prompt_draws(spans))(*inputs)
                 return queue_ends(spans, tokens, _as_drawn, self._link)
-            logits = self._target(*inputs)
-            return queue_ends(spans, logits, self._first_tokens, self._link)
+            voters = self._votes.of_spans(spans)
+            mass = self._votes.mass(voters, len(spans))
+            logits = self._target(*inputs, *([] if mass is None else [mass]))
+            votes = self._votes.fetch(voters, mass)
+            return queue_ends(spans, logits, self._first_tokens, self._link, votes)
 
     def _draws(self, draws: Draws) -> Callable[..., Tensor]:
         """The target, which yields tokens."""
@@ -365,7 +382,7 @@ class Runner:
                 for s, more in zip(group.requests, ahead, strict=True)
                 if not more and s.draft_lens[i] < s.cache_len + 1 - group.plan.catch_up
             ]
-            for spans in _split(behind, self._prefill_chunk):
+            for spans in split_spans(behind, self._prefill_chunk):
                 self._causal_pass(self._drafts[i], spans)
 
     @torch.inference_mode()
@@ -380,21 +397,3 @@ class Runner:
 def _as_drawn(tokens: Tensor, requests: Sequence[Request]) -> Tensor:
     """First tokens, of what is first tokens already."""
     return tokens
-
-
-def _split(spans: list[Span], limit: int) -> Iterator[list[Span]]:
-    """Passes of at most `limit` tokens; parts of one request keep their order."""
-    current: list[Span] = []
-    room = limit
-    for span in spans:
-        start = span.start
-        while start < span.end:
-            end = min(span.end, start + room)
-            current.append(Span(span.request, start, end))
-            room -= end - start
-            start = end
-            if room == 0:
-                yield current
-                current, room = [], limit
-    if current:
-        yield current

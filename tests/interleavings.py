@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.constraints.grammar_masks import mask_roots
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
@@ -58,6 +59,7 @@ class Figures:
     num_ties: int = 0
     num_iterations: int = 0
     num_ahead: int = 0
+    num_tables: int = 0
     steps: Counter[str] = field(default_factory=Counter)
 
     def to_json(self) -> dict[str, Any]:
@@ -119,6 +121,21 @@ def draw_params(dice: random.Random, max_tokens: int, vocab_size: int) -> Sampli
     return SamplingParams(**options)
 
 
+def _check_tables(core: EngineCore, figures: Figures) -> None:
+    """Let every table that a step gets be compared with one that is built anew."""
+    rows, cache = core.runner._rows, core.engine.cache
+    make = rows.inputs
+
+    def checked(requests: list[Request], *args: Any) -> StepInputs:
+        made = make(requests, *args)
+        wanted = cache.block_table([request.blocks for request in requests])
+        assert torch.equal(made.block_table, wanted), "a table that is not the requests' blocks"
+        figures.num_tables += 1
+        return made
+
+    rows.inputs = checked  # type: ignore[method-assign]
+
+
 def run_interleaving(
     engine: Engine,
     solo: Solo,
@@ -150,6 +167,7 @@ def run_interleaving(
     """
     dice = random.Random(seed)
     core = EngineCore(engine, policy=policy(list(engine.plans), dice))
+    _check_tables(core, figures)
     crowd = dice.choice([0.2, 0.5, 0.95])
     engine.cache.allocator.forget_all()
     requests: list[Request] = []

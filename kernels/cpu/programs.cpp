@@ -55,6 +55,9 @@ void CompiledProgram::bind_weights(const std::vector<std::string>& names,
 
 void CompiledProgram::bind_caches(std::vector<at::Tensor> caches) { caches_ = std::move(caches); }
 
+// Inputs of every program.
+constexpr size_t kNumFlat = 8;
+
 // Compiled code reads its inputs by the sizes of some of them, and checks nothing.
 void CompiledProgram::check_flat(const std::vector<at::Tensor>& inputs) const {
   struct Input {
@@ -66,8 +69,9 @@ void CompiledProgram::check_flat(const std::vector<at::Tensor>& inputs) const {
       {"tokens", at::kLong, 1},    {"positions", at::kLong, 1}, {"q_start", at::kInt, 1},
       {"slot", at::kInt, 1},       {"cache_len", at::kInt, 1},  {"ancestors", at::kLong, 2},
       {"block_table", at::kInt, 2}, {"logit_rows", at::kLong, 1}};
-  TORCH_CHECK(inputs.size() == std::size(kInputs), "a program takes ", std::size(kInputs),
-              " inputs, not ", inputs.size());
+  static_assert(std::size(kInputs) == kNumFlat);
+  const size_t count = std::size(kInputs) + takes_mass_;
+  TORCH_CHECK(inputs.size() == count, "a program takes ", count, " inputs, not ", inputs.size());
   for (size_t i = 0; i < std::size(kInputs); ++i) {
     const at::Tensor& input = inputs[i];
     TORCH_CHECK(input.defined() && input.is_cpu() && input.scalar_type() == kInputs[i].dtype &&
@@ -79,11 +83,18 @@ void CompiledProgram::check_flat(const std::vector<at::Tensor>& inputs) const {
                   inputs[5].size(0) == tokens && inputs[2].size(0) == batch + 1 &&
                   inputs[6].size(0) == batch,
               "a program's tokens and their metadata have different sizes");
+  if (!takes_mass_) return;
+  // it is written to: what is no float32 in one piece would be a copy of it
+  const at::Tensor& mass = inputs.back();
+  TORCH_CHECK(mass.defined() && mass.is_cpu() && mass.scalar_type() == at::kFloat &&
+                  mass.dim() == 2 && mass.is_contiguous(),
+              "a program's mass has another dtype, number of dimensions or layout");
 }
 
 at::Tensor CompiledProgram::run(std::vector<at::Tensor> inputs) {
   c10::InferenceMode guard;
   TORCH_CHECK(!inputs.empty(), "the tokens of a pass");
+  if (takes_mass_ && inputs.size() == kNumFlat) inputs.push_back(at::empty({1, 0}, at::kFloat));
   if (is_flat_) check_flat(inputs);
   const PassThreads threads(num_threads_, inputs[0].numel() <= kNarrowRows ? 1 : num_threads_);
   // compiled code takes the strides of its example inputs for granted

@@ -31,8 +31,9 @@ class CompiledProgram : public torch::CustomClassHolder {
   // k and v of each layer, in the order of the graph's inputs.
   void bind_caches(std::vector<at::Tensor> caches);
   // From here on, `run` refuses what is not flat tokens with their metadata: its callers may be
-  // graphs of an engine that somebody has edited.
-  void expect_flat_inputs() { is_flat_ = true; }
+  // graphs of an engine that somebody has edited. A program that takes the mass of blocks, too, is
+  // given one of no columns where there is none.
+  void expect_flat_inputs(bool takes_mass) { is_flat_ = true, takes_mass_ = takes_mass; }
   // The runtime inputs in the order of RUNTIME_INPUTS (passes/program.py) → logits [R, V].
   at::Tensor run(std::vector<at::Tensor> inputs);
 
@@ -41,7 +42,7 @@ class CompiledProgram : public torch::CustomClassHolder {
   std::vector<at::Tensor> weights_, caches_;
   WatchedMemory watched_;  // destroyed before the weights
   int num_threads_;
-  bool is_flat_ = false;
+  bool is_flat_ = false, takes_mass_ = false;
 
   void check_flat(const std::vector<at::Tensor>& inputs) const;
 };

@@ -297,7 +297,7 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_block_mass(
     AtenTensorHandle q, AtenTensorHandle k_cache, AtenTensorHandle q_start,
     AtenTensorHandle position, AtenTensorHandle slot, AtenTensorHandle cache_len,
     AtenTensorHandle* ancestors, AtenTensorHandle block_table, AtenTensorHandle mass,
-    double scale) {
+    double scale, AtenTensorHandle*) {  // the last is null: there is no result
   return specc::guarded([&] {
     block_mass(q, k_cache, q_start, position, slot, cache_len,
                ancestors == nullptr ? nullptr : *ancestors, block_table, mass, scale);

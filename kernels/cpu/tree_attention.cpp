@@ -33,7 +33,7 @@
 
 #include "kernels.h"
 #include "tree_attention_plan.h"
-#include "tree_attention_products.h"
+#include "tree_attention_tile.h"
 #include "vec.h"
 
 namespace specc {
@@ -44,17 +44,6 @@ using namespace vec;
 
 // Cost of a thread's share, about 10 microseconds: entering a parallel region takes a few.
 constexpr int64_t kMinCost = 800000;
-
-// No score comes near these; -inf would make NaN of a difference.
-constexpr float kNothing = -1e30f;  // maximum of no scores
-constexpr float kMasked = -3e38f;   // score of a key that is masked: 2^(kMasked - kNothing) is 0
-
-// Into the second-level cache.
-template <class T>
-void prefetch(const T* row, int64_t size) {
-  const char* p = reinterpret_cast<const char*>(row);
-  for (size_t at = 0; at < size * sizeof(T); at += 64) __builtin_prefetch(p + at, 0, 2);
-}
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -75,10 +64,8 @@ struct Accumulator {
 template <class T>
 class Worker {
  public:
-  // what queries and keys are multiplied in: float, or pairs of bfloat16
-  using Key = std::conditional_t<std::is_same_v<T, BFloat16> && kHasPairs, Pair, float>;
+  using Key = KeyOf<T>;
   static constexpr bool kPairs = std::is_same_v<Key, Pair>;
-  static constexpr int kPanel = kScoreCols * kWidth;  // keys whose scores are computed at once
   // elements of values that load_values takes at once; other numbers are converted to float
   static constexpr int kValueUnit = std::is_same_v<T, float> ? kWidth : 2 * kWidth;
 
@@ -145,9 +132,7 @@ class Worker {
   uint64_t visible(const Item& item, int64_t token, int64_t tile) const;
   void find_rows(const Item& item, int64_t index, Rows* rows) const;
   void load_queries(const Unit& unit);
-  void transpose_keys(const T* const* keys, int64_t count, const T* const* next, int64_t next_count);
   void convert_values(const T* const* values, int64_t count);
-  bool softmax(float* scores, uint64_t bits, float* max, float* sum, float* alpha);
   void finish(const Unit& unit, Accumulator from);
   Accumulator partial(int64_t thread, int which) const {
     float* p = plan_.partial.data() + (2 * thread + which) * partial_size_;
@@ -251,78 +236,6 @@ void Worker<T>::load_queries(const Unit& unit) {
     }
 }
 
-// keys_[d][i] = keys[i][d] for `count` keys, a multiple of kWidth and at most kPanel; meanwhile the
-// rows of `next` are asked for: hardware foresees neither the blocks of a paged cache nor the gaps
-// between heads.
-template <class T>
-void Worker<T>::transpose_keys(const T* const* keys, int64_t count, const T* const* next,
-                               int64_t next_count) {
-  using Lane = std::conditional_t<kPairs, float, T>;  // a pair moves as one lane
-  const int64_t whole = (kPairs ? a_.head_dim / 2 : a_.head_dim) / kWidth * kWidth;
-  const int64_t bytes = a_.head_dim * sizeof(T);
-  for (int64_t i = 0; i < count; i += kWidth) {
-    const int64_t last = std::min<int64_t>(next_count, i + kWidth);
-    for (int64_t d = 0; d < whole; d += kWidth) {
-      // the lines of this square's share of the rows
-      const int64_t from = d * bytes / whole, to = (d + kWidth) * bytes / whole;
-      for (int64_t r = i; r < last; ++r)
-        for (int64_t at = from; at < to; at += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(next[r]) + at, 0, 2);
-      Float square[kWidth];
-#pragma GCC unroll 16
-      for (int r = 0; r < kWidth; ++r)
-        square[r] = load(reinterpret_cast<const Lane*>(keys[i + r]) + d);
-      transpose(square);
-#pragma GCC unroll 16
-      for (int r = 0; r < kWidth; ++r)
-        store(reinterpret_cast<float*>(keys_) + (d + r) * kPanel + i, square[r]);
-    }
-    for (int64_t d = whole; d < depth_; ++d)
-      for (int r = 0; r < kWidth; ++r) {
-        const T* row = keys[i + r];
-        Key& to = keys_[d * kPanel + i + r];
-        if constexpr (kPairs) {
-          const uint32_t high = 2 * d + 1 < a_.head_dim ? row[2 * d + 1].bits : 0;
-          to.bits = row[2 * d].bits | high << 16;
-        } else {
-          to = to_float(row[d]);
-        }
-      }
-  }
-}
-
-// Replace scores by weights 2^(score - max) and update the row's maximum and sum; true if the
-// maximum grew, so that what was added before is to be multiplied by alpha.
-template <class T>
-bool Worker<T>::softmax(float* scores, uint64_t bits, float* max, float* sum, float* alpha) {
-  constexpr int kCount = kTile / kWidth;
-  const Float scale = splat(a_.scale * 1.44269504088896f);  // log2(e): weights are powers of two
-  Float x[kCount], best = splat(kNothing);
-#pragma GCC unroll 16
-  for (int j = 0; j < kCount; ++j) {
-    // where a lane is not selected its score may be anything
-    x[j] = select(bits >> (j * kWidth), load(scores + j * kWidth) * scale, splat(kMasked));
-    best = vec::max(best, x[j]);
-  }
-  const float before = *max;
-  const float now = std::max(before, vec::max(best));
-  Float total = load(sum);
-  if (now > before) {
-    *max = now;
-    const Float factor = exp2_of_nonpositive(splat(before - now));
-    *alpha = factor[0];
-    total *= factor;
-  }
-#pragma GCC unroll 16
-  for (int j = 0; j < kCount; ++j) {
-    x[j] = exp2_of_nonpositive(x[j] - now);
-    total += x[j];
-    store(scores + j * kWidth, x[j]);
-  }
-  store(sum, total);
-  return now > before;
-}
-
 // floats_[i] = values[i], and zeros up to a whole register.
 template <class T>
 void Worker<T>::convert_values(const T* const* values, int64_t count) {
@@ -333,7 +246,7 @@ void Worker<T>::convert_values(const T* const* values, int64_t count) {
   }
 }
 
-// One tile of one KV head: `rows` are those of the head, `next` those that are asked for.
+// One tile of one KV head, whose rows these are; `next` are those of the next tile.
 template <class T>
 void Worker<T>::attend_tile(const Unit& unit, int64_t head, const Rows& rows, const Rows& next,
                             uint64_t seen, Accumulator to) {
@@ -342,7 +255,9 @@ void Worker<T>::attend_tile(const Unit& unit, int64_t head, const Rows& rows, co
   const Key* queries = queries_ + (head - unit.head) * unit.rows * depth_;
   for (int64_t column = 0; column < keys; column += kPanel) {
     const int64_t columns = std::min<int64_t>(round_up(keys - column, kWidth), kPanel);
-    transpose_keys(rows.keys + column, columns, next.keys + column, next.count - column);
+    transpose_keys(rows.keys + column, columns, a_.head_dim, keys_, [&](int64_t i) {
+      if (column + i < next.count) prefetch(next.keys[column + i], a_.head_dim);
+    });
     with_constant<kScoreCols>(columns / kWidth, [&](auto cols) {
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t first = block_start(unit.rows, blocks, block);
@@ -361,7 +276,7 @@ void Worker<T>::attend_tile(const Unit& unit, int64_t head, const Rows& rows, co
     float alpha = 1;
     if (!bits) {
       std::memset(row, 0, kTile * sizeof(float));
-    } else if (softmax(row, bits, to.max + r, to.sum + r * kWidth, &alpha)) {
+    } else if (softmax(row, bits, a_.scale, to.max + r, to.sum + r * kWidth, &alpha)) {
       float* values = to.values + r * width_;
       for (int64_t j = 0; j < width_; j += kWidth)
         store(values + j, load(values + j) * splat(alpha));
@@ -374,9 +289,9 @@ void Worker<T>::attend_tile(const Unit& unit, int64_t head, const Rows& rows, co
     convert_values(rows.values, keys);
     const float* floats[kTile];
     for (int64_t i = 0; i < keys; ++i) floats[i] = floats_ + i * width_;
-    add_values<kTile>(scores_, unit.rows, floats, keys, to.values, width_, ahead);
+    add_values(scores_, unit.rows, floats, keys, to.values, width_, ahead);
   } else {
-    add_values<kTile>(scores_, unit.rows, rows.values, keys, to.values, width_, ahead);
+    add_values(scores_, unit.rows, rows.values, keys, to.values, width_, ahead);
   }
 }
 

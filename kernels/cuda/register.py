@@ -20,6 +20,7 @@ from specc.kernels.cuda.add_norm_head import add_norm_head
 from specc.kernels.cuda.add_norm_linear import add_norm_linear
 from specc.kernels.cuda.add_norm_rope_write import add_norm_rope_write
 from specc.kernels.cuda.attend import attend
+from specc.kernels.cuda.block_mass import block_mass
 from specc.kernels.cuda.commit_kv import commit_kv
 from specc.kernels.cuda.draft_children import draft_children
 from specc.kernels.cuda.embed_norm_rope_write import embed_norm_rope_write
@@ -74,8 +75,8 @@ def tree_attention(
 KERNELS: dict[str, Callable] = {
     kernel.__name__: kernel
     for kernel in (
-        accept_winners, act_and_mul, add_rms_norm, attend, commit_kv, commit_rows, next_tokens,
-        rms_norm, rope_write, tree_attention, tree_expand, tree_rows, write_kv,
+        accept_winners, act_and_mul, add_rms_norm, attend, block_mass, commit_kv, commit_rows,
+        next_tokens, rms_norm, rope_write, tree_attention, tree_expand, tree_rows, write_kv,
         ancestor_words, image_slots, lookup, merge_trees, record_tokens, rerank_tree, vote_chain,
         accept, draft_children, leave_step, node_winners,
         add_norm_gate_up, add_norm_linear, add_norm_rope_write,

@@ -18,6 +18,7 @@ from torch import fx
 from specc.artifact.graph_io import graph_to_json
 from specc.passes.step.draft_stage import draft_stage, num_levels
 from specc.passes.step.step_graph import (
+    BLOCK_MASS,
     HISTORY,
     STEP_INPUTS,
     TARGET,
@@ -110,7 +111,7 @@ def _verify_stage(
         tokens = g.last(g["last_tokens"], 1)
         nodes = g.arange(0, 1, 1, torch.int32)
         slots, positions = g.rows(nodes, nodes)
-        logits = _target(g, 1, tokens, positions, slots, None)
+        logits = _target(g, plan, 1, tokens, positions, slots, None)
         if reads_winners:
             return g.finish(tokens=tokens, winners=_winners(g, plan, tokens, logits, 0, 1))
         return g.finish(tokens=tokens, logits=logits)
@@ -154,19 +155,24 @@ def _verify_nodes(g: StepGraph, plan: SpecPlan, first: int, last: int) -> fx.Nod
         positions = g.call(aten.clamp.default, g.call(aten.add.Tensor, lengths, depths), 0)
         positions = g.flat(g.call(aten._to_copy.default, positions, dtype=torch.int64))
         ancestors = g.node_rows(g["ancestors"], first, last, num_nodes)
-    return _target(g, count, tokens, positions, slots, ancestors)
+    return _target(g, plan, count, tokens, positions, slots, ancestors)
 
 
 def _target(
     g: StepGraph,
+    plan: SpecPlan,
     count: int,
     tokens: fx.Node,
     positions: fx.Node,
     slots: fx.Node,
     ancestors: fx.Node | None,
 ) -> fx.Node:
-    """A pass of the target over `count` nodes [B, count] of each sequence."""
+    """A pass of the target over `count` nodes [B, count] of each sequence.
+
+    Its nodes vote on the blocks that the plan's views are to see; who votes, the host says.
+    """
     batch = g.batch
+    mass = [g[BLOCK_MASS]] if plan.chooses_blocks else []
     return g.model(
         TARGET,
         g.flat(tokens),
@@ -177,6 +183,7 @@ def _target(
         ancestors,
         g["block_table"],
         g.arange(0, g.multiple(batch, count), 1, torch.int64),
+        *mass,
     )
 
 

@@ -21,6 +21,10 @@ STEP_INPUTS = ("last_tokens", "cache_len", "block_table", "sampling_values", "sa
 HISTORY = "history"
 # [B, S] f32 of plans that vote; [B, L] i64 proposals of the host's index, then -1
 VOTE_WEIGHTS, PROPOSALS = "vote_weights", "proposals"
+# [B, C] i64 columns of the block table that views see, of one view after the other
+CHOSEN_BLOCKS = "chosen_blocks"
+# [M, n] f32 attention that blocks get, see `block_mass_reference`
+BLOCK_MASS = "block_mass"
 
 
 class StepGraph:

@@ -62,7 +62,8 @@ def make_cache(
         for model in manifest.models
     }
     dtypes = {model.name: DTYPES[model.dtype] for model in manifest.models}
-    return KVCache(shape, specs, dtypes, device, rows, grows)
+    has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
+    return KVCache(shape, specs, dtypes, device, rows, grows, has_mass)
 
 
 def rows_of(manifest: Manifest) -> CacheRows | None:

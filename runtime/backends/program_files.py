@@ -77,6 +77,11 @@ def _is_input(entry: Mapping[str, Any], num_layers: int) -> bool:
     return kind in ("weight", "constant") and has_shapes and is_named
 
 
+def takes_mass(program: Mapping[str, Any]) -> bool:
+    """Whether a model's program is given the mass of blocks, see `ModelProgram.forward`."""
+    return any(entry.get("name") == "mass" for entry in program["inputs"])
+
+
 def check_schema(program: Mapping[str, Any], name: str, versions: Sequence[int]) -> None:
     """Raises EngineError: a program of another schema."""
     version = program.get("schema_version")

@@ -39,7 +39,8 @@ class StepInputs(NamedTuple):
         block_table: [B, n] int32.
         sampling_values: [B, 6] float32, see `specc.sampling.rows`.
         sampling_words: [B, 4] int64.
-        extra: what only some plans read: `vote_weights` [B, S] float32, `proposals` [B, L] int64.
+        extra: what only some plans read: `vote_weights` [B, S] float32, `proposals` [B, L] int64,
+            `chosen_blocks` [B, C] int64 columns of the block table.
     """
 
     rows: Sequence[Sequence[int]]

@@ -1,4 +1,6 @@
-"""What the host does for the drafts of a step: votes' weights, and proposals of its index."""
+"""What the host does for the drafts of a step: votes' weights, proposals of its index, and the
+blocks that self-drafts see.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ class HostDrafts:
 
     Args:
         plans: of the engine, by name.
+        block_size: rows of a block of its cache.
     """
 
-    def __init__(self, plans: Mapping[str, SpecPlan]) -> None:
+    def __init__(self, plans: Mapping[str, SpecPlan], block_size: int = 0) -> None:
+        self._block_size = block_size
         self._weights = {
             name: VoteWeights(
                 len(plan.drafts), [i for i, d in enumerate(plan.drafts) if d in plan.asked]
@@ -45,11 +49,22 @@ class HostDrafts:
             extra["proposals"] = torch.tensor(
                 [[*row, *[-1] * (count - len(row))] for row in rows], dtype=torch.int64
             )
+        if plan.chooses_blocks:
+            extra["chosen_blocks"] = torch.tensor(
+                [self._columns(plan, request) for request in requests], dtype=torch.int64
+            )
         return extra
+
+    def _columns(self, plan: SpecPlan, request: Request) -> list[int]:
+        """Columns of the block table that the plan's views see, of one after the other."""
+        choice, length = request.block_choice, request.cache_len
+        found = (choice.columns(view, length, self._block_size) for view in plan.views)
+        return list(itertools.chain(*found))
 
     def brings(self, plan: SpecPlan) -> bool:
         """Whether steps of a plan read anything of the host, which has to know their requests."""
-        return plan.name in self._weights or (plan.speculates and SUFFIX in plan.drafts)
+        has_suffix = plan.speculates and SUFFIX in plan.drafts
+        return plan.name in self._weights or has_suffix or plan.chooses_blocks
 
     def propose(self, request: Request, num_tokens: int, draft: str) -> tuple[list[int], int]:
         """What followed the longest suffix of a request, here or in earlier outputs.

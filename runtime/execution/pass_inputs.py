@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,3 +76,21 @@ def causal_inputs(
         torch.tensor([s.start for s in spans], dtype=torch.int32),
         cache.block_table([s.request.blocks for s in spans]),
     )
+
+
+def split_spans(spans: list[Span], limit: int) -> Iterator[list[Span]]:
+    """Passes of at most `limit` tokens; parts of one request keep their order."""
+    current: list[Span] = []
+    room = limit
+    for span in spans:
+        start = span.start
+        while start < span.end:
+            end = min(span.end, start + room)
+            current.append(Span(span.request, start, end))
+            room -= end - start
+            start = end
+            if room == 0:
+                yield current
+                current, room = [], limit
+    if current:
+        yield current

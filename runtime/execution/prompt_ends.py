@@ -10,9 +10,10 @@ from torch import Tensor
 
 from specc.runtime.constraints.grammar_masks import mask_roots
 from specc.runtime.execution.batch_rows import sampling_rows
+from specc.runtime.execution.block_votes import PendingVotes, read_votes
 from specc.runtime.execution.device_link import DeviceLink, Fetched, HostLink
 from specc.runtime.outputs.logprobs import TokenLogprobs, logprobs_of, score_prompt, score_tokens
-from specc.runtime.scheduling.batch import Span
+from specc.runtime.scheduling.batch import Span, Vote
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.request import Request
 
@@ -24,11 +25,13 @@ class PromptEnds(NamedTuple):
         first_tokens: of each span; None where its prompt is not finished yet.
         first_logprobs: of first tokens, by request that asks.
         prompt_logprobs: of the prompt tokens after those of a span, by request that asks.
+        votes: of last queries.
     """
 
     first_tokens: list[int | None]
     first_logprobs: dict[str, list[TokenLogprobs]]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
+    votes: list[Vote]
 
 
 class PendingEnds:
@@ -37,11 +40,15 @@ class PendingEnds:
     Args:
         spans: of the pass.
         fetched: first tokens [R], then what was scored, prompts before first tokens.
+        votes: of last queries.
     """
 
-    def __init__(self, spans: Sequence[Span], fetched: Fetched) -> None:
+    def __init__(
+        self, spans: Sequence[Span], fetched: Fetched, votes: Sequence[PendingVotes] = ()
+    ) -> None:
         self._spans = spans
         self._fetched = fetched
+        self._votes = votes
 
     def result(self) -> PromptEnds:
         """Waits for the device."""
@@ -63,7 +70,7 @@ class PendingEnds:
         }
         rest = iter(tokens)
         first_tokens = [next(rest) if span.is_last else None for span in self._spans]
-        return PromptEnds(first_tokens, firsts, prompts)
+        return PromptEnds(first_tokens, firsts, prompts, read_votes(self._votes))
 
 
 @torch.inference_mode()
@@ -72,6 +79,7 @@ def queue_ends(
     logits: Tensor,
     draw: Callable[[Tensor, list[Request]], Tensor],
     link: HostLink | DeviceLink,
+    votes: Sequence[PendingVotes] = (),
 ) -> PendingEnds:
     """Queue what follows the target's pass over some spans.
 
@@ -80,6 +88,7 @@ def queue_ends(
         logits: [R, V] of the tokens that `Span.logit_places` names.
         draw: [E, V] of the last tokens of prompts, and their requests → [E] first tokens.
         link: to the device.
+        votes: of their last queries.
     """
     with link.active():
         scores: list[Tensor] = []
@@ -95,7 +104,7 @@ def queue_ends(
                 scores.append(score_tokens(logits[i : i + 1], first[i : i + 1], most))
         # nobody waits for a pass that nothing comes from
         fetched = link.fetch([first, *scores]) if ended or scores else HostLink().fetch([_NONE])
-    return PendingEnds(spans, fetched)
+    return PendingEnds(spans, fetched, votes)
 
 
 @torch.inference_mode()

@@ -108,7 +108,10 @@ def logit_rows(spans: Sequence[Span]) -> Tensor:
 
 @torch.inference_mode()
 def run_together(
-    model: Callable[..., Tensor], parts: Sequence[FlatTokens], device: torch.device | str = "cpu"
+    model: Callable[..., Tensor],
+    parts: Sequence[FlatTokens],
+    device: torch.device | str = "cpu",
+    mass: Tensor | None = None,
 ) -> list[Tensor]:
     """Pass all parts through a model at once.
 
@@ -116,6 +119,7 @@ def run_together(
         model: a program that takes flat tokens, or what draws from its logits.
         parts: of different requests.
         device: that the model's caches lie on.
+        mass: [B, n] float32 on the device, changed, see `BlockVotes.mass`; None: nobody votes.
     Returns:
         what the model yields of each part: [R, V] logits.
     """
@@ -132,7 +136,8 @@ def run_together(
         torch.cat([part.block_table for part in parts]),
         torch.cat([part.logit_rows + offset for part, offset in zip(parts, offsets, strict=False)]),
     )
-    logits = model(*(value.to(device) for value in inputs))
+    votes = [] if mass is None else [mass]
+    logits = model(*(value.to(device) for value in inputs), *votes)
     return list(logits.split([len(part.logit_rows) for part in parts]))
 
 

@@ -166,7 +166,7 @@ def _follow(
         raise refused(f"{first.kind.name} before SETUP")
     setup = json_of(first)
     torch.set_num_threads(setup["num_threads"])
-    thread = Signs(signs, rank, setup["timeout_s"], parent)
+    thread = Signs(signs, rank, setup["timeout_s"], setup["silence_s"], parent)
     thread.start()
     try:
         return _follow_orders(orders, signs, thread, setup, path, parent is not None)

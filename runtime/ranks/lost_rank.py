@@ -39,11 +39,21 @@ def ended(code: int | None) -> str:
 
 def state_of(pid: int) -> str:
     """Why a process of this machine does nothing, after a colon; empty where nothing tells."""
+    found = _STATES.get(_letter_of(pid))
+    return f": {found}" if found else ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine stands still until somebody lets it go on."""
+    return _letter_of(pid) in ("T", "t")
+
+
+def _letter_of(pid: int) -> str:
+    """The state that /proc has of a process; empty where nothing tells."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     # the name may hold anything, closing brackets too
     fields = text.rpartition(")")[2].split()
-    found = _STATES.get(fields[0]) if fields else None
-    return f": {found}" if found else ""
+    return fields[0] if fields else ""

@@ -8,6 +8,9 @@ from specc.errors import ConfigError
 
 # more than rank 0 takes to see and to tell that another one is silent
 _LATER_S = 3.0
+# signs come twice a second from a thread of their own, however long a pass takes
+_SILENT_S = 7.0
+_OF_TIMEOUT = 5
 
 
 @dataclass(frozen=True)
@@ -16,8 +19,8 @@ class RankOptions:
 
     Args:
         num_ranks: processes; 1 is this one alone.
-        timeout_s: seconds after which a rank that gives no sign of life, or does not get on with
-            an order, counts as hung.
+        timeout_s: seconds after which a rank that does not get on with an order counts as hung,
+            and rank 0 as gone if it gives no sign of life.
         start_timeout_s: seconds until all ranks have to be there and to have loaded the engine.
         ends_process: where a rank is lost, this process ends too, with exit code 1, when open
             requests have had time to get their errors. Else every call raises the error.
@@ -38,6 +41,15 @@ class RankOptions:
     def collective_timeout_s(self) -> float:
         """That a rank waits for others in a collective: who watches sees more, and earlier."""
         return self.timeout_s + _LATER_S
+
+    @property
+    def silence_s(self) -> float:
+        """After which another rank than 0 that gives no sign of life is lost.
+
+        A pass may take long, a sign may not. Of rank 0 that is only said where it is stopped: its
+        process runs its user's code, too, which may let no thread beside it run.
+        """
+        return min(self.timeout_s, max(_SILENT_S, self.timeout_s / _OF_TIMEOUT))
 
     def __post_init__(self) -> None:
         if type(self.num_ranks) is not int or self.num_ranks < 1:

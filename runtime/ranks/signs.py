@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from specc.errors import FaultError
 from specc.runtime.ranks.channel import Channel
+from specc.runtime.ranks.lost_rank import is_stopped
 from specc.runtime.ranks.orders import Kind, beat, json_of
 from specc.runtime.ranks.rank_group import RankGroup
 from specc.runtime.ranks.ticks import Ticks
@@ -30,16 +31,20 @@ class Signs(threading.Thread):
         channel: to rank 0.
         rank: of this process.
         limit_s: after which rank 0's silence counts.
+        stopped_s: the same, where its process is stopped.
         parent: process id of rank 0, where that has started this process.
     """
 
-    def __init__(self, channel: Channel, rank: int, limit_s: float, parent: int | None) -> None:
+    def __init__(
+        self, channel: Channel, rank: int, limit_s: float, stopped_s: float, parent: int | None
+    ) -> None:
         super().__init__(name="specc-signs", daemon=True)
         self._channel = channel
         self._rank = rank
         self._limit_s = limit_s
+        self._stopped_s = stopped_s
         self._parent = parent
-        self._ticks = Ticks(limit_s)
+        self._ticks = Ticks(stopped_s)
         self.group: RankGroup | None = None
         # the last order that was done
         self.done = 0
@@ -72,13 +77,21 @@ class Signs(threading.Thread):
             heard_s += self._ticks.pass_by()
             if messages:
                 heard_s = time.monotonic()
-            if time.monotonic() - heard_s > self._limit_s:
-                self._say(f"rank 0 has given no sign of life for {self._limit_s:g} s")
+            silent_s = time.monotonic() - heard_s
+            limit_s = self._stopped_s if self._leader_is_stopped(silent_s) else self._limit_s
+            if silent_s > limit_s:
+                self._say(f"rank 0 has given no sign of life for {limit_s:g} s")
                 self._end_leader()
                 os._exit(1)
             if self._ticks.is_time_for_beat():
                 position = self.group.position if self.group is not None else 0
                 self._channel.offer(beat(self.done, position))
+
+    def _leader_is_stopped(self, silent_s: float) -> bool:
+        """Whether rank 0 is a process of this machine that stands still, if it has been silent."""
+        if silent_s <= self._stopped_s or self._parent is None:
+            return False
+        return is_stopped(self._parent)
 
     def _end_leader(self) -> None:
         """A rank 0 that stands still would keep its port and memory without anyone to work."""

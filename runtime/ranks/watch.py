@@ -47,7 +47,7 @@ class Watch(threading.Thread):
         super().__init__(name="specc-ranks", daemon=True)
         self._job = job
         self._open = open_followers
-        self._ticks = Ticks(job.options.timeout_s)
+        self._ticks = Ticks(job.options.silence_s)
         self._told_s: float | None = None
 
     def run(self) -> None:
@@ -178,7 +178,9 @@ class Watch(threading.Thread):
             )
 
     def _look_for_silent(self, now: float) -> None:
-        limit_s = self._job.options.timeout_s
+        options = self._job.options
+        # a rank that loads may be kept from everything by a library that it loads
+        limit_s = options.silence_s if self._job.is_started else options.timeout_s
         for follower in self._job.followers:
             # before its first word it imports packages
             if follower.pid is not None and now - follower.beat_s > limit_s:

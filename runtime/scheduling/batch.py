@@ -86,6 +86,22 @@ class Batch:
         return [*(span.request for span in self.prefill), *stepped]
 
 
+class Vote(NamedTuple):
+    """How much attention queries of a request gave its blocks.
+
+    Args:
+        request: whose blocks.
+        mass: [n] float32 on the host, by column of its block table.
+        num_voters: queries.
+        length: committed rows of the request at that time.
+    """
+
+    request: Request
+    mass: Tensor
+    num_voters: int
+    length: int
+
+
 @dataclass(frozen=True)
 class RunResult:
     """Of its prompts and steps; `first_tokens` is None where a prompt is not finished yet."""
@@ -98,6 +114,8 @@ class RunResult:
     first_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     logprobs: list[list[list[TokenLogprobs] | None] | None] = field(default_factory=list)
+    # what self-drafts choose blocks by
+    votes: list[Vote] = field(default_factory=list)
     # of the target's pass that everyone shared; stages and `prefill_s` have their parts of it
     pass_s: float = 0.0
 
@@ -130,12 +148,15 @@ class PendingBatch:
     Args:
         read_prefill: waits for its prompts, and tells what they yield.
         steps: of its groups, in their order.
+        read_votes: waits for votes of its steps.
     """
 
     read_prefill: Callable[[], RunResult]
     steps: list[PendingStep]
+    read_votes: Callable[[], list[Vote]] = list
 
     def result(self) -> RunResult:
         """Wait for all of it; once."""
         found = self.read_prefill()
-        return replace(found, steps=[step.result() for step in self.steps])
+        steps = [step.result() for step in self.steps]
+        return replace(found, steps=steps, votes=[*found.votes, *self.read_votes()])

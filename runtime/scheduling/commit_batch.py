@@ -43,6 +43,18 @@ def commit_prefill(
             stats.num_prompt_tokens += request.num_prompt_tokens
 
 
+def commit_votes(result: RunResult, left: Collection[Request]) -> None:
+    """Take over what queries say about the blocks of their requests.
+
+    Args:
+        result: of a batch.
+        left: see `commit_prefill`.
+    """
+    for vote in result.votes:
+        if vote.request not in left:
+            vote.request.block_choice.add(vote.mass, vote.num_voters, vote.length)
+
+
 def commit_steps(
     batch: Batch,
     result: RunResult,

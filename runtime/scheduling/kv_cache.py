@@ -5,7 +5,9 @@ Target and drafts share block ids: block 3 of a sequence names block 3 of every 
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,29 @@ from specc.runtime.scheduling.block_pool import BlockPool
 
 # a cache that grows does so by this many rows: what attends to all of them reads no more in vain
 GROWTH = 128
+# in the mass of blocks: a sequence that does not vote
+NOBODY = -1.0
+_HUGE_PAGE = 2 << 20
+
+
+def zeroed_slab(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Zeros [*shape]; on a CPU in huge pages, where Linux gives them to those that ask.
+
+    Attention reads blocks from all over a slab: with pages of 4 KB each row or two are another
+    page, which has to be looked up. No error where there are none.
+    """
+    slab = torch.empty(tuple(shape), dtype=dtype, device=device)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # of Linux
+    if slab.device.type == "cpu" and advice is not None:
+        first = -(-slab.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+        size = (slab.data_ptr() + slab.nbytes) // _HUGE_PAGE * _HUGE_PAGE - first
+        if size > 0:  # before it is written: pages that there are keep their size
+            madvise = ctypes.CDLL(None).madvise
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(advice))
+    # zeros: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
+    return slab.zero_()
 
 
 @dataclass(frozen=True)
@@ -70,6 +95,7 @@ class KVCache:
         rows: of a sequence, where heads come before rows: [layers, 2, sequences, HK, L, D];
             such a cache is dense. None is [layers, 2, blocks, block_size, HK, D].
         grows: begin with few of these rows, see `reserve`.
+        has_mass: the target says how much attention blocks get.
     """
 
     def __init__(
@@ -80,6 +106,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         rows: CacheRows | None = None,
         grows: bool = False,
+        has_mass: bool = False,
     ) -> None:
         self.shape = shape
         self.rows = rows
@@ -87,13 +114,12 @@ class KVCache:
         self.length = min(rows.total, GROWTH) if rows and grows else rows.total if rows else 0
         self.device = torch.device(device)
         self.allocator = BlockPool(shape.num_blocks)
-        # zeros, not empty: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
         self.slabs: dict[str, list[Tensor]] = {
             model: [
-                torch.zeros(
+                zeroed_slab(
                     (layers, 2, shape.num_blocks, *self._block(heads), dim),
-                    dtype=dtype if isinstance(dtype, torch.dtype) else dtype[model],
-                    device=self.device,
+                    dtype if isinstance(dtype, torch.dtype) else dtype[model],
+                    self.device,
                 )
                 for layers, heads, dim in specs
             ]
@@ -103,6 +129,12 @@ class KVCache:
         self.history = torch.zeros(
             shape.num_blocks, shape.rows_per_block, dtype=torch.int32, device=self.device
         )
+
+        # [sequences of a step, n] attention that blocks get, where steps ask; below 0: nobody votes
+        self.block_mass: Tensor | None = None
+        if has_mass:
+            sizes = (shape.max_num_seqs, shape.blocks_per_sequence)
+            self.block_mass = torch.full(sizes, NOBODY, device=self.device)
 
     def _block(self, heads: int) -> tuple[int, int]:
         if self.rows is None:
@@ -124,20 +156,25 @@ class KVCache:
             self.length = min(self.rows.total, -(-needed // GROWTH) * GROWTH)
             for model, slabs in self.slabs.items():
                 for i, slab in enumerate(slabs):
-                    longer = slab.new_zeros(*slab.shape[:4], self.length, slab.shape[5])
+                    longer = zeroed_slab(
+                        (*slab.shape[:4], self.length, slab.shape[5]), slab.dtype, slab.device
+                    )
                     longer[:, :, :, :, : slab.shape[4]] = slab
                     slabs[i] = self.environment[f"{model}_slab_{i}"] = longer
         return self.length
 
     @functools.cached_property
     def environment(self) -> dict[str, Tensor]:
-        """What step programs know by name: `target_slab_0`, `draft_0_slab_0`, …, `history`."""
+        """What step programs know by name: `target_slab_0`, `draft_0_slab_0`, …, `history`, and
+        `block_mass` where there is one.
+        """
         slabs = {
             f"{model}_slab_{i}": slab
             for model, slabs in self.slabs.items()
             for i, slab in enumerate(slabs)
         }
-        return slabs | {"history": self.history}
+        mass = {} if self.block_mass is None else {"block_mass": self.block_mass}
+        return slabs | {"history": self.history} | mass
 
     def history_rows(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
         """Places in the flat history of a sequence's positions start … end - 1.

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING
 
+from specc.runtime.drafts.block_choice import BlockChoice
 from specc.runtime.outputs.detokenizer import Detokenizer
 from specc.runtime.outputs.request_output import CompletionOutput, RequestOutput, StreamOutput
 from specc.sampling.params import SamplingParams
@@ -101,6 +102,8 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         # of the host's lookups, once a plan asks for one
         self.suffix_index: SuffixIndex | None = None
+        # of the blocks that self-drafts see
+        self.block_choice = BlockChoice()
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.stats = SpecStats()
@@ -185,6 +188,7 @@ class Request:
     def preempt(self) -> list[int]:
         """Give up all rows, to compute them again later; returns the blocks."""
         blocks, self.blocks = self.blocks, []
+        self.block_choice.clear()
         self.num_kept_blocks = 0
         self.cache_len = 0
         self.draft_lens = [0] * len(self.draft_lens)

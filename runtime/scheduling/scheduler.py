@@ -11,7 +11,7 @@ from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy, check_policy
 from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
-from specc.runtime.scheduling.commit_batch import commit_prefill, commit_steps
+from specc.runtime.scheduling.commit_batch import commit_prefill, commit_steps, commit_votes
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.look_ahead import LookAhead
 from specc.runtime.scheduling.request import Request
@@ -67,7 +67,7 @@ class Scheduler:
         self.stats = SpecStats()
         self.waiting = RequestQueue()
         self.running: list[Request] = []
-        self.host_drafts = HostDrafts(plans)
+        self.host_drafts = HostDrafts(plans, cache.shape.rows_per_block)
         # requests of the last iteration by plan; prompt tokens that were looked for in the cache
         self.last_plans: Counter[str] = Counter()
         self.num_looked_up = 0
@@ -284,6 +284,7 @@ class Scheduler:
         left = self._blocks.left
         commit_prefill(batch, result, self.stats, left)
         commit_steps(batch, result, self.stats, left, self.host_drafts, self.policy)
+        commit_votes(result, left)
         for request in self.running:
             self._blocks.publish(request)
         self._release_finished()

@@ -16,6 +16,7 @@ from specc.passes.frontend.trace import position_limit, trace
 from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, program_to_json
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
+from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.window_attention import WindowAttention
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
@@ -25,6 +26,8 @@ from specc.speculation.plans import SpecPlan
 # phases that not every model has: what fits a draft to its target, what bounds the rows that it
 # attends to, and what cuts a target
 VOCABULARY, WINDOW, CUT = "vocabulary", "window", "shard"
+# what asks a target's attention for the blocks that it looks at
+VOTES = "votes"
 
 
 @dataclass
@@ -85,6 +88,9 @@ def compile_models(
                 layout = (*layout, (WINDOW, (partial(WindowAttention, source.kv_window),)))
         if ranks > 1:
             layout = (*layout, (CUT, (partial(Shard, ranks),)))
+        last: Phases = ()
+        if source.name == TARGET and any(plan.chooses_blocks for plan in plans):
+            last = ((VOTES, (InsertBlockMass,)),)
         whole: list[dict[str, Any]] = []
 
         def keep_whole(_: str, phase: str, program: Program = program, kept: list = whole) -> None:
@@ -92,7 +98,7 @@ def compile_models(
                 kept.append(program_to_json(program))
 
         with phases.phase(f"rewrite {source.name}"), advice_for(author):
-            records += Pipeline((*layout, *lowering), dump, keep_whole).run(program)
+            records += Pipeline((*layout, *lowering, *last), dump, keep_whole).run(program)
         entry = describe_model(source, program, max_seq_len)
         models.append(CompiledModel(source, program, entry, whole=whole[0] if whole else None))
         check_windows(entry, plans)

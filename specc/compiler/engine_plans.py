@@ -13,6 +13,7 @@ from specc.passes.step.tiles import tile_plan
 from specc.speculation.choose_plans import DEFAULT_CHAIN
 from specc.speculation.kv_window import KVWindow
 from specc.speculation.plans import OFF, SpecPlan
+from specc.speculation.views import View
 
 
 def engine_plans(config: CompileConfig, num_drafts: int) -> list[SpecPlan]:
@@ -41,7 +42,8 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
     """Whether the backend runs the self-drafts of some plans.
 
     Raises:
-        ConfigError: it does not, or its cache has no blocks, or the target is cut for ranks.
+        ConfigError: it does not, or its cache has no blocks, or blocks are chosen for a target
+            that is cut for ranks.
     """
     views = [view for plan in plans for view in plan.views]
     if not views:
@@ -61,13 +63,21 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
             "a cache in blocks, of which the draft sees some",
             "leave out --block-size",
         )
+    choosing = next((view for view in views if view.chosen), None)
+    if choosing is not None and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--draft {choosing.option} and --tensor-parallel-size {config.tensor_parallel_size}",
+            "one rank where a draft chooses blocks: ranks see parts of the attention",
+            f"pass --draft {View(choosing.window, choosing.sink).option}, or one rank",
+        )
 
 
 def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) -> None:
     """Compare the rows that self-drafts see with what there is.
 
     Raises:
-        ConfigError: a window of less than a block, or a budget that no sequence outgrows.
+        ConfigError: a window or a choice of less than a block, or a budget that no sequence
+            outgrows.
     """
     for view in (view for plan in plans for view in plan.views):
         if view.window < block_size:
@@ -75,6 +85,12 @@ def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) 
                 f"--draft {view.option}, and blocks of {block_size} rows",
                 f"a window of {block_size} rows or more",
                 f"pass --draft self:window={block_size}, or a smaller --block-size",
+            )
+        if 0 < view.chosen < block_size:
+            raise ConfigError(
+                f"--draft {view.option}, and blocks of {block_size} rows",
+                f"{block_size} chosen rows or more, or none",
+                f"pass blocks={block_size}, leave blocks out, or pass a smaller --block-size",
             )
         if sum(view.blocks(block_size)) * block_size >= max_seq_len:
             most = max_seq_len // 2 // block_size * block_size

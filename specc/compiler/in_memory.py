@@ -17,6 +17,7 @@ from specc.artifact.in_memory import BenchModel, BenchPrograms
 from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.compiled_model import CompiledModel, compile_models
+from specc.compiler.engine_plans import check_budgets
 from specc.compiler.model_entries import plan_model_memory
 from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError
@@ -109,6 +110,7 @@ def compile_shapes(
         ModelSource.of_shape(name, label, config, dtype)
         for name, label, config in zip(_NAMES, labels, configs, strict=False)
     ]
+    check_budgets(plans, limits.block_size, limits.max_seq_len)
     lowering = backend.phases(limits.max_seq_len)
     compiled, _ = compile_models(sources, plans, limits.max_seq_len, lowering, phases)
     for source in sources:
@@ -129,7 +131,8 @@ def _max_seq_len(configs: Sequence[Any], options: ShapeOptions, plans: Sequence[
 
 
 def _step(plan: SpecPlan, models: Sequence[BenchModel], options: ShapeOptions) -> StepProgram:
-    step = fuse_step(plan, {model.entry.name: len(model.entry.slabs) for model in models})
+    slabs = {model.entry.name: len(model.entry.slabs) for model in models}
+    step = fuse_step(plan, slabs, block_size=options.block_size)
     if options.acceptance is None or not plan.speculates:
         return step
     return draw_acceptance(

@@ -23,7 +23,8 @@ def split_drafts(drafts: Any) -> tuple[list[Any], tuple[str, ...]]:
     """Models to compile, and what plans call all that proposes.
 
     Args:
-        drafts: None, or one or several of a model, `self:window=W,sink=S`, `lookup:N` and `suffix`.
+        drafts: None, or one or several of a model, `self:window=W,sink=S` (see `View.parse`),
+            `lookup:N` and `suffix`.
     Returns:
         the models, and names in the order given: `draft_0`, `self_w512_s4`, `lookup-3`, …
     Raises:

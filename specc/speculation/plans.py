@@ -289,6 +289,22 @@ class SpecPlan:
         return tuple(view for view in found if view is not None)
 
     @cached_property
+    def chooses_blocks(self) -> bool:
+        """Views see blocks that the target attended to most."""
+        return any(view.chosen for view in self.views)
+
+    def num_chosen(self, block_size: int, before: str | None = None) -> int:
+        """Blocks that are chosen for its views, or for those before one of them.
+
+        Args:
+            block_size: rows of a block.
+            before: name of a view; None counts all.
+        """
+        names = [view.name for view in self.views]
+        own = self.views[: names.index(before)] if before else self.views
+        return sum(view.blocks(block_size)[1] for view in own)
+
+    @cached_property
     def asked(self) -> tuple[str, ...]:
         """Drafts that are asked level by level: models and views."""
         return tuple(d for d in self.drafts if not is_lookup(d)) if self.speculates else ()

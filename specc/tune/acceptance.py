@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specc.kernels.reference.block_mass import MOST_VOTERS
 from specc.runtime.backends.step import Model
+from specc.runtime.drafts.block_choice import BlockChoice
 from specc.runtime.drafts.suffix_index import OutputIndex, SuffixIndex
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
@@ -100,21 +102,25 @@ def chains_over(
         depth: levels at most.
     """
     tokens, start = trajectory.token_ids, max(1, trajectory.num_prompt)
-    device, none = engine.cache.device, torch.tensor([0])
+    device, choice = engine.cache.device, BlockChoice()
+    choosing = any(view.chosen for view in views)
     roots = range(start - 1, len(tokens) - 1, _STRIDE)
     logits: list[list[Tensor]] = [[] for _ in views]
     with _blocks_of_a_sequence(engine) as table:
         for first, chunk in _chunks(engine, tokens[: start - 1]):
-            _causal_pass(engine.target, engine, chunk, first, none, table)
+            votes = choosing and first + len(chunk) == start - 1
+            _target_pass(engine, chunk, first, table, choice if votes else None)
         for root in roots:
             fed = tokens[root : min(root + depth, len(tokens) - 1)]
             for view, own in zip(views, logits, strict=True):
                 for level in range(len(fed)):
-                    inputs = _view_inputs(engine, view, table, root, fed[: level + 1])
+                    inputs = _view_inputs(engine, view, table, root, fed[: level + 1], choice.mass)
                     own.append(engine.target(*(x.to(device) for x in inputs)))
             # the target's own rows, up to the next root and in place of the drafts'
             again = tokens[root : root + max(_STRIDE, len(fed))]
-            _causal_pass(engine.target, engine, again[: len(tokens) - 1 - root], root, none, table)
+            votes = choosing and choice.is_due(root, views)
+            again = again[: len(tokens) - 1 - root]
+            _target_pass(engine, again, root, table, choice if votes else None)
     rows = [
         torch.arange(root, min(root + depth, len(tokens) - 1), dtype=torch.int64) for root in roots
     ]
@@ -201,7 +207,12 @@ def _ranks(engine: Engine, draft: int, trajectory: Trajectory, width: int) -> li
 
 
 def _view_inputs(
-    engine: Engine, view: View, table: Tensor, root: int, fed: Sequence[int]
+    engine: Engine,
+    view: View,
+    table: Tensor,
+    root: int,
+    fed: Sequence[int],
+    mass: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Of a pass over the last one of some tokens, which sees a view and those before it.
 
@@ -211,9 +222,10 @@ def _view_inputs(
         table: [1, blocks] of the sequence.
         root: position of the first of these tokens: so many rows are the target's.
         fed: tokens, the last of which is read.
+        mass: what it chooses blocks by, see `View.choose`.
     """
     size, last = engine.cache.shape.block_size, len(fed) - 1
-    columns, seen = view.columns(root, size)
+    columns, seen = view.columns(root, size, mass)
     # a level may begin another block
     further = range(columns[-1] + 1, (root + last) // size + 1)
     return (
@@ -241,8 +253,27 @@ def _chunks(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int, list[i
         yield first, list(tokens[first : first + engine.prefill_chunk])
 
 
+def _target_pass(
+    engine: Engine, tokens: list[int], first: int, table: Tensor, choice: BlockChoice | None
+) -> None:
+    """Let the target write rows of tokens; the last of them vote on its blocks, where asked to."""
+    rows = torch.tensor([0])
+    if choice is None:
+        _causal_pass(engine.target, engine, tokens, first, rows, table)
+        return
+    mass = torch.zeros(1, engine.cache.shape.blocks_per_sequence, device=engine.cache.device)
+    _causal_pass(engine.target, engine, tokens, first, rows, table, mass)
+    choice.add(mass[0].cpu(), min(len(tokens), MOST_VOTERS), first + len(tokens))
+
+
 def _causal_pass(
-    model: Model, engine: Engine, tokens: list[int], first: int, rows: Tensor, table: Tensor
+    model: Model,
+    engine: Engine,
+    tokens: list[int],
+    first: int,
+    rows: Tensor,
+    table: Tensor,
+    mass: Tensor | None = None,
 ) -> Tensor:
     positions = torch.arange(first, first + len(tokens))
     inputs = (
@@ -256,7 +287,8 @@ def _causal_pass(
         rows,
     )
     device = engine.cache.device
-    return model(*(x if x is None else x.to(device) for x in inputs))
+    votes = [] if mass is None else [mass]
+    return model(*(x if x is None else x.to(device) for x in inputs), *votes)
 
 
 def _ranks_of(

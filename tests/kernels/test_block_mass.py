@@ -151,7 +151,7 @@ def test_many_nodes(block_mass: Any) -> None:
 
 
 def test_who_votes(block_mass: Any) -> None:
-    """Sequences whose rows say so, live tokens, sequences with tokens; what is there is added to."""
+    """Sequences whose rows say so, live tokens, sequences with tokens; they add."""
     lengths = [6, 9, 4, 0]
     trees = [tree_tokens(t, n) for t, n in zip((BUSHY, CHAIN, STAR), lengths, strict=False)]
     tokens = [trees[0] + [DEAD] * 40, trees[1], [], [DEAD, DEAD]]

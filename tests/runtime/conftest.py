@@ -91,6 +91,7 @@ class TinyModel(nn.Module):
         ancestors: Tensor | None,
         block_table: Tensor,
         logit_rows: Tensor,
+        mass: Tensor | None = None,
     ) -> Tensor:
         self.num_tokens.append(len(tokens))
         x = self.embed[tokens] + self.position[positions]
@@ -103,6 +104,11 @@ class TinyModel(nn.Module):
                 q, k, v, k_cache, v_cache, q_start, positions, slot, cache_len, ancestors,
                 block_table, scale=HEAD_DIM**-0.5,
             )  # fmt: skip
+            if mass is not None:
+                ops.block_mass(
+                    q, k_cache, q_start, positions, slot, cache_len, ancestors, block_table, mass,
+                    scale=HEAD_DIM**-0.5,
+                )  # fmt: skip
             x = x + out.transpose(0, 1).reshape(len(tokens), -1) @ wo.T
         return nn.functional.layer_norm(x[logit_rows], (DIM,)) @ self.head.T
 
@@ -159,7 +165,9 @@ def build_engine(
     max_nodes = max(plan.num_rows for plan in spec_plans)
     shape = CacheShape(max_seq_len, max_nodes, block_size, max_num_seqs)
     slab = (LAYERS, KV_HEADS, HEAD_DIM)
-    cache = KVCache(shape, {name: [slab] for name in ("target", *names)}, dtype)
+    has_mass = any(plan.chooses_blocks for plan in spec_plans)
+    specs = {name: [slab] for name in ("target", *names)}
+    cache = KVCache(shape, specs, dtype, has_mass=has_mass)
     target = TinyModel(dtype=dtype)
     drafts = [
         TinyModel(draft_seed, noise, dtype, noise_seed=draft_seed + 1 + i)

@@ -126,6 +126,7 @@ def test_interleavings_of_the_demo_pair(pair: Path) -> None:
     assert figures.num_preemptions >= 3
     assert figures.num_cached_tokens > 100
     assert figures.num_ties <= 1
+    assert figures.num_tables > 100
 
 
 @pytest.mark.slow

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specc.runtime.engine import Engine
+from specc.runtime.execution.pass_inputs import split_spans
 from specc.runtime.policies.base import Policy
-from specc.runtime.runner import Runner, _split
+from specc.runtime.runner import Runner
 from specc.runtime.scheduling.batch import Span
 from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.scheduler import Scheduler
@@ -227,14 +228,16 @@ def test_a_draft_of_a_smaller_context(make_engine, greedy, prompts) -> None:
 def test_split_covers_spans_in_order(make_engine) -> None:
     requests = [make_request(make_engine(), [1], str(i)) for i in range(3)]
     spans = [Span(requests[0], 2, 5), Span(requests[1], 0, 9), Span(requests[2], 3, 4)]
-    passes = [[(int(s.request.request_id), s.start, s.end) for s in p] for p in _split(spans, 4)]
+    passes = [
+        [(int(s.request.request_id), s.start, s.end) for s in p] for p in split_spans(spans, 4)
+    ]
     assert passes == [
         [(0, 2, 5), (1, 0, 1)],
         [(1, 1, 5)],
         [(1, 5, 9)],
         [(2, 3, 4)],
     ]
-    assert list(_split([], 4)) == []
+    assert list(split_spans([], 4)) == []
 
 
 def test_stage_times_are_reported(make_engine, prompts) -> None:

@@ -25,6 +25,8 @@ from tests.interleavings import Figures, Solo, run_interleaving
 
 # blocks have 4 rows: a sequence of 16 has the first row that the view does not see
 VIEW, OTHER = "self_w8_s4", "self_w4_s0"
+# of these, 24 and 12
+BLOCKS, FEW = "self_w8_s4_b8", "self_w4_s0_b4"
 PLANS = [
     SpecPlan.from_widths((1,), (VIEW,)),
     SpecPlan.from_widths((1, 1, 1, 1), (VIEW,)),
@@ -37,11 +39,16 @@ PLANS = [
     SpecPlan.from_widths((2, 1), (OTHER, VIEW), MERGE),
     SpecPlan.from_widths((1, 1, 1), (VIEW, "draft_0", OTHER), VOTE),
     SpecPlan.from_widths((1, 1), (OTHER, "suffix"), VOTE),
+    SpecPlan.from_widths((1, 1, 1, 1), (BLOCKS,)),
+    SpecPlan.from_widths((3, 2, 1), (FEW,)),
+    SpecPlan.from_dynamic(DynamicTree(6, 3, 3), FEW),
+    SpecPlan.from_widths((2, 1), (FEW, VIEW, BLOCKS), MERGE),
+    SpecPlan.from_widths((1, 1, 1), (BLOCKS, "draft_0", FEW), VOTE),
 ]
 IDS = [plan.name for plan in PLANS]
 OFF = SpecPlan.from_widths(())
 # within the budget, around its end by a row and by a block, and above it
-LENGTHS = (3, 11, 12, 13, 15, 16, 17, 19, 20, 21, 40)
+LENGTHS = (3, 11, 12, 13, 15, 16, 17, 19, 20, 21, 40, 23, 24, 25, 28)
 
 
 class RowOracle:
@@ -176,13 +183,15 @@ def test_seeded_tokens_and_rows(
     assert serve(core, chosen, params, lambda r: oracle.check(spoiled, r)) == wanted
 
 
-WHOLE = "self_w92_s0"
+WHOLE, ALL_BLOCKS = "self_w92_s0", "self_w4_s0_b88"
 EXACT = [
     SpecPlan.from_widths((1, 1, 1, 1), (WHOLE,)),
     SpecPlan.from_widths((3, 2, 1), (WHOLE,)),
     # all candidates: which of fewer are kept is another question
     SpecPlan.from_dynamic(DynamicTree(22, 3, 3), WHOLE),
     SpecPlan.from_widths((2, 1), (OTHER, WHOLE), MERGE),
+    SpecPlan.from_widths((2, 1, 1), (ALL_BLOCKS,)),
+    SpecPlan.from_widths((1, 1), (FEW, ALL_BLOCKS), MERGE),
 ]
 ALWAYS_RIGHT = [
     pytest.param(plan, temperature, rule, id=f"{plan.name}-{rule}-{temperature}")
@@ -219,14 +228,15 @@ def test_a_view_of_all_rows_is_always_right(
     assert llm.get_metrics().mean_acceptance_length == plan.max_depth + 1
 
 
+@pytest.mark.parametrize(("view", "most"), [(VIEW, 15), (BLOCKS, 23), (FEW, 11)])
 def test_a_budget_that_begins_to_bite(
-    make_engine: Callable[..., Engine], texts: list[list[int]]
+    make_engine: Callable[..., Engine], view: str, most: int
 ) -> None:
     """A draft is exact as long as a sequence is seen whole, and one row later it is not."""
-    plan = SpecPlan.from_widths((1,), (VIEW,))
+    plan = SpecPlan.from_widths((1,), (view,))
     engine = make_engine(plans=[OFF, plan], max_num_seqs=5)
     dice = torch.Generator().manual_seed(1)
-    for length, is_whole in ((12, True), (15, True), (16, False), (17, False)):
+    for length, is_whole in ((most - 3, True), (most, True), (most + 1, False), (most + 2, False)):
         accepted = 0
         for seed in range(30):
             text = torch.randint(0, 60, (length,), generator=dice).tolist()

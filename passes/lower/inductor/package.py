@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from specc.artifact.graph_io import graph_from_json
 from specc.errors import CompilerError
 from specc.kernels import native, ops
+from specc.passes.program import MASS
 from specc.system.child_processes import ChildProcesses, end_with_parent
 from specc.system.file_cache import FileCache
 from specc.system.files import is_full
@@ -36,6 +37,8 @@ from specc.system.owned_directory import temporary_directory
 # sizes of the example inputs: distinct, so that no two dimensions are taken for one; none of them
 # is 0 or 1, which torch would specialize
 _TOKENS, _BATCH, _WORDS, _TABLE, _ROWS, _BLOCKS, _BLOCK_SIZE = 24, 3, 2, 5, 7, 11, 13
+# of the mass of blocks: sequences that there may be, and columns of their block tables
+_SEQUENCES, _COLUMNS = 17, 19
 # inputs whose first dimension is the number of tokens
 _TOKEN_INPUTS = (0, 1, 3, 5)
 _ERROR_LINES = 12
@@ -151,6 +154,7 @@ class BoundProgram(nn.Module):
                 value = nn.Parameter(torch.empty(entry["shape"], dtype=dtype), requires_grad=False)
                 self.register_parameter(f"w{self.num_weights}", value)
                 self.num_weights += 1
+        self.takes_mass = any(entry.get("name") == MASS for entry in program["inputs"])
         self.kinds = [entry["kind"] for entry in program["inputs"]]
         self.cache_shapes = [
             (entry["shape"], getattr(torch, entry["dtype"]))
@@ -182,6 +186,8 @@ def _example_inputs(
         ((_BATCH, _TABLE), i32),
         ((_ROWS,), i64),
     ]
+    if module.takes_mass:
+        shapes.append(((_SEQUENCES, _COLUMNS), torch.float32))
     inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
     caches = [
         torch.zeros(_BLOCKS, _BLOCK_SIZE, *shape, dtype=dtype)

@@ -347,8 +347,12 @@ class CapturedStep:
 
     def _bind(self, bucket: int, kind: StepKind | None = None) -> BoundStep:
         buffers = self._buffers
-        # plans read as many proposals and weights as they have
-        widths = {"proposals": self.plan.max_depth, "vote_weights": len(self.plan.drafts)}
+        # plans read as many proposals, weights and blocks as they have
+        widths = {
+            "proposals": self.plan.max_depth,
+            "vote_weights": len(self.plan.drafts),
+            "chosen_blocks": self.plan.num_chosen(self._slabs["history"].shape[1]),
+        }
         inputs = dict(self._slabs)
         for name, view in buffers.inputs.items():
             inputs[name] = view[:bucket, : widths[name]] if name in widths else view[:bucket]

@@ -74,6 +74,7 @@ def make_buffers(
         num_last=last_tokens_of(plans),
         num_votes=max(len(plan.drafts) if plan.combine == VOTE else 0 for plan in plans),
         num_proposals=max(depth if SUFFIX in plan.drafts else 0 for plan in plans),
+        num_chosen=max(plan.num_chosen(cache.shape.rows_per_block) for plan in plans),
     )
 
 

@@ -71,6 +71,7 @@ class StepBuffers:
         num_last: last tokens of a sequence that a step reads.
         num_votes: drafts of the plans that vote; 0 where none does.
         num_proposals: tokens that the host proposes; 0 where it proposes none.
+        num_chosen: blocks that the host chooses for self-drafts; 0 where it chooses none.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class StepBuffers:
         num_last: int = 2,
         num_votes: int = 0,
         num_proposals: int = 0,
+        num_chosen: int = 0,
     ) -> None:
         self.max_batch = max_batch
         self.result_width = result_width
@@ -91,6 +93,7 @@ class StepBuffers:
             "last_tokens": (num_last, torch.int64),
             "sampling_words": (len(Word), torch.int64),
             "proposals": (num_proposals, torch.int64),
+            "chosen_blocks": (num_chosen, torch.int64),
             "cache_len": (1, torch.int32),
             "block_table": (blocks_per_sequence, torch.int32),
             "sampling_values": (len(Value), torch.float32),
@@ -152,7 +155,7 @@ class StepBuffers:
             unused = view[:bucket] if places is not None else view[batch:bucket]
             unused.fill_(_PADDING_OF.get(name, 0))
             if name in given:
-                # of proposals and weights, as many as the plan has
+                # of proposals, weights and blocks, as many as the plan has
                 part = view if view.dim() == 1 else view[:, : given[name].shape[1]]
                 part[rows] = given[name].to(view.dtype)
         self._device.copy_(self._inputs[stage], non_blocking=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import EngineError
-from specc.runtime.backends.program_files import bind_weights, check_program
+from specc.runtime.backends.program_files import bind_weights, check_program, takes_mass
 from specc.system.files import format_bytes, read_checked, sealed_copy
 from specc.system.owned_directory import temporary_directory
 
@@ -72,7 +72,7 @@ class CompiledProgram:
                 f"{package} reads {unknown[0]}", f"one of {len(names)} weights of program.json", _DO
             )
         self.native.bind_weights(used, [names[name] for name in used])
-        self.native.expect_flat_inputs()
+        self.native.expect_flat_inputs(takes_mass(program))
         self.native.bind_caches(
             [
                 caches[entry["layer"]][entry["part"] == "v"]

@@ -64,7 +64,8 @@ class StepEncoder:
             self._encode_stage(graph, static)
         self._bound: Mapping[str, Tensor] | None = None
         self._rows: dict[str, Tensor] = {}
-        self._extra = [name for name in names if name in ("vote_weights", "proposals")]
+        extra = ("vote_weights", "proposals", "chosen_blocks")
+        self._extra = [name for name in names if name in extra]
         made = self._after[-1]
         # slots of what the host reads after a step
         self.host_slots = [made[name] for name in (*_HOST_RESULTS, *draft_lens)]

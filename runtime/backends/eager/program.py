@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.weight_layout import from_blocks
 from specc.errors import EngineError
-from specc.runtime.backends.program_files import bind_weights, check_program, place
+from specc.runtime.backends.program_files import bind_weights, check_program, place, takes_mass
 
 _DO = "compile the engine again"
 
@@ -46,6 +46,7 @@ class ModelProgram(nn.Module):
             for entry in program["inputs"]
             if entry["kind"] == "cache"
         ]
+        self._no_mass = [torch.empty(1, 0, device=device)] if takes_mass(program) else []
         graph = graph_from_json(program["graph"])
         taken = len(graph.graph.find_nodes(op="placeholder"))
         if taken != len(program["inputs"]):
@@ -80,6 +81,7 @@ class ModelProgram(nn.Module):
         ancestors: Tensor | None,
         block_table: Tensor,
         logit_rows: Tensor,
+        mass: Tensor | None = None,
     ) -> Tensor:
         """One pass over the flat tokens of all sequences; writes their K and V to the caches.
 
@@ -92,6 +94,8 @@ class ModelProgram(nn.Module):
             ancestors: [Nt, W] int64, or None for a causal pass.
             block_table: [B, n] int32.
             logit_rows: [R] int64 flat rows that get logits.
+            mass: [M, n] float32, changed, of programs that take it; None: nobody votes. See
+                `block_mass_reference`.
         Returns:
             [R, V] logits.
         """
@@ -106,6 +110,7 @@ class ModelProgram(nn.Module):
             ancestors,
             block_table,
             logit_rows,
+            *(self._no_mass if mass is None else [mass]),
             *self._caches,
         )
 

@@ -176,6 +176,7 @@ def _bind(
         "sampling_words": empty(len(Word), dtype=torch.int64),
         "proposals": empty(depth, dtype=torch.int64),
         "vote_weights": empty(len(plan.drafts), dtype=torch.float32),
+        "chosen_blocks": empty(plan.num_chosen(cache.shape.rows_per_block), dtype=torch.int64),
     }
     results = empty(2 + depth + 1 + len(modules) - 1, dtype=torch.int64)
     return BoundStep(stages, constants, inputs, results, draft_lens_of(plan).values())

@@ -12,6 +12,7 @@ from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
+from specc.speculation.views import View
 from specc.system.extras import install_command
 
 if TYPE_CHECKING:
@@ -51,23 +52,25 @@ def choose_shape_plans(
     has k children, and every other node one.
 
     Raises:
-        ConfigError: plans or acceptance without a draft, or siblings that no plan has.
+        ConfigError: plans or acceptance without a draft, or siblings that no plan has; a self-draft
+            beside a draft of another shape, or a malformed one.
     """
     from specc.bench.synthetic.shapes import SHAPES
     from specc.cli.compile import parse_plans
     from specc.compiler.engine_plans import engine_plans
     from specc.speculation.choose_plans import DEFAULT_CHAIN
 
+    names = ("draft_0",) if options.draft is None else _self_draft(options, has_draft)
     plans: tuple[SpecPlan, ...] = ()
-    if options.trees or options.num_speculative_tokens is not None:
-        plans = parse_plans(options.trees, options.num_speculative_tokens)
-    if not has_draft and acceptance is not None:
+    if options.trees or options.num_speculative_tokens is not None or options.draft is not None:
+        plans = parse_plans(options.trees, options.num_speculative_tokens, names)
+    if not has_draft and options.draft is None and acceptance is not None:
         # as `parse_shapes` reads them: after a name a slash, after a directory a comma
         separator = "/" if options.synthetic in SHAPES else ","
         raise ConfigError(
             f"--synthetic-acceptance without a draft: --synthetic {options.synthetic}",
             "a draft, whose tokens are accepted or not",
-            f"--synthetic {options.synthetic}{separator}DRAFT",
+            f"--synthetic {options.synthetic}{separator}DRAFT, or --draft self:window=512",
         )
     if has_draft and not plans and acceptance is not None:
         plans = (SpecPlan.from_widths((len(acceptance), *(1,) * (DEFAULT_CHAIN - 1))),)
@@ -81,6 +84,20 @@ def choose_shape_plans(
             f"leave out the others, or pass --tree {len(acceptance)},1,1",
         )
     return plans
+
+
+def _self_draft(options: ShapesOptions, has_draft: bool) -> tuple[str, ...]:
+    """Name of the view; see `choose_shape_plans`."""
+    from specc.speculation.choose_plans import split_drafts
+
+    models, names = split_drafts(options.draft)
+    if models or has_draft or not View.named(names[0]):
+        raise ConfigError(
+            f"--synthetic {options.synthetic} --draft {options.draft}",
+            "shapes of a target and of a draft, or one shape and --draft self:window=W,sink=S",
+            "name the shape of a draft in --synthetic TARGET/DRAFT, or leave one of them out",
+        )
+    return names
 
 
 def measure_shapes(

@@ -43,6 +43,7 @@ def bench(
       specc bench engine/ --synthetic-acceptance 0.7,0.1,0.05
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --synthetic-acceptance .8
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --tree 3,2,1 --estimate
+      specc bench --synthetic llama-3.2-1b --draft self:window=512 --context 8192
     """  # noqa: D301
     from specc.cli.commands.bench import choose_subject
 

@@ -108,6 +108,12 @@ class ShapesOptions:
     context: int | None = option(
         None, "With --synthetic: tokens of a prompt; 1024 unless it is given.", least=1
     )
+    draft: str | None = option(
+        None,
+        "With --synthetic: self:window=W,sink=S, the target itself over a part of its context, in"
+        " place of a draft of another shape.",
+        metavar="self:window=W",
+    )
     trees: tuple[str, ...] = option(
         (), "With --synthetic: a tree, in the form that specc compile takes.", "--tree"
     )
@@ -132,6 +138,7 @@ class ShapesOptions:
         """Options that only shapes have, by name."""
         return {
             "--context": self.context,
+            "--draft": self.draft,
             "--tree": self.trees,
             "--num-speculative-tokens": self.num_speculative_tokens,
             "--dtype": self.dtype,

@@ -19,7 +19,8 @@ class DraftOptions:
     drafts: tuple[str, ...] = option(
         (),
         "What proposes tokens: a draft model; self:window=W,sink=S, the target itself, which sees"
-        " the last W and the first S tokens of its context (S is 4 by default); lookup:N, which"
+        " the last W and the first S tokens of its context (S is 4 by default), with blocks=B also"
+        " the blocks of B tokens that it attended to most; lookup:N, which"
         " repeats what followed the last N tokens earlier in the request; or suffix, which searches"
         " earlier outputs, too. Repeat the option for several. Without it, the engine does not"
         " speculate.",

@@ -128,12 +128,11 @@ class _Shim:
                 kind = ctypes.c_double if isinstance(value, float) else ctypes.c_int64
                 given.append(kind(value))
         result = ctypes.c_void_p()
-        results = [ctypes.byref(result)] if self.schema.returns else []
-        code = self.function(*given, *results)
+        code = self.function(*given, ctypes.byref(result) if self.schema.returns else None)
         torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(owned)  # and drop them
         if code:
             return None
-        if not results:
+        if not self.schema.returns:
             return self.changed(arguments)
         capsule = _CAPSULE_OF(result, None, None)
         return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)

@@ -250,7 +250,7 @@ def test_more_query_heads_than_an_item_has_rows():
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kv_heads, count", [(5, 60), (8, 8), (7, 40), (12, 1)])
+@pytest.mark.parametrize(("kv_heads", "count"), [(5, 60), (8, 8), (7, 40), (12, 1)])
 def test_units_of_several_heads(kv_heads, count, dtype, threads):
     """A tile serves one KV head after another; their number need not divide into equal units."""
     trees = (random_tree(count), random_tree(3))
@@ -260,7 +260,9 @@ def test_units_of_several_heads(kv_heads, count, dtype, threads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("heads, kv_heads, dim", [(8, 8, 64), (8, 2, 128), (8, 1, 80), (6, 2, 33)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(8, 8, 64), (8, 2, 128), (8, 1, 80), (6, 2, 33)]
+)
 def test_bits_of_a_token_do_not_depend_on_the_pass(heads, kv_heads, dim, dtype):
     """Eight tokens in one pass and one after the other: one thread gives the same bits."""
     torch.manual_seed(0)

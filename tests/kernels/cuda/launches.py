@@ -19,6 +19,7 @@ from specc.kernels.cuda import (
     accept_winners,
     act_and_mul,
     attend,
+    block_mass,
     commit_kv,
     leave_step,
     lookup,
@@ -177,6 +178,18 @@ def _cache_arguments(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[Te
     return cache, cache, _meta(2, dtype=I32), _meta(num_tokens, dtype=I32), table
 
 
+def _block_mass_calls() -> Iterator[Any]:
+    for dtype in FLOATS:
+        for size in (64, 80, 96, 128, 256):
+            for words in (None, _meta(5, 2, dtype=I64)):
+                cache, _, starts, slot, table = _cache_arguments(5, size, dtype)
+                mass = _meta(4, 256, dtype=torch.float32)
+                yield block_mass.block_mass(
+                    _heads(5, 8, size, dtype), cache, starts, _meta(5, dtype=I64),
+                    slot, _meta(1, dtype=I32), words, table, mass, scale=0.125,
+                )  # fmt: skip
+
+
 def _write_kv_calls() -> Iterator[Any]:
     for dtype in FLOATS:
         for size in (64, 80, 96, 128, 256):
@@ -308,6 +321,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "accept_winners": _accept_winners_calls,
     "act_and_mul": _act_and_mul_calls,
     "attend": _attend_calls,
+    "block_mass": _block_mass_calls,
     "commit_kv": _commit_kv_calls,
     "leave_step": _leave_step_calls,
     "lookup": _lookup_calls,

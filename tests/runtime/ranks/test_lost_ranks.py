@@ -73,6 +73,21 @@ def test_a_rank_that_is_stopped(engine_path: Path, num_ranks: int, rank: int, st
         assert f"{found}: it is stopped" in led.errors()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_with_the_limits_that_nobody_has_set(engine_path: Path, rank: int) -> None:
+    """Ten seconds, though an order may take thirty."""
+    with LedProcess(engine_path, {"num_ranks": 2}, stage="verify") as led:
+        led.expect("at")
+        begin_s = time.monotonic()
+        os.kill(led.pids[rank], signal.SIGSTOP)
+        if rank:
+            led.answer()
+        assert led.ends(12.0) == (1 if rank else -signal.SIGKILL)
+        assert time.monotonic() - begin_s < 10.0
+        assert f"rank {rank}" in led.errors()
+
+
 def test_a_rank_that_stands_still_does_not_outlive_rank_0(engine_path: Path) -> None:
     """It cannot see that its connection has ended."""
     with LedProcess(engine_path, {"num_ranks": 2}, stage="idle") as led:

@@ -31,6 +31,14 @@ def test_numbers_that_cannot_be(options: dict[str, Any], found: str) -> None:
     assert caught.value.found == found
 
 
+@pytest.mark.parametrize(
+    ("timeout_s", "silence_s"), [(1.5, 1.5), (7.0, 7.0), (30.0, 7.0), (60.0, 12.0)]
+)
+def test_silence_is_noticed_before_a_long_pass_is(timeout_s: float, silence_s: float) -> None:
+    """By default, a job with a rank that stands still is over within 10 s."""
+    assert RankOptions(2, timeout_s=timeout_s).silence_s == silence_s
+
+
 def test_one_rank_is_led_by_nobody(engine_path: Path) -> None:
     engine = Engine.load(engine_path, ranks=RankOptions(1))
     assert not isinstance(engine.target, LedModel)

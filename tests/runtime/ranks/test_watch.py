@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from specc.errors import EngineError, RankError, SpeccError
+from specc.runtime.ranks import rank_options
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.job import Follower, Job
 from specc.runtime.ranks.leader import end_job
@@ -150,6 +151,18 @@ def test_a_silent_rank_is_named(play) -> None:
     begin_s = time.monotonic()
     assert game.lost().found == f"rank 2 (pid 4702, h) has given no sign of life for {LIMIT_S:g} s"
     assert time.monotonic() - begin_s < LIMIT_S + 2
+
+
+def test_silence_counts_before_a_long_order_does(play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_options, "_SILENT_S", LIMIT_S)
+    game = play(timeout_s=5 * LIMIT_S)
+    game.start()
+    game.job.order(Kind.PASS)
+    time.sleep(2 * LIMIT_S)
+    assert game.job.failure is None
+    game.players[0].is_beating = False
+    found = f"rank 1 (pid 4701, h) has given no sign of life for {LIMIT_S:g} s"
+    assert game.lost(2 * LIMIT_S + 1).found == found
 
 
 def test_a_silent_rank_is_named_not_those_who_wait_for_it(play) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from specc.artifact.cache_rows import CacheRows
-from specc.runtime.scheduling.kv_cache import GROWTH, CacheShape, KVCache
+from specc.runtime.scheduling.kv_cache import GROWTH, CacheShape, KVCache, zeroed_slab
 
 
 @pytest.mark.parametrize(
@@ -113,3 +115,29 @@ def test_a_cache_that_does_not_grow_has_all_rows() -> None:
     assert slab.shape[4] == rows.total
     assert cache.reserve(406) == rows.total
     assert cache.environment["target_slab_0"] is slab
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
+)
+def test_slabs_ask_for_huge_pages() -> None:
+    slab = zeroed_slab((3, 4 << 20), torch.bfloat16)
+    assert slab.shape == (3, 4 << 20)
+    assert slab.dtype == torch.bfloat16
+    assert not slab.any()
+    address, flags = slab.data_ptr() + slab.nbytes // 2, None
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(part, 16) for part in first.split("-"))
+            inside = low <= address < high
+        elif inside and first == "VmFlags:":
+            flags = line.split()[1:]
+    assert flags is not None
+    assert "hg" in flags
+
+
+def test_slabs_of_no_page() -> None:
+    assert not zeroed_slab((3, 5), torch.float32).any()
+    assert zeroed_slab((2, 0, 5), torch.float32).shape == (2, 0, 5)

@@ -17,6 +17,7 @@ from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of
+from specc.runtime.scheduling.kv_cache import NOBODY
 from specc.speculation.plans import MERGE, OFF, SUFFIX, VOTE, DynamicTree, SpecPlan
 from tests.mixed_sampling import mixed_sampling
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
@@ -35,6 +36,8 @@ PLANS = (
     SpecPlan.from_widths((2, 1), ("self_w4_s2",)),
     SpecPlan.from_dynamic(DynamicTree(6, 2, 3), "self_w4_s2"),
     SpecPlan.from_widths((1, 1), ("self_w8_s0", "draft_0", "lookup-2"), MERGE),
+    SpecPlan.from_widths((2, 1), ("self_w4_s2_b4",)),
+    SpecPlan.from_widths((1, 1), ("self_w4_s0_b4", "self_w4_s2_b4"), MERGE),
     replace(SpecPlan.from_widths((3, 2)), tile=2),
     replace(SpecPlan.from_dynamic(DynamicTree(7, 3, 3)), tile=2),
     replace(SpecPlan.from_widths((2, 2), ("draft_0", "draft_1"), MERGE), tile=5),
@@ -43,6 +46,8 @@ TILED = [plan for plan in PLANS if plan.tile]
 IDS = [plan.name for plan in PLANS]
 BY_NAME = {plan.name: plan for plan in PLANS}
 BUCKETS = (1, 2, 4)
+# rows of a block
+BLOCK = 4
 # every plan with padding, and with one request or as many as a bucket has
 # every plan with one number of sequences; with all of them in the slow tier
 BATCHES = [
@@ -71,7 +76,11 @@ class Rig:
         table = torch.arange(shape.num_blocks, dtype=torch.int32).view(shape.max_num_seqs, -1)
         generator = torch.Generator().manual_seed(7)
         for name, slab in self.eager.cache.environment.items():
-            if name == "history":
+            if name == "block_mass":
+                # the second sequence votes
+                slab.fill_(NOBODY)
+                slab[1] = 0.0
+            elif name == "history":
                 # few different tokens, so that lookups find something
                 slab.random_(0, 3, generator=generator)
             else:
@@ -112,6 +121,7 @@ class Steps(dict[str, CapturedStep]):
             num_last=last_tokens_of(PLANS),
             num_votes=4,
             num_proposals=3,
+            num_chosen=2,
         )
 
     def __missing__(self, plan: str) -> CapturedStep:
@@ -152,6 +162,12 @@ def extra_of(plan: SpecPlan, batch: int, seed: int) -> Mapping[str, Tensor]:
         extra["proposals"] = proposals
     if plan.combine == VOTE:
         extra["vote_weights"] = torch.rand(batch, len(plan.drafts), generator=generator) + 0.1
+    if plan.chooses_blocks:
+        # of the first blocks of a sequence; what lies in its window is seen twice
+        count = plan.num_chosen(BLOCK)
+        extra["chosen_blocks"] = torch.stack(
+            [torch.randperm(3, generator=generator)[:count] for _ in range(batch)]
+        )
     return extra
 
 

@@ -391,6 +391,36 @@ def test_a_gpu_gets_the_compiled_forward(monkeypatch):
     assert "one sequence" in notes[0]
 
 
+def test_a_self_draft_in_place_of_a_draft(pair, device):
+    """Steps with a view, whose pass reads fewer bytes than the target's, and dice that accept."""
+    options = ("--context", 200, "--tokens", 24, "--rounds", 2, "--warmup", 0, "--batch-size", 2)
+    chain = ("--draft", "self:window=16,sink=2", "--num-speculative-tokens", 3)
+    report = report_of("--synthetic", "target", *chain, *options, "--synthetic-acceptance", ".9")
+    off, chained = report["runs"]
+    assert chained["plan"] == "selfw16s2-chain-3"
+    step = chained["step"]
+    assert step["expected_acceptance_length"] == pytest.approx(1 + 0.9 + 0.81 + 0.729, abs=1e-3)
+    assert step["acceptance_length"] == pytest.approx(step["expected_acceptance_length"], abs=0.5)
+    assert {"draft", "verify"} <= set(step["stage_ms"])
+    whole = off["step"]["bytes_parts"]["kv_cache"]
+    # three passes of at most 16 + 15 + 16 + 4 rows, beside one of all 200
+    assert whole < step["bytes_parts"]["kv_cache"] < 2 * whole
+
+
+@pytest.mark.parametrize(
+    ("shapes", "draft", "words"),
+    [
+        ("target,draft", "self:window=16", "one shape and --draft self:window=W"),
+        ("target", "draft", "one shape and --draft self:window=W"),
+        ("target", "lookup:3", "one shape and --draft self:window=W"),
+        ("target", "self:window=512", "at most 37 tokens"),
+        ("target", "self:window=0", "self:window=0"),
+    ],
+)
+def test_self_drafts_that_cannot_be(pair, shapes, draft, words):
+    assert_refused(invoke("--synthetic", shapes, "--draft", draft, *QUICK), words)
+
+
 def test_directories_keep_their_own_rotary_frequencies(tmp_path, monkeypatch):
     """A directory with a scaling that specc does not compile is refused as specc compile does."""
     fields = {"rope_type": "su", "rope_theta": 1e4, "factor": 2.0}

@@ -1,0 +1,216 @@
+"""Speed of self-drafts where the cache outweighs the weights: batch by context, beside plan off.
+
+    python examples/measure_long_context.py --json docs/results/long_context.json
+
+A random target of 8 layers, two KV heads of 64 (8 KB of cache a token in float32) and 26 MB of
+weights is compiled for the CPU. Rows of the cache are random numbers, one set of them for all
+sequences and each with a copy of its own, since what attention costs does not depend on them; no
+prompt is read. Dice accept draft tokens, and their own time does not count; `ratio` is that of the
+expected tokens of a step, whatever the dice of a few steps gave. Steps go through the compiled
+engine, without the scheduler; plans take turns within each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specc.bench.dice import SyntheticAcceptance
+from specc.compiler.build import build
+from specc.config import CompileConfig
+from specc.cost.dice import StepEnds
+from specc.runtime.backends.step_io import StepInputs
+from specc.runtime.engine import Engine
+from specc.runtime.execution.batch_rows import last_tokens_of, sampling_rows
+from specc.runtime.scheduling.request import Request
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import OFF, SpecPlan
+from specc.speculation.views import View
+from specc.system.machine import describe_machine
+
+# rows that steps of a measurement may add to a sequence
+_ROOM = 512
+_LAYERS, _KV_HEADS, _DIM = 8, 2, 64
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16384, 32768])
+    parser.add_argument("--windows", type=int, nargs="+", default=[512, 1024])
+    parser.add_argument("--gammas", type=int, nargs="+", default=[4], help="lengths of chains")
+    parser.add_argument("--acceptance", type=float, default=0.9)
+    parser.add_argument("--heads", type=int, default=8, help="query heads, of 2 KV heads")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of a plan in a round")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser.parse_args()
+
+
+def make_engine(options: argparse.Namespace, plans: Sequence[SpecPlan], directory: Path) -> Engine:
+    """A random target with room for the largest batch of the longest contexts."""
+    longest = max(options.contexts) + _ROOM
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=_LAYERS,
+        num_attention_heads=options.heads, num_key_value_heads=_KV_HEADS, head_dim=_DIM,
+        max_position_embeddings=longest, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(getattr(torch, options.dtype)).eval()
+    build(
+        model,
+        None,
+        directory / "engine",
+        CompileConfig(
+            plans=tuple(plans),
+            dtype=options.dtype,
+            max_batch_size=max(options.batches),
+            max_seq_len=longest,
+            backend=options.backend,
+            probe=False,
+        ),
+    )
+    engine = Engine.load(directory / "engine")
+    shape = engine.cache.shape
+    slabs = [slab.unflatten(2, (shape.max_num_seqs, -1)) for slab in engine.cache.slabs["target"]]
+    for slab in slabs:
+        for layer in slab:
+            layer[:, 0].normal_()
+            layer[:, 1:] = layer[:, :1]
+    return engine
+
+
+class Runs:
+    """Steps of all plans from the same place.
+
+    Args:
+        engine: with filled caches.
+        batch: sequences of a step.
+        context: committed rows of each before the first step.
+    """
+
+    def __init__(self, engine: Engine, batch: int, context: int) -> None:
+        self._engine, self._batch, self._context = engine, batch, context
+        self._num_last = last_tokens_of(engine.plans.values())
+        shape = engine.cache.shape
+        # a sequence has the blocks of its copy, in another order than they lie
+        width = shape.blocks_per_sequence
+        order = torch.randperm(width, generator=torch.Generator().manual_seed(1))
+        first = torch.arange(batch)[:, None] * width
+        self._table = (first + order).int()
+        request = Request("0", [0], SamplingParams(), max_seq_len=2)
+        self._sampling = sampling_rows([request] * batch)
+
+    def steps(self, plan: str, count: int, acceptance: float, seed: int) -> tuple[float, int]:
+        """Seconds of `count` steps, and tokens that they emit."""
+        step = self._engine.steps[plan]
+        dice = SyntheticAcceptance([acceptance], step.plan, seed) if step.plan.speculates else None
+        step.before_accept = dice
+        lens, emitted = [self._context] * self._batch, 0
+        begin = time.perf_counter()
+        for _ in range(count):
+            rows = [(*[7] * self._num_last, length) for length in lens]
+            inputs = StepInputs(rows, self._table, *self._sampling)
+            result = step.advance(inputs, self._engine.cache.environment)
+            lens = result.next_cache_len
+            emitted += sum(result.num_accepted) + self._batch
+        seconds = time.perf_counter() - begin
+        step.before_accept = None
+        return seconds - (dice.seconds if dice else 0.0), emitted
+
+
+def measure(engine: Engine, options: argparse.Namespace, batch: int, context: int) -> list[dict]:
+    """Medians of all plans at one batch and context, interleaved."""
+    runs = Runs(engine, batch, context)
+    plans = [OFF.name, *(name for name in engine.steps if name != OFF.name)]
+    times: dict[str, list[float]] = {plan: [] for plan in plans}
+    tokens: dict[str, int] = dict.fromkeys(plans, 0)
+    for number in range(options.rounds + 1):
+        for plan in plans:
+            seconds, emitted = runs.steps(plan, options.steps, options.acceptance, number)
+            if number:  # the first round warms up
+                times[plan].append(seconds / options.steps)
+                tokens[plan] += emitted
+    count = options.rounds * options.steps * batch
+    found = []
+    for plan in plans[1:]:
+        (view,) = engine.plans[plan].views
+        # few steps draw uneven lengths, and what a step costs does not depend on what it accepts
+        length = StepEnds(engine.plans[plan].tree, [(options.acceptance,)]).mean_length
+        step_ms = 1000 * statistics.median(times[plan])
+        off_ms = 1000 * statistics.median(times[OFF.name])
+        fastest_ms = 1000 * min(times[plan])
+        found.append(
+            {
+                "batch": batch,
+                "context": context,
+                "window": view.window,
+                "gamma": engine.plans[plan].max_depth,
+                "ratio": round(length * off_ms / step_ms, 3),
+                # where other jobs take the cores, the fastest of each
+                "ratio_fastest": round(length * 1000 * min(times[OFF.name]) / fastest_ms, 3),
+                "tokens_per_step": round(length, 3),
+                "drawn_tokens_per_step": round(tokens[plan] / count, 3),
+                "step_ms": round(step_ms, 3),
+                "off_ms": round(off_ms, 3),
+                "spread_ms": [round(1000 * f(times[plan]), 3) for f in (min, max)],
+                "spread_off_ms": [round(1000 * f(times[OFF.name]), 3) for f in (min, max)],
+            }
+        )
+    return found
+
+
+def main() -> None:
+    options = parse()
+    plans = [
+        SpecPlan.from_widths((1,) * gamma, (View(window, 4).name,))
+        for window in options.windows
+        for gamma in options.gammas
+    ]
+    report: dict[str, Any] = {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "threads": torch.get_num_threads(),
+        "acceptance": options.acceptance,
+        "shape": {"layers": _LAYERS, "heads": options.heads, "kv_heads": _KV_HEADS, "dim": _DIM},
+        "dtype": options.dtype,
+        "backend": options.backend,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "load": list(os.getloadavg()),
+        "cells": [],
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        engine = make_engine(options, plans, Path(directory))
+        report["weight_bytes"] = engine.manifest.memory_plan["target"].weights  # type: ignore
+        for context in options.contexts:
+            for batch in options.batches:
+                cells = measure(engine, options, batch, context)
+                report["cells"] += cells
+                for cell in cells:
+                    print(
+                        f"batch {batch}, context {context}, window {cell['window']}, chain of"
+                        f" {cell['gamma']}: {cell['ratio']:.2f} times off, {cell['step_ms']:.1f} ms"
+                        f" a step of {cell['tokens_per_step']:.2f} tokens, off"
+                        f" {cell['off_ms']:.1f} ms",
+                        flush=True,
+                    )
+                if options.json:  # what is cut off has what it measured
+                    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
