@@ -97,7 +97,8 @@ class PassSeconds:
 
         Where the same pass was measured after several contexts, the slope between the shortest
         and the longest one is what a row costs; of several such slopes at one number of tokens a
-        sequence, the median counts. What remains of each point is the cost of its tokens.
+        sequence, the median counts. What remains of the point of the shortest context is the cost
+        of its tokens.
 
         Raises:
             ConfigError: no point.
@@ -115,7 +116,8 @@ class PassSeconds:
         # one context alone says nothing about the cost of a row
         per_row = MeasuredSeconds(context or {1: 0.0}, "a row of context")
         rest: dict[int, list[float]] = {}
-        for point in points:
+        # after a long context, what remains is a small difference of large seconds
+        for point in (min(same, key=_context_of) for same in alike.values()):
             alone = point.seconds - point.context * per_row(point.tokens / point.rows)
             rest.setdefault(point.tokens, []).append(max(0.0, alone))
         fixed = {tokens: statistics.median(values) for tokens, values in rest.items()}

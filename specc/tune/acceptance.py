@@ -128,7 +128,7 @@ def chains_over(
     rows = [
         torch.arange(root, min(root + depth, len(tokens) - 1), dtype=torch.int64) for root in roots
     ]
-    found = []
+    found: list[list[list[int]]] = []
     for own in logits:
         if not own:
             found.append([])

@@ -32,19 +32,19 @@ class PlanOption(NamedTuple):
 
 
 class GroupLoad(NamedTuple):
-    """Sequences that run one plan, and what they add up to; see `PlanOption`."""
+    """So many sequences that run one plan, and what they add up to; see `PlanOption`."""
 
-    count: int = 0
+    size: int = 0
     context: float = 0.0
     drafting_s: float = 0.0
 
     def plus(self, option: PlanOption, count: int = 1) -> GroupLoad:
         """With a further sequence; without one of them where the count is -1."""
-        if self.count + count == 0:
+        if self.size + count == 0:
             # what is left is rounding
             return GroupLoad()
         return GroupLoad(
-            self.count + count,
+            self.size + count,
             self.context + count * option.context,
             self.drafting_s + count * option.drafting_s,
         )
@@ -161,7 +161,7 @@ class _Search:
             more_s = marginals[plan].of(there) - marginals[now].of(here)
             moves.append((-(tokens - (seconds + more_s) * start.goodput), i, tokens, seconds))
         moves.sort()
-        used = sum(load.count * nodes for load, nodes in zip(loads, self._nodes, strict=True))
+        used = sum(load.size * nodes for load, nodes in zip(loads, self._nodes, strict=True))
         best_count, best_goodput = 0, start.goodput
         tokens, seconds = start.tokens, start.seconds - self._cost(loads)
         for count, (_, i, more_tokens, more_s) in enumerate(moves, start=1):

@@ -340,7 +340,7 @@ class _Cost:
         total = self._seconds.table.iteration_s
         parts = []
         for index, load in enumerate(loads):
-            if load.count:
+            if load.size:
                 alone, part = self._group(index, load)
                 total += alone
                 if part is not None:
@@ -349,7 +349,7 @@ class _Cost:
 
     def _group(self, index: int, load: GroupLoad) -> tuple[float, PassPart | None]:
         """Seconds of a group alone, and what it brings to a shared pass."""
-        plan, count = self._plans[index], load.count
+        plan, count = self._plans[index], load.size
         drafting_s = self._drafting_s.get((index, count))
         if drafting_s is None:
             drafting_s = self._seconds.table.draft_s(StepShape(plan, count, 0.0))

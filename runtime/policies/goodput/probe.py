@@ -132,7 +132,7 @@ class Probes:
             assert off is not None
             where = 0 if option is None else index
             loads[where] = loads[where].plus(option or off)
-        num_able, num_off = loads[index].count, loads[0].count
+        num_able, num_off = loads[index].size, loads[0].size
         tokens = num_able * hoped + num_off
         return num_able > 0 and tokens > best.goodput * cost(loads)
 

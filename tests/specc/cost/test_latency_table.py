@@ -48,6 +48,18 @@ def test_one_context_says_nothing_about_rows():
     assert found([PassPart(1, 1, 10**6)]) == 2.0
 
 
+def test_tokens_cost_what_a_pass_after_a_short_context_says():
+    """Rows of four sequences cost a third more than those of one; tokens do not pay for it."""
+    points = [
+        PassPoint(rows, rows, rows * context, 2.0 + 0.5 * rows + slope * rows * context)
+        for rows, slope in ((1, 3e-3), (2, 3e-3), (4, 4e-3))
+        for context in (1, 10_000)
+    ]
+    found = PassSeconds.from_points(points, "target")
+    for rows in (1, 2, 4):
+        assert found([PassPart(rows, rows, 0)]) == pytest.approx(2.0 + 0.5 * rows, rel=2e-3)
+
+
 def test_parts_share_the_weights_but_not_the_context():
     seconds = table().target
     parts = [PassPart(2, 2, 100), PassPart(1, 10, 1000)]

@@ -96,7 +96,7 @@ def cost_of(draft: float, verify: float, fixed: float, nodes: list[int]):
     """Levels once a plan that is in use, and a pass that costs more the more nodes it has."""
 
     def cost(loads: Sequence[GroupLoad]) -> float:
-        counts = [load.count for load in loads]
+        counts = [load.size for load in loads]
         used = [place for place, count in enumerate(counts) if count and place]
         total = sum(count * size for count, size in zip(counts, nodes, strict=True))
         return fixed + draft * sum(nodes[p] - 1 for p in used) + verify * total**1.3
