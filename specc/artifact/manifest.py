@@ -152,7 +152,7 @@ class Manifest:
             raise invalid("memory_plan has no total", "an object with a total")
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
         # engines of one rank do not say so, nor those whose drafts need no program of their own
-        absent = {"parallel": None, "self_drafts": []}
+        absent: dict[str, Any] = {"parallel": None, "self_drafts": []}
         fields = absent | data | {"memory_plan": models_memory}
         manifest = decode(cls, fields, "")
         if memory["total"] != manifest.total_memory:

@@ -114,7 +114,8 @@ def compile_models(
             records += Pipeline((*layout, *lowering, *last), dump, keep).run(program)
         entry = describe_model(source, program, max_seq_len)
         model = CompiledModel(source, program, entry)
-        model.whole, model.unfused = (next(iter(kept), None) for kept in (whole, unfused))
+        model.whole = whole[0] if whole else None
+        model.unfused = unfused[0] if unfused else None
         models.append(model)
         check_windows(entry, plans)
     return models, records

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest_entries import SelfDraftEntry
 from specc.compiler.compiled_model import CompiledModel
 from specc.errors import ConfigError
+from specc.passes.base import Pass
 from specc.passes.pipeline import FUSE, PHASES, PassError, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, constant_key, program_to_json
 from specc.passes.rewrite.skip_layers import SkipLayers
@@ -66,13 +67,13 @@ def self_draft_programs(
         check_uncut([entry.name], target.program.shard.num_ranks if target.program.shard else 1)
         assert target.unfused is not None
         program = target.unfused.copy(draft.name)
-        chosen = [partial(SkipLayers, entry.layers)]
+        chosen: list[Callable[[], Pass]] = [partial(SkipLayers, entry.layers)]
         if entry.is_windowed and draft.view is not None:
             rows = KVWindow(draft.view.window, draft.view.sink)
             chosen.append(partial(WindowAttention, rows))
         rest = PHASES[[name for name, _ in PHASES].index(FUSE) :]
         with phases.phase(f"rewrite {draft.name}"):
-            layout = (("derive", tuple(chosen)), *rest, *lowering)
+            layout: Phases = (("derive", tuple(chosen)), *rest, *lowering)
             records += Pipeline(layout, dump).run(program)
         _share_weights(program, target.program)
         made.append(SelfDraftProgram(program, entry))

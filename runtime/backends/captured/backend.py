@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class CapturedBackend(RuntimeBackend):
             DeviceOperators(graphs),
             DeviceLink(graphs),
             self_drafts={
-                entry.name: DeviceModel(models.within[entry.name], graphs)
+                entry.name: DeviceModel(cast(DeviceProgram, models.within[entry.name]), graphs)
                 for entry in manifest.self_drafts
             },
         )

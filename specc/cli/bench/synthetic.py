@@ -77,9 +77,9 @@ def choose_shape_plans(
     plans = tuple(engine_plans(CompileConfig(plans=plans), has_draft))
     widest = max((width for plan in plans for width in plan.widths), default=0)
     if acceptance is not None and len(acceptance) > widest:
-        names = ", ".join(plan.name for plan in plans if plan.widths)
+        trees = ", ".join(plan.name for plan in plans if plan.widths)
         raise ConfigError(
-            f"--synthetic-acceptance for {len(acceptance)} siblings; {names} has {widest} a node",
+            f"--synthetic-acceptance for {len(acceptance)} siblings; {trees} has {widest} a node",
             f"at most {widest} probabilities, or a tree of that width",
             f"leave out the others, or pass --tree {len(acceptance)},1,1",
         )

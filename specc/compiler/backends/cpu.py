@@ -24,9 +24,10 @@ class CpuBackend(CompilerBackend):
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
         library = lower_cpu.LIBRARY_FILE
+        programs = [(model.program, model.entry.package_file) for model in engine.models]
+        programs += [(draft.program, draft.entry.package_file) for draft in engine.self_drafts]
         packages = [
-            lower_cpu.CpuPackage(model.program, engine.writer.path(model.entry.package_file))
-            for model in (*engine.models, *engine.self_drafts)
+            lower_cpu.CpuPackage(program, engine.writer.path(file)) for program, file in programs
         ]
         with engine.phases.phase("compile programs") as advance:
             records, isa_flags = lower_cpu.lower_cpu(
