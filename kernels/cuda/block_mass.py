@@ -23,6 +23,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 _LOG2_E = 1.4426950408889634
 _NUM_WARPS = 4
+# ptxas by itself makes room for one more program than that, and spills
+_MAX_REGISTERS = 168
 # columns that a program adds up, and rows of a block unless it is said otherwise
 _COLUMNS, _BLOCK_SIZE = 256, 16
 
@@ -185,6 +187,11 @@ def _tile(block_size: int) -> int:
     return min(64, max(16, triton.next_power_of_2(block_size)))
 
 
+def most_head_dim(dtype: torch.dtype) -> int:
+    """Queries of a program lie in registers: wider ones in float32 have no room there."""
+    return MAX_HEAD_DIM if dtype.itemsize == 2 else MAX_HEAD_DIM // 2
+
+
 def block_mass(
     q: Tensor,
     k_cache: Tensor,
@@ -223,6 +230,7 @@ def block_mass(
         BN=_tile(block_size),
         IS_TREE=ancestors is not None,
         num_warps=_NUM_WARPS,
+        maxnreg=_MAX_REGISTERS,
     )  # fmt: skip
     launcher(_add_kernel)[num_seqs, triton.cdiv(num_columns, _COLUMNS)](
         votes, used, mass, num_columns, num_heads, mass.stride(0), BC=_COLUMNS,
@@ -238,10 +246,10 @@ def _check(q: Tensor, k_cache: Tensor, mass: Tensor, num_seqs: int, num_pages: i
             f"block_mass: found {q.dtype}, {k_cache.dtype} and mass {mass.dtype}; needed one of"
             f" {', '.join(map(str, DTYPES))} twice, and torch.float32"
         )
-    if not 0 < head_dim <= MAX_HEAD_DIM or k_cache.shape[3] != head_dim:
+    if not 0 < head_dim <= most_head_dim(q.dtype) or k_cache.shape[3] != head_dim:
         raise ValueError(
-            f"block_mass: found head sizes {head_dim} and {k_cache.shape[3]}; needed one size of"
-            f" 1 to {MAX_HEAD_DIM}"
+            f"block_mass: found head sizes {head_dim} and {k_cache.shape[3]} in {q.dtype}; needed"
+            f" one size of 1 to {most_head_dim(q.dtype)}"
         )
     if q.shape[0] % num_kv_heads:
         raise ValueError(
@@ -273,6 +281,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
         pointers |= {"position": "*i64", "words": "*i64", "mass": "*fp32", "votes": "*fp32"}
         integers = dict.fromkeys((*_NOT_SPECIALIZED, *_STRIDES), "i32")
         for head_dim in _SHIPPED_HEAD_DIMS:
+            if head_dim > most_head_dim(dtype):
+                continue
             for is_tree in (False, True):
                 sizes = {"D": head_dim, "BD": max(16, triton.next_power_of_2(head_dim))}
                 sizes |= {"BT": MOST_VOTERS, "BN": _tile(_BLOCK_SIZE), "IS_TREE": is_tree}
@@ -284,6 +294,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     _NUM_WARPS,
                     3,
                     (*pointers, *_STRIDES),
+                    _MAX_REGISTERS,
                 )
     added = {"votes": "*fp32", "used": "*i32", "mass": "*fp32"}
     integers = dict.fromkeys(("num_columns", "num_heads", "stride_mass"), "i32")

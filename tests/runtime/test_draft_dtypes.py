@@ -23,7 +23,7 @@ PLANS = (
 )
 
 
-@pytest.fixture(scope="module", params=["eager", "cpu"])
+@pytest.fixture(scope="module", params=["eager", pytest.param("cpu", marks=pytest.mark.slow)])
 def engine(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory, request) -> Engine:
     path = tmp_path_factory.mktemp("dtypes") / "engine"
     config = CompileConfig(

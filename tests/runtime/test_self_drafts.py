@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,22 @@ EXACT = {
 }
 CASES = [("llama", plan) for plan in LLAMA] + [("gemma3", plan) for plan in GEMMA]
 IDS = [f"{name}-{plan.name}" for name, plan in CASES]
+
+
+def in_turn(batches: Sequence[int]) -> list[Any]:
+    """Each draft with one of these; with the others in the slow tier."""
+    return [
+        pytest.param(
+            *case,
+            batch,
+            id=f"{label}-{batch}",
+            marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow],
+        )
+        for i, (case, label) in enumerate(zip(CASES, IDS, strict=True))
+        for j, batch in enumerate(batches)
+    ]
+
+
 LENGTHS = (3, 11, 12, 15, 16, 17, 20, 21, 40)
 
 
@@ -102,8 +119,7 @@ def texts() -> list[list[int]]:
     return [torch.randint(0, models.VOCAB, (n,), generator=dice).tolist() for n in LENGTHS]
 
 
-@pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize(("name", "plan"), CASES, ids=IDS)
+@pytest.mark.parametrize(("name", "plan", "batch"), in_turn([1, 5]))
 def test_greedy_tokens_and_rows(
     made: Callable[[str], Made], texts: list[list[int]], name: str, plan: SpecPlan, batch: int
 ) -> None:
@@ -122,11 +138,11 @@ def test_greedy_tokens_and_rows(
     assert own.oracle.num_rows - before > 200
 
 
-@pytest.mark.parametrize(("name", "plan"), CASES, ids=IDS)
+@pytest.mark.parametrize(("name", "plan", "batch"), in_turn([5]))
 def test_seeded_tokens_and_rows(
-    made: Callable[[str], Made], texts: list[list[int]], name: str, plan: SpecPlan
+    made: Callable[[str], Made], texts: list[list[int]], name: str, plan: SpecPlan, batch: int
 ) -> None:
-    own, chosen = made(name), texts[3:8]
+    own, chosen = made(name), texts[3 : 3 + batch]
     mixed = [
         (1.0, {}), (0.7, {"top_p": 0.9}), (1.0, {"repetition_penalty": 1.2}),
         (1.0, {"rule": "delta"}), (0.5, {"top_k": 5, "presence_penalty": 0.3}),

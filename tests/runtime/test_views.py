@@ -161,7 +161,13 @@ def test_greedy_tokens_and_rows(
     assert 1.05 < stats.mean_acceptance_length < plan.max_depth + 0.98 or plan.max_depth == 1
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan, id=name, marks=[pytest.mark.slow] if i % 2 else [])
+        for i, (plan, name) in enumerate(zip(PLANS, IDS, strict=True))
+    ],
+)
 def test_seeded_tokens_and_rows(
     spoiled: Engine, oracle: RowOracle, texts: list[list[int]], plan: SpecPlan
 ) -> None:

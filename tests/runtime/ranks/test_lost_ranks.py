@@ -127,7 +127,11 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(engine_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "found"),
     [
-        ("garbage", "bytes that are no message of a rank: b'GET / HTTP/1.1"),
+        pytest.param(
+            "garbage",
+            "bytes that are no message of a rank: b'GET / HTTP/1.1",
+            marks=pytest.mark.slow,
+        ),
         ("gap", "order "),
         pytest.param("wrong block", "index", marks=pytest.mark.slow),
     ],

@@ -119,9 +119,8 @@ def test_two_ranks_generate_what_one_does(
     assert_same(load("llama", 1), load("llama", 2), plan, given)
 
 
-@pytest.mark.parametrize(
-    "name", ["mixtral", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt_neox", "llama"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox", "llama"])
 def test_four_ranks_share_two_heads(load: Engines, name: str) -> None:
     """Keys and values of two heads are copied; experts are cut inside."""
     whole, cut = load(name, 1), load(name, 4)
