@@ -74,7 +74,7 @@ def test_layers_are_found_without_names(name: str) -> None:
         assert bool(inside) == (name not in PARALLEL)
 
 
-@pytest.mark.parametrize("kept", [(0, 2), (1,), (0, 1), (1, 2)])
+@pytest.mark.parametrize("kept", [(0, 2), (1,), (0, 1), (1, 2), (2,)])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_left_is_the_model_without_these_layers(name: str, kept: tuple[int, ...]) -> None:
     model, program = of(name)

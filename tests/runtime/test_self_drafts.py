@@ -260,7 +260,7 @@ def test_caches_that_are_read_and_written(
 def test_steps_call_the_program_of_their_draft(made: Callable[[str], Made]) -> None:
     """Its own one, fed the root alone and then one level after the other; or the target's."""
     for name, plans in (("llama", LLAMA), ("gemma3", GEMMA)):
-        path = made(name).path
+        path, windowed = made(name).path, made(name).engine.manifest.windowed
         own = {entry.name for entry in made(name).engine.manifest.self_drafts}
         for plan in plans:
             stages = read_json(path / f"steps/{plan.name}.json")["stages"]
@@ -271,6 +271,11 @@ def test_steps_call_the_program_of_their_draft(made: Callable[[str], Made]) -> N
             }
             # none is a causal pass, which would write rows of committed tokens
             assert all(node["args"][5] is not None for node in calls)
+            # what sees all rows, or counts its window in positions, has the block table of all rows
+            whole = {d.name for d in plan.self_drafts if d.view is None} | windowed
+            for node in calls:
+                table = node["args"][6]
+                assert (table == {"node": "block_table"}) == (node["target"] in whole)
 
 
 def test_weights_are_those_of_the_target(made: Callable[[str], Made]) -> None:
