@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specc.artifact.backends import facts_of
 from specc.artifact.manifest import Manifest
 from specc.cli.render import cache_room, rotary_lines
 from specc.compiler.build import build
@@ -56,20 +57,21 @@ def models(tmp_path_factory):
 class Custom(nn.Module):
     """A language model of somebody's own: learned positions, grouped heads, no configuration."""
 
-    def __init__(self, seed: int = 0, vocab: int = 128, window: int = 100) -> None:
+    def __init__(self, seed: int = 0, vocab: int = 128, window: int = 100, dim: int = 8) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.window = window
+        self.window, self.dim = window, dim
         self.tokens, self.places = nn.Embedding(vocab, 32), nn.Embedding(64, 32)
-        self.qkv = nn.Linear(32, 64)
-        self.out, self.head = nn.Linear(32, 32), nn.Linear(32, vocab, bias=False)
+        self.qkv = nn.Linear(32, 8 * dim)
+        self.out, self.head = nn.Linear(4 * dim, 32), nn.Linear(32, vocab, bias=False)
         self.register_buffer("gain", torch.linspace(0.5, 3, 32))
         self.head.weight.data *= 4
 
     def forward(self, input_ids, position_ids):
         x = self.tokens(input_ids) + self.places(position_ids)
-        q, k, v = self.qkv(F.layer_norm(x, (32,))).split([32, 16, 16], -1)
-        q, k, v = (item.unflatten(-1, (-1, 8)).transpose(1, 2) for item in (q, k, v))
+        sizes = [count * self.dim for count in (4, 2, 2)]
+        q, k, v = self.qkv(F.layer_norm(x, (32,))).split(sizes, -1)
+        q, k, v = (item.unflatten(-1, (-1, self.dim)).transpose(1, 2) for item in (q, k, v))
         distance = position_ids[0][:, None] - position_ids[0][None]
         mask = (distance >= 0) & (distance < self.window)
         x = x + self.out(
@@ -449,6 +451,7 @@ def test_a_view_of_a_sliding_window(tmp_path):
             "--draft self:layers=0,window=64,sink=4, in sequences of at most 64",
         ),
         ("self_l0", {"block_size": 0}, "--draft self:layers=0 and --block-size 0"),
+        ("self_l0_w16_s4_b16", {}, "--draft self:layers=0,blocks=16,window=16,sink=4: blocks, and"),
         ("self_l0", {"tensor_parallel_size": 2}, "and --tensor-parallel-size 2"),
         ("self_l0", {"backend": "onnx"}, "--draft self:layers=0 and the backend onnx"),
     ],
@@ -457,6 +460,30 @@ def test_self_drafts_that_cannot_be(two_layers, tmp_path, draft, changes, found)
     plan = SpecPlan.from_widths((1, 1), (draft,))
     config = options(plan, **{"block_size": 16, "backend": "eager"} | changes)
     assert found in refused(ConfigError, tmp_path, two_layers, None, config)
+
+
+@pytest.mark.parametrize("is_module", [False, True], ids=["checkpoint", "module"])
+def test_heads_too_large_to_vote(tmp_path, monkeypatch, is_module):
+    """Of a checkpoint before anything is traced; of a module, as soon as its layers are known."""
+    target = Custom(dim=136)
+    if not is_module:
+        target = save_tiny("qwen3", tmp_path / "target", head_dim=136)
+        monkeypatch.setattr("specc.compiler.build.compile_models", None)
+    chain = SpecPlan.from_widths((1,), ("self_w16_s4_b16",))
+    config = options(chain, max_seq_len=60, block_size=16, backend="cuda")
+    found = refused(ConfigError, tmp_path, target, None, config)
+    assert found == "--draft self:blocks=16,window=16,sink=4, and heads of 136 in float32"
+
+
+def test_what_votes_is_what_the_kernel_takes():
+    """What is refused early is what the kernel itself refuses."""
+    from specc.kernels.cuda.block_mass import most_head_dim
+
+    facts = facts_of("cuda")
+    assert {x: facts.most_voting_dim(x) for x in facts.dtypes} == {
+        x: most_head_dim(getattr(torch, x)) for x in facts.dtypes
+    }
+    assert facts_of("cpu").most_voting_dim("float32") is None
 
 
 @pytest.fixture(scope="module")
