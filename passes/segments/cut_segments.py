@@ -26,7 +26,7 @@ of its layers in the whole model. `specc.artifact.segments` reads it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,16 +166,25 @@ class _Part:
         graph.lint()
         return self._program
 
-    def _read_again(self, calls: Sequence[fx.Node], free: set[fx.Node]) -> Iterator[fx.Node]:
-        """Calls that other segments may make too, in their order."""
-        found: set[fx.Node] = set()
-        stack = [item for node in calls for item in node.all_input_nodes]
+    def _read_again(self, calls: Sequence[fx.Node], free: set[fx.Node]) -> list[fx.Node]:
+        """Calls that other segments may make too, in the order in which they are first needed.
+
+        Their order in the whole graph is another in the segment that was traced first.
+        """
+        found: dict[fx.Node, None] = {}
+        stack = [item for node in calls for item in node.all_input_nodes][::-1]
         while stack:
-            node = stack.pop()
-            if node in free and node.op == "call_function" and node not in found:
-                found.add(node)
-                stack += node.all_input_nodes
-        return (node for node in self._whole.graph.nodes if node in found)
+            node = stack[-1]
+            is_known = node in found or node not in free or node.op != "call_function"
+            missing = [item for item in node.all_input_nodes if item.op == "call_function"]
+            missing = [] if is_known else [item for item in missing if item not in found]
+            if missing:
+                stack += reversed(missing)
+                continue
+            stack.pop()
+            if not is_known:
+                found[node] = None
+        return list(found)
 
     def _placeholder(self, node: fx.Node, name: str) -> None:
         whole, made = self._whole, self._program
