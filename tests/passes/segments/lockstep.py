@@ -74,10 +74,4 @@ class Cut:
 def bind_segments(
     data: dict[str, Any], weights: dict[str, Tensor], caches: list[tuple[Tensor, Tensor]]
 ) -> SegmentedProgram:
-    model = SegmentedModel.from_json(data)
-    return SegmentedProgram(
-        [
-            ModelProgram(model.program(i), weights, [caches[layer] for layer in segment.layers])
-            for i, segment in enumerate(model.segments)
-        ]
-    )
+    return SegmentedProgram.bind(SegmentedModel.from_json(data), weights, caches)
