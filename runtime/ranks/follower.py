@@ -278,7 +278,15 @@ def load_part(
         plans=(),
         memory_plan={name: manifest.memory_plan[name] for name in names},
     )
-    limits = LoadLimits(setup["max_num_seqs"], setup["kv_cache_tokens"], None, setup["rank"], ranks)
+    limits = LoadLimits(
+        setup["max_num_seqs"],
+        setup["kv_cache_tokens"],
+        None,
+        setup["rank"],
+        ranks,
+        setup["offload_weights"],
+        setup["num_local"],
+    )
     with unreplaced(path):
         return backend_of(setup["backend"]).load(path, part, limits)
 

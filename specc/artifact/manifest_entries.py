@@ -103,6 +103,15 @@ class ModelEntry:
     def weights_file(self) -> str:
         return f"{self.dir}/weights.safetensors"
 
+    @property
+    def segments_file(self) -> str:
+        """Its segments, see `specc.artifact.segments`, where it is cut into some."""
+        return f"{self.dir}/segments.json"
+
+    def segment_package(self, kind: int) -> str:
+        """The compiled program of one kind of segment, in engines of a compiled backend."""
+        return f"{self.dir}/segment-{kind}.pt2"
+
     def rank_file(self, rank: int) -> str:
         """Weights of one rank, where the model is cut."""
         return f"{self.dir}/rank-{rank}.weights.safetensors"
@@ -155,6 +164,19 @@ class ParallelEntry:
     tensor_parallel_size: int
     models: tuple[str, ...]
     samples: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SegmentsEntry:
+    """The target as segments, which run one after another; see `specc.artifact.segments`.
+
+    Args:
+        num_segments: of them.
+        num_kinds: programs that they are made of: equal layers are one.
+    """
+
+    num_segments: int
+    num_kinds: int
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ from specc.passes.frontend.read_program import read_program
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
 from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.segments.cut_segments import cut_segments
+from specc.passes.segments.places import layer_places
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
@@ -90,6 +92,9 @@ def reshard_engine(
             for model in cut:
                 with phases.phase(f"rewrite {model.name}"):
                     records += _cut_anew(model, backend, config, old.limits.max_seq_len)
+            if config.segments:
+                program = models[0].program
+                models[0].segments = cut_segments(program, layer_places(program))
             plans = [dataclasses.replace(entry.plan, tile=None) for entry in old.plans]
             plans = tile_plans(plans, [model.program for model in models], config)
             new = UnfinishedEngine(writer, models, plans, old.limits, config, phases)
@@ -190,6 +195,7 @@ def _config_of(manifest: Manifest, backend: CompilerBackend, num_ranks: int) -> 
         kv_cache_tokens=limits.kv_cache_tokens,
         allow_nonfinite_weights=target.nonfinite_weights > 0,
         tensor_parallel_size=num_ranks,
+        segments=manifest.segments is not None,
     )
     return backend.adapt(config)
 
@@ -294,6 +300,10 @@ def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
         made |= {model.program_file, model.shard_file, model.whole_file}
         made |= {manifest.weights_file(model, rank) for rank in range(manifest.num_ranks)}
     made |= {model.package_file for model in manifest.models}
+    if manifest.segments is not None:
+        target = manifest.models[0]
+        kinds = range(manifest.segments.num_kinds)
+        made |= {target.segments_file, *map(target.segment_package, kinds)}
     made |= {*manifest.step_files.values(), *manifest.winners_files.values()}
     if manifest.native is not None:
         made.add(manifest.native.library)
