@@ -12,8 +12,12 @@ from torch import Tensor
 
 from specc.runtime.execution.draws import Draws
 from specc.runtime.ranks.orders import Commit, Message, refused
+from specc.runtime.ranks.rank_group import own_votes
 
-# of the inputs of a pass, see `ModelProgram.forward`: dtype and shape, where letters are sizes
+# name, dtype and shape of a tensor, where letters are sizes; None is any shape
+_Wanted = tuple[str, torch.dtype, str | None]
+
+# the inputs of a pass, see `ModelProgram.forward`
 _PASS = (
     ("tokens", torch.int64, "T"),
     ("positions", torch.int64, "T"),
@@ -24,6 +28,8 @@ _PASS = (
     ("block_table", torch.int32, "Bn"),
     ("logit_rows", torch.int64, "R"),
 )
+# one more where blocks are voted on
+_MASS = ("mass", torch.float32, "MC")
 _DRAW = (
     *_PASS,
     ("temperature", torch.float32, "R"),
@@ -40,24 +46,26 @@ _COMMIT = (
 
 
 def pass_inputs(message: Message) -> tuple[Tensor | None, ...]:
-    """The eight inputs of a model that a PASS holds.
+    """The inputs of a model that a PASS holds: eight, and one more where there are votes.
 
     Raises:
         FaultError: they are others.
     """
-    _check_starts(_check(message, _PASS, optional="ancestors"))
-    return message.tensors
+    wanted = _with_mass(message, _PASS)
+    _check_starts(_check(message, wanted, optional="ancestors"))
+    return (*message.tensors[: len(_PASS)], *_own_mass(message, _PASS))
 
 
 def drawn_inputs(message: Message) -> tuple[Draws, tuple[Tensor | None, ...]]:
-    """What a DRAW holds: how rows are drawn, and the eight inputs of a model.
+    """What a DRAW holds: how rows are drawn, and the inputs of a model, as of `pass_inputs`.
 
     Raises:
         FaultError: it holds something else.
     """
-    _check_starts(_check(message, _DRAW, optional="ancestors"))
-    inputs, draws = message.tensors[: len(_PASS)], message.tensors[len(_PASS) :]
-    return Draws(*draws), inputs  # type: ignore[arg-type]
+    wanted = _with_mass(message, _DRAW)
+    _check_starts(_check(message, wanted, optional="ancestors"))
+    draws = Draws(*message.tensors[len(_PASS) : len(_DRAW)])  # type: ignore[arg-type]
+    return draws, (*message.tensors[: len(_PASS)], *_own_mass(message, _DRAW))
 
 
 def commit_of(message: Message) -> Commit:
@@ -77,14 +85,25 @@ def commit_of(message: Message) -> Commit:
     return commit
 
 
+def _with_mass(message: Message, wanted: Sequence[_Wanted]) -> Sequence[_Wanted]:
+    return (*wanted, _MASS) if len(message.tensors) == len(wanted) + 1 else wanted
+
+
+def _own_mass(message: Message, wanted: Sequence[_Wanted]) -> tuple[Tensor, ...]:
+    """What this rank adds its votes to, where there is such a tensor."""
+    return tuple(own_votes(mass) for mass in message.tensors[len(wanted) :] if mass is not None)
+
+
 def _check_starts(sizes: dict[str, int]) -> None:
     if sizes["S"] != sizes["B"] + 1:
         raise refused(f"a pass of {sizes['B']} sequences with {sizes['S']} starts")
+    if sizes.get("M", sizes["B"]) < sizes["B"]:
+        raise refused(f"a pass of {sizes['B']} sequences with {sizes['M']} rows of votes")
 
 
 def _check(
     message: Message,
-    wanted: Sequence[tuple[str, torch.dtype, str | None]],
+    wanted: Sequence[_Wanted],
     optional: str = "",
 ) -> dict[str, int]:
     """Sizes by letter."""
