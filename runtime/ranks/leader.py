@@ -133,13 +133,12 @@ class Leader:
         whole_votes(self._job.group, inputs)
 
     def commit(self, model: int, commit: Commit) -> None:
-        """Have the others keep what a step of this rank has kept in its caches.
+        """Have the others keep what a step of this rank has kept, before their next order.
 
         Raises:
             RankError: a rank is lost.
         """
-        with uninterrupted():
-            self._job.order(Kind.COMMIT, tuple(commit), model)
+        self._job.order(Kind.COMMIT, tuple(commit), model, holds=True)
 
     def checksums(self, slabs: list[Tensor]) -> list[bytes]:
         """[32] sha256 of the caches that all ranks have a part of, rank by rank.

@@ -177,6 +177,8 @@ class LedStep:
 
 def part_of(nodes: FlatTokens, batch: int, first: int, last: int) -> FlatTokens:
     """Nodes first … last - 1 of each tree."""
+    if last - first == nodes.counts[0]:
+        return nodes
 
     def of(values: Tensor) -> Tensor:
         rows = values.view(batch, -1, *values.shape[1:])

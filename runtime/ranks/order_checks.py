@@ -5,13 +5,14 @@ Numbers in them (blocks, slots, rows) are compared with the caches by the operat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from specc.runtime.execution.draws import Draws
-from specc.runtime.ranks.orders import Commit, Message, refused
+from specc.runtime.ranks.orders import Commit, Message, Spec, refused, specs_of
 from specc.runtime.ranks.rank_group import own_votes
 
 # name, dtype and shape of a tensor, where letters are sizes; None is any shape
@@ -52,7 +53,7 @@ def pass_inputs(message: Message) -> tuple[Tensor | None, ...]:
         FaultError: they are others.
     """
     wanted = _with_mass(message, _PASS)
-    _check_starts(_check(message, wanted, optional="ancestors"))
+    _check_starts(_check(message.kind.name, specs_of(message), wanted, "ancestors"))
     return (*message.tensors[: len(_PASS)], *_own_mass(message, _PASS))
 
 
@@ -63,7 +64,7 @@ def drawn_inputs(message: Message) -> tuple[Draws, tuple[Tensor | None, ...]]:
         FaultError: it holds something else.
     """
     wanted = _with_mass(message, _DRAW)
-    _check_starts(_check(message, wanted, optional="ancestors"))
+    _check_starts(_check(message.kind.name, specs_of(message), wanted, "ancestors"))
     draws = Draws(*message.tensors[len(_PASS) : len(_DRAW)])  # type: ignore[arg-type]
     return draws, (*message.tensors[: len(_PASS)], *_own_mass(message, _DRAW))
 
@@ -74,7 +75,7 @@ def commit_of(message: Message) -> Commit:
     Raises:
         FaultError: it is no commit, or its paths are not as long as it says.
     """
-    sizes = _check(message, _COMMIT)
+    sizes = _check(message.kind.name, specs_of(message), _COMMIT)
     commit = Commit(*message.tensors)  # type: ignore[arg-type]
     slots = tuple(commit.slots.shape)
     if len(slots) not in (1, 2) or slots[:-1] not in ((), (sizes["B"],)):
@@ -85,7 +86,7 @@ def commit_of(message: Message) -> Commit:
     return commit
 
 
-def _with_mass(message: Message, wanted: Sequence[_Wanted]) -> Sequence[_Wanted]:
+def _with_mass(message: Message, wanted: tuple[_Wanted, ...]) -> tuple[_Wanted, ...]:
     return (*wanted, _MASS) if len(message.tensors) == len(wanted) + 1 else wanted
 
 
@@ -101,26 +102,33 @@ def _check_starts(sizes: dict[str, int]) -> None:
         raise refused(f"a pass of {sizes['B']} sequences with {sizes['M']} rows of votes")
 
 
+@functools.lru_cache(256)
 def _check(
-    message: Message,
-    wanted: Sequence[_Wanted],
-    optional: str = "",
+    name: str, specs: tuple[Spec, ...], wanted: tuple[_Wanted, ...], optional: str = ""
 ) -> dict[str, int]:
-    """Sizes by letter."""
-    name = message.kind.name
-    if len(message.tensors) != len(wanted):
-        raise refused(f"{name} with {len(message.tensors)} tensors, not {len(wanted)}")
+    """Sizes by letter; steps of one plan have the same tensors again and again.
+
+    Args:
+        name: of the kind of order.
+        specs: of its tensors.
+        wanted: what they have to be.
+        optional: that may be left out.
+    Raises:
+        FaultError: they are others.
+    """
+    if len(specs) != len(wanted):
+        raise refused(f"{name} with {len(specs)} tensors, not {len(wanted)}")
     sizes: dict[str, int] = {}
-    for tensor, (key, dtype, letters) in zip(message.tensors, wanted, strict=True):
-        if tensor is None:
+    for spec, (key, dtype, letters) in zip(specs, wanted, strict=True):
+        if spec is None:
             if key != optional:
                 raise refused(f"{name} without {key}")
             continue
-        shape = tuple(tensor.shape)
+        of_tensor, shape = spec
         found = dict(zip(letters or "", shape, strict=False))
         is_odd = letters is not None and len(shape) != len(letters)
         clash = any(sizes.get(letter, size) != size for letter, size in found.items())
-        if tensor.dtype != dtype or is_odd or clash:
-            raise refused(f"{name} with {key} of {tensor.dtype} and shape {shape}")
+        if of_tensor != dtype or is_odd or clash:
+            raise refused(f"{name} with {key} of {of_tensor} and shape {tuple(shape)}")
         sizes |= found
     return sizes

@@ -13,7 +13,9 @@ import torch
 from specc.artifact.directory import read_manifest
 from specc.config import CompileConfig
 from specc.runtime.engine import Engine
+from specc.runtime.execution.block_votes import PendingVotes
 from specc.runtime.llm import LLM
+from specc.runtime.scheduling.batch import Vote
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
 from tests import engines, models
@@ -130,10 +132,14 @@ def texts() -> list[list[int]]:
     return [torch.randint(0, models.VOCAB, (n,), generator=dice).tolist() for n in (70, 9, 41, 56)]
 
 
-def serve(engine: Engine, plan: str, options: dict[str, Any]) -> tuple[list[list[int]], int]:
+def serve(
+    engine: Engine, plan: str, options: dict[str, Any], tokens: int = 24
+) -> tuple[list[list[int]], int]:
     """Tokens, and how many of them were accepted: what only spoils drafts spoils no token."""
     llm = LLM(engine, plan=plan)
-    given = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **options) for i in range(4)]
+    given = [
+        SamplingParams(seed=i, max_tokens=tokens, ignore_eos=True, **options) for i in range(4)
+    ]
     outputs = llm.generate(texts(), given)
     found = [list(output.outputs[0].token_ids) for output in outputs]
     return found, llm.get_metrics().num_accepted_tokens
@@ -160,6 +166,39 @@ def test_two_ranks_draft_what_one_does(
     wanted = serve(whole, plan, options)
     assert serve(cut, plan, options) == wanted
     assert wanted[1] > 0
+
+
+@pytest.mark.parametrize("options", [GREEDY, MSS], ids=["greedy", "mss"])
+@pytest.mark.parametrize("place", [0, 3], ids=["chain", "tiles"])
+def test_votes_are_those_of_all_heads(
+    pairs: Pairs, place: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts and of steps: an attention of each voter and head, and where it goes."""
+    plan = CASES["blocks"].plans[place]
+    if plan.tile and "rule" in options:
+        options = {**options, "rule": "delta"}
+    given: list[Vote] = []
+
+    read = PendingVotes.result
+
+    def result(pending: PendingVotes) -> list[Vote]:
+        found = read(pending)
+        given.extend(found)
+        return found
+
+    monkeypatch.setattr(PendingVotes, "result", result)
+    votes = []
+    for engine in pairs("blocks"):
+        serve(engine, plan.name, options, 48)
+        votes.append([(v.num_voters, v.length, v.mass) for v in given])
+        given.clear()
+    whole, cut = votes
+    # four prompts, and steps of those that go on for longer than the window
+    assert len(whole) > 4
+    assert [v[:2] for v in cut] == [v[:2] for v in whole]
+    for (count, _, mass), (_, _, other) in zip(whole, cut, strict=True):
+        assert torch.allclose(other, mass, atol=1e-3)
+        assert mass.sum() > 0.9 * count
 
 
 def test_second_programs_are_cut_as_the_target_is(zoo: Zoo) -> None:
