@@ -34,6 +34,7 @@ class LoadLimits:
         capture: what capturing graphs may cost, for backends that capture.
         rank: whose part of the models that are cut is loaded.
         ranks: of backends that capture, what joins this process to the others; None: it is alone.
+        skips: of other backends, plans whose steps are not loaded.
     """
 
     max_num_seqs: int | None = None
@@ -41,6 +42,7 @@ class LoadLimits:
     capture: CaptureLimits | None = None
     rank: int = 0
     ranks: DeviceRanks | None = None
+    skips: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
