@@ -310,7 +310,15 @@ def load_part(
     """
     rank = setup["rank"]
     part = replace(manifest.part_of((*manifest.led_models, *manifest.drafts_of(rank))), plans=())
-    limits = LoadLimits(setup["max_num_seqs"], setup["kv_cache_tokens"], None, rank, ranks)
+    limits = LoadLimits(
+        setup["max_num_seqs"],
+        setup["kv_cache_tokens"],
+        None,
+        rank,
+        ranks,
+        setup["offload_weights"],
+        setup["num_local"],
+    )
     with unreplaced(path):
         return backend_of(setup["backend"]).load(path, part, limits)
 

@@ -23,6 +23,7 @@ from specc.artifact.manifest import Manifest
 from specc.errors import ConfigError, EngineError
 from specc.kernels.reference.ranks import has_group
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
+from specc.runtime.backends.offload_budget import least_of
 from specc.runtime.backends.program_files import load_operators, read_json
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
@@ -88,7 +89,8 @@ def load_led(
     check_cores(len(local), options)
     if not facts_of(backend).is_on_gpu and (launched is None or launched.rank == local[0]):
         # one for all of this machine, before any of them has loaded its part
-        check_memory(manifest, local, limits.max_num_seqs, limits.kv_cache_tokens)
+        sizes = (limits.max_num_seqs, limits.kv_cache_tokens)
+        check_memory(manifest, local, *sizes, weights_budget=least_of(limits.offload_weights))
     backend_of(backend).take_device(local_rank, len(local))
     if launched is not None and launched.rank > 0:
         _follow_launched(launched, options, path)
@@ -110,6 +112,8 @@ def load_led(
         "verify": verify,
         "max_num_seqs": limits.max_num_seqs,
         "kv_cache_tokens": limits.kv_cache_tokens,
+        "offload_weights": limits.offload_weights,
+        "num_local": len(local),
         "num_threads": num_threads,
         "num_ranks": options.num_ranks,
         "timeout_s": options.timeout_s,
@@ -117,6 +121,7 @@ def load_led(
         "collective_timeout_s": options.collective_timeout_s,
     }
     job = Job(options, facts_about(path), setup, group)
+    limits = replace(limits, num_local=len(local))
     watch = Watch(job, _start_all if launched is None else Rendezvous(launched, options).accept)
     watch.start()
     try:

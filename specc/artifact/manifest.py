@@ -30,6 +30,7 @@ from specc.artifact.manifest_entries import (
     NativeEntry,
     ParallelEntry,
     PlanEntry,
+    SegmentsEntry,
     SelfDraftEntry,
     TensorRTEntry,
     TokenizerEntry,
@@ -56,6 +57,7 @@ class Manifest:
         rectangle: cache rows of engines whose programs take padded batches; else None.
         tensorrt: of engines for TensorRT; else None.
         self_drafts: programs that self-drafts run beside the target's own.
+        segments: of the target, which then has no compiled program of its own; else None.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
@@ -77,6 +79,7 @@ class Manifest:
     tensorrt: TensorRTEntry | None = None
     parallel: ParallelEntry | None = None
     self_drafts: tuple[SelfDraftEntry, ...] = ()
+    segments: SegmentsEntry | None = None
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -95,6 +98,7 @@ class Manifest:
         ranks: Collection[int],
         max_num_seqs: int | None = None,
         kv_cache_tokens: int | None = None,
+        weights_budget: int | None = None,
     ) -> int:
         """Bytes that these ranks take together: each its part of what is cut, and its drafts.
 
@@ -102,6 +106,7 @@ class Manifest:
             ranks: some of 0 … num_ranks - 1.
             max_num_seqs: sequences that caches are made for; None is what the engine allows.
             kv_cache_tokens: rows of all sequences together; None is what the engine has.
+            weights_budget: bytes that weights of the target take on each rank; None is all of them.
         """
         planned, needed = self.limits.cache_rows(), 0
         made = self.limits.cache_rows(max_num_seqs, kv_cache_tokens)
@@ -109,7 +114,11 @@ class Manifest:
             entry = self.memory_plan[model.name]
             home = self.draft_homes.get(model.name, 0)
             count = len(ranks) if self.is_cut(model) else sum(rank == home for rank in ranks)
-            needed += count * (entry.total - entry.cache + entry.cache * made // planned)
+            weights = entry.weights
+            if weights_budget is not None and model is self.models[0]:
+                weights = min(weights, weights_budget)
+            rest = entry.logits + entry.workspace
+            needed += count * (weights + rest + entry.cache * made // planned)
         return needed
 
     def to_json(self) -> dict[str, Any]:
@@ -123,6 +132,8 @@ class Manifest:
             del data["parallel"]["draft_ranks"]
         if not self.self_drafts:
             del data["self_drafts"]
+        if self.segments is None:
+            del data["segments"]
         return data
 
     @classmethod
@@ -155,7 +166,7 @@ class Manifest:
             raise invalid("memory_plan has no total", "an object with a total")
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
         # engines of one rank do not say so, nor those whose drafts need no program of their own
-        absent: dict[str, Any] = {"parallel": None, "self_drafts": []}
+        absent: dict[str, Any] = {"parallel": None, "self_drafts": [], "segments": None}
         if isinstance(data.get("parallel"), dict):
             absent["parallel"] = {"draft_ranks": 1} | data["parallel"]
             data = {name: value for name, value in data.items() if name != "parallel"}
@@ -269,6 +280,12 @@ class Manifest:
         fields = ("program_file", *facts_of(self.backend).model_files)
         programs = (*self.models, *self.self_drafts)
         files = [getattr(program, field) for program in programs for field in fields]
+        if self.segments is not None:
+            target = self.models[0]
+            files.append(target.segments_file)
+            if target.package_file in files:
+                files.remove(target.package_file)
+                files += map(target.segment_package, range(self.segments.num_kinds))
         files += self.weights_files
         cut = [model for model in self.models if self.is_cut(model)]
         files += [file for model in cut for file in (model.shard_file, model.whole_file)]

@@ -54,6 +54,8 @@ from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
 from specc.passes.program import Program, constant_key, program_to_json
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
+from specc.passes.segments.cut_segments import cut_segments
+from specc.passes.segments.places import layer_places
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
@@ -101,6 +103,9 @@ def reshard_engine(
             for model in cut:
                 with phases.phase(f"rewrite {model.name}"):
                     records += _cut_anew(model, backend, config, old.limits.max_seq_len)
+            if config.segments:
+                program = models[0].program
+                models[0].segments = cut_segments(program, layer_places(program))
             lowering, own = backend.phases(old.limits.max_seq_len), []
             for draft in old.self_drafts:
                 with phases.phase(f"rewrite {draft.name}"):
@@ -213,6 +218,7 @@ def _config_of(manifest: Manifest, backend: CompilerBackend, num_ranks: int) -> 
         kv_cache_tokens=limits.kv_cache_tokens,
         allow_nonfinite_weights=target.nonfinite_weights > 0,
         tensor_parallel_size=num_ranks,
+        segments=manifest.segments is not None,
     )
     return backend.adapt(config)
 
@@ -251,14 +257,21 @@ def _open_models(
     try:
         for entry in manifest.models:
             with phases.phase(f"read {entry.name}"):
-                models.append(_read_model(engine, manifest, entry))
+                models.append(read_model(engine, manifest, entry))
         yield models
     finally:
         for model in models:
             model.source.reader.close()  # type: ignore[attr-defined]
 
 
-def _read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledModel:
+def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledModel:
+    """A model of an engine, whole, by its graph and the files that it was written to.
+
+    The caller closes the reader of its source.
+
+    Raises:
+        EngineError: a file that cannot be read.
+    """
     program_json = _read(engine / entry.program_file)
     blocks = {
         item["key"]: tuple(item["blocks_of"])
@@ -340,6 +353,10 @@ def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
     for model in (m for i, m in enumerate(manifest.models) if i == 0 or manifest.is_cut(m)):
         made |= {model.program_file, model.shard_file, model.whole_file}
         made |= {manifest.weights_file(model, rank) for rank in range(manifest.num_ranks)}
+    if manifest.segments is not None:
+        target = manifest.models[0]
+        kinds = range(manifest.segments.num_kinds)
+        made |= {target.segments_file, *map(target.segment_package, kinds)}
     made |= {model.package_file for model in (*manifest.models, *manifest.self_drafts)}
     made |= {x for draft in manifest.self_drafts for x in (draft.program_file, draft.whole_file)}
     made |= {*manifest.step_files.values(), *manifest.winners_files.values()}
