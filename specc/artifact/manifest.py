@@ -100,7 +100,7 @@ class Manifest:
         kv_cache_tokens: int | None = None,
         weights_budget: int | None = None,
     ) -> int:
-        """Bytes that these ranks take together: each its part of what is cut, rank 0 the rest.
+        """Bytes that these ranks take together: each its part of what is cut, and its drafts.
 
         Args:
             ranks: some of 0 … num_ranks - 1.
@@ -112,7 +112,8 @@ class Manifest:
         made = self.limits.cache_rows(max_num_seqs, kv_cache_tokens)
         for model in self.models:
             entry = self.memory_plan[model.name]
-            count = len(ranks) if self.is_cut(model) else sum(rank == 0 for rank in ranks)
+            home = self.draft_homes.get(model.name, 0)
+            count = len(ranks) if self.is_cut(model) else sum(rank == home for rank in ranks)
             weights = entry.weights
             if weights_budget is not None and model is self.models[0]:
                 weights = min(weights, weights_budget)
@@ -127,6 +128,8 @@ class Manifest:
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]
+        elif self.parallel.draft_ranks == 1:
+            del data["parallel"]["draft_ranks"]
         if not self.self_drafts:
             del data["self_drafts"]
         if self.segments is None:
@@ -164,6 +167,9 @@ class Manifest:
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
         # engines of one rank do not say so, nor those whose drafts need no program of their own
         absent: dict[str, Any] = {"parallel": None, "self_drafts": [], "segments": None}
+        if isinstance(data.get("parallel"), dict):
+            absent["parallel"] = {"draft_ranks": 1} | data["parallel"]
+            data = {name: value for name, value in data.items() if name != "parallel"}
         fields = absent | data | {"memory_plan": models_memory}
         manifest = decode(cls, fields, "")
         if memory["total"] != manifest.total_memory:
@@ -208,6 +214,30 @@ class Manifest:
     def led_programs(self) -> tuple[str, ...]:
         """Names of what orders are about: models, then second programs of the target."""
         return (*self.led_models, *(draft.name for draft in self.self_drafts))
+
+    @property
+    def draft_homes(self) -> dict[str, int]:
+        """Draft model → the one rank that has it, where that is not rank 0."""
+        count = self.parallel.draft_ranks if self.parallel else 1
+        homes = {model.name: i % count for i, model in enumerate(self.models[1:])}
+        return {name: rank for name, rank in homes.items() if rank}
+
+    def drafts_of(self, rank: int) -> tuple[str, ...]:
+        """Draft models that this rank has, and rank 0 has not."""
+        return tuple(name for name, home in self.draft_homes.items() if home == rank)
+
+    @property
+    def ordered_programs(self) -> tuple[str, ...]:
+        """What orders are about, by number: that of all ranks, then drafts of single ones."""
+        return (*self.led_programs, *self.draft_homes)
+
+    def part_of(self, names: Collection[str]) -> Manifest:
+        """The same of some of the models, for a rank that loads no others."""
+        return dataclasses.replace(
+            self,
+            models=tuple(model for model in self.models if model.name in names),
+            memory_plan={name: self.memory_plan[name] for name in names},
+        )
 
     def weights_file(self, model: ModelEntry, rank: int = 0) -> str:
         """The weights of a model that a rank reads."""
