@@ -34,7 +34,7 @@ def run_tune(args: EngineArgs, file: PromptFile, options: TuneOptions, *, as_jso
         torch.set_num_threads(args.num_threads)
     texts = plain_prompts(file.prompts)[: file.num_prompts]
     with make_listener() as listen:
-        tuning = tune(args.directory, texts, options, PhaseTimer(listen))
+        tuning = tune(args.directory, texts, options, PhaseTimer(listen), args.offload_weights)
     if as_json:
         print(json.dumps(tuning.to_json(options), indent=1))
         return
