@@ -205,3 +205,18 @@ def test_a_disk_that_fails_or_stops_is_named_within_ten_seconds(
     assert re.search(r"no byte of the weights was read for 8 seconds", report["h"])
     assert report["e_s"] < 5
     assert report["h_s"] < 10
+
+
+@pytest.mark.slow
+def test_ranks_read_their_own_parts(tmp_path: Path) -> None:
+    """Two ranks, each with some of its layers in memory: the tokens of both with all of them."""
+    engine_dir = make(tmp_path, "cpu", tensor_parallel_size=2)
+    found = []
+    for budget in (None, 200_000):
+        engine = Engine.load(engine_dir, offload_weights=budget, oversubscribes=True)
+        try:
+            found.append([tokens(engine, plan) for plan in ("off", PLAN.name)])
+        finally:
+            engine.close()
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][1]
