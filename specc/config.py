@@ -30,7 +30,7 @@ DEFAULT_MAX_LOGITS_MB = 512
 # say which they take
 BACKEND_OPTIONS = {
     "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
-    "draft_tensor_parallel_size": 1,
+    "draft_tensor_parallel_size": 1, "segments": False,
 }  # fmt: skip
 
 
@@ -68,6 +68,8 @@ class CompileConfig:
             depend on length and it is longer than the model's own; None serves that at most.
         kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case of
             `max_batch_size` sequences.
+        segments: compile the target as segments, one program for each kind of layer; such engines
+            can run with weights in files, see `--offload-weights`.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -92,6 +94,7 @@ class CompileConfig:
     draft_tensor_parallel_size: int = 1
     rope_length: int | None = None
     kv_cache_tokens: int | None = None
+    segments: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))

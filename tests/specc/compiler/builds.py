@@ -29,20 +29,21 @@ def options(*plans, **changes):
 class Custom(nn.Module):
     """A language model of somebody's own: learned positions, grouped heads, no configuration."""
 
-    def __init__(self, seed: int = 0, vocab: int = 128, window: int = 100) -> None:
+    def __init__(self, seed: int = 0, vocab: int = 128, window: int = 100, dim: int = 8) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.window = window
+        self.window, self.dim = window, dim
         self.tokens, self.places = nn.Embedding(vocab, 32), nn.Embedding(64, 32)
-        self.qkv = nn.Linear(32, 64)
-        self.out, self.head = nn.Linear(32, 32), nn.Linear(32, vocab, bias=False)
+        self.qkv = nn.Linear(32, 8 * dim)
+        self.out, self.head = nn.Linear(4 * dim, 32), nn.Linear(32, vocab, bias=False)
         self.register_buffer("gain", torch.linspace(0.5, 3, 32))
         self.head.weight.data *= 4
 
     def forward(self, input_ids, position_ids):
         x = self.tokens(input_ids) + self.places(position_ids)
-        q, k, v = self.qkv(F.layer_norm(x, (32,))).split([32, 16, 16], -1)
-        q, k, v = (item.unflatten(-1, (-1, 8)).transpose(1, 2) for item in (q, k, v))
+        sizes = [count * self.dim for count in (4, 2, 2)]
+        q, k, v = self.qkv(F.layer_norm(x, (32,))).split(sizes, -1)
+        q, k, v = (item.unflatten(-1, (-1, self.dim)).transpose(1, 2) for item in (q, k, v))
         distance = position_ids[0][:, None] - position_ids[0][None]
         mask = (distance >= 0) & (distance < self.window)
         x = x + self.out(

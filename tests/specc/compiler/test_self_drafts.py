@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from specc.artifact.backends import facts_of
 from specc.compiler.build import build
 from specc.errors import ConfigError
 from specc.runtime.engine import Engine
@@ -144,6 +146,7 @@ def two_layers(tmp_path_factory):
             "--draft self:layers=0,window=64,sink=4, in sequences of at most 64",
         ),
         ("self_l0", {"block_size": 0}, "--draft self:layers=0 and --block-size 0"),
+        ("self_l0_w16_s4_b16", {}, "--draft self:layers=0,blocks=16,window=16,sink=4: blocks, and"),
         ("self_l0", {"tensor_parallel_size": 2}, "and --tensor-parallel-size 2"),
         ("self_l0", {"backend": "onnx"}, "--draft self:layers=0 and the backend onnx"),
     ],
@@ -152,3 +155,27 @@ def test_self_drafts_that_cannot_be(two_layers, tmp_path, draft, changes, found)
     plan = SpecPlan.from_widths((1, 1), (draft,))
     config = options(plan, **{"block_size": 16, "backend": "eager"} | changes)
     assert found in refused(ConfigError, tmp_path, two_layers, None, config)
+
+
+@pytest.mark.parametrize("is_module", [False, True], ids=["checkpoint", "module"])
+def test_heads_too_large_to_vote(tmp_path, monkeypatch, is_module):
+    """Of a checkpoint before anything is traced; of a module, as soon as its layers are known."""
+    target = Custom(dim=136)
+    if not is_module:
+        target = save_tiny("qwen3", tmp_path / "target", head_dim=136)
+        monkeypatch.setattr("specc.compiler.build.compile_models", None)
+    chain = SpecPlan.from_widths((1,), ("self_w16_s4_b16",))
+    config = options(chain, max_seq_len=60, block_size=16, backend="cuda")
+    found = refused(ConfigError, tmp_path, target, None, config)
+    assert found == "--draft self:blocks=16,window=16,sink=4, and heads of 136 in float32"
+
+
+def test_what_votes_is_what_the_kernel_takes():
+    """What is refused early is what the kernel itself refuses."""
+    from specc.kernels.cuda.block_mass import most_head_dim
+
+    facts = facts_of("cuda")
+    assert {x: facts.most_voting_dim(x) for x in facts.dtypes} == {
+        x: most_head_dim(getattr(torch, x)) for x in facts.dtypes
+    }
+    assert facts_of("cpu").most_voting_dim("float32") is None
