@@ -87,6 +87,10 @@ class PassSeconds:
             seconds += part.context * self._context(part.tokens / part.rows)
         return seconds + self._tokens(tokens) if tokens else 0.0
 
+    def tokens_s(self, tokens: float) -> float:
+        """Seconds of a pass over so many tokens, without committed rows; none takes none."""
+        return self._tokens(tokens) if tokens else 0.0
+
     def row_s(self, tokens: float) -> float:
         """Seconds of each committed row of a sequence that brings so many tokens."""
         return self._context(tokens)
