@@ -25,6 +25,8 @@ _WIDTHS = (2, 3, 4, 5, 9, 16, 32, 64, 128, 256, 512)
 # sequences with several tokens each, as a verified batch has
 _BATCH_WIDTHS = (2, 3, 5, 9)
 _SHORT = 16
+# in place of a model: what votes add to a pass of the target
+_VOTES = "votes"
 _ROUNDS = 7
 # model, sequences, tokens of each, committed rows of each
 _Cell = tuple[str, int, int, int]
@@ -56,6 +58,8 @@ def measure_latency(
     free = cache.allocator.num_free // cache.shape.blocks_per_sequence
     most = min(cache.shape.max_num_seqs, free)
     cells = [(name, *size) for name in models for size in _sizes(engine, most)]
+    if cache.block_mass is not None:
+        cells += [(_VOTES, *s) for s in _sizes(engine, most) if s[1] in _BATCH_WIDTHS]
     if most < 1:
         raise ConfigError(
             f"a cache of {cache.shape.num_blocks} blocks, {cache.allocator.num_free} of them free",
@@ -69,7 +73,10 @@ def measure_latency(
             for cell in cells:
                 name, rows, width, context = cell
                 table = cache.block_table(blocks[:rows]).to(cache.device)
-                seconds = _time_pass(engine, models[name], table, context, width)
+                if name == _VOTES:
+                    seconds = _vote_s(engine, table, context, width)
+                else:
+                    seconds = _time_pass(engine, models[name], table, context, width)
                 if done:
                     times[cell].append(seconds)
             progress(done + 1, _ROUNDS)
@@ -87,15 +94,16 @@ def measure_latency(
             ],
             name,
         )
-        for name in models
+        for name in dict.fromkeys(cell[0] for cell in cells)
     }
+    votes = passes.pop(_VOTES, None)
     about = {
         "source": "measured",
         "machine": describe_machine(),
         "backend": engine.backend,
         "rounds": len(times[cells[0]]),
     }
-    latency = LatencyTable(passes.pop("target"), passes, about=about)
+    latency = LatencyTable(passes.pop("target"), passes, about=about, votes=votes)
     iteration_s, step_s = _overheads(engine)
     return dataclasses.replace(latency, iteration_s=iteration_s, step_s=step_s)
 
@@ -193,9 +201,23 @@ def _sizes(engine: Engine, most_rows: int) -> list[tuple[int, int, int]]:
 
 @torch.inference_mode()
 def _time_pass(
-    engine: Engine, model: Model, table: torch.Tensor, context: int, width: int
+    engine: Engine,
+    model: Model,
+    table: torch.Tensor,
+    context: int,
+    width: int,
+    mass: torch.Tensor | None = None,
 ) -> float:
-    """Seconds of one pass of `width` tokens of each sequence: a chain after its context."""
+    """Seconds of one pass of `width` tokens of each sequence: a chain after its context.
+
+    Args:
+        engine: on whose device it runs.
+        model: of the engine.
+        table: [B, n] blocks of the sequences.
+        context: committed rows of each.
+        width: tokens of each.
+        mass: [B, n] float32 that the tokens add their votes to; None is no vote.
+    """
     batch = table.shape[0]
     device = engine.cache.device
     tree = torch.arange(width)
@@ -212,13 +234,22 @@ def _time_pass(
         table,
         torch.arange(batch * width),
     )
-    moved = [x.to(device) for x in inputs]
+    moved = [x.to(device) for x in (*inputs, *([] if mass is None else [mass]))]
     synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
     synchronize()
     begin = time.perf_counter()
     model(*moved)
     synchronize()
     return time.perf_counter() - begin
+
+
+def _vote_s(engine: Engine, table: torch.Tensor, context: int, width: int) -> float:
+    """Seconds that a pass of the target takes longer when its tokens vote."""
+    cache = engine.cache
+    sizes = (table.shape[0], cache.shape.blocks_per_sequence)
+    mass = torch.zeros(sizes, device=cache.device)
+    plain_s = _time_pass(engine, engine.target, table, context, width)
+    return max(0.0, _time_pass(engine, engine.target, table, context, width, mass) - plain_s)
 
 
 def _nothing() -> None:

@@ -161,7 +161,9 @@ class PredictedSeconds:
         accept_s = sum(step.stage_s.get("accept_commit", 0.0) for step in result.steps)
         for shape, step in zip(shapes, result.steps, strict=True):
             stages = step.stage_s
-            drafting, part = self.table.draft_s(shape), verify_part(shape)
+            part = verify_part(shape)
+            # steps that vote are few: medians leave them out
+            drafting = self.table.draft_s(shape, with_votes=False)
             is_behind = shape.plan.name in lagging
             if "step" in stages:
                 if is_behind:
