@@ -43,6 +43,7 @@ class BackendFacts:
             rows as a limit allows, `whole` all.
         runs_all: it runs the graphs that every engine has, whichever backend the engine is for.
         takes_ranks: several processes may run an engine together, each with a part of the target.
+        takes_int8_rows: its caches may hold K and V as int8.
     """
 
     name: str
@@ -60,6 +61,7 @@ class BackendFacts:
     attention: Attention = WHOLE
     runs_all: bool = False
     takes_ranks: bool = False
+    takes_int8_rows: bool = False
 
     @property
     def is_padded(self) -> bool:
@@ -115,7 +117,7 @@ register(
     BackendFacts(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
         model_files=("package_file",), by_default=True, takes_views=True, takes_ranks=True,
-        attention=NATIVE,
+        attention=NATIVE, takes_int8_rows=True,
     )
 )  # fmt: skip
 register(
@@ -128,6 +130,7 @@ register(
     BackendFacts(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
         by_default=True, takes_views=True, runs_all=True, takes_ranks=True, attention=SPLIT,
+        takes_int8_rows=True,
     )
 )  # fmt: skip
 register(

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.artifact.backends import facts_of
+from specc.artifact.kv_rows import AUTO
 from specc.artifact.manifest_checks import (
     check_backend,
     check_cache_rows,
     check_choice,
     check_files,
+    check_kv_rows,
     check_models,
     check_parallel,
     check_plans,
@@ -56,6 +58,7 @@ class Manifest:
         rectangle: cache rows of engines whose programs take padded batches; else None.
         tensorrt: of engines for TensorRT; else None.
         self_drafts: programs that self-drafts run beside the target's own.
+        kv_cache_dtype: how caches hold rows, see `specc.artifact.kv_rows`.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
@@ -77,6 +80,7 @@ class Manifest:
     tensorrt: TensorRTEntry | None = None
     parallel: ParallelEntry | None = None
     self_drafts: tuple[SelfDraftEntry, ...] = ()
+    kv_cache_dtype: str = AUTO
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -120,6 +124,8 @@ class Manifest:
             del data["parallel"]
         if not self.self_drafts:
             del data["self_drafts"]
+        if self.kv_cache_dtype == AUTO:
+            del data["kv_cache_dtype"]
         return data
 
     @classmethod
@@ -151,8 +157,9 @@ class Manifest:
         if not isinstance(memory, dict) or "total" not in memory:
             raise invalid("memory_plan has no total", "an object with a total")
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
-        # engines of one rank do not say so, nor those whose drafts need no program of their own
-        absent: dict[str, Any] = {"parallel": None, "self_drafts": []}
+        # engines of one rank do not say so, nor those whose drafts need no program of their own, or
+        # whose rows are in the type of the model
+        absent = {"parallel": None, "self_drafts": [], "kv_cache_dtype": AUTO}
         fields = absent | data | {"memory_plan": models_memory}
         manifest = decode(cls, fields, "")
         if memory["total"] != manifest.total_memory:
@@ -171,6 +178,7 @@ class Manifest:
         check_models(self.models)
         check_backend(self.backend, self.native, self.rectangle, self.tensorrt)
         check_cache_rows(self.rectangle, self.limits)
+        check_kv_rows(self.kv_cache_dtype, self.backend)
         check_plans(self.plans, self.models, self.limits)
         check_self_drafts(self.self_drafts, self.models[0], self.plans)
         check_choice(self.default_plan, self.policy, self.plans)

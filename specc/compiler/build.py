@@ -148,9 +148,9 @@ def _compile(
     lowering = backend.phases(limits.max_seq_len)
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
-        sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks
+        sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks, config.kv_cache_dtype
     )
-    sizes = (plans, limits.max_seq_len, lowering, phases, dump)
+    sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
     drafts, told = self_draft_programs(models[0], *sizes)
     records += told
     # the graphs may hold fewer positions
@@ -210,6 +210,7 @@ def _describe(
         tensorrt=emitted.tensorrt,
         parallel=_parallel(engine),
         self_drafts=tuple(item.entry for item in engine.self_drafts),
+        kv_cache_dtype=engine.config.kv_cache_dtype,
     )
 
 
