@@ -43,6 +43,8 @@ _SEQUENCES, _COLUMNS = 17, 19
 _TOKEN_INPUTS = (0, 1, 3, 5)
 _ERROR_LINES = 12
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+# Inductor takes options from the environment, too
+_SETTINGS = ("AOT_INDUCTOR_", "AOTINDUCTOR_", "TORCHINDUCTOR_")
 
 
 def compile_package(program: Mapping[str, Any], children: ChildProcesses | None = None) -> bytes:
@@ -82,6 +84,8 @@ def _compile(
         # trial compilations for each instruction set, all of which `find_compiler`'s oldest knows
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
+        # a tenth of what g++ takes, for lines that nobody has the source of
+        "AOT_INDUCTOR_ENABLE_LINE_TABLES": "0",
     }
     # -P: the working directory may hold folders called kernels or passes
     command = [sys.executable, "-P", "-m", __name__, str(source), str(made)]
@@ -224,6 +228,11 @@ def _content_key(program: Mapping[str, Any], compiler: str) -> str:
         sources.append(Path(compiler))  # a script that holds the arguments of CXX
     parts += [path.read_text(encoding="utf-8") for path in sources]
     parts += [str(sorted(native.C_SHIMS.items()))]
+    parts += [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_SETTINGS) and name != _VARIABLE
+    ]
     for part in parts:
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]

@@ -50,6 +50,11 @@ def test_the_cache_knows_all_that_a_package_is_made_of(program, monkeypatch, tmp
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "2.13.1")
         assert key != _content_key(program, compiler)
+    # options that Inductor takes from the environment, but for the directory of its files
+    for name, is_part in (("TORCHINDUCTOR_CACHE_DIR", False), ("AOT_INDUCTOR_DEBUG_COMPILE", True)):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert (key != _content_key(program, compiler)) == is_part, name
     # the same compiler by way of a script with other arguments
     monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path))
     keys = set()
