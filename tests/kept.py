@@ -100,7 +100,7 @@ def _environment() -> tuple[Any, ...]:
     settings = sorted(
         (key, value)
         for key, value in os.environ.items()
-        if key in ("CXX", "TRITON_INTERPRET")
+        if key in ("CXX", "TRITON_INTERPRET", "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL")
         or (key.startswith("SPECC_") and key != "SPECC_CACHE_DIR")
     )
     return sys.version, *isa_flags(), *packages, *settings
