@@ -37,7 +37,8 @@ def run(stages: Any, environment: Any, output: Path, *more: str) -> Any:
     return status, json.loads(output.read_text())
 
 
-@pytest.mark.parametrize("runner", ["pytest", "stub"])
+# machines with a GPU mostly have no pytest: with it in the slow tier
+@pytest.mark.parametrize("runner", [pytest.param("pytest", marks=pytest.mark.slow), "stub"])
 def test_faults_cost_their_test_alone(runner, environment, tmp_path):
     tasks = rehearsal.fault_tasks(tmp_path, runner, HANG_S / SCALE)
     begin = time.monotonic()
