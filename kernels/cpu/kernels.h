@@ -12,7 +12,8 @@ enum class DType : int32_t { kFloat32, kBFloat16 };
 
 // specc::tree_attention; semantics: kernels/reference/core.py, tree_attention_reference.
 struct TreeAttention {
-  DType dtype;               // of q, k, v, out and of both caches
+  DType dtype;               // of q, k, v, out and of both caches, unless those hold int8
+  bool holds_int8;           // rows of the caches are as kv_rows.h has them
   int64_t num_heads;         // H
   int64_t num_kv_heads;      // HK, divides H
   int64_t num_tokens;        // Nt
@@ -25,9 +26,9 @@ struct TreeAttention {
   int64_t k_head_stride, k_token_stride;
   const void* v;             // [HK, Nt, DV]
   int64_t v_head_stride, v_token_stride;
-  void* k_cache;             // [blocks, block_size, HK, D]
+  void* k_cache;             // [blocks, block_size, HK, D], of int8 D + 4
   int64_t k_block_stride, k_row_stride, k_cache_head_stride;
-  void* v_cache;             // [blocks, block_size, HK, DV]
+  void* v_cache;             // [blocks, block_size, HK, DV], of int8 DV + 4
   int64_t v_block_stride, v_row_stride, v_cache_head_stride;
   int64_t num_blocks, block_size;
   const int32_t* q_start;    // [B + 1]
@@ -75,6 +76,25 @@ struct Linear {
   int64_t y_stride;
 };
 void linear(const Linear& a, int num_threads);
+
+// specc::linear_q; semantics: linear_q_reference. y = x @ w.T + bias of a quantized weight in the
+// blocks of specc/artifact/quantized_layout.py.
+struct LinearQ {
+  DType dtype;  // of x, bias and y
+  int64_t rows, n, k;
+  const void* x;
+  int64_t x_stride;
+  const uint8_t* w;
+  int64_t bits;    // 8 or 4
+  int64_t group;   // columns of a scale: 32, 64 or 128 of 4 bits, 0 of 8
+  bool has_zeros;  // groups have zero points of their own
+  const void* bias;  // [N], or null
+  void* y;
+  int64_t y_stride;
+};
+void linear_q(const LinearQ& a, int num_threads);
+// Bytes of a block of 32 outputs; throws std::runtime_error for a layout that is not known.
+int64_t block_bytes(const LinearQ& a);
 
 // out[t] = w[tokens[t]], of a weight [N, K] in the blocks of `linear`; throws std::runtime_error
 // where a token is not in 0..N, before anything is written.

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.artifact.quantized_layout import QuantizedLayout
+
 Arguments = dict[str, Any]
 Builder = Callable[[random.Random], Arguments]
 
@@ -114,6 +116,21 @@ def _linear(rng: random.Random) -> Arguments:
         "weight": weight,
         "bias": rng.choice((None, torch.randn(n).to(weight.dtype))),
         "out_features": n,
+    }
+
+
+def _linear_q(rng: random.Random) -> Arguments:
+    n, k = rng.choice((0, 1, 31, 32, 33, 97)), rng.choice((1, 2, 3, 127, 128, 129, 300))
+    layout = rng.choice((QuantizedLayout(8), QuantizedLayout(4, 32), QuantizedLayout(4, 128, True)))
+    dtype = rng.choice((torch.float32, torch.bfloat16))
+    return {
+        "input": torch.randn(rng.choice((0, 1, 2, 13, 33)), k).to(dtype),
+        "weight": torch.randint(0, 256, layout.stored_shape((n, k)), dtype=torch.uint8),
+        "bias": rng.choice((None, torch.randn(n).to(dtype))),
+        "out_features": n,
+        "bits": layout.bits,
+        "group": layout.group,
+        "has_zeros": layout.has_zeros,
     }
 
 
@@ -361,6 +378,7 @@ BUILDERS: dict[str, Builder] = {
     "tree_attention": _tree_attention,
     "block_mass": _block_mass,
     "linear": _linear,
+    "linear_q": _linear_q,
     "embedding_of_blocks": _embedding_of_blocks,
     "tree_expand": _tree_expand,
     "accept_winners": _accept_winners,
