@@ -378,7 +378,8 @@ def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
         target = manifest.models[0]
         kinds = range(manifest.segments.num_kinds)
         made |= {target.segments_file, *map(target.segment_package, kinds)}
-    made |= {model.package_file for model in (*manifest.models, *manifest.self_drafts)}
+    made |= {model.package_file for model in manifest.models}
+    made |= {draft.package_file for draft in manifest.self_drafts}
     made |= {x for draft in manifest.self_drafts for x in (draft.program_file, draft.whole_file)}
     made |= {*manifest.step_files.values(), *manifest.winners_files.values()}
     if manifest.native is not None:
