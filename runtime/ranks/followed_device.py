@@ -100,8 +100,9 @@ class FollowedDevice:
                 raise refused(f"work of model {work.model} of {len(self._models)}")
             given = take(work.specs, self._graphs.device)
             if isinstance(work, PassWork):
-                if len(given) > NUM_INPUTS:
-                    given[NUM_INPUTS] = own_votes(given[NUM_INPUTS])
+                for mass in given[NUM_INPUTS:]:
+                    assert mass is not None
+                    given[NUM_INPUTS] = own_votes(mass)
                 with even_tokens(work.is_even):
                     logits = self._models[work.model](*given)
                 whole_logits(self._group, logits, self._vocab_size)

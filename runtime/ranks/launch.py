@@ -165,7 +165,7 @@ def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader)
     models: dict[str, Model] = {**own, **led, **lone}
     target = led[manifest.models[0].name]
     # whose rows others keep, too
-    kept = {name: model for name, model in (*led.items(), *lone.items())}
+    kept: dict[str, LedModel | LoneDraft] = {**led, **lone}
 
     def led_steps(
         make: type[LedStep], files: Mapping[str, str], found: Mapping[str, Step]

@@ -25,6 +25,7 @@ from specc.runtime.execution.shared_pass import (
     tree_tokens,
 )
 from specc.runtime.ranks.led_model import LedModel
+from specc.runtime.ranks.lone_draft import LoneDraft
 from specc.runtime.ranks.orders import Commit
 
 _PATH = "path"
@@ -41,7 +42,7 @@ class LedStep:
         target: that all ranks run.
         operators: namespace of the `specc::` operators.
         history: [blocks, block_size] int32 tokens.
-        drafts: name → draft of the plan that all ranks run, whose rows they keep, too.
+        drafts: name → draft of the plan whose rows other ranks keep, too.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class LedStep:
         target: LedModel,
         operators: Any,
         history: Tensor,
-        drafts: Mapping[str, LedModel] = MappingProxyType({}),
+        drafts: Mapping[str, LedModel | LoneDraft] = MappingProxyType({}),
     ) -> None:
         self.plan = step.plan
         self._drafts = drafts

@@ -12,10 +12,11 @@ from specc.artifact.kv_rows import AUTO, INT8
 from specc.artifact.manifest_entries import ModelEntry
 from specc.compiler.checks import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
+from specc.compiler.whole_graph import WholeGraph
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace import position_limit, trace
 from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
-from specc.passes.program import Program, program_to_json
+from specc.passes.program import Program
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.store_int8 import StoreInt8
@@ -101,7 +102,7 @@ def compile_models(
         last: Phases = ()
         if source.name == TARGET and any(plan.chooses_blocks for plan in plans):
             last = ((VOTES, (InsertBlockMass,)),)
-        whole: list[dict[str, Any]] = []
+        whole: list[WholeGraph] = []
         unfused: list[Program] = []
         drafts = source.name == TARGET and any(plan.self_drafts for plan in plans)
 
@@ -114,7 +115,7 @@ def compile_models(
             drafts: bool = drafts,
         ) -> None:
             if phase == CUT:
-                whole.append(program_to_json(program))
+                whole.append(WholeGraph(program))
             elif phase == FUSE and drafts:
                 unfused.append(program.copy(program.name))
 
@@ -122,7 +123,7 @@ def compile_models(
             records += Pipeline((*layout, *lowering, *last), dump, keep).run(program)
         entry = describe_model(source, program, max_seq_len)
         model = CompiledModel(source, program, entry)
-        model.whole = whole[0] if whole else None
+        model.whole = whole[0].to_json(program) if whole else None
         model.unfused = unfused[0] if unfused else None
         models.append(model)
         check_windows(entry, plans)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.directory import check_hashes, open_engine, read_manifest, torch_version
@@ -47,13 +47,14 @@ from specc.compiler.self_drafts import (
     write_self_drafts,
 )
 from specc.compiler.weights import write_model_weights
+from specc.compiler.whole_graph import WholeGraph
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.read_program import read_program
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
-from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.program import Program, constant_key
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
@@ -191,6 +192,13 @@ def _check(engine: Path, asked: CompileConfig) -> tuple[Manifest, CompilerBacken
             "another number of ranks than the engine has",
             "use the engine as it is, or choose another --tensor-parallel-size",
         )
+    if manifest.parallel is None and facts_of(backend.name).is_on_gpu:
+        raise ConfigError(
+            f"{engine}, an engine of one rank for the backend {backend.name}",
+            "one that was compiled for several: the graph of this one has kernels for a GPU in it,"
+            " and cannot be cut any more",
+            f"compile it with --backend {backend.name} --tensor-parallel-size {num_ranks}",
+        )
     backend.check_machine()
     # code is compiled anew, and nothing is run: any processor and any amount of memory will do
     open_engine(engine, backend="eager", available_memory=sys.maxsize)
@@ -198,9 +206,8 @@ def _check(engine: Path, asked: CompileConfig) -> tuple[Manifest, CompilerBacken
 
 
 def _takes_ranks(backend: str) -> bool:
-    """Whether engines of a backend are cut anew; of those for GPUs, none has been tried."""
-    is_option = "tensor_parallel_size" in compiler_backend(backend).options
-    return is_option and not facts_of(backend).is_on_gpu
+    """Whether engines of a backend are cut."""
+    return "tensor_parallel_size" in compiler_backend(backend).options
 
 
 def _config_of(manifest: Manifest, backend: CompilerBackend, num_ranks: int) -> CompileConfig:
@@ -290,11 +297,11 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
         plan.by_key if plan else {},
         blocks,
     )
-    constants = [item["key"] for item in whole_json["inputs"] if item["kind"] == "constant"]
-    keys = [*(plan.by_key if plan else ()), *reader.keys()]
+    constants = _constants(whole_json, reader)
+    keys = [*(plan.by_key if plan else ()), *reader.keys(), *constants]
     program = read_program(
         whole_json,
-        {key: reader.tensor(key) for key in constants},
+        constants,
         [(layer.name, layer.window) for layer in entry.layers],
         list(dict.fromkeys(keys)),
     )
@@ -310,16 +317,26 @@ def _read_self_draft(
     is_cut = manifest.is_cut(manifest.models[0])
     data = _read(engine / (entry.whole_file if is_cut else entry.program_file))
     reader = target.source.reader
-    constants = [item["key"] for item in data["inputs"] if item["kind"] == "constant"]
     keys = [item["key"] for item in data["inputs"] if item["kind"] in ("weight", "constant")]
     layers = [manifest.models[0].layers[number] for number in entry.layers]
     program = read_program(
         data,
-        {key: reader.tensor(key) for key in constants},
+        _constants(data, reader),
         [(layer.name, layer.window) for layer in layers],
         list(dict.fromkeys(keys)),
     )
     return SelfDraftProgram(_in_rows(program), entry)
+
+
+def _constants(data: Mapping[str, Any], reader: Any) -> dict[str, Tensor]:
+    """Constants of a stored graph by key: see `WholeGraph` for those that no file has."""
+    return {
+        item["key"]: torch.tensor(item["value"], dtype=getattr(torch, item["dtype"]))
+        if "value" in item
+        else reader.tensor(item["key"])
+        for item in data["inputs"]
+        if item["kind"] == "constant"
+    }
 
 
 def _in_rows(program: Program) -> Program:
@@ -339,11 +356,13 @@ def _cut_anew(
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
     program, layout = _in_rows(model.program), backend.phases(max_seq_len)
     if config.tensor_parallel_size > 1:
-        model.whole = program_to_json(program)
+        whole = WholeGraph(program)
         layout = ((CUT, (partial(Shard, config.tensor_parallel_size),)), *layout)
     if any(plan.chooses_blocks for plan in config.plans) and model.name == TARGET:
         layout = (*layout, (VOTES, (InsertBlockMass,)))
     records = Pipeline(layout).run(program)
+    if config.tensor_parallel_size > 1:
+        model.whole = whole.to_json(program)
     layers, slabs = cache_layout(program)
     model.entry = dataclasses.replace(model.entry, layers=layers, slabs=slabs)
     return records
@@ -359,7 +378,8 @@ def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
         target = manifest.models[0]
         kinds = range(manifest.segments.num_kinds)
         made |= {target.segments_file, *map(target.segment_package, kinds)}
-    made |= {model.package_file for model in (*manifest.models, *manifest.self_drafts)}
+    made |= {model.package_file for model in manifest.models}
+    made |= {draft.package_file for draft in manifest.self_drafts}
     made |= {x for draft in manifest.self_drafts for x in (draft.program_file, draft.whole_file)}
     made |= {*manifest.step_files.values(), *manifest.winners_files.values()}
     if manifest.native is not None:

@@ -14,6 +14,7 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.kv_rows import AUTO
 from specc.artifact.manifest_entries import SelfDraftEntry
 from specc.compiler.compiled_model import CUT, CompiledModel, cache_phases
+from specc.compiler.whole_graph import WholeGraph
 from specc.errors import ConfigError
 from specc.passes.base import Pass
 from specc.passes.pipeline import FUSE, PHASES, PassError, PassRecord, Phases, Pipeline
@@ -114,12 +115,15 @@ def cut_and_lower(
     if (plan := target.program.shard) is not None:
         layout = (*first, (CUT, (partial(Shard, plan.num_ranks),)), *lowering)
 
+    whole: list[WholeGraph] = []
+
     def keep(_: str, phase: str) -> None:
         if phase == CUT:
-            draft.whole = program_to_json(program)
+            whole.append(WholeGraph(program))
 
     records = Pipeline(layout, dump, keep).run(program)
     _share_weights(program, target.program)
+    draft.whole = whole[0].to_json(program) if whole else None
     return records
 
 

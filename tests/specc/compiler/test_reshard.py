@@ -41,6 +41,7 @@ class Case:
     ways: tuple[tuple[int, int], ...]
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     plans: tuple[SpecPlan, ...] = ()
+    backend: str = "cpu"
 
 
 CASES = {
@@ -68,6 +69,15 @@ CASES = {
         {"num_hidden_layers": 3},
         (SpecPlan.from_widths((1, 1), ("self_w16_s4",)),),
     ),
+    # tables take the place of constants, and kernels that of what is cut
+    "gpu": Case(
+        "llama",
+        "bfloat16",
+        ((2, 4), (2, 1)),
+        {"num_hidden_layers": 3},
+        (SpecPlan.from_widths((1, 1), ("self_l0to1",)),),
+        "cuda",
+    ),
 }
 ROUTES = [
     pytest.param(
@@ -78,6 +88,8 @@ ROUTES = [
     )
     for name, case in CASES.items()
     for way in WAYS
+    # an engine of one rank has no graph that can be cut there
+    if case.backend == "cpu" or way[0] > 1
 ]
 CHAIN = SpecPlan.from_widths((1, 1))
 
@@ -108,7 +120,8 @@ def compare(found: Path, wanted: Path) -> None:
     assert {path.relative_to(found) for path in found.rglob("*") if path.is_file()} == files
     for name in files - {Path("manifest.json"), Path("report.json")}:
         assert (found / name).read_bytes() == (wanted / name).read_bytes(), name
-    mine, other = open_engine(found, verify=True), open_engine(wanted, verify=True)
+    # those for GPUs as well
+    mine, other = (open_engine(x, verify=True, backend="eager") for x in (found, wanted))
     same = {"created": "", "files": {}}
     assert dataclasses.replace(mine, **same) == dataclasses.replace(other, **same)
     passes = [
@@ -138,7 +151,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path
     def engine(name: str, num_ranks: int) -> Path:
         path = root / f"{name}-{num_ranks}"
         case = CASES[name]
-        config = config_for(num_ranks, backend="cpu", dtype=case.dtype, plans=case.plans)
+        config = config_for(num_ranks, backend=case.backend, dtype=case.dtype, plans=case.plans)
         with shared_traces():
             build(checkpoint(name), None, path, config)
         return path
@@ -156,7 +169,16 @@ def test_engines_are_those_that_the_checkpoint_makes(
     reshard_engine(fresh(name, before), tmp_path / "engine", after)
     compare(tmp_path / "engine", fresh(name, after))
     # nothing was written through a link
-    open_engine(fresh(name, before), verify=True)
+    open_engine(fresh(name, before), verify=True, backend="eager")
+
+
+def test_a_whole_engine_for_gpus_cannot_be_cut(
+    fresh: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        reshard_engine(fresh("gpu", 1), tmp_path / "engine", 2)
+    assert caught.value.found.endswith("an engine of one rank for the backend cuda")
+    assert caught.value.do == "compile it with --backend cuda --tensor-parallel-size 2"
 
 
 class Pair:
@@ -337,4 +359,4 @@ def test_other_backends_are_refused(engine: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Manifest, "from_json", read)
     with pytest.raises(ConfigError, match="an engine for the backend onnx") as error:
         reshard_engine(engine, engine.parent / "output", 4)
-    assert "one for cpu or eager" in error.value.needed
+    assert "one for cpu or cuda or eager" in error.value.needed
