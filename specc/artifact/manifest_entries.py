@@ -103,6 +103,15 @@ class ModelEntry:
     def weights_file(self) -> str:
         return f"{self.dir}/weights.safetensors"
 
+    @property
+    def segments_file(self) -> str:
+        """Its segments, see `specc.artifact.segments`, where it is cut into some."""
+        return f"{self.dir}/segments.json"
+
+    def segment_package(self, kind: int) -> str:
+        """The compiled program of one kind of segment, in engines of a compiled backend."""
+        return f"{self.dir}/segment-{kind}.pt2"
+
     def rank_file(self, rank: int) -> str:
         """Weights of one rank, where the model is cut."""
         return f"{self.dir}/rank-{rank}.weights.safetensors"
@@ -138,6 +147,11 @@ class SelfDraftEntry:
         return f"{self.dir}/program.json"
 
     @property
+    def whole_file(self) -> str:
+        """The graph before it was cut, where the target is."""
+        return f"{self.dir}/whole.json"
+
+    @property
     def package_file(self) -> str:
         """The compiled program, in engines of a compiled backend."""
         return f"{self.dir}/program.pt2"
@@ -150,11 +164,27 @@ class ParallelEntry:
     `samples`: file of a rank's weights → `sample_file` of it. Weights are too large to be hashed
     whenever an engine is loaded; so files that change places, or come from another engine, are
     found all the same.
+
+    `draft_ranks`: ranks that draft models which are not cut are spread over, in turn.
     """
 
     tensor_parallel_size: int
     models: tuple[str, ...]
     samples: dict[str, str] = dataclasses.field(default_factory=dict)
+    draft_ranks: int = 1
+
+
+@dataclass(frozen=True)
+class SegmentsEntry:
+    """The target as segments, which run one after another; see `specc.artifact.segments`.
+
+    Args:
+        num_segments: of them.
+        num_kinds: programs that they are made of: equal layers are one.
+    """
+
+    num_segments: int
+    num_kinds: int
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,12 @@ from typing import Any
 from specc.artifact.directory import available_memory_bytes, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import MemoryEntry, ParallelEntry, PlanEntry
+from specc.artifact.manifest_entries import (
+    MemoryEntry,
+    ParallelEntry,
+    PlanEntry,
+    SegmentsEntry,
+)
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import check_options, choose_backend
 from specc.compiler.checked_models import CheckedModels
@@ -41,6 +46,8 @@ from specc.config import CompileConfig
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord
+from specc.passes.segments.cut_segments import cut_segments
+from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
 from specc.speculation.plans import SpecPlan
 from specc.system.files import format_bytes
@@ -95,6 +102,7 @@ def build(
     phases = PhaseTimer(listen)
     draft_models = as_drafts(drafts)
     config.dtypes_of(len(draft_models))
+    config.check_draft_ranks(len(draft_models))
     plans = engine_plans(config, len(draft_models))
     backend, told = choose_backend(config.backend)
     check_options(config, backend)
@@ -162,6 +170,8 @@ def _compile(
     typed = [(model.program, model.source.dtype) for model in models]
     limits = fit_prefill_chunk(limits, config, typed, backend.facts)
     plans = tile_plans(plans, [model.program for model in models], config)
+    if config.segments:
+        models[0].segments = cut_segments(models[0].program, layer_places(models[0].program))
     engine = UnfinishedEngine(writer, models, plans, limits, config, phases, dump, drafts)
     return engine, records
 
@@ -214,12 +224,22 @@ def _describe(
         tensorrt=emitted.tensorrt,
         parallel=_parallel(engine),
         self_drafts=tuple(item.entry for item in engine.self_drafts),
+        segments=_segments(engine),
     )
+
+
+def _segments(engine: UnfinishedEngine) -> SegmentsEntry | None:
+    segments = engine.models[0].segments
+    if segments is None:
+        return None
+    return SegmentsEntry(len(segments), len({item.kind for item in segments}))
 
 
 def _parallel(engine: UnfinishedEngine) -> ParallelEntry | None:
     cut = tuple(model.name for model in engine.models if model.program.shard is not None)
-    return ParallelEntry(engine.config.tensor_parallel_size, cut) if cut else None
+    config = engine.config
+    entry = ParallelEntry(config.tensor_parallel_size, cut, draft_ranks=config.draft_ranks)
+    return entry if cut else None
 
 
 def probe_staged(

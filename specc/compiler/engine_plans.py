@@ -43,8 +43,7 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
     """Whether the backend runs the self-drafts of some plans.
 
     Raises:
-        ConfigError: it does not, or its cache has no blocks, or blocks are chosen for fewer layers
-            or for a target that is cut for ranks.
+        ConfigError: it does not, or its cache has no blocks, or blocks are chosen for fewer layers.
     """
     drafts = [draft for plan in plans for draft in plan.self_drafts]
     if not drafts:
@@ -64,7 +63,6 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
             "a cache in blocks, of which the draft sees some",
             "leave out --block-size",
         )
-    choosing = _choosing(plans)
     for own in drafts:
         if own.layers is not None and own.view is not None and own.view.chosen:
             without = replace(own, view=View(own.view.window, own.view.sink))
@@ -74,12 +72,6 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
                 " are a second one",
                 f"pass --draft {without.option}, or --draft {own.view.option}",
             )
-    if choosing is not None and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"--draft {choosing.option} and --tensor-parallel-size {config.tensor_parallel_size}",
-            "one rank where a draft chooses blocks: ranks see parts of the attention",
-            f"pass --draft {View(choosing.window, choosing.sink).option}, or one rank",
-        )
 
 
 def check_voters(
