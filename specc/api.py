@@ -53,6 +53,7 @@ def compile(
     draft_tensor_parallel_size: int = 1,
     draft_ranks: int = 1,
     draft_kv: str | Sequence[str] = (),
+    kv_cache_dtype: str = "auto",
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
     """Compile a target and a draft into an engine directory.
@@ -98,6 +99,8 @@ def compile(
         draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`,
             once for all of them or once for each; a draft with a window may have fewer positions
             than max_seq_len.
+        kv_cache_dtype: `auto`, rows of K and V in the type of the model, or `int8`, with a scale
+            for each token and KV head; of the backends cpu and eager.
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.
@@ -124,6 +127,7 @@ def compile(
         tensor_parallel_size=tensor_parallel_size,
         draft_tensor_parallel_size=draft_tensor_parallel_size,
         draft_ranks=draft_ranks,
+        kv_cache_dtype=kv_cache_dtype,
         draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
     )
     return compile_with(
