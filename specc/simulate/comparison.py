@@ -92,9 +92,9 @@ def compare(
     rows = []
     for name, load in loads.items():
         reports = {}
-        for name in (*(plans if fixed is None else fixed), *policies):
-            policy = make_simulated_policy(name, plans, believed, limits, acceptance)
-            reports[name] = simulate(load, truth, plans, policy, limits, noise=noise).to_json()
+        for choice in (*(plans if fixed is None else fixed), *policies):
+            policy = make_simulated_policy(choice, plans, believed, limits, acceptance)
+            reports[choice] = simulate(load, truth, plans, policy, limits, noise=noise).to_json()
         rows.append(Comparison(name, reports))
         progress(rows[-1])
     return rows

@@ -212,7 +212,8 @@ def _acceptance(
     programs, like = {}, None
     drafts = [SelfDraft(None, Layers(skipped, are_skipped=True)) for skipped in choices]
     for draft, skipped in zip(drafts, choices, strict=True):
-        made = ModelProgram(layers.program(skipped), target.weights, caches, like=like)
+        weights = target.weights  # type: ignore[attr-defined]
+        made = ModelProgram(layers.program(skipped), weights, caches, like=like)
         programs[draft.name], like = made, like or made
     trying = replace(engine, self_drafts={**engine.self_drafts, **programs})
     return self_acceptance(trying, drafts, trajectories, 1, depth)

@@ -133,15 +133,14 @@ class _Search:
         self._marginals: dict[Sequence[GroupLoad], list[_Marginal]] = {}
 
     def value(self, plans: Sequence[int]) -> Allocation:
-        loads = [GroupLoad()] * len(self._nodes)
         tokens = seconds = 0.0
         for own, plan in zip(self._options, plans, strict=True):
             option = own[plan]
             assert option is not None, "a plan that the sequence can run"
-            loads[plan] = loads[plan].plus(option)
             tokens += option.tokens
             seconds += option.seconds
-        return Allocation(tuple(plans), tokens, seconds + self._cost(loads))
+        chosen = tuple(plans)
+        return Allocation(chosen, tokens, seconds + self._start(chosen)[1])
 
     def moved(self, start: Allocation, plan: int, whole: bool = False) -> Allocation:
         """The best of moving the first 0, 1, 2, … sequences to a plan, by falling worth.

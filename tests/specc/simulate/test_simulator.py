@@ -218,6 +218,7 @@ def test_a_comparison_serves_everyone_with_the_same_load():
     # one at a time, a draft is worth it
     load = make_load(2.0, 25, [(1, Drafting({"draft_0": [[0.8]]}))], Lengths(64), Lengths(64))
     (row,) = compare({"idle": load}, roofline(), plans, Limits())
+    assert row.name == "idle"
     data = row.to_json()
     assert (data["best_fixed"], data["worst_fixed"]) == (CHAIN.name, "off")
     assert data["goodput_over_best"] < 1.05
