@@ -32,7 +32,7 @@ DEFAULT_MAX_LOGITS_MB = 512
 # say which they take
 BACKEND_OPTIONS = {
     "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
-    "draft_tensor_parallel_size": 1, "kv_cache_dtype": AS_MODEL,
+    "draft_tensor_parallel_size": 1, "kv_cache_dtype": AS_MODEL, "segments": False,
 }  # fmt: skip
 
 
@@ -72,6 +72,8 @@ class CompileConfig:
             `max_batch_size` sequences.
         kv_cache_dtype: how caches hold K and V of all models: `auto`, in the type of the model, or
             `int8`, with a scale for each token and KV head.
+        segments: compile the target as segments, one program for each kind of layer; such engines
+            can run with weights in files, see `--offload-weights`.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -97,6 +99,7 @@ class CompileConfig:
     rope_length: int | None = None
     kv_cache_tokens: int | None = None
     kv_cache_dtype: str = AS_MODEL
+    segments: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))

@@ -23,6 +23,7 @@ from specc.artifact.manifest import Manifest
 from specc.errors import ConfigError, EngineError
 from specc.kernels.reference.ranks import has_group
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
+from specc.runtime.backends.offload_budget import least_of
 from specc.runtime.backends.program_files import load_operators, read_json
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
@@ -87,7 +88,8 @@ def load_led(
     check_cores(len(local), options)
     if not facts_of(backend).is_on_gpu and (launched is None or launched.rank == local[0]):
         # one for all of this machine, before any of them has loaded its part
-        check_memory(manifest, local, limits.max_num_seqs, limits.kv_cache_tokens)
+        sizes = (limits.max_num_seqs, limits.kv_cache_tokens)
+        check_memory(manifest, local, *sizes, weights_budget=least_of(limits.offload_weights))
     backend_of(backend).take_device(local_rank, len(local))
     if launched is not None and launched.rank > 0:
         _follow_launched(launched, options, path)
@@ -109,6 +111,8 @@ def load_led(
         "verify": verify,
         "max_num_seqs": limits.max_num_seqs,
         "kv_cache_tokens": limits.kv_cache_tokens,
+        "offload_weights": limits.offload_weights,
+        "num_local": len(local),
         "num_threads": num_threads,
         "num_ranks": options.num_ranks,
         "timeout_s": options.timeout_s,
@@ -116,6 +120,7 @@ def load_led(
         "collective_timeout_s": options.collective_timeout_s,
     }
     job = Job(options, facts_about(path), setup, group)
+    limits = replace(limits, num_local=len(local))
     watch = Watch(job, _start_all if launched is None else Rendezvous(launched, options).accept)
     watch.start()
     try:
@@ -126,7 +131,7 @@ def load_led(
             # the others have to be there when the first step is captured
             leader = Leader(job, watch, vocab_size)
             wait_ready = partial(job.wait_ready, starts=False)
-            led = LedDevice(leader, manifest.led_models, wait_ready)
+            led = LedDevice(leader, manifest.led_programs, wait_ready)
             loaded = backend_of(backend).load(path, manifest, replace(limits, ranks=led))
             job.start()
             return loaded
@@ -141,11 +146,12 @@ def load_led(
 
 def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader) -> LoadedPrograms:
     """The programs of rank 0, with orders before what all ranks do."""
+    own = {**loaded.models, **loaded.self_drafts}
     led = {
-        name: LedModel(leader, number, loaded.models[name])
-        for number, name in enumerate(manifest.led_models)
+        name: LedModel(leader, number, own[name])
+        for number, name in enumerate(manifest.led_programs)
     }
-    models: dict[str, Model] = {**loaded.models, **led}
+    models: dict[str, Model] = {**own, **led}
     target = led[manifest.models[0].name]
 
     def led_step(make: type[LedStep], step: Step, file: str) -> LedStep:
@@ -166,7 +172,11 @@ def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader)
         for plan, step in loaded.winners_steps.items()
     }
     return replace(
-        loaded, models=models, steps=steps, drawn=DrawnPrograms(target, drawn) if drawn else None
+        loaded,
+        models={name: models[name] for name in loaded.models},
+        steps=steps,
+        drawn=DrawnPrograms(target, drawn) if drawn else None,
+        self_drafts={name: models[name] for name in loaded.self_drafts},
     )
 
 

@@ -32,6 +32,7 @@ from specc.artifact.manifest_entries import (
     NativeEntry,
     ParallelEntry,
     PlanEntry,
+    SegmentsEntry,
     SelfDraftEntry,
     TensorRTEntry,
     TokenizerEntry,
@@ -59,6 +60,7 @@ class Manifest:
         tensorrt: of engines for TensorRT; else None.
         self_drafts: programs that self-drafts run beside the target's own.
         kv_cache_dtype: how caches hold rows, see `specc.artifact.kv_rows`.
+        segments: of the target, which then has no compiled program of its own; else None.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
@@ -81,6 +83,7 @@ class Manifest:
     parallel: ParallelEntry | None = None
     self_drafts: tuple[SelfDraftEntry, ...] = ()
     kv_cache_dtype: str = AUTO
+    segments: SegmentsEntry | None = None
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -99,6 +102,7 @@ class Manifest:
         ranks: Collection[int],
         max_num_seqs: int | None = None,
         kv_cache_tokens: int | None = None,
+        weights_budget: int | None = None,
     ) -> int:
         """Bytes that these ranks take together: each its part of what is cut, rank 0 the rest.
 
@@ -106,13 +110,18 @@ class Manifest:
             ranks: some of 0 … num_ranks - 1.
             max_num_seqs: sequences that caches are made for; None is what the engine allows.
             kv_cache_tokens: rows of all sequences together; None is what the engine has.
+            weights_budget: bytes that weights of the target take on each rank; None is all of them.
         """
         planned, needed = self.limits.cache_rows(), 0
         made = self.limits.cache_rows(max_num_seqs, kv_cache_tokens)
         for model in self.models:
             entry = self.memory_plan[model.name]
             count = len(ranks) if self.is_cut(model) else sum(rank == 0 for rank in ranks)
-            needed += count * (entry.total - entry.cache + entry.cache * made // planned)
+            weights = entry.weights
+            if weights_budget is not None and model is self.models[0]:
+                weights = min(weights, weights_budget)
+            rest = entry.logits + entry.workspace
+            needed += count * (weights + rest + entry.cache * made // planned)
         return needed
 
     def to_json(self) -> dict[str, Any]:
@@ -126,6 +135,8 @@ class Manifest:
             del data["self_drafts"]
         if self.kv_cache_dtype == AUTO:
             del data["kv_cache_dtype"]
+        if self.segments is None:
+            del data["segments"]
         return data
 
     @classmethod
@@ -159,7 +170,7 @@ class Manifest:
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
         # engines of one rank do not say so, nor those whose drafts need no program of their own, or
         # whose rows are in the type of the model
-        absent = {"parallel": None, "self_drafts": [], "kv_cache_dtype": AUTO}
+        absent = {"parallel": None, "self_drafts": [], "kv_cache_dtype": AUTO, "segments": None}
         fields = absent | data | {"memory_plan": models_memory}
         manifest = decode(cls, fields, "")
         if memory["total"] != manifest.total_memory:
@@ -196,10 +207,15 @@ class Manifest:
 
     @property
     def led_models(self) -> tuple[str, ...]:
-        """Names of the models that all ranks run, the target first; rank 0 alone runs the rest."""
+        """Names of the models that all ranks run, the target first; see `led_programs`."""
         return tuple(
             model.name for i, model in enumerate(self.models) if i == 0 or self.is_cut(model)
         )
+
+    @property
+    def led_programs(self) -> tuple[str, ...]:
+        """Names of what orders are about: models, then second programs of the target."""
+        return (*self.led_models, *(draft.name for draft in self.self_drafts))
 
     def weights_file(self, model: ModelEntry, rank: int = 0) -> str:
         """The weights of a model that a rank reads."""
@@ -242,9 +258,17 @@ class Manifest:
         fields = ("program_file", *facts_of(self.backend).model_files)
         programs = (*self.models, *self.self_drafts)
         files = [getattr(program, field) for program in programs for field in fields]
+        if self.segments is not None:
+            target = self.models[0]
+            files.append(target.segments_file)
+            if target.package_file in files:
+                files.remove(target.package_file)
+                files += map(target.segment_package, range(self.segments.num_kinds))
         files += self.weights_files
         cut = [model for model in self.models if self.is_cut(model)]
         files += [file for model in cut for file in (model.shard_file, model.whole_file)]
+        if self.is_cut(self.models[0]):
+            files += [draft.whole_file for draft in self.self_drafts]
         files += [*self.step_files.values(), *self.winners_files.values()]
         if self.native is not None:
             files.append(self.native.library)

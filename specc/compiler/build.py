@@ -12,7 +12,12 @@ from typing import Any
 from specc.artifact.directory import available_memory_bytes, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import MemoryEntry, ParallelEntry, PlanEntry
+from specc.artifact.manifest_entries import (
+    MemoryEntry,
+    ParallelEntry,
+    PlanEntry,
+    SegmentsEntry,
+)
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import check_options, choose_backend
 from specc.compiler.checked_models import CheckedModels
@@ -29,6 +34,7 @@ from specc.compiler.engine_plans import (
     check_kv_windows,
     check_outgrown,
     check_views,
+    check_voters,
     engine_plans,
     tile_plans,
 )
@@ -40,6 +46,8 @@ from specc.config import CompileConfig
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord
+from specc.passes.segments.cut_segments import cut_segments
+from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
 from specc.speculation.plans import SpecPlan
 from specc.system.files import format_bytes
@@ -150,6 +158,9 @@ def _compile(
     models, records = compile_models(
         sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks, config.kv_cache_dtype
     )
+    # of modules without a configuration it is not known earlier
+    dims = [layer.head_dim for layer in models[0].entry.layers]
+    check_voters(plans, dims, models[0].entry.dtype, backend.facts)
     sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
     drafts, told = self_draft_programs(models[0], *sizes)
     records += told
@@ -158,6 +169,8 @@ def _compile(
     typed = [(model.program, model.source.dtype) for model in models]
     limits = fit_prefill_chunk(limits, config, typed, backend.facts)
     plans = tile_plans(plans, [model.program for model in models], config)
+    if config.segments:
+        models[0].segments = cut_segments(models[0].program, layer_places(models[0].program))
     engine = UnfinishedEngine(writer, models, plans, limits, config, phases, dump, drafts)
     return engine, records
 
@@ -211,7 +224,15 @@ def _describe(
         parallel=_parallel(engine),
         self_drafts=tuple(item.entry for item in engine.self_drafts),
         kv_cache_dtype=engine.config.kv_cache_dtype,
+        segments=_segments(engine),
     )
+
+
+def _segments(engine: UnfinishedEngine) -> SegmentsEntry | None:
+    segments = engine.models[0].segments
+    if segments is None:
+        return None
+    return SegmentsEntry(len(segments), len({item.kind for item in segments}))
 
 
 def _parallel(engine: UnfinishedEngine) -> ParallelEntry | None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from specc.artifact.graph_io import graph_from_json
 from specc.errors import CompilerError
 from specc.kernels import native, ops
-from specc.passes.program import MASS
+from specc.passes.program import HIDDEN, MASS
 from specc.system.child_processes import ChildProcesses, end_with_parent
 from specc.system.file_cache import FileCache
 from specc.system.files import is_full
@@ -155,6 +155,12 @@ class BoundProgram(nn.Module):
                 self.register_parameter(f"w{self.num_weights}", value)
                 self.num_weights += 1
         self.takes_mass = any(entry.get("name") == MASS for entry in program["inputs"])
+        # of a segment of a model: sizes of the value that it takes, None for that of the tokens
+        self.hidden = [
+            (entry["shape"], getattr(torch, entry["dtype"]))
+            for entry in program["inputs"]
+            if entry["kind"] == "input" and entry["name"] == HIDDEN
+        ]
         self.kinds = [entry["kind"] for entry in program["inputs"]]
         self.cache_shapes = [
             (entry["shape"], getattr(torch, entry["dtype"]))
@@ -188,12 +194,16 @@ def _example_inputs(
     ]
     if module.takes_mass:
         shapes.append(((_SEQUENCES, _COLUMNS), torch.float32))
+    for sizes, dtype in module.hidden:
+        shapes.append((tuple(size or tokens for size in sizes), dtype))
     inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
     caches = [
         torch.zeros(_BLOCKS, _BLOCK_SIZE, *shape, dtype=dtype)
         for shape, dtype in module.cache_shapes
     ]
     input_dims = [dict.fromkeys(range(len(shape)), dynamic) for shape, _ in shapes]
+    for sizes, _ in module.hidden:
+        input_dims[-1] = {dim: dynamic for dim, size in enumerate(sizes) if size is None}
     if num_tokens is not None:
         for i in _TOKEN_INPUTS:
             input_dims[i][0] = torch.export.Dim.STATIC
