@@ -43,9 +43,9 @@ class BackendFacts:
             rows as a limit allows, `whole` all.
         runs_all: it runs the graphs that every engine has, whichever backend the engine is for.
         takes_ranks: several processes may run an engine together, each with a part of the target.
-        takes_int8_rows: its caches may hold K and V as int8.
         voting_dims: type → largest heads whose queries can vote on blocks in it, where there is a
             limit.
+        takes_int8_rows: its caches may hold K and V as int8.
     """
 
     name: str
@@ -63,8 +63,8 @@ class BackendFacts:
     attention: Attention = WHOLE
     runs_all: bool = False
     takes_ranks: bool = False
-    takes_int8_rows: bool = False
     voting_dims: tuple[tuple[str, int], ...] = ()
+    takes_int8_rows: bool = False
 
     def most_voting_dim(self, dtype: str) -> int | None:
         """Largest heads whose queries can vote on blocks in this type; None is any."""

@@ -59,8 +59,8 @@ class Manifest:
         rectangle: cache rows of engines whose programs take padded batches; else None.
         tensorrt: of engines for TensorRT; else None.
         self_drafts: programs that self-drafts run beside the target's own.
-        kv_cache_dtype: how caches hold rows, see `specc.artifact.kv_rows`.
         segments: of the target, which then has no compiled program of its own; else None.
+        kv_cache_dtype: how caches hold rows, see `specc.artifact.kv_rows`.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
@@ -82,8 +82,8 @@ class Manifest:
     tensorrt: TensorRTEntry | None = None
     parallel: ParallelEntry | None = None
     self_drafts: tuple[SelfDraftEntry, ...] = ()
-    kv_cache_dtype: str = AUTO
     segments: SegmentsEntry | None = None
+    kv_cache_dtype: str = AUTO
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -104,7 +104,7 @@ class Manifest:
         kv_cache_tokens: int | None = None,
         weights_budget: int | None = None,
     ) -> int:
-        """Bytes that these ranks take together: each its part of what is cut, rank 0 the rest.
+        """Bytes that these ranks take together: each its part of what is cut, and its drafts.
 
         Args:
             ranks: some of 0 … num_ranks - 1.
@@ -116,7 +116,8 @@ class Manifest:
         made = self.limits.cache_rows(max_num_seqs, kv_cache_tokens)
         for model in self.models:
             entry = self.memory_plan[model.name]
-            count = len(ranks) if self.is_cut(model) else sum(rank == 0 for rank in ranks)
+            home = self.draft_homes.get(model.name, 0)
+            count = len(ranks) if self.is_cut(model) else sum(rank == home for rank in ranks)
             weights = entry.weights
             if weights_budget is not None and model is self.models[0]:
                 weights = min(weights, weights_budget)
@@ -131,12 +132,14 @@ class Manifest:
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]
+        elif self.parallel.draft_ranks == 1:
+            del data["parallel"]["draft_ranks"]
         if not self.self_drafts:
             del data["self_drafts"]
-        if self.kv_cache_dtype == AUTO:
-            del data["kv_cache_dtype"]
         if self.segments is None:
             del data["segments"]
+        if self.kv_cache_dtype == AUTO:
+            del data["kv_cache_dtype"]
         return data
 
     @classmethod
@@ -170,7 +173,12 @@ class Manifest:
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
         # engines of one rank do not say so, nor those whose drafts need no program of their own, or
         # whose rows are in the type of the model
-        absent = {"parallel": None, "self_drafts": [], "kv_cache_dtype": AUTO, "segments": None}
+        absent: dict[str, Any] = {
+            "parallel": None, "self_drafts": [], "segments": None, "kv_cache_dtype": AUTO,
+        }  # fmt: skip
+        if isinstance(data.get("parallel"), dict):
+            absent["parallel"] = {"draft_ranks": 1} | data["parallel"]
+            data = {name: value for name, value in data.items() if name != "parallel"}
         fields = absent | data | {"memory_plan": models_memory}
         manifest = decode(cls, fields, "")
         if memory["total"] != manifest.total_memory:
@@ -216,6 +224,30 @@ class Manifest:
     def led_programs(self) -> tuple[str, ...]:
         """Names of what orders are about: models, then second programs of the target."""
         return (*self.led_models, *(draft.name for draft in self.self_drafts))
+
+    @property
+    def draft_homes(self) -> dict[str, int]:
+        """Draft model → the one rank that has it, where that is not rank 0."""
+        count = self.parallel.draft_ranks if self.parallel else 1
+        homes = {model.name: i % count for i, model in enumerate(self.models[1:])}
+        return {name: rank for name, rank in homes.items() if rank}
+
+    def drafts_of(self, rank: int) -> tuple[str, ...]:
+        """Draft models that this rank has, and rank 0 has not."""
+        return tuple(name for name, home in self.draft_homes.items() if home == rank)
+
+    @property
+    def ordered_programs(self) -> tuple[str, ...]:
+        """What orders are about, by number: that of all ranks, then drafts of single ones."""
+        return (*self.led_programs, *self.draft_homes)
+
+    def part_of(self, names: Collection[str]) -> Manifest:
+        """The same of some of the models, for a rank that loads no others."""
+        return dataclasses.replace(
+            self,
+            models=tuple(model for model in self.models if model.name in names),
+            memory_plan={name: self.memory_plan[name] for name in names},
+        )
 
     def weights_file(self, model: ModelEntry, rank: int = 0) -> str:
         """The weights of a model that a rank reads."""

@@ -188,6 +188,10 @@ def check_parallel(
     names = [model.name for model in models]
     if not parallel.models or not set(parallel.models) <= set(names):
         raise invalid(f"parallel.models is {list(parallel.models)}", f"some of {', '.join(names)}")
+    whole = [model.name for model in models[1:] if model.name not in parallel.models]
+    most = max(1, min(parallel.tensor_parallel_size, len(whole)))
+    if not 1 <= parallel.draft_ranks <= most:
+        raise invalid(f"parallel.draft_ranks is {parallel.draft_ranks}", f"1 … {most}")
     if set(parallel.samples) != set(rank_files):
         raise invalid(
             f"parallel.samples of {', '.join(parallel.samples) or 'no file'}",

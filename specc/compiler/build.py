@@ -102,6 +102,7 @@ def build(
     phases = PhaseTimer(listen)
     draft_models = as_drafts(drafts)
     config.dtypes_of(len(draft_models))
+    config.check_draft_ranks(len(draft_models))
     plans = engine_plans(config, len(draft_models))
     backend, told = choose_backend(config.backend)
     check_options(config, backend)
@@ -223,8 +224,8 @@ def _describe(
         tensorrt=emitted.tensorrt,
         parallel=_parallel(engine),
         self_drafts=tuple(item.entry for item in engine.self_drafts),
-        kv_cache_dtype=engine.config.kv_cache_dtype,
         segments=_segments(engine),
+        kv_cache_dtype=engine.config.kv_cache_dtype,
     )
 
 
@@ -237,7 +238,9 @@ def _segments(engine: UnfinishedEngine) -> SegmentsEntry | None:
 
 def _parallel(engine: UnfinishedEngine) -> ParallelEntry | None:
     cut = tuple(model.name for model in engine.models if model.program.shard is not None)
-    return ParallelEntry(engine.config.tensor_parallel_size, cut) if cut else None
+    config = engine.config
+    entry = ParallelEntry(config.tensor_parallel_size, cut, draft_ranks=config.draft_ranks)
+    return entry if cut else None
 
 
 def probe_staged(

@@ -146,7 +146,11 @@ def reshard_engine(
             plans=steps,
             memory_plan=memory,
             native=emitted.native,
-            parallel=ParallelEntry(num_ranks, tuple(model.name for model in cut))
+            parallel=ParallelEntry(
+                num_ranks,
+                tuple(model.name for model in cut),
+                draft_ranks=_draft_ranks(old, num_ranks),
+            )
             if num_ranks > 1
             else None,
             probe=None,
@@ -219,6 +223,11 @@ def _config_of(manifest: Manifest, backend: CompilerBackend, num_ranks: int) -> 
         segments=manifest.segments is not None,
     )
     return backend.adapt(config)
+
+
+def _draft_ranks(old: Manifest, num_ranks: int) -> int:
+    """As many as before, as far as there are."""
+    return min(num_ranks, old.parallel.draft_ranks if old.parallel else 1)
 
 
 class _StoredSource(ModelSource):
@@ -310,9 +319,14 @@ def _read_self_draft(
         [(layer.name, layer.window) for layer in layers],
         list(dict.fromkeys(keys)),
     )
+    return SelfDraftProgram(_in_rows(program), entry)
+
+
+def _in_rows(program: Program) -> Program:
+    """Forget what the backend did to weights; the program itself."""
     for name, weight in program.weights.items():
         program.weights[name] = dataclasses.replace(weight, in_blocks=False)
-    return SelfDraftProgram(program, entry)
+    return program
 
 
 def _read(path: Path) -> Any:
@@ -323,9 +337,7 @@ def _cut_anew(
     model: CompiledModel, backend: CompilerBackend, config: CompileConfig, max_seq_len: int
 ) -> list[PassRecord]:
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
-    program, layout = model.program, backend.phases(max_seq_len)
-    for name, weight in program.weights.items():
-        program.weights[name] = dataclasses.replace(weight, in_blocks=False)
+    program, layout = _in_rows(model.program), backend.phases(max_seq_len)
     if config.tensor_parallel_size > 1:
         model.whole = program_to_json(program)
         layout = ((CUT, (partial(Shard, config.tensor_parallel_size),)), *layout)

@@ -138,6 +138,11 @@ class CompileOptions:
         "How many ranks share each draft model: 1, which is rank 0, or as many as share the"
         " target.",
     )
+    draft_ranks: int = option(
+        1,
+        "How many ranks the draft models are spread over, in turn: several then draft at the same"
+        " time, each on its own rank. 1 is rank 0.",
+    )
     segments: bool = option(
         False,
         "Compile the target as segments, layer by layer: equal layers are one program, so deep"
