@@ -211,3 +211,16 @@ def test_an_engine_goes_back_to_one_rank(cut: tuple[Path, Path], tmp_path: Path)
     assert dataclasses.replace(again, **same) == dataclasses.replace(whole, **same)
     name = again.models[0].program_file
     assert (tmp_path / "again" / name).read_bytes() == (cut[0] / name).read_bytes()
+
+
+def test_segments_take_the_same_caches(models: Path, tmp_path: Path) -> None:
+    """A program for each kind of layer gives the tokens that one for all of them does."""
+    found = []
+    for segments in (False, True):
+        path = tmp_path / f"segments-{segments}"
+        config = config_for(PLANS[0], segments=segments)
+        build(models / "target", models / "draft", path, config)
+        engine = Engine.load(path)
+        found.append([generate(engine, plan) for plan in ("off", PLANS[0].name)])
+    assert found[0] == found[1]
+    assert found[0][0][0] == found[0][1][0]
