@@ -39,7 +39,12 @@ from specc.runtime.ranks.followed_device import FollowedDevice, KeptDevice
 from specc.runtime.ranks.open_group import open_group
 from specc.runtime.ranks.order_checks import commit_of, drawn_inputs, pass_inputs
 from specc.runtime.ranks.orders import Kind, Message, json_message, json_of, refused
-from specc.runtime.ranks.rank_group import RankGroup, drawn_tokens, whole_logits
+from specc.runtime.ranks.rank_group import (
+    RankGroup,
+    drawn_tokens,
+    whole_logits,
+    whole_votes,
+)
 from specc.runtime.ranks.signs import Signs
 from specc.version import __version__
 
@@ -73,7 +78,7 @@ class FollowedEngine:
     def __init__(self, loaded: LoadedPrograms, group: RankGroup, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._loaded = loaded
-        self._models = list(loaded.models.items())
+        self._models = [*loaded.models.items(), *loaded.self_drafts.items()]
         self._slabs = loaded.cache.slabs
         self._operators = loaded.operators
         self._group = group
@@ -95,19 +100,22 @@ class FollowedEngine:
             raise refused(f"an order for model {order.model} of {len(self._models)}")
         name, model = self._models[order.model]
         if order.kind is Kind.PASS:
-            whole_logits(self._group, model(*pass_inputs(order)), self._vocab_size)
+            inputs = pass_inputs(order)
+            whole_logits(self._group, model(*inputs), self._vocab_size)
+            whole_votes(self._group, inputs)
         elif order.kind is Kind.DRAW:
             draws, inputs = drawn_inputs(order)
             logits = model(*inputs)
             drawn_tokens(self._group, logits, draws, self._vocab_size, self._operators)
-        elif order.kind is Kind.COMMIT:
+            whole_votes(self._group, inputs)
+        elif order.kind is Kind.COMMIT and name in self._slabs:
             self._commit(name, order)
         else:
             raise refused(f"{order.kind.name} among orders")
 
     def checksum(self) -> bytes:
         """Of the caches of the models that all ranks run; see `checksum`."""
-        return checksum([slab for name, _ in self._models for slab in self._slabs[name]])
+        return checksum([slab for name in self._loaded.models for slab in self._slabs[name]])
 
     def _commit(self, name: str, order: Message) -> None:
         """As the last stage of a step does, see `passes/step/fuse_step.py`."""

@@ -131,7 +131,7 @@ def load_led(
             # the others have to be there when the first step is captured
             leader = Leader(job, watch, vocab_size)
             wait_ready = partial(job.wait_ready, starts=False)
-            led = LedDevice(leader, manifest.led_models, wait_ready)
+            led = LedDevice(leader, manifest.led_programs, wait_ready)
             loaded = backend_of(backend).load(path, manifest, replace(limits, ranks=led))
             job.start()
             return loaded
@@ -146,11 +146,12 @@ def load_led(
 
 def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader) -> LoadedPrograms:
     """The programs of rank 0, with orders before what all ranks do."""
+    own = {**loaded.models, **loaded.self_drafts}
     led = {
-        name: LedModel(leader, number, loaded.models[name])
-        for number, name in enumerate(manifest.led_models)
+        name: LedModel(leader, number, own[name])
+        for number, name in enumerate(manifest.led_programs)
     }
-    models: dict[str, Model] = {**loaded.models, **led}
+    models: dict[str, Model] = {**own, **led}
     target = led[manifest.models[0].name]
 
     def led_step(make: type[LedStep], step: Step, file: str) -> LedStep:
@@ -171,7 +172,11 @@ def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader)
         for plan, step in loaded.winners_steps.items()
     }
     return replace(
-        loaded, models=models, steps=steps, drawn=DrawnPrograms(target, drawn) if drawn else None
+        loaded,
+        models={name: models[name] for name in loaded.models},
+        steps=steps,
+        drawn=DrawnPrograms(target, drawn) if drawn else None,
+        self_drafts={name: models[name] for name in loaded.self_drafts},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from specc.runtime.execution.draws import Draws
 from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.job import Job
 from specc.runtime.ranks.orders import Commit, Kind
-from specc.runtime.ranks.rank_group import drawn_tokens, whole_logits
+from specc.runtime.ranks.rank_group import NUM_INPUTS, drawn_tokens, whole_logits, whole_votes
 from specc.runtime.ranks.uninterrupted import uninterrupted
 from specc.runtime.ranks.watch import Watch
 
@@ -62,7 +62,7 @@ class Leader:
 
         Args:
             model: number of the model.
-            inputs: of its program.
+            inputs: of its program. Of the ninth, see `whole_votes`.
             run: the program of this rank.
         Returns:
             [R, V] logits.
@@ -70,7 +70,9 @@ class Leader:
             RankError: a rank is lost, this one included.
         """
         with self.ordered(Kind.PASS, inputs, model):
-            return self.whole_logits(run(*inputs))
+            logits = self.whole_logits(run(*inputs))
+            self.whole_votes(inputs)
+            return logits
 
     def run_draw(
         self,
@@ -92,8 +94,11 @@ class Leader:
             RankError: a rank is lost, this one included.
         """
         group, vocab_size = self._job.group, self._vocab_size
-        with self.ordered(Kind.DRAW, (*inputs, *draws), model):
-            return drawn_tokens(group, run(*inputs), draws, vocab_size, self._operators)
+        tensors = (*inputs[:NUM_INPUTS], *draws, *inputs[NUM_INPUTS:])
+        with self.ordered(Kind.DRAW, tensors, model):
+            tokens = drawn_tokens(group, run(*inputs), draws, vocab_size, self._operators)
+            self.whole_votes(inputs)
+            return tokens
 
     @contextlib.contextmanager
     def ordered(
@@ -123,14 +128,17 @@ class Leader:
         """[R, V] logits of a pass, of this rank's columns; see `whole_logits`."""
         return whole_logits(self._job.group, logits, self._vocab_size)
 
+    def whole_votes(self, inputs: Sequence[Tensor | None]) -> None:
+        """Those of a pass, of all ranks, where its inputs ask for votes; see `whole_votes`."""
+        whole_votes(self._job.group, inputs)
+
     def commit(self, model: int, commit: Commit) -> None:
-        """Have the others keep what a step of this rank has kept in its caches.
+        """Have the others keep what a step of this rank has kept, before their next order.
 
         Raises:
             RankError: a rank is lost.
         """
-        with uninterrupted():
-            self._job.order(Kind.COMMIT, tuple(commit), model)
+        self._job.order(Kind.COMMIT, tuple(commit), model, holds=True)
 
     def checksums(self, slabs: list[Tensor]) -> list[bytes]:
         """[32] sha256 of the caches that all ranks have a part of, rank by rank.

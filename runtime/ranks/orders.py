@@ -37,6 +37,10 @@ _DTYPES = {1: torch.int32, 2: torch.int64, 3: torch.float32, 4: torch.uint8}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
+# dtype and shape of a tensor, or nothing in its place
+Spec = tuple[torch.dtype, tuple[int, ...]] | None
+
+
 class Kind(enum.IntEnum):
     """What a message is.
 
@@ -111,20 +115,37 @@ class Header(NamedTuple):
 
 def encode(message: Message) -> bytes:
     """The bytes of a message."""
-    table, parts = [], []
-    end = _ENTRY.size * len(message.tensors)
-    for tensor in message.tensors:
-        if tensor is None:
+    table, gaps, end = _layout(specs_of(message))
+    parts = [table]
+    given = (tensor for tensor in message.tensors if tensor is not None)
+    for gap, tensor in zip(gaps, given, strict=True):
+        parts += [gap, bytes_of(tensor)]
+    fields = (message.kind, len(message.tensors), message.model, 0, message.sequence, end)
+    return b"".join([_HEADER.pack(MAGIC, VERSION, *fields), *parts])
+
+
+def specs_of(message: Message) -> tuple[Spec, ...]:
+    """Dtype and shape of each tensor; None of one that is left out."""
+    return tuple(None if t is None else (t.dtype, t.shape) for t in message.tensors)
+
+
+@functools.lru_cache(256)
+def _layout(specs: tuple[Spec, ...]) -> tuple[bytes, list[bytes], int]:
+    """The table of such tensors, the bytes before each, and where the last ends."""
+    table, gaps = [], []
+    end = _ENTRY.size * len(specs)
+    for spec in specs:
+        if spec is None:
             table.append(_ENTRY.pack(_ABSENT, 0, 0, 0, 0, 0))
             continue
-        sizes = (*tensor.shape, *[0] * (_MOST_DIMS - tensor.ndim))
-        table.append(_ENTRY.pack(_CODES[tensor.dtype], tensor.ndim, *sizes))
+        dtype, shape = spec
+        table.append(
+            _ENTRY.pack(_CODES[dtype], len(shape), *shape, *[0] * (_MOST_DIMS - len(shape)))
+        )
         begin = _aligned(end)
-        data = bytes_of(tensor)
-        parts += [bytes(begin - end), data]
-        end = begin + len(data)
-    fields = (message.kind, len(message.tensors), message.model, 0, message.sequence, end)
-    return b"".join([_HEADER.pack(MAGIC, VERSION, *fields), *table, *parts])
+        gaps.append(bytes(begin - end))
+        end = begin + math.prod(shape) * dtype.itemsize
+    return b"".join(table), gaps, end
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> Header:
@@ -238,8 +259,7 @@ def json_of(message: Message) -> dict[str, Any]:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """A tensor's memory, in the order of its elements."""
-    tensor = tensor.contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
+    return tensor.numpy().tobytes()
 
 
 def refused(found: str) -> FaultError:

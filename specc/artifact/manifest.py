@@ -199,10 +199,15 @@ class Manifest:
 
     @property
     def led_models(self) -> tuple[str, ...]:
-        """Names of the models that all ranks run, the target first; rank 0 alone runs the rest."""
+        """Names of the models that all ranks run, the target first; see `led_programs`."""
         return tuple(
             model.name for i, model in enumerate(self.models) if i == 0 or self.is_cut(model)
         )
+
+    @property
+    def led_programs(self) -> tuple[str, ...]:
+        """Names of what orders are about: models, then second programs of the target."""
+        return (*self.led_models, *(draft.name for draft in self.self_drafts))
 
     def weights_file(self, model: ModelEntry, rank: int = 0) -> str:
         """The weights of a model that a rank reads."""
@@ -254,6 +259,8 @@ class Manifest:
         files += self.weights_files
         cut = [model for model in self.models if self.is_cut(model)]
         files += [file for model in cut for file in (model.shard_file, model.whole_file)]
+        if self.is_cut(self.models[0]):
+            files += [draft.whole_file for draft in self.self_drafts]
         files += [*self.step_files.values(), *self.winners_files.values()]
         if self.native is not None:
             files.append(self.native.library)

@@ -137,6 +137,11 @@ class SelfDraftEntry:
         return f"{self.dir}/program.json"
 
     @property
+    def whole_file(self) -> str:
+        """The graph before it was cut, where the target is."""
+        return f"{self.dir}/whole.json"
+
+    @property
     def package_file(self) -> str:
         """The compiled program, in engines of a compiled backend."""
         return f"{self.dir}/program.pt2"

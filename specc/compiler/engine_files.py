@@ -51,7 +51,7 @@ def write_steps(
         step = fuse_step(plan, slabs, *sizes, windowed=windowed)
         writer.write_json(entry.file, step.to_json())
         if is_cut and entry.winners_file != entry.file:
-            step = fuse_step(plan, slabs, *sizes, reads_winners=True)
+            step = fuse_step(plan, slabs, *sizes, reads_winners=True, windowed=windowed)
             writer.write_json(entry.winners_file, step.to_json())
     return entries
 

@@ -13,7 +13,6 @@ from specc.passes.step.tiles import tile_plan
 from specc.speculation.choose_plans import DEFAULT_CHAIN
 from specc.speculation.kv_window import KVWindow
 from specc.speculation.plans import OFF, SpecPlan
-from specc.speculation.views import View
 
 
 def engine_plans(config: CompileConfig, num_drafts: int) -> list[SpecPlan]:
@@ -42,8 +41,7 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
     """Whether the backend runs the self-drafts of some plans.
 
     Raises:
-        ConfigError: it does not, or its cache has no blocks, or blocks are chosen for a target
-            that is cut for ranks.
+        ConfigError: it does not, or its cache has no blocks.
     """
     drafts = [draft for plan in plans for draft in plan.self_drafts]
     if not drafts:
@@ -62,14 +60,6 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
             f"{draft} and --block-size 0, one block for each sequence",
             "a cache in blocks, of which the draft sees some",
             "leave out --block-size",
-        )
-    views = [draft.view for draft in drafts if draft.view is not None]
-    choosing = next((view for view in views if view.chosen), None)
-    if choosing is not None and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"--draft {choosing.option} and --tensor-parallel-size {config.tensor_parallel_size}",
-            "one rank where a draft chooses blocks: ranks see parts of the attention",
-            f"pass --draft {View(choosing.window, choosing.sink).option}, or one rank",
         )
 
 
