@@ -28,7 +28,7 @@ _LINK_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "create": (_I64, _F64, ctypes.POINTER(_I32), ctypes.POINTER(_I32)),
     "open": (_TEXT, ctypes.POINTER(_I32)),
     "open_gloo": (_TEXT, _F64, ctypes.POINTER(_I32)),
-    "pass": (_I32, ctypes.c_void_p, _I32, _I64, _I64, _I64),
+    "pass": (_I32, _I32, ctypes.c_void_p, _I32, _I64, _I64, _I64),
     "abort": (_I32, _TEXT),
     "close": (_I32,),
 }
@@ -121,17 +121,20 @@ def open_gloo_link(name: str, time_limit: float) -> int:
     return number.value
 
 
-def pass_on(number: int, values: torch.Tensor) -> None:
+def pass_on(number: int, values: torch.Tensor, first_sends: bool = True) -> None:
     """Give values to the receiver, or fill them with those of the sender.
 
     Args:
         number: of the link.
         values: contiguous, on the host; dtype and shape have to be the same on both sides.
+        first_sends: rank 0 of the two is the sender, as it is in shared memory.
     """
     columns = values.shape[-1] if values.ndim else 1
     rows = values.numel() // columns if columns else 0
     code = _DTYPE_CODES[values.dtype]
-    _call_link("pass", number, values.data_ptr(), code, rows, columns, values.nbytes)
+    _call_link(
+        "pass", number, int(first_sends), values.data_ptr(), code, rows, columns, values.nbytes
+    )
 
 
 def abort_link(number: int, error: RankError) -> None:

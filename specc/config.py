@@ -22,6 +22,7 @@ _DTYPE_ALIASES = {
 _RANGES = (
     ("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16),
     ("max_logits_mb", 1, 1 << 20), ("tensor_parallel_size", 1, 256),
+    ("pipeline_parallel_size", 1, 256),
     ("draft_tensor_parallel_size", 1, 256), ("rope_length", 2, 1 << 30),
     ("kv_cache_tokens", 1, 1 << 40),
 )  # fmt: skip
@@ -30,7 +31,7 @@ DEFAULT_MAX_LOGITS_MB = 512
 # say which they take
 BACKEND_OPTIONS = {
     "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
-    "draft_tensor_parallel_size": 1, "segments": False,
+    "draft_tensor_parallel_size": 1, "segments": False, "pipeline_parallel_size": 1,
 }  # fmt: skip
 
 
@@ -62,6 +63,8 @@ class CompileConfig:
         decomposable_attention: let TensorRT take attention apart where it has no fused kernel.
         allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`.
         tensor_parallel_size: ranks that share the target, each with a part of its weights.
+        pipeline_parallel_size: stages of the target, each with some of its layers, and
+            `tensor_parallel_size` ranks.
         draft_tensor_parallel_size: ranks that share each draft model: those of the target, or 1,
             rank 0 alone.
         rope_length: rotary frequencies of this length at every position, where those of a model
@@ -91,6 +94,7 @@ class CompileConfig:
     decomposable_attention: bool = False
     allow_nonfinite_weights: bool = False
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     draft_tensor_parallel_size: int = 1
     rope_length: int | None = None
     kv_cache_tokens: int | None = None
@@ -120,6 +124,26 @@ class CompileConfig:
 
     def _check_ranks(self) -> None:
         drafts, num_ranks = self.draft_tensor_parallel_size, self.tensor_parallel_size
+        stages = self.pipeline_parallel_size
+        if stages > 1 and drafts > 1:
+            raise ConfigError(
+                f"--draft-tensor-parallel-size {drafts} and --pipeline-parallel-size {stages}",
+                "drafts on rank 0 alone, where the target has stages",
+                "leave out --draft-tensor-parallel-size, or --pipeline-parallel-size",
+            )
+        if stages > 1 and self.segments:
+            raise ConfigError(
+                f"--segments and --pipeline-parallel-size {stages}",
+                "one of them: stages are programs of several layers",
+                "leave out --segments, or --pipeline-parallel-size",
+            )
+        if stages > 1 and any(plan.self_drafts for plan in self.plans):
+            (draft, *_) = [d for plan in self.plans for d in plan.self_drafts]
+            raise ConfigError(
+                f"--draft {draft.option} and --pipeline-parallel-size {stages}",
+                "drafts of their own, where the target has stages: no rank has all of its layers",
+                "pass another --draft, or leave out --pipeline-parallel-size",
+            )
         if drafts in (1, num_ranks):
             return
         raise ConfigError(

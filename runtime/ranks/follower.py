@@ -45,7 +45,10 @@ from specc.runtime.ranks.rank_group import (
     whole_logits,
     whole_votes,
 )
+from specc.runtime.ranks.rendezvous import Launched
 from specc.runtime.ranks.signs import Signs
+from specc.runtime.ranks.stage_groups import STAGED, StageGroups, StagePlace
+from specc.runtime.ranks.stage_passes import StagePasses
 from specc.version import __version__
 
 _ORDERS_BETWEEN_CHECKS = 64
@@ -73,9 +76,17 @@ class FollowedEngine:
         loaded: the models that it has a part of, target first.
         group: of this rank.
         vocab_size: columns of the target's logits, of all ranks together.
+        passes: where the target has stages.
     """
 
-    def __init__(self, loaded: LoadedPrograms, group: RankGroup, vocab_size: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedPrograms,
+        group: RankGroup,
+        vocab_size: int,
+        passes: StagePasses | None = None,
+    ) -> None:
+        self._passes = passes
         self._vocab_size = vocab_size
         self._loaded = loaded
         self._models = [*loaded.models.items(), *loaded.self_drafts.items()]
@@ -99,7 +110,11 @@ class FollowedEngine:
         if order.model >= len(self._models):
             raise refused(f"an order for model {order.model} of {len(self._models)}")
         name, model = self._models[order.model]
-        if order.kind is Kind.PASS:
+        if self._passes is not None and order.kind in (Kind.PASS, Kind.DRAW):
+            is_drawn = order.kind is Kind.DRAW
+            draws, inputs = drawn_inputs(order) if is_drawn else (None, pass_inputs(order))
+            self._passes.follow(model, inputs, draws)
+        elif order.kind is Kind.PASS:
             inputs = pass_inputs(order)
             whole_logits(self._group, model(*inputs), self._vocab_size)
             whole_votes(self._group, inputs)
@@ -197,9 +212,13 @@ def _follow_orders(
     if is_started:
         # rank 0 has started as many here as there are
         backend_of(setup["backend"]).take_device(setup["rank"], setup["num_ranks"])
-    group = open_group(
-        setup["group"], setup["rank"], setup["num_ranks"], setup["collective_timeout_s"]
-    )
+    group: RankGroup
+    if setup["group"] == STAGED:
+        group = meet_stages(orders, signs, manifest, setup, is_started)
+    else:
+        group = open_group(
+            setup["group"], setup["rank"], setup["num_ranks"], setup["collective_timeout_s"]
+        )
     thread.group = group
     engine = load_follower(path, manifest, setup, group)
     signs.send(Message(Kind.READY))
@@ -220,6 +239,35 @@ def _follow_orders(
         else:
             engine.follow(order)
         thread.done = order.sequence
+
+
+def meet_stages(
+    orders: Channel,
+    signs: Channel,
+    manifest: Manifest,
+    setup: Mapping[str, Any],
+    is_started: bool,
+) -> StageGroups:
+    """The groups and links of a rank whose target has stages.
+
+    Raises:
+        FaultError: rank 0 says something else than how to open them.
+        RankError: a rank is gone, or cannot be reached.
+    """
+    assert manifest.parallel is not None
+    place = StagePlace(
+        setup["rank"], manifest.parallel.tensor_parallel_size, manifest.parallel.num_stages
+    )
+    launched = None if is_started else Launched.from_environment()
+    local = range(setup["num_ranks"]) if launched is None else launched.local_ranks
+    groups = StageGroups(place, local, setup["collective_timeout_s"])
+    signs.send(json_message(Kind.OFFER, groups.offer()))
+    said = orders.receive()
+    if said is None or said.kind is not Kind.MEET:
+        raise refused(f"{said.kind.name if said else 'the end'} before MEET")
+    data = json_of(said)
+    groups.meet(data["tickets"], data["address"], setup["start_timeout_s"])
+    return groups
 
 
 def open_part(path: Path, setup: Mapping[str, Any]) -> Manifest:
@@ -260,7 +308,11 @@ def load_follower(
     """
     vocab_size = manifest.models[0].vocab_size
     if not facts_of(setup["backend"]).is_captured:
-        return FollowedEngine(load_part(path, manifest, setup), group, vocab_size)
+        loaded = load_part(path, manifest, setup)
+        passes = None
+        if isinstance(group, StageGroups):
+            passes = StagePasses(group, manifest.stages, vocab_size, loaded.operators)
+        return FollowedEngine(loaded, group, vocab_size, passes)
     kept = KeptDevice()
     loaded = load_part(path, manifest, setup, kept)
     return FollowedDevice(kept, loaded.cache, group, vocab_size)
@@ -279,7 +331,7 @@ def load_part(
     Raises:
         EngineError: see `Engine.load`.
     """
-    names = manifest.led_models
+    names, manifest = manifest.led_models, manifest.of_rank(setup["rank"])
     part = replace(
         manifest,
         models=tuple(model for model in manifest.models if model.name in names),

@@ -39,10 +39,12 @@ from specc.runtime.ranks.led_drafts import drafts_led, led_drafts
 from specc.runtime.ranks.led_model import LedModel
 from specc.runtime.ranks.led_step import LedStep
 from specc.runtime.ranks.open_group import make_group
-from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup
+from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, joined
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.ranks.rendezvous import Launched, Rendezvous
 from specc.runtime.ranks.room import check_cores, check_memory, threads_of_rank
+from specc.runtime.ranks.stage_groups import StageGroups, StagePlace
+from specc.runtime.ranks.stage_passes import StagePasses
 from specc.runtime.ranks.watch import Watch
 
 _MODULE = "specc.runtime.ranks"
@@ -96,15 +98,21 @@ def load_led(
     num_threads = num_threads or threads_of_rank(len(local))
     torch.set_num_threads(num_threads)
     group: RankGroup = Copies(0, options.num_ranks)
+    address = None
     # inputs of passes go from GPU to GPU, too
     is_on_gpu = facts_of(backend).is_on_gpu
     if manifest.parallel is not None or is_on_gpu:
         # collectives are among the operators
         load_operators(path, manifest)
-        address = None
         if launched is not None and launched.num_local < launched.size:
             address = launched.free_address()
-        group = make_group(options.num_ranks, options.collective_timeout_s, address, is_on_gpu)
+        if manifest.stages:
+            assert manifest.parallel is not None
+            sizes = manifest.parallel.tensor_parallel_size, manifest.parallel.num_stages
+            place = StagePlace(0, *sizes)
+            group = StageGroups(place, local, options.collective_timeout_s)
+        else:
+            group = make_group(options.num_ranks, options.collective_timeout_s, address, is_on_gpu)
     setup = {
         "path": str(path.resolve()),
         "backend": backend,
@@ -116,6 +124,7 @@ def load_led(
         "num_threads": num_threads,
         "num_ranks": options.num_ranks,
         "timeout_s": options.timeout_s,
+        "start_timeout_s": options.start_timeout_s,
         "silence_s": options.silence_s,
         "collective_timeout_s": options.collective_timeout_s,
     }
@@ -124,6 +133,10 @@ def load_led(
     watch = Watch(job, _start_all if launched is None else Rendezvous(launched, options).accept)
     watch.start()
     try:
+        if isinstance(group, StageGroups):
+            tickets = job.meet(group.offer(), address)
+            meet = partial(group.meet, tickets, address)
+            joined(lambda: meet(options.start_timeout_s), job.check)
         if isinstance(group, Gathering):
             job.group = group.meet(options.start_timeout_s, job.check)
         vocab_size = manifest.models[0].vocab_size
@@ -135,9 +148,12 @@ def load_led(
             loaded = backend_of(backend).load(path, manifest, replace(limits, ranks=led))
             job.start()
             return loaded
-        loaded = backend_of(backend).load(path, manifest, limits)
+        loaded = backend_of(backend).load(path, manifest.of_rank(0), limits)
         job.wait_ready()
-        leader = Leader(job, watch, vocab_size, loaded.operators)
+        passes = None
+        if isinstance(group, StageGroups):
+            passes = StagePasses(group, manifest.stages, vocab_size, loaded.operators)
+        leader = Leader(job, watch, vocab_size, loaded.operators, passes)
         return _led(path, manifest, loaded, leader)
     except BaseException:
         end_job(job, watch)

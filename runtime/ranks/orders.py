@@ -47,10 +47,11 @@ class Kind(enum.IntEnum):
     Orders of rank 0: SETUP (what to load, as JSON), PASS (a model's eight inputs), DRAW (the same
     and three tensors of `Draws`: a pass that yields tokens), COMMIT (of a step, see `Commit`),
     CHECKSUM (of the caches), END; of engines on devices WORK (what a table says, see
-    `device_work.py`), CAPTURE (it, as the graph of this number), REPLAY (a graph). Reports of the
-    others: HELLO (what they are, as JSON), READY, ERROR (as JSON; also from rank 0, which then
-    ends), SUM (32 bytes). BEAT goes both ways: the sender is alive, and has done the order of this
-    number.
+    `device_work.py`), CAPTURE (it, as the graph of this number), REPLAY (a graph); where the target
+    has stages, before all orders MEET (how to open groups and links, as JSON). Reports of the
+    others: HELLO (what they are, as JSON), OFFER (groups and links that they have made, as JSON),
+    READY, ERROR (as JSON; also from rank 0, which then ends), SUM (32 bytes). BEAT goes both ways:
+    the sender is alive, and has done the order of this number.
     """
 
     SETUP = 1
@@ -62,11 +63,13 @@ class Kind(enum.IntEnum):
     WORK = 7
     CAPTURE = 8
     REPLAY = 9
+    MEET = 10
     HELLO = 16
     READY = 17
     ERROR = 18
     SUM = 19
     BEAT = 20
+    OFFER = 21
 
 
 class Message(NamedTuple):

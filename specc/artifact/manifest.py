@@ -32,6 +32,7 @@ from specc.artifact.manifest_entries import (
     PlanEntry,
     SegmentsEntry,
     SelfDraftEntry,
+    StageEntry,
     TensorRTEntry,
     TokenizerEntry,
 )
@@ -111,13 +112,15 @@ class Manifest:
         planned, needed = self.limits.cache_rows(), 0
         made = self.limits.cache_rows(max_num_seqs, kv_cache_tokens)
         for model in self.models:
-            entry = self.memory_plan[model.name]
-            count = len(ranks) if self.is_cut(model) else sum(rank == 0 for rank in ranks)
-            weights = entry.weights
-            if weights_budget is not None and model is self.models[0]:
-                weights = min(weights, weights_budget)
-            rest = entry.logits + entry.workspace
-            needed += count * (weights + rest + entry.cache * made // planned)
+            for rank in ranks:
+                if rank > 0 and not self.is_cut(model):
+                    continue
+                entry = self._memory_of(model, rank)
+                weights = entry.weights
+                if weights_budget is not None and model is self.models[0]:
+                    weights = min(weights, weights_budget)
+                rest = entry.logits + entry.workspace
+                needed += weights + rest + entry.cache * made // planned
         return needed
 
     def to_json(self) -> dict[str, Any]:
@@ -127,6 +130,9 @@ class Manifest:
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]
+        elif not self.parallel.stages:
+            # nor what engines of one stage would say of stages
+            del data["parallel"]["stages"]
         if not self.self_drafts:
             del data["self_drafts"]
         if self.segments is None:
@@ -165,6 +171,8 @@ class Manifest:
         # engines of one rank do not say so, nor those whose drafts need no program of their own
         absent: dict[str, Any] = {"parallel": None, "self_drafts": [], "segments": None}
         fields = absent | data | {"memory_plan": models_memory}
+        if isinstance(fields["parallel"], dict):
+            fields["parallel"] = {"stages": []} | fields["parallel"]
         manifest = decode(cls, fields, "")
         if memory["total"] != manifest.total_memory:
             raise invalid(
@@ -191,7 +199,32 @@ class Manifest:
 
     @property
     def num_ranks(self) -> int:
-        return self.parallel.tensor_parallel_size if self.parallel else 1
+        return self.parallel.num_ranks if self.parallel else 1
+
+    @property
+    def stages(self) -> tuple[StageEntry, ...]:
+        """Of a pipeline, one after the other; none where every rank runs all layers."""
+        return self.parallel.stages if self.parallel else ()
+
+    def of_rank(self, rank: int) -> Manifest:
+        """What a rank loads: of a target in stages, its own; else all."""
+        if not self.stages or self.parallel is None:
+            return self
+        target, *drafts = self.models
+        part = self._stage_entry(self.parallel.stage_of(rank))
+        parallel = dataclasses.replace(self.parallel, stages=())
+        memory = self.memory_plan | {target.name: self._memory_of(target, rank)}
+        models = (part, *drafts)
+        return dataclasses.replace(self, models=models, parallel=parallel, memory_plan=memory)
+
+    def _stage_entry(self, number: int) -> ModelEntry:
+        return self.models[0].stage(number, self.stages[number].layers)
+
+    def _memory_of(self, model: ModelEntry, rank: int) -> MemoryEntry:
+        """Of a model on one rank that runs it."""
+        if self.stages and self.parallel is not None and model is self.models[0]:
+            return self.stages[self.parallel.stage_of(rank)].memory
+        return self.memory_plan[model.name]
 
     def is_cut(self, model: ModelEntry) -> bool:
         """Whether each rank has a part of this model; else each rank that runs it has all."""
@@ -211,6 +244,8 @@ class Manifest:
 
     def weights_file(self, model: ModelEntry, rank: int = 0) -> str:
         """The weights of a model that a rank reads."""
+        if self.stages and self.parallel is not None and model is self.models[0]:
+            return self._stage_entry(self.parallel.stage_of(rank)).rank_file(rank)
         return model.rank_file(rank) if self.is_cut(model) else model.weights_file
 
     @property
@@ -256,8 +291,13 @@ class Manifest:
             if target.package_file in files:
                 files.remove(target.package_file)
                 files += map(target.segment_package, range(self.segments.num_kinds))
+        if self.stages:
+            files = [file for file in files if file != self.models[0].package_file]
+            parts = [self._stage_entry(number) for number in range(len(self.stages))]
+            files += [getattr(part, field) for part in parts for field in fields]
         files += self.weights_files
-        cut = [model for model in self.models if self.is_cut(model)]
+        is_tensor_cut = self.parallel is not None and self.parallel.tensor_parallel_size > 1
+        cut = [model for model in self.models if self.is_cut(model) and is_tensor_cut]
         files += [file for model in cut for file in (model.shard_file, model.whole_file)]
         if self.is_cut(self.models[0]):
             files += [draft.whole_file for draft in self.self_drafts]

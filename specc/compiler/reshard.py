@@ -53,9 +53,9 @@ from specc.passes.frontend.read_program import read_program
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
 from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
-from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
