@@ -179,6 +179,12 @@ def _check(engine: Path, asked: CompileConfig) -> tuple[Manifest, CompilerBacken
             f"one for {' or '.join(takers)}, which run several ranks",
             f"compile it with --backend {takers[0]} --tensor-parallel-size {num_ranks}",
         )
+    if manifest.stages:
+        raise ConfigError(
+            f"{engine}, an engine of {len(manifest.stages)} stages",
+            "an engine of one stage: others are not cut anew",
+            "compile the checkpoint again, with --pipeline-parallel-size",
+        )
     if num_ranks == manifest.num_ranks:
         raise ConfigError(
             f"--tensor-parallel-size {num_ranks}, and {engine}, an engine of {num_ranks} rank"
