@@ -161,8 +161,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    options = parse()
+def make_engine(options: argparse.Namespace, plan: SpecPlan, folder: Path) -> Engine:
+    """A random target with room for all contexts at once."""
     torch.manual_seed(0)
     longest = max(options.contexts) + 512
     shape = LlamaConfig(
@@ -174,8 +174,6 @@ def main() -> None:
         num_key_value_heads=options.kv_heads,
         max_position_embeddings=longest,
     )
-    view = View(options.window)
-    plan = SpecPlan.from_widths((1,) * options.num_speculative_tokens, (view.name,))
     # all contexts are there at once, each with a request for each place of a batch
     sequences = max(options.batch) * -(-sum(options.contexts) // longest) + 1
     config = CompileConfig(
@@ -185,14 +183,20 @@ def main() -> None:
         backend=options.backend,
         probe=False,
     )
+    LlamaForCausalLM(shape).save_pretrained(folder / "target")
+    # its vocabulary is the demo pair's, and nothing else of it
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PAIR / "target" / name, folder / "target" / name)
+    build(folder / "target", [], folder / "engine", config)
+    return Engine.load(folder / "engine")
+
+
+def main() -> None:
+    options = parse()
+    view = View(options.window)
+    plan = SpecPlan.from_widths((1,) * options.num_speculative_tokens, (view.name,))
     with tempfile.TemporaryDirectory() as folder:
-        model = LlamaForCausalLM(shape)
-        model.save_pretrained(Path(folder) / "target")
-        # its vocabulary is the demo pair's, and nothing else of it
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(PAIR / "target" / name, Path(folder) / "target" / name)
-        build(Path(folder) / "target", [], Path(folder) / "engine", config)
-        engine = Engine.load(Path(folder) / "engine")
+        engine = make_engine(options, plan, Path(folder))
         table = measure_latency(engine, budget_s=options.latency_s)
         found = [measure(engine, table, plan, options, batch) for batch in options.batch]
     slab = 2 * options.layers * options.kv_heads * (options.hidden // options.heads) * 4
@@ -203,7 +207,7 @@ def main() -> None:
         "torch_version": torch.__version__,
         "num_threads": torch.get_num_threads(),
         "backend": engine.backend,
-        "weight_bytes": 4 * sum(p.numel() for p in model.parameters()),
+        "weight_bytes": engine.manifest.memory_plan["target"].weights,  # type: ignore[union-attr]
         "bytes_a_row": slab,
         "acceptance": options.acceptance,
         "rounds": options.rounds,

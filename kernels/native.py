@@ -47,7 +47,8 @@ _FLAGS = (
     "-fPIC",
     "-fvisibility=hidden",
 )
-# where the last bit decides, as it does in sampling: rounded as it is written
+# where the last bit decides, as it does in sampling and in sums that have the bits of their oracle:
+# rounded as it is written
 _EXACT_FLAGS = (
     "-fno-associative-math",
     "-fno-reciprocal-math",
@@ -55,12 +56,12 @@ _EXACT_FLAGS = (
     "-ffp-contract=off",
 )
 _EXACT_SOURCES = (
-    "accept.cpp", "column_winners.cpp", "draft_children.cpp", "filters.cpp", "node_winners.cpp",
-    "noise.cpp", "penalties.cpp", "ranks_math.cpp",
+    "accept.cpp", "column_winners.cpp", "draft_children.cpp", "filters.cpp", "linear_q.cpp",
+    "node_winners.cpp", "noise.cpp", "penalties.cpp", "ranks_math.cpp",
 )  # fmt: skip
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
-    "tree_attention", "block_mass", "linear", "embedding_of_blocks", "tree_expand",
+    "tree_attention", "block_mass", "linear", "linear_q", "embedding_of_blocks", "tree_expand",
     "accept_winners", "commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children",
     "accept", "merge_trees", "rerank_tree", "ancestor_words", "image_slots", "vote_chain", "lookup",
     "record_tokens", "node_winners", "column_winners", "all_reduce", "gather_rows", "from_first",
@@ -77,6 +78,8 @@ C_SHIMS = {
     " AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*)",
     "linear": "AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle*, int64_t, AtenTensorHandle*)",
+    "linear_q": "AOTITorchError aoti_torch_cpu_linear_q(AtenTensorHandle, AtenTensorHandle,"
+    " AtenTensorHandle*, int64_t, int64_t, int64_t, int32_t, AtenTensorHandle*)",
     "embedding_of_blocks": "AOTITorchError aoti_torch_cpu_embedding_of_blocks(AtenTensorHandle,"
     " AtenTensorHandle, int64_t, int64_t, AtenTensorHandle*)",
     "all_reduce": "AOTITorchError aoti_torch_cpu_all_reduce(AtenTensorHandle, AtenTensorHandle*)",
@@ -84,10 +87,10 @@ C_SHIMS = {
 # the sources that define what Python, compiled programs and steps call; kernels after the same
 # operators may change, and an engine that carries older ones still loads
 _INTERFACE = (
-    "programs.cpp", "programs.h", "ranks_functions.cpp", "ranks_links.cpp", "ranks_operators.cpp",
-    "ranks_segment.h", "register.cpp", "sampling_operators.cpp", "segments.cpp", "segments.h",
-    "shims.h", "step_operators.cpp", "tensors.h", "tree_operators.cpp", "weight_stream.cpp",
-    "weight_stream.h",
+    "programs.cpp", "programs.h", "quantized_operators.cpp", "ranks_functions.cpp",
+    "ranks_links.cpp", "ranks_operators.cpp", "ranks_segment.h", "register.cpp",
+    "sampling_operators.cpp", "segments.cpp", "segments.h", "shims.h", "step_operators.cpp",
+    "tensors.h", "tree_operators.cpp", "weight_stream.cpp", "weight_stream.h",
 )  # fmt: skip
 _INTERFACE_MARK = b"specc-interface:"
 # a line that is one, or the end of one; these sources have no string with two slashes

@@ -17,6 +17,7 @@ from specc.kernels.reference import core as reference
 from specc.kernels.reference import fused as reference_fused
 from specc.kernels.reference import padded as reference_padded
 from specc.kernels.reference import products as reference_products
+from specc.kernels.reference import quantized as reference_quantized
 from specc.kernels.reference import ranks as reference_ranks
 from specc.kernels.reference import sampling as reference_sampling
 from specc.kernels.reference import trees as reference_trees
@@ -55,6 +56,13 @@ linear = _define(
     "linear(Tensor input, Tensor weight, Tensor? bias, int out_features) -> Tensor",
     reference.linear_reference,
     fakes.linear,
+)
+# by integers; x as integers, too: specc.kernels.reference.quantized
+linear_q = _define(
+    "linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group,"
+    " bool has_zeros) -> Tensor",
+    reference_quantized.linear_q_reference,
+    fakes.linear_q,
 )
 embedding_of_blocks = _define(
     "embedding_of_blocks(Tensor weight, Tensor tokens, int num_embeddings, int width) -> Tensor",

@@ -70,6 +70,7 @@ class AttentionLayer:
     num_kv_heads: int
     head_dim: int
     window: int
+    sink: int = 0
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,25 @@ struct Linear {
 };
 void linear(const Linear& a, int num_threads);
 
+// specc::linear_q; semantics: linear_q_reference. y = x @ w.T + bias of a quantized weight in the
+// blocks of specc/artifact/quantized_layout.py.
+struct LinearQ {
+  DType dtype;  // of x, bias and y
+  int64_t rows, n, k;
+  const void* x;
+  int64_t x_stride;
+  const uint8_t* w;
+  int64_t bits;    // 8 or 4
+  int64_t group;   // columns of a scale: 32, 64 or 128 of 4 bits, 0 of 8
+  bool has_zeros;  // groups have zero points of their own
+  const void* bias;  // [N], or null
+  void* y;
+  int64_t y_stride;
+};
+void linear_q(const LinearQ& a, int num_threads);
+// Bytes of a block of 32 outputs; throws std::runtime_error for a layout that is not known.
+int64_t block_bytes(const LinearQ& a);
+
 // out[t] = w[tokens[t]], of a weight [N, K] in the blocks of `linear`; throws std::runtime_error
 // where a token is not in 0..N, before anything is written.
 struct Embedding {

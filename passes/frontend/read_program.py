@@ -134,7 +134,8 @@ def _add_layers(program: Program, layers: Sequence[tuple[str, int]]) -> None:
     for node, (name, window) in zip(calls, layers, strict=True):
         queries, keys = (node.args[place].meta["val"] for place in (0, 1))  # type: ignore[union-attr]
         heads, kv_heads, head_dim = (int(x) for x in (queries.shape[0], *keys.shape[::2]))
-        program.layers.append(AttentionLayer(name, heads, kv_heads, head_dim, window))
+        sink: Any = node.kwargs.get("sink", 0)
+        program.layers.append(AttentionLayer(name, heads, kv_heads, head_dim, window, sink))
 
 
 def _put_in_order(program: Program, keys: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.manifest_entries import (
+    MAY_BE_ABSENT,
     CacheRowsEntry,
     FileEntry,
     LimitsEntry,
@@ -315,7 +316,8 @@ def _decode_object(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise invalid(f"{where} is {value!r}", "an object")
     fields = {field.name for field in dataclasses.fields(kind)}
-    for name in sorted(fields ^ value.keys()):
+    optional = {f.name for f in dataclasses.fields(kind) if f.metadata.get(MAY_BE_ABSENT)}
+    for name in sorted((fields ^ value.keys()) - (optional - value.keys())):
         state = "is missing" if name in fields else "is unknown"
         raise invalid(f"{_join(where, name)} {state}", _listed(fields))
     hints = typing.get_type_hints(kind)

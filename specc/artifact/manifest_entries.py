@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specc.artifact.cache_rows import CacheRows
 from specc.speculation.plans import SpecPlan
 
+# metadata of a field that files need not have
+MAY_BE_ABSENT = "may_be_absent"
+
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One attention layer; its cache is row `index` of slab `slab`. window 0 is no limit."""
+    """One attention layer; its cache is row `index` of slab `slab`.
+
+    Args:
+        window: last rows that it attends to; 0 is no limit.
+        sink: first rows, besides those of its window.
+    """
 
     name: str
     num_heads: int
@@ -20,6 +28,8 @@ class LayerEntry:
     window: int
     slab: int
     index: int
+    # engines that were written before there were sinks do not say
+    sink: int = field(default=0, metadata={MAY_BE_ABSENT: True})
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,12 @@ def blocks_of_stream(
     if row_bytes == 0:
         return
     step = max(1, CHUNK_BYTES // (BLOCK * row_bytes)) * BLOCK * row_bytes
-    for rows in _regroup(chunks, step):
+    for rows in regroup(chunks, step):
         values = torch.frombuffer(rows, dtype=dtype).view(-1, shape[1])
         yield tensor_bytes(to_blocks(values))
 
 
-def _regroup(chunks: Iterable[Buffer], size: int) -> Iterator[bytearray]:
+def regroup(chunks: Iterable[Buffer], size: int) -> Iterator[bytearray]:
     """The same bytes in pieces of `size`, the last one shorter."""
     piece = bytearray()
     for chunk in chunks:

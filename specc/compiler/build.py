@@ -35,6 +35,7 @@ from specc.compiler.engine_plans import (
     check_kv_windows,
     check_outgrown,
     check_views,
+    check_voters,
     engine_plans,
     tile_plans,
 )
@@ -160,6 +161,9 @@ def _compile(
     models, records = compile_models(
         sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks
     )
+    # of modules without a configuration it is not known earlier
+    dims = [layer.head_dim for layer in models[0].entry.layers]
+    check_voters(plans, dims, models[0].entry.dtype, backend.facts)
     sizes = (plans, limits.max_seq_len, lowering, phases, dump)
     drafts, told = self_draft_programs(models[0], *sizes)
     records += told

@@ -254,14 +254,21 @@ def _open_models(
     try:
         for entry in manifest.models:
             with phases.phase(f"read {entry.name}"):
-                models.append(_read_model(engine, manifest, entry))
+                models.append(read_model(engine, manifest, entry))
         yield models
     finally:
         for model in models:
             model.source.reader.close()  # type: ignore[attr-defined]
 
 
-def _read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledModel:
+def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledModel:
+    """A model of an engine, whole, by its graph and the files that it was written to.
+
+    The caller closes the reader of its source.
+
+    Raises:
+        EngineError: a file that cannot be read.
+    """
     program_json = _read(engine / entry.program_file)
     blocks = {
         item["key"]: tuple(item["blocks_of"])

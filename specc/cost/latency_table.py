@@ -123,10 +123,17 @@ class PassSeconds:
         fixed = {tokens: statistics.median(values) for tokens, values in rest.items()}
         return cls(fixed, context or {1: 0.0}, what)
 
-    def scaled(self, factor: float) -> PassSeconds:
-        """The same passes, each this many times as long."""
+    def scaled(self, factor: float, context_factor: float | None = None) -> PassSeconds:
+        """The same passes, each this many times as long.
+
+        Args:
+            factor: of all seconds.
+            context_factor: of those of committed rows, where it is another one.
+        """
+        factors = factor, factor if context_factor is None else context_factor
         tokens, context = (
-            {size: factor * seconds for size, seconds in points.items()} for points in self._points
+            {size: by * seconds for size, seconds in points.items()}
+            for by, points in zip(factors, self._points, strict=True)
         )
         return PassSeconds(tokens, context, "a model")
 

@@ -37,8 +37,16 @@ class Layers:
         """Layers as an option has them: `layers=0-3+6` or `skip=4-5`.
 
         Raises:
-            ConfigError: no numbers and ranges, or a range that goes down.
+            ConfigError: no numbers and ranges, a range that goes down, or auto.
         """
+        if (key, text) == (_SKIPPED, "auto"):
+            raise ConfigError(
+                "--draft self:skip=auto",
+                "layers by number: which of them pay is measured on prompts, and a compilation has"
+                " none",
+                "compile without it, then run specc tune ENGINE --prompts FILE --skip auto, which"
+                " says which --draft to compile with",
+            )
         runs = [
             [int(number) for number in run.split("-")]
             for run in (text.split("+") if _RANGES.fullmatch(text) else ())

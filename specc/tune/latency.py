@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -98,35 +99,61 @@ def measure_latency(
 
 
 def _overheads(engine: Engine, table: LatencyTable) -> tuple[float, float]:
-    """Seconds of an iteration, and of a group that drafts, outside of their passes."""
-    iteration_s = max(0.0, _iteration_s(engine, OFF) - table.iteration([_shape(OFF)]))
+    """Seconds of an iteration, and of a group that drafts, outside of their passes.
+
+    What no pass takes is timed as such. As the difference of an iteration and the table's passes it
+    would be lost: the iterations of a short sequence find weights in the processor's caches that
+    passes after long contexts do not.
+    """
+    off = _iteration(engine, OFF)
     drafting = [plan for plan in engine.plans.values() if plan.asked and plan.tile is None]
     plan = min(drafting, key=lambda plan: plan.num_nodes, default=None)
     if plan is None or plan.max_depth + 2 * _SHORT > engine.position_limit:
-        return iteration_s, 0.0
-    step_s = _iteration_s(engine, plan) - table.iteration([_shape(plan)]) - iteration_s
-    return iteration_s, max(0.0, step_s)
+        return off.outside_s, 0.0
+    own, shape = _iteration(engine, plan), StepShape(plan, 1, 1.5 * _SHORT)
+    passes_s = table.draft_s(shape)
+    if own.draft_s:
+        more_s = own.draft_s - passes_s
+    else:  # all of it is one graph
+        more_s = own.inside_s - passes_s - table.target_s([shape])
+    return off.outside_s, max(0.0, own.outside_s - off.outside_s) + max(0.0, more_s)
 
 
-def _shape(plan: SpecPlan) -> StepShape:
-    return StepShape(plan, 1, 1.5 * _SHORT)
+class _Iteration(NamedTuple):
+    """Median seconds of one request's iterations.
+
+    Args:
+        outside_s: in none of the stages that have passes: the host's part, acceptance and commit.
+        inside_s: in these stages.
+        draft_s: of them, in that of the drafts; 0 where a step is one graph.
+    """
+
+    outside_s: float
+    inside_s: float
+    draft_s: float
 
 
-def _iteration_s(engine: Engine, plan: SpecPlan) -> float:
-    """Median seconds of one request's iterations, the host's part of them included."""
+def _iteration(engine: Engine, plan: SpecPlan) -> _Iteration:
+    """Iterations of a short sequence."""
     core = EngineCore(engine, plan.name, shares_prefixes=False)
-    count = min(_SHORT, (engine.max_seq_len - 2) // 2)
+    stats, count = core.scheduler.stats, min(_SHORT, (engine.max_seq_len - 2) // 2)
     params = SamplingParams(max_tokens=count, ignore_eos=True)
-    times = []
+    found: list[_Iteration] = []
     for _ in range(_ROUNDS):
         request = core.requests.make([0] * count, params)
         core.scheduler.add(request)
         core.advance()  # the prompt
         while not request.is_finished:
+            drafted, others = stats.draft_s, stats.verify_s + stats.whole_s
             begin = time.perf_counter()
             core.advance()
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times) if times else 0.0
+            whole_s = time.perf_counter() - begin
+            draft_s = stats.draft_s - drafted
+            inside_s = draft_s + stats.verify_s + stats.whole_s - others
+            found.append(_Iteration(max(0.0, whole_s - inside_s), inside_s, draft_s))
+    if not found:
+        return _Iteration(0.0, 0.0, 0.0)
+    return _Iteration(*map(statistics.median, zip(*found, strict=True)))
 
 
 def _sizes(engine: Engine, most_rows: int) -> list[tuple[int, int, int]]:

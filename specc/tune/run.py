@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.artifact.directory import open_engine, torch_version
-from specc.bench.engine import EngineContender, tokenize
+from specc.bench.engine import EngineContender
 from specc.bench.rounds import Spread, run_rounds
 from specc.compiler.extend import EngineExtension, extend_engine
 from specc.cost.critical_length import CriticalLength, best_critical_length
@@ -23,9 +23,6 @@ from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, RequestError
 from specc.progress import PhaseTimer
 from specc.runtime.engine import Engine
-from specc.runtime.llm import LLM
-from specc.runtime.scheduling.request import Request
-from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan, is_lookup
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.views import View
@@ -39,8 +36,8 @@ from specc.tune.candidates import (
     views_to_measure,
 )
 from specc.tune.latency import measure_latency
-from specc.tune.long_prompts import LongPrompts, join_prompts
 from specc.tune.options import TuneOptions
+from specc.tune.outputs import own_outputs, params_of, typical_context
 
 # children of a node that acceptance is measured for
 _WIDTH = 8
@@ -173,9 +170,8 @@ def tune(
         extension.try_plans([OFF], room)
         with phases.phase("target's own outputs"):
             engine = Engine.load(extension.directory, verify=False)
-            prompted = _prompts(engine, prompts, options)
+            prompted, trajectories = own_outputs(engine, prompts, options)
             token_ids = prompted.token_ids
-            trajectories = _trajectories(engine, token_ids, options)
         contexts = min(map(len, token_ids)), max(map(len, token_ids))
         block_size = manifest.limits.block_size
         views = views_to_measure(drafts, block_size, contexts[0])
@@ -196,8 +192,7 @@ def tune(
             for size in sizes
             for view in outgrown
         ]
-        lengths = [len(t.token_ids) - options.max_tokens // 2 for t in trajectories]
-        context = _typical_context(lengths, engine.max_seq_len, room)
+        context = typical_context(engine, trajectories, options, room)
         # a process has one sharded engine at a time, and the next one is loaded below
         engine.close()
         for size in sizes:
@@ -215,27 +210,6 @@ def tune(
     return tuning
 
 
-def _prompts(
-    engine: Engine, prompts: Sequence[str | list[int]], options: TuneOptions
-) -> LongPrompts:
-    """Token ids of prompts, joined where a length is asked for.
-
-    Raises:
-        ConfigError: a length that leaves no room for the output.
-        RequestError: a prompt is empty, or too long.
-    """
-    if options.context is None:
-        return LongPrompts(tokenize(engine, prompts, options.max_tokens))
-    room = min(engine.max_seq_len, engine.position_limit) - options.max_tokens
-    if options.context > room:
-        raise ConfigError(
-            f"--context {options.context}, and {options.max_tokens} tokens are to follow",
-            f"at most {max(0, room)}: the engine's max_seq_len, less what follows",
-            "lower --context or --tokens, or compile with a larger --max-seq-len",
-        )
-    return join_prompts(tokenize(engine, prompts, 1), options.context)
-
-
 def _batch_sizes(options: TuneOptions, most: int) -> list[int]:
     if not options.batch_sizes:
         return [size for size in (1, 2, 4, 8) if size <= most]
@@ -246,31 +220,6 @@ def _batch_sizes(options: TuneOptions, most: int) -> list[int]:
             "choose a size in this range, or compile with a larger --max-batch-size",
         )
     return sorted(set(options.batch_sizes))
-
-
-def _trajectories(
-    engine: Engine, token_ids: Sequence[list[int]], options: TuneOptions
-) -> list[Trajectory]:
-    params = _params(options, len(token_ids))
-    outputs = LLM(engine, plan=OFF.name).generate(list(token_ids), params)
-    found = []
-    for ids, output, own in zip(token_ids, outputs, params, strict=True):
-        request = Request(output.request_id, ids, own, max_seq_len=engine.max_seq_len)
-        request.token_ids += output.outputs[0].token_ids
-        found.append(Trajectory(request, len(ids)))
-    return found
-
-
-def _params(options: TuneOptions, count: int) -> list[SamplingParams]:
-    return [
-        SamplingParams(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            seed=seed,
-            ignore_eos=True,
-        )
-        for seed in range(count)
-    ]
 
 
 def _acceptance(
@@ -316,7 +265,7 @@ def _measure(
         prompts += prompts
     prompts = prompts[: max(batch_size, len(prompts) // batch_size * batch_size)]
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
-    params = _params(options, batch_size)
+    params = params_of(options, batch_size)
     contenders = [
         EngineContender(engine, plan.name, plan.name, batches, options.max_tokens, params=params)
         for plan in (OFF, *plans)
@@ -337,9 +286,3 @@ def _measure(
     break_even = length / best.measured if length else None
     chosen = best.plan if best.measured > _MARGIN else OFF
     return BatchTuning(batch_size, chosen, measured, break_even)
-
-
-def _typical_context(lengths: Sequence[int], max_seq_len: int, max_nodes: int) -> int:
-    """Committed rows of a sequence halfway, on average; with room for a tree."""
-    mean = sum(lengths) / max(1, len(lengths))
-    return max(1, min(int(mean), max_seq_len - max_nodes - 1))

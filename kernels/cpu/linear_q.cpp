@@ -1,0 +1,325 @@
+// y = x @ w.T + bias of a quantized weight, for the 1 to about 32 rows of a decoding or
+// verification step, where the time is that of reading w once.
+//
+// Rows of x become integers, so that sums are exact: they are the same in any order and with any
+// instructions (linear_q_paths.h). What is rounded, the sum of each group of columns and the sums
+// over groups, is rounded as kernels/reference/quantized.py says, and compiled without contraction:
+// a token's projection has the same bits alone or among others, on any number of threads, on any
+// processor.
+//
+// The lanes of a register are outputs. A chunk of 128 columns of a block, 2 to 4 KB, is multiplied
+// with one tile of rows after the other while it is in the first-level cache.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+#include "linear_q_paths.h"
+
+namespace specc {
+namespace {
+
+constexpr int kBlock = kLinearBlock;
+constexpr int64_t kMaxRows = 32;  // rows of x for which w is read once
+constexpr int64_t kChunk = 128;   // columns: one group of 128, four of 32
+constexpr int64_t kChunkQuads = kChunk / 4;
+constexpr int64_t kMostGroups = kChunk / 32;
+constexpr int64_t kScalesBytes = 4 * kBlock, kZerosBytes = 2 * kBlock, kUnitBytes = 4 * kBlock;
+constexpr int64_t kAheadBytes = 4096;   // covers memory's latency at a thread's bandwidth
+constexpr int64_t kSerialWork = 65536;  // products that cost less than waking a second thread
+constexpr int64_t kMostColumns = int64_t{1} << 40;
+constexpr int kLeastExponent = -64;     // of 2: less than half of it counts as zero
+
+struct alignas(64) Line {
+  char bytes[64];
+};
+
+// What a row has in a group beside its integers.
+struct GroupOfRow {
+  float factor;       // 2^e; NaN where the row has one, or an infinity
+  int32_t high, low;  // minus the sums of the integers' parts
+};
+
+// How the weight lies.
+struct Layout {
+  int64_t columns_of_unit, group, group_header, block_header;
+
+  explicit Layout(const LinearQ& a)
+      : columns_of_unit(32 / a.bits),
+        group(a.bits == 8 ? kChunk : a.group),
+        group_header(a.bits == 8 ? 0 : kScalesBytes + (a.has_zeros ? kZerosBytes : 0)),
+        block_header(a.bits == 8 ? kScalesBytes : 0) {}
+};
+
+int64_t parts_of(int64_t x, int64_t size) { return x / size + (x % size != 0); }
+
+float power_of_two(int exponent) {
+  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+// Writes a group of a row as integers; `values` has room for whole quads.
+template <int bits, class E>
+float to_integers(const E* x, int64_t count, int32_t* values) {
+  constexpr uint32_t kMost = bits == 16 ? 32639 : 8355711;
+  constexpr int kWidth = bits == 16 ? 15 : 23;  // bits of kMost
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = vec::to_float(x[i]);
+    uint32_t image;
+    std::memcpy(&image, &value, sizeof image);
+    largest = std::max(largest, image & 0x7fffffff);
+  }
+  if (largest >= 0x7f800000) {  // infinity or NaN
+    std::fill_n(values, count, 0);
+    return std::nanf("");
+  }
+  // of 1.fraction · 2^exponent, 24 bits as an integer
+  const uint32_t significand = 1u << 23 | (largest & 0x7fffff);
+  const bool is_over = significand > (kMost << (24 - kWidth));
+  const int exponent = std::max(
+      static_cast<int>(largest >> 23) - 127 + 1 - kWidth + is_over, kLeastExponent);
+  const float inverse = power_of_two(-exponent);
+  for (int64_t i = 0; i < count; ++i)
+    values[i] = static_cast<int32_t>(__builtin_rintf(vec::to_float(x[i]) * inverse));
+  return power_of_two(exponent);
+}
+
+// sums[m][0..32) += x[m, group] . w[group] for `rows` rows of x.
+template <class P, int bits, bool is_int4, bool has_zeros, bool ahead, int rows>
+void multiply_group(const uint8_t* w, const uint8_t* scales, int64_t units, const int32_t* x,
+                    const GroupOfRow* of_row, float* sums) {
+  constexpr int64_t kRowInts = kChunkQuads * P::kInts;
+  constexpr int kMiddle = is_int4 ? 8 : 128;
+  constexpr int kRegisters = kBlock / P::kLanes;
+  for (int first = 0; first < kRegisters; first += P::kAtOnce) {
+    typename P::Sums acc[rows][P::kAtOnce];
+#pragma GCC unroll 2
+    for (int v = 0; v < P::kAtOnce; ++v) {
+      auto zeros = P::splat(int32_t{kMiddle});
+      if constexpr (has_zeros)
+        zeros = P::load_zeros(scales + kScalesBytes + (first + v) * P::kLanes * 2);
+#pragma GCC unroll 6
+      for (int m = 0; m < rows; ++m)
+        P::start(acc[m][v], P::multiply(zeros, P::splat(of_row[m * kMostGroups].high)),
+                 P::multiply(zeros, P::splat(of_row[m * kMostGroups].low)));
+    }
+    const uint8_t* unit = w + first * P::kLanes * 4;
+    const int32_t* of_unit = x;
+    for (int64_t i = 0; i < units; ++i, unit += kUnitBytes) {
+      if constexpr (ahead) {
+        if (first == 0) {
+          __builtin_prefetch(unit + kAheadBytes);
+          __builtin_prefetch(unit + kAheadBytes + 64);
+        }
+      }
+      typename P::Columns columns[P::kAtOnce][is_int4 ? 2 : 1];
+#pragma GCC unroll 2
+      for (int v = 0; v < P::kAtOnce; ++v) {
+        const auto bytes = P::load(unit + v * P::kLanes * 4);
+        if constexpr (is_int4) {
+          columns[v][0] = P::columns(P::low_nibbles(bytes));
+          columns[v][1] = P::columns(P::high_nibbles(bytes));
+        } else {
+          columns[v][0] = P::columns(bytes);
+        }
+      }
+#pragma GCC unroll 2
+      for (int q = 0; q < (is_int4 ? 2 : 1); ++q, of_unit += P::kInts)
+#pragma GCC unroll 6
+        for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 2
+          for (int v = 0; v < P::kAtOnce; ++v)
+            P::multiply(acc[m][v], columns[v][q], of_unit + m * kRowInts);
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < P::kAtOnce; ++v) {
+      const auto scale = P::load_floats(scales + (first + v) * P::kLanes * 4);
+#pragma GCC unroll 6
+      for (int m = 0; m < rows; ++m) {
+        auto total = P::to_float(P::high(acc[m][v]));
+        if constexpr (bits == 24)
+          total = total * P::splat(256.0f) + P::to_float(P::low(acc[m][v]));
+        float* sum = sums + m * kBlock + (first + v) * P::kLanes;
+        const auto factor = scale * P::splat(of_row[m * kMostGroups].factor);
+        P::store(sum, P::load_floats(sum) + total * factor);
+      }
+    }
+  }
+}
+
+using MultiplyGroup = void (*)(const uint8_t*, const uint8_t*, int64_t, const int32_t*,
+                               const GroupOfRow*, float*);
+
+template <class P, int bits, bool is_int4, bool has_zeros, bool ahead, int... less_one>
+MultiplyGroup select(int64_t rows, std::integer_sequence<int, less_one...>) {
+  static constexpr MultiplyGroup kOfRows[] = {
+      multiply_group<P, bits, is_int4, has_zeros, ahead, less_one + 1>...};
+  return kOfRows[rows - 1];
+}
+
+template <class P, int bits, bool ahead>
+MultiplyGroup select(const LinearQ& a, int64_t rows) {
+  constexpr auto heights = std::make_integer_sequence<int, P::kTileRows>();
+  if (a.bits == 8) return select<P, bits, false, false, ahead>(rows, heights);
+  if (a.has_zeros) return select<P, bits, true, true, ahead>(rows, heights);
+  return select<P, bits, true, false, ahead>(rows, heights);
+}
+
+// A part of x's rows that is multiplied with a chunk at once; the first one reads ahead.
+struct RowTile {
+  int64_t row;
+  MultiplyGroup multiply;
+};
+
+template <class E, int bits>
+class Rows {
+ public:
+  Rows(const LinearQ& a, int64_t begin, int64_t count)
+      : a_(a), layout_(a), begin_(begin), count_(count), chunks_(parts_of(a.k, kChunk)) {
+    num_tiles_ = parts_of(count, P::kTileRows);
+    for (int64_t i = 0; i < num_tiles_; ++i) {
+      const int64_t row = count * i / num_tiles_, rows = count * (i + 1) / num_tiles_ - row;
+      tiles_[i] = {row, i == 0 ? select<P, bits, true>(a, rows) : select<P, bits, false>(a, rows)};
+    }
+    pack();
+  }
+
+  // y of these rows, outputs of the blocks begin..end
+  void multiply(int64_t begin, int64_t end) const {
+    const int64_t bytes = block_bytes(a_);
+    for (int64_t block = begin; block < end; ++block) {
+      alignas(64) float sums[kMaxRows * kBlock];
+      std::fill_n(sums, count_ * kBlock, 0.0f);
+      const uint8_t* w = a_.w + block * bytes;
+      const uint8_t* scales = w;
+      w += layout_.block_header;
+      for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+        const uint8_t* const start = w;
+        for (int64_t t = 0; t < num_tiles_; ++t) {
+          const RowTile& tile = tiles_[t];
+          const int32_t* x = packed_ + (chunk * count_ + tile.row) * kRowInts;
+          const GroupOfRow* of_row = groups_ + (chunk * count_ + tile.row) * kMostGroups;
+          w = start;
+          for (int64_t column = chunk * kChunk; column < std::min(a_.k, (chunk + 1) * kChunk);
+               column += layout_.group, ++of_row) {
+            const int64_t columns = std::min(layout_.group, a_.k - column);
+            const int64_t units = parts_of(columns, layout_.columns_of_unit);
+            if (layout_.group_header > 0) scales = w;
+            w += layout_.group_header;
+            tile.multiply(w, scales, units, x, of_row, sums + tile.row * kBlock);
+            w += units * kUnitBytes;
+            x += layout_.group / 4 * P::kInts;
+          }
+        }
+      }
+      store(block * kBlock, sums);
+    }
+  }
+
+ private:
+  using P = quantized::Path<bits>;
+  static constexpr int64_t kRowInts = kChunkQuads * P::kInts;
+
+  // Writes x as integers in the order [chunk][row][quad], and its groups as [chunk][row][group].
+  void pack() {
+    thread_local std::vector<Line> buffer;
+    const size_t ints = static_cast<size_t>(chunks_ * count_ * kRowInts);
+    const size_t groups = static_cast<size_t>(chunks_ * count_ * kMostGroups);
+    const size_t bytes = ints * sizeof(int32_t) + groups * sizeof(GroupOfRow);
+    buffer.resize(std::max(buffer.size(), bytes / sizeof(Line) + 1));
+    auto* packed = reinterpret_cast<int32_t*>(buffer.data());
+    auto* group = reinterpret_cast<GroupOfRow*>(packed + ints);
+    packed_ = packed;
+    groups_ = group;
+    for (int64_t chunk = 0; chunk < chunks_; ++chunk)
+      for (int64_t m = 0; m < count_; ++m, packed += kRowInts, group += kMostGroups)
+        pack_chunk(chunk * kChunk, static_cast<const E*>(a_.x) + (begin_ + m) * a_.x_stride,
+                   packed, group);
+  }
+
+  void pack_chunk(int64_t first, const E* x, int32_t* packed, GroupOfRow* group) {
+    const int64_t end = std::min(a_.k, first + kChunk);
+    // beyond K, where a unit of the weight has columns, too, integers are 0
+    alignas(64) int32_t values[kChunk] = {};
+    for (int64_t i = first; i < end; i += layout_.group, ++group) {
+      int32_t* own = values + (i - first);
+      const int64_t count = std::min(layout_.group, end - i);
+      group->factor = to_integers<bits>(x + i, count, own);
+      int32_t high = 0, low = 0;
+      for (int64_t quad = 0; quad < count; quad += 4) {
+        const quantized::Parts<bits> parts(own + quad);
+        for (int j = 0; j < 4; ++j) high += parts.high[j], low += parts.low[j];
+      }
+      group->high = -high;
+      group->low = -low;
+    }
+    for (int64_t quad = 0; quad < kChunkQuads; ++quad)
+      P::write(values + 4 * quad, packed + quad * P::kInts);
+  }
+
+  void store(int64_t n, const float* sums) const {
+    const E* bias = static_cast<const E*>(a_.bias);
+    const int64_t columns = std::min<int64_t>(kBlock, a_.n - n);
+    for (int64_t m = 0; m < count_; ++m) {
+      E* y = static_cast<E*>(a_.y) + (begin_ + m) * a_.y_stride + n;
+      const float* sum = sums + m * kBlock;
+      for (int64_t i = 0; i < columns; ++i)
+        vec::from_float(bias == nullptr ? sum[i] : sum[i] + vec::to_float(bias[n + i]), y + i);
+    }
+  }
+
+  const LinearQ& a_;
+  Layout layout_;
+  int64_t begin_, count_, chunks_, num_tiles_;
+  RowTile tiles_[kMaxRows];
+  const int32_t* packed_ = nullptr;
+  const GroupOfRow* groups_ = nullptr;
+};
+
+template <class E, int bits>
+void run(const LinearQ& a, int num_threads) {
+  const int64_t blocks = parts_of(a.n, kBlock), parts = parts_of(a.rows, kMaxRows);
+  const bool is_tiny = a.rows * a.n * a.k < kSerialWork;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_tiny)
+  {
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const int64_t begin = blocks * thread / threads, end = blocks * (thread + 1) / threads;
+    for (int64_t i = 0; i < parts && begin < end; ++i) {
+      const int64_t row = a.rows * i / parts;
+      Rows<E, bits>(a, row, a.rows * (i + 1) / parts - row).multiply(begin, end);
+    }
+  }
+}
+
+}  // namespace
+
+int64_t block_bytes(const LinearQ& a) {
+  const bool is_int8 = a.bits == 8 && a.group == 0 && !a.has_zeros;
+  const bool is_int4 = a.bits == 4 && (a.group == 32 || a.group == 64 || a.group == 128);
+  if (!is_int8 && !is_int4)
+    throw std::runtime_error("specc: no kernel for weights of this many bits and columns a group");
+  if (a.k > kMostColumns) throw std::runtime_error("specc: x has too many columns");
+  const Layout layout(a);
+  const int64_t groups = a.bits == 8 ? 0 : parts_of(a.k, layout.group);
+  return layout.block_header + groups * layout.group_header +
+         parts_of(a.k, layout.columns_of_unit) * kUnitBytes;
+}
+
+void linear_q(const LinearQ& a, int num_threads) {
+  if (a.dtype == DType::kFloat32)
+    run<float, 24>(a, num_threads);
+  else
+    run<vec::BFloat16, 16>(a, num_threads);
+}
+
+}  // namespace specc

@@ -1,0 +1,247 @@
+"""The C++ projection by quantized weights: its bits are those of the oracle, on every path."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specc.artifact.quantized_layout import QuantizedLayout, pack, quantize
+from specc.kernels import native
+from specc.kernels.reference.quantized import linear_q_reference
+from tests.kernels.cpu.test_linear import CANARY, before_a_forbidden_page, in_poison
+
+WRAPPER = """
+#include "kernels.h"
+extern "C" __attribute__((visibility("default"))) void run_linear_q(const specc::LinearQ* a,
+                                                                    int n) {
+  specc::linear_q(*a, n);
+}
+"""
+# -march → the instructions that running it takes; native is vpdpbusd where the machine has it
+ISAS = {
+    "native": set(),
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512vl"},
+    "x86-64-v3": {"avx2", "fma"},
+    "x86-64": {"sse2"},
+}
+DTYPES = (torch.float32, torch.bfloat16)
+LAYOUTS = [
+    QuantizedLayout(8),
+    *(QuantizedLayout(4, group, zeros) for group in (32, 64, 128) for zeros in (False, True)),
+]
+EVERY = {"argvalues": LAYOUTS, "ids": lambda item: item.name}
+
+
+class LinearQStruct(ctypes.Structure):
+    """`specc::LinearQ` of kernels.h."""
+
+    _fields_ = (
+        ("dtype", ctypes.c_int32),
+        ("rows", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("w", ctypes.c_void_p),
+        ("bits", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("has_zeros", ctypes.c_bool),
+        ("bias", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("y_stride", ctypes.c_int64),
+    )
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    isa = request.param
+    if isa != "native" and platform.machine() != "x86_64":
+        pytest.skip("an x86-64 instruction set")
+    if missing := ISAS[isa] - set(native.isa_flags()):
+        pytest.skip(f"no {', '.join(sorted(missing))}")
+    directory = tmp_path_factory.mktemp("linear_q")
+    (directory / "wrapper.cpp").write_text(WRAPPER, encoding="utf-8")
+    out, source = directory / "liblinear_q.so", native.SOURCE_DIR / "linear_q.cpp"
+    flags = [f for f in native._flags_of(source) if not f.startswith("-march")]
+    sources = [str(directory / "wrapper.cpp"), str(source)]
+    openmp = native._openmp(Path(torch.__file__).parent)
+    native._run(
+        [native.find_compiler(), *flags, f"-march={isa}", "-I", str(native.SOURCE_DIR), "-shared",
+         *sources, *openmp, "-o", str(out)]
+    )  # fmt: skip
+    return ctypes.CDLL(str(out))
+
+
+def run(
+    library: ctypes.CDLL,
+    x: Tensor,
+    stored: Tensor,
+    bias: Tensor | None,
+    n: int,
+    layout: QuantizedLayout,
+    *,
+    threads: int = 1,
+    y_stride: int | None = None,
+) -> Tensor:
+    """Call the kernel; nothing around y may change."""
+    rows, k = x.shape
+    y_stride = n if y_stride is None else y_stride
+    around = torch.full((rows + 2, y_stride), CANARY, dtype=x.dtype)
+    around[1:-1, :n] = torch.nan
+    arguments = LinearQStruct(
+        DTYPES.index(x.dtype),
+        rows,
+        n,
+        k,
+        x.data_ptr(),
+        x.stride(0),
+        stored.data_ptr(),
+        layout.bits,
+        layout.group,
+        layout.has_zeros,
+        None if bias is None else bias.data_ptr(),
+        around[1:].data_ptr(),
+        y_stride,
+    )
+    library.run_linear_q(ctypes.byref(arguments), threads)
+    assert (around[[0, -1]] == CANARY).all()
+    assert (around[:, n:] == CANARY).all()
+    return around[1:-1, :n].clone()
+
+
+def oracle(x: Tensor, stored: Tensor, bias: Tensor | None, n: int, layout: QuantizedLayout):
+    return linear_q_reference(x, stored, bias, n, layout.bits, layout.group, layout.has_zeros)
+
+
+def random_weight(n: int, k: int, layout: QuantizedLayout) -> Tensor:
+    groups = layout.num_groups(k)
+    levels = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (n, groups)) if layout.has_zeros else None
+    return pack(levels, torch.randn(n, groups), zeros, layout)
+
+
+def same_bits(found: Tensor, want: Tensor) -> bool:
+    kind = torch.int32 if found.dtype == torch.float32 else torch.int16
+    return torch.equal(found.isnan(), want.isnan()) and torch.equal(
+        found.nan_to_num(7).view(kind), want.nan_to_num(7).view(kind)
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(0, 40) | st.integers(0, 6),
+    n=st.integers(1, 140),
+    k=st.integers(1, 140) | st.sampled_from([255, 256, 512, 1040, 2100]),
+    layout=st.sampled_from(LAYOUTS),
+    dtype=st.sampled_from(DTYPES),
+    has_bias=st.booleans(),
+    x_padding=st.integers(0, 5),
+    y_padding=st.integers(0, 5),
+    threads=st.integers(1, 2),
+    spread=st.sampled_from([0, 1, 30]),
+    seed=st.integers(0, 2**31),
+)
+def test_bits_of_the_oracle(
+    library, rows, n, k, layout, dtype, has_bias, x_padding, y_padding, threads, spread, seed
+):
+    torch.manual_seed(seed)
+    x = in_poison(rows, k, dtype=dtype, padding=x_padding)
+    x *= torch.exp2(spread * torch.randn(rows, k)).to(dtype)  # some are below 2^-64
+    stored = random_weight(n, k, layout)
+    bias = torch.randn(n).to(dtype) if has_bias else None
+    found = run(library, x, stored, bias, n, layout, threads=threads, y_stride=n + y_padding)
+    assert same_bits(found, oracle(x, stored, bias, n, layout))
+
+
+@pytest.mark.parametrize("layout", **EVERY)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_of_a_row_depend_on_no_other_row_and_no_thread(library, dtype, layout):
+    k, n = 773, 139
+    x, bias = torch.randn(70, k).to(dtype), torch.randn(n).to(dtype)
+    stored = random_weight(n, k, layout)
+    want = run(library, x, stored, bias, n, layout)
+    assert same_bits(want, oracle(x, stored, bias, n, layout))
+    for rows in range(1, 34):
+        for threads in (1, 2):
+            first = 70 - rows
+            got = run(library, x[first:], stored, bias, n, layout, threads=threads)
+            assert torch.equal(got, want[first:]), f"{rows} rows, {threads} threads"
+
+
+@pytest.mark.parametrize("layout", **EVERY)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_at_the_ends_of_their_range(library, sign, dtype, layout):
+    """Every integer is the largest there is: 8192 columns in one sum would not fit 32 bits."""
+    k, n = 8192, 33
+    most = 32639 if dtype == torch.bfloat16 else 8355711
+    x = torch.full((3, k), sign * most).to(dtype)
+    if dtype == torch.bfloat16:
+        x = torch.full((3, k), sign * 32512.0).to(dtype)  # the largest of 8 bits
+    for level in (0, (1 << layout.bits) - 1):
+        levels, groups = torch.full((n, k), level, dtype=torch.uint8), layout.num_groups(k)
+        zeros = torch.full((n, groups), 15 - level) if layout.has_zeros else None
+        stored = pack(levels, torch.ones(n, groups), zeros, layout)
+        found = run(library, x, stored, None, n, layout)
+        assert same_bits(found, oracle(x, stored, None, n, layout))
+        middle = layout.middle if zeros is None else 15 - level
+        want = (level - middle) * x[0].double().sum()
+        assert abs(found[0, 0].double() - want) <= abs(want) * 2.0 ** (
+            -8 if dtype == torch.bfloat16 else -16
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_nan_and_infinity_stay_in_their_row(library, poison, dtype):
+    layout = QuantizedLayout(4, 32)
+    x, stored = torch.rand(5, 133).to(dtype), quantize(torch.rand(9, 133), layout)
+    x[2, 131] = poison
+    y = run(library, x, stored, None, 9, layout)
+    assert y[2].isnan().all()
+    assert y[[0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2], LAYOUTS[5]], ids=lambda i: i.name)
+@pytest.mark.parametrize("k", [3, 64, 200], ids="k{}".format)
+def test_reads_nothing_beyond_x_and_weight(library, k, layout):
+    packed = quantize(torch.ones(39, k), layout)
+    x = before_a_forbidden_page(5, k, dtype=torch.float32)
+    stored = before_a_forbidden_page(*packed.shape, dtype=torch.uint8).copy_(packed)
+    want = oracle(x, stored, None, 39, layout)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if same_bits(run(library, x, stored, None, 39, layout), want) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("layout", **EVERY)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operator(dtype, layout):
+    native.load(native.build())
+    x = in_poison(7, 48, dtype=dtype, padding=16)
+    stored, bias = random_weight(100, 48, layout), torch.randn(100).to(dtype)
+    arguments = (100, layout.bits, layout.group, layout.has_zeros)
+    for own in (bias, None):
+        found = torch.ops.specc_cpu.linear_q(x, stored, own, *arguments)
+        assert same_bits(found, torch.ops.specc.linear_q(x, stored, own, *arguments))
+    assert torch.ops.specc_cpu.linear_q(x[:0], stored, None, *arguments).shape == (0, 100)
+    for wrong in (stored.int(), stored[:-1], stored[:, :-1], stored[:, ::2], stored[0]):
+        with pytest.raises(RuntimeError, match=r"blocks|quantized weight"):
+            torch.ops.specc_cpu.linear_q(x, wrong, None, *arguments)
+    for wrong in (
+        (96, *arguments[1:]),
+        (100, 8, 32, False),
+        (100, 4, 48, False),
+        (100, 5, 32, True),
+    ):
+        with pytest.raises(RuntimeError, match=r"blocks|no kernel"):
+            torch.ops.specc_cpu.linear_q(x, stored, None, *wrong)

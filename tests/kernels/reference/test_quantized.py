@@ -1,0 +1,90 @@
+"""The oracle of quantized projections against float64: what writing rows as integers costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.kernels.reference.quantized import linear_q_reference, row_integers
+
+LAYOUTS = [QuantizedLayout(8), QuantizedLayout(4, 32), QuantizedLayout(4, 128, True)]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def project(x, stored, bias, n, layout):
+    return linear_q_reference(x, stored, bias, n, layout.bits, layout.group, layout.has_zeros)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda item: item.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [1, 31, 160, 2100])
+def test_products_are_those_of_the_weight_that_blocks_stand_for(k, dtype, layout) -> None:
+    torch.manual_seed(k)
+    x, bias = torch.randn(5, k), torch.randn(37).to(dtype)
+    x[:, ::50] *= 50  # as the outliers of trained models
+    x = x.to(dtype)
+    stored = quantize(torch.randn(37, k), layout)
+    weight = dequantize(stored, (37, k), layout).double()
+    want = x.double() @ weight.T + bias.double()
+    found = project(x, stored, bias, 37, layout).double()
+    # each integer of a row is at most half a step of its group off; float sums on top
+    group = layout.group or 128
+    largest = torch.cat([p.abs().amax(1, True).expand_as(p) for p in x.double().split(group, 1)], 1)
+    step = 2.0**-15 if dtype == torch.bfloat16 else 2.0**-23
+    bound = step * largest @ weight.abs().T + 2.0**-18 * (x.double().abs() @ weight.abs().T)
+    bound = bound + (2.0**-8 * want.abs() if dtype == torch.bfloat16 else 1e-6)
+    assert ((found - want).abs() <= bound).all()
+
+
+def test_rows_are_the_nearest_integers() -> None:
+    x = torch.tensor([[1.0, -0.5, 3.0, 2.0**-30, 5.0], [32639, 2.5, 3.5, -1, 0]])
+    (wide, rest), (factor, last) = row_integers(x, 4)
+    assert factor.tolist() == [2.0**-21, 2.0**-8]
+    assert wide.tolist()[0] == [2**21, -(2**20), 3 * 2**21, 0]
+    assert (wide[1] * factor[1]).tolist() == [32639, 2.5, 3.5, -1]
+    assert (rest[0, 0] * last[0], rest[1, 0]) == (5.0, 0)
+    ((narrow,), (factor,)) = row_integers(x[1:].bfloat16(), 5)
+    # bfloat16 makes 32640 of 32639, which is beyond two bytes at 2^0; ties are to even
+    assert factor.tolist() == [2.0]
+    assert narrow.tolist() == [[16320, 1, 2, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_integers_fit_their_bytes_and_use_them(dtype) -> None:
+    most = 32639 if dtype == torch.bfloat16 else 8355711
+    x = torch.exp2(torch.empty(2000, 1).uniform_(-30, 126)) * torch.empty(2000, 1).uniform_(1, 2)
+    ((values,), (factors,)) = row_integers(x.to(dtype), 32)
+    assert values.max() <= most
+    assert values.min() > most // 2 - 1
+    error = (values[:, 0].double() * factors.double() - x.to(dtype).double()[:, 0]).abs()
+    assert (error <= factors.double() / 2).all()
+    edge = torch.tensor([[most], [most + 1.0]], dtype=torch.float32)
+    ((values,), _) = row_integers(edge.to(dtype), 32)
+    assert values.max() <= most
+
+
+def test_bfloat16_rows_near_their_largest_have_no_error() -> None:
+    x = (torch.randn(50, 64).sign() * torch.empty(50, 64).uniform_(2.0**-5, 2)).bfloat16()
+    ((values,), (factors,)) = row_integers(x, 64)
+    assert torch.equal(values * factors[:, None].double(), x.double())
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_takes_its_row(poison) -> None:
+    layout = QuantizedLayout(4, 32)
+    x = torch.rand(3, 70)
+    x[1, 69] = poison
+    y = project(x, quantize(torch.rand(9, 70), layout), None, 9, layout)
+    assert y[1].isnan().all()
+    assert y[[0, 2]].isfinite().all()
+
+
+def test_tiny_and_zero_rows() -> None:
+    layout = QuantizedLayout(8)
+    stored = quantize(torch.ones(4, 40), layout)
+    x = torch.stack([torch.zeros(40), torch.full((40,), 2.0**-64), torch.full((40,), 1e-40)])
+    y = project(x, stored, None, 4, layout)
+    assert (y[0] == 0).all()
+    assert y[1, 0].item() == pytest.approx(40 * 2.0**-64, rel=1e-6)
+    assert (y[2] == 0).all()
