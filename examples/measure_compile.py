@@ -340,6 +340,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("compile_scale.json"))
     parser.add_argument("--part", choices=PARTS, default="passes")
+    depths = ",".join(map(str, SEGMENT_LAYERS))
+    parser.add_argument("--depths", default=depths, help="layers of the part segments")
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write-checkpoint", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
@@ -394,7 +396,7 @@ def main() -> None:
     elif arguments.part == "segments":
         results["engines"] = [
             compile_apart(EIGHTH | {"num_hidden_layers": n}, "cpu", segments=segments)
-            for n in SEGMENT_LAYERS
+            for n in map(int, arguments.depths.split(","))
             for segments in (True, False)
         ]
     else:

@@ -51,7 +51,9 @@ def compile(
     allow_nonfinite_weights: bool = False,
     tensor_parallel_size: int = 1,
     draft_tensor_parallel_size: int = 1,
+    draft_ranks: int = 1,
     draft_kv: str | Sequence[str] = (),
+    kv_cache_dtype: str = "auto",
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
     """Compile a target and a draft into an engine directory.
@@ -93,9 +95,12 @@ def compile(
         tensor_parallel_size: ranks that share the target, each with a weight file of its own.
         draft_tensor_parallel_size: ranks that share each draft model: as many as the target has, or
             1, rank 0 alone.
+        draft_ranks: ranks that the draft models are spread over, in turn; several draft at once.
         draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`,
             once for all of them or once for each; a draft with a window may have fewer positions
             than max_seq_len.
+        kv_cache_dtype: `auto`, rows of K and V in the type of the model, or `int8`, with a scale
+            for each token and KV head; of the backends cpu and eager.
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.
@@ -121,6 +126,8 @@ def compile(
         allow_nonfinite_weights=allow_nonfinite_weights,
         tensor_parallel_size=tensor_parallel_size,
         draft_tensor_parallel_size=draft_tensor_parallel_size,
+        draft_ranks=draft_ranks,
+        kv_cache_dtype=kv_cache_dtype,
         draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
     )
     return compile_with(
@@ -140,6 +147,7 @@ def reshard(
     output: str | Path,
     tensor_parallel_size: int,
     *,
+    pipeline_parallel_size: int | None = None,
     force: bool = False,
     probe: bool = True,
     listen: Callable[[ProgressEvent], None] = lambda event: None,
@@ -152,6 +160,7 @@ def reshard(
         engine: directory of the engine that there is, with the files of all of its ranks.
         output: engine directory to make.
         tensor_parallel_size: ranks that share the target of the new engine; 1 makes it whole.
+        pipeline_parallel_size: its stages; None is as many as the engine has.
         force: replace an existing engine.
         probe: generate a few dozen tokens at the end and report acceptance.
         listen: called as phases begin, advance and end.
@@ -164,6 +173,7 @@ def reshard(
         engine,
         output,
         tensor_parallel_size,
+        num_stages=pipeline_parallel_size,
         force=force,
         probe=probe_engine if probe else None,
         listen=listen,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from specc.artifact.kv_rows import AUTO as AS_MODEL
+from specc.artifact.kv_rows import KV_CACHE_DTYPES
 from specc.errors import ConfigError
 from specc.speculation.kv_window import FULL, KVWindow
 from specc.speculation.plans import SpecPlan
@@ -24,14 +26,15 @@ _RANGES = (
     ("max_logits_mb", 1, 1 << 20), ("tensor_parallel_size", 1, 256),
     ("pipeline_parallel_size", 1, 256),
     ("draft_tensor_parallel_size", 1, 256), ("rope_length", 2, 1 << 30),
-    ("kv_cache_tokens", 1, 1 << 40),
+    ("kv_cache_tokens", 1, 1 << 40), ("draft_ranks", 1, 256),
 )  # fmt: skip
 DEFAULT_MAX_LOGITS_MB = 512
 # options that not every backend takes, and what says that nobody gave them; the compiler's backends
 # say which they take
 BACKEND_OPTIONS = {
     "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
-    "draft_tensor_parallel_size": 1, "segments": False, "pipeline_parallel_size": 1,
+    "draft_tensor_parallel_size": 1, "draft_ranks": 1, "segments": False,
+    "kv_cache_dtype": AS_MODEL, "pipeline_parallel_size": 1,
 }  # fmt: skip
 
 
@@ -67,12 +70,15 @@ class CompileConfig:
             `tensor_parallel_size` ranks.
         draft_tensor_parallel_size: ranks that share each draft model: those of the target, or 1,
             rank 0 alone.
+        draft_ranks: ranks that draft models which are not cut are spread over, in turn.
         rope_length: rotary frequencies of this length at every position, where those of a model
             depend on length and it is longer than the model's own; None serves that at most.
         kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case of
             `max_batch_size` sequences.
         segments: compile the target as segments, one program for each kind of layer; such engines
             can run with weights in files, see `--offload-weights`.
+        kv_cache_dtype: how caches hold K and V of all models: `auto`, in the type of the model, or
+            `int8`, with a scale for each token and KV head.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -96,14 +102,23 @@ class CompileConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     draft_tensor_parallel_size: int = 1
+    draft_ranks: int = 1
     rope_length: int | None = None
     kv_cache_tokens: int | None = None
     segments: bool = False
+    kv_cache_dtype: str = AS_MODEL
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
         drafts = tuple(parse_dtype(dtype, "--draft-dtype") for dtype in self.draft_dtypes)
         object.__setattr__(self, "draft_dtypes", drafts)
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"--kv-cache-dtype {self.kv_cache_dtype}",
+                " or ".join(KV_CACHE_DTYPES),
+                f"pass --kv-cache-dtype {KV_CACHE_DTYPES[-1]}, or leave it out: rows are then in"
+                " the type of the model",
+            )
         for text in self.draft_kv:
             KVWindow.parse(text)
         for name, low, high in _RANGES:
@@ -122,27 +137,40 @@ class CompileConfig:
 
         self._check_ranks()
 
+    def _check_stages(self) -> None:
+        """Raises ConfigError: what a target in stages does not go with."""
+        stages = self.pipeline_parallel_size
+        if stages == 1:
+            return
+        others = {
+            "--draft-tensor-parallel-size": (self.draft_tensor_parallel_size, 1),
+            "--draft-ranks": (self.draft_ranks, 1),
+            "--kv-cache-dtype": (self.kv_cache_dtype, AS_MODEL),
+        }
+        given = [f"{name} {value}" for name, (value, none) in others.items() if value != none]
+        given += ["--segments"] * self.segments
+        given += [f"--draft {own.option}" for plan in self.plans for own in plan.self_drafts]
+        if given:
+            raise ConfigError(
+                f"{given[0]} and --pipeline-parallel-size {stages}",
+                "a target in stages, with models or lookups that draft on rank 0",
+                f"leave out {given[0].split()[0]}, or --pipeline-parallel-size",
+            )
+
     def _check_ranks(self) -> None:
         drafts, num_ranks = self.draft_tensor_parallel_size, self.tensor_parallel_size
-        stages = self.pipeline_parallel_size
-        if stages > 1 and drafts > 1:
+        self._check_stages()
+        if self.draft_ranks > num_ranks:
             raise ConfigError(
-                f"--draft-tensor-parallel-size {drafts} and --pipeline-parallel-size {stages}",
-                "drafts on rank 0 alone, where the target has stages",
-                "leave out --draft-tensor-parallel-size, or --pipeline-parallel-size",
+                f"--draft-ranks {self.draft_ranks} and --tensor-parallel-size {num_ranks}",
+                "as many ranks as draft, or more",
+                f"pass --draft-ranks {num_ranks}, or a larger --tensor-parallel-size",
             )
-        if stages > 1 and self.segments:
+        if self.draft_ranks > 1 and drafts > 1:
             raise ConfigError(
-                f"--segments and --pipeline-parallel-size {stages}",
-                "one of them: stages are programs of several layers",
-                "leave out --segments, or --pipeline-parallel-size",
-            )
-        if stages > 1 and any(plan.self_drafts for plan in self.plans):
-            (draft, *_) = [d for plan in self.plans for d in plan.self_drafts]
-            raise ConfigError(
-                f"--draft {draft.option} and --pipeline-parallel-size {stages}",
-                "drafts of their own, where the target has stages: no rank has all of its layers",
-                "pass another --draft, or leave out --pipeline-parallel-size",
+                f"--draft-ranks {self.draft_ranks} and --draft-tensor-parallel-size {drafts}",
+                "drafts that are one rank's each, or cut for all ranks",
+                "leave out one of the two",
             )
         if drafts in (1, num_ranks):
             return
@@ -153,6 +181,16 @@ class CompileConfig:
             if num_ranks > 1
             else f"add --tensor-parallel-size {drafts}",
         )
+
+    def check_draft_ranks(self, num_drafts: int) -> None:
+        """Raises ConfigError: more ranks are to draft than there are draft models."""
+        if self.draft_ranks > max(1, num_drafts):
+            raise ConfigError(
+                f"--draft-ranks {self.draft_ranks}, and {num_drafts} draft models",
+                "a draft model for each of these ranks: one alone is on rank 0",
+                f"pass --draft-ranks {max(1, num_drafts)}, or cut the draft:"
+                " --draft-tensor-parallel-size",
+            )
 
     def dtypes_of(self, num_drafts: int) -> list[str]:
         """Types of the target and of each draft model.

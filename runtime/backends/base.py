@@ -37,6 +37,7 @@ class LoadLimits:
         offload_weights: bytes that weights of the target may take in memory, of each rank: others
             are read from their file in every pass; `auto` is what is free. None: they are mapped.
         num_local: ranks of this machine, which share what is free.
+        skips: of other backends, plans whose steps are not loaded.
     """
 
     max_num_seqs: int | None = None
@@ -46,6 +47,7 @@ class LoadLimits:
     ranks: DeviceRanks | None = None
     offload_weights: int | str | None = None
     num_local: int = 1
+    skips: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

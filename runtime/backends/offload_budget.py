@@ -6,8 +6,7 @@ from pathlib import Path
 
 from specc.artifact.directory import available_memory_bytes
 from specc.artifact.manifest import Manifest
-from specc.artifact.offload import OffloadPlan, find_pieces, plan_offload
-from specc.artifact.safetensors_io import SafetensorsReader
+from specc.artifact.offload import OffloadPlan, plan_offload, read_pieces
 from specc.artifact.segments import SegmentedModel
 from specc.errors import ConfigError
 from specc.runtime.backends.base import LoadLimits
@@ -72,9 +71,7 @@ def offload_of(
     budget = limits.offload_weights
     if isinstance(budget, str):
         budget = _free_bytes(manifest, limits)
-    with SafetensorsReader(file) as reader:
-        places = {key: reader.place(key) for key in reader.keys()}  # noqa: SIM118
-    return plan_offload(*find_pieces(model, places), budget)
+    return plan_offload(*read_pieces(model, file), budget)
 
 
 def _free_bytes(manifest: Manifest, limits: LoadLimits) -> int:

@@ -59,7 +59,7 @@ class FollowedDevice:
 
     @torch.inference_mode()
     def follow(self, order: Message) -> None:
-        """Do what is ordered, and wait for it.
+        """Do what is ordered, and wait for it; rank 0 waits for no answer.
 
         Raises:
             FaultError: it is no order of this engine.

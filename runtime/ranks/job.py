@@ -13,7 +13,7 @@ from typing import Any
 from specc.errors import RankError, SpeccError
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.lost_rank import lost
-from specc.runtime.ranks.orders import Kind, Message, encode, json_message
+from specc.runtime.ranks.orders import Kind, Message, encode, json_message, refused
 from specc.runtime.ranks.rank_group import RankGroup
 from specc.runtime.ranks.rank_options import RankOptions
 
@@ -155,6 +155,26 @@ class Job:
                 # how it ended is said later
                 follower.signs.is_ended = True
         return tickets
+
+    def answer(self, rank: int, order: int) -> Message:
+        """Wait for what a rank answers to an order.
+
+        Raises:
+            FaultError: it says something else.
+            SpeccError: a rank is lost.
+        """
+        (follower,) = (one for one in self.followers if one.rank == rank)
+        while (message := follower.orders.receive()) is not None:
+            # of a step that was broken off before its answer was read
+            is_late = message.sequence < order
+            if message.kind is not Kind.DRAFTED or message.sequence > order:
+                raise refused(f"{message.kind.name} {message.sequence} in answer to order {order}")
+            if not is_late:
+                return message
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure is not None, _CAUSE_S)
+        self.check()
+        raise lost(f"{follower.name} does not answer order {order}")
 
     def wait_ready(self, starts: bool = True) -> None:
         """Wait until all have loaded the engine.

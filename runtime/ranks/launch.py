@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,9 +35,10 @@ from specc.runtime.ranks.follower import facts_about, follow
 from specc.runtime.ranks.job import Follower, Job
 from specc.runtime.ranks.leader import Leader, end_job
 from specc.runtime.ranks.led_device import LedDevice
-from specc.runtime.ranks.led_drafts import drafts_led, led_drafts
+from specc.runtime.ranks.led_drafts import led_drafts, led_plans
 from specc.runtime.ranks.led_model import LedModel
 from specc.runtime.ranks.led_step import LedStep
+from specc.runtime.ranks.lone_draft import LoneDraft
 from specc.runtime.ranks.open_group import make_group
 from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, joined
 from specc.runtime.ranks.rank_options import RankOptions
@@ -107,9 +108,7 @@ def load_led(
         if launched is not None and launched.num_local < launched.size:
             address = launched.free_address()
         if manifest.stages:
-            assert manifest.parallel is not None
-            sizes = manifest.parallel.tensor_parallel_size, manifest.parallel.num_stages
-            place = StagePlace(0, *sizes)
+            place = StagePlace(0, manifest.tensor_parallel_size, len(manifest.stages))
             group = StageGroups(place, local, options.collective_timeout_s)
         else:
             group = make_group(options.num_ranks, options.collective_timeout_s, address, is_on_gpu)
@@ -148,7 +147,12 @@ def load_led(
             loaded = backend_of(backend).load(path, manifest, replace(limits, ranks=led))
             job.start()
             return loaded
-        loaded = backend_of(backend).load(path, manifest.of_rank(0), limits)
+        others = manifest.draft_homes
+        own = manifest.of_rank(0)
+        own = own.part_of([m.name for m in manifest.models if m.name not in others])
+        # what drafts with other ranks is put together here
+        limits = replace(limits, skips=led_plans(manifest))
+        loaded = backend_of(backend).load(path, own, limits)
         job.wait_ready()
         passes = None
         if isinstance(group, StageGroups):
@@ -167,29 +171,39 @@ def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader)
         name: LedModel(leader, number, own[name])
         for number, name in enumerate(manifest.led_programs)
     }
-    models: dict[str, Model] = {**own, **led}
+    homes, vocab_size = manifest.draft_homes, manifest.models[0].vocab_size
+    lone = {
+        name: LoneDraft(leader, number, homes[name], vocab_size)
+        for number, name in enumerate(manifest.ordered_programs)
+        if name in homes
+    }
+    models: dict[str, Model] = {**own, **led, **lone}
     target = led[manifest.models[0].name]
+    # whose rows others keep, too
+    kept = {name: model for name, model in (*led.items(), *lone.items())}
 
-    def led_step(make: type[LedStep], step: Step, file: str) -> LedStep:
-        operators, plan = loaded.operators, step.plan
-        staged = step.staged
-        assert staged is not None, "steps of these backends run stage by stage"
-        if drafts_led(plan, models):
-            staged = led_drafts(read_json(path / file), models, operators)
-        drafts = {name: led[name] for name in plan.models if name in led}
-        return make(staged, target, operators, loaded.cache.history, drafts)
+    def led_steps(
+        make: type[LedStep], files: Mapping[str, str], found: Mapping[str, Step]
+    ) -> dict[str, LedStep]:
+        made = {}
+        for number, entry in enumerate(manifest.plans):
+            if entry.name not in files:
+                continue
+            operators, step = loaded.operators, found.get(entry.name)
+            staged = None if step is None else step.staged
+            if staged is None:
+                program = read_json(path / files[entry.name])
+                staged = led_drafts(program, number, models, operators, homes)
+            drafts = {name: kept[name] for name in entry.plan.models if name in kept}
+            history = loaded.cache.history
+            made[entry.name] = make(staged, target, operators, history, drafts)
+        return made
 
-    steps: dict[str, Step] = {
-        plan: led_step(LedStep, step, manifest.step_files[plan])
-        for plan, step in loaded.steps.items()
-    }
-    drawn = {
-        plan: led_step(DrawnStep, step, manifest.winners_files[plan])
-        for plan, step in loaded.winners_steps.items()
-    }
+    steps: dict[str, Step] = {**led_steps(LedStep, manifest.step_files, loaded.steps)}
+    drawn = led_steps(DrawnStep, manifest.winners_files, loaded.winners_steps)
     return replace(
         loaded,
-        models={name: models[name] for name in loaded.models},
+        models={model.name: models[model.name] for model in manifest.models},
         steps=steps,
         drawn=DrawnPrograms(target, drawn) if drawn else None,
         self_drafts={name: models[name] for name in loaded.self_drafts},

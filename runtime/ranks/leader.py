@@ -14,7 +14,7 @@ from torch import Tensor
 from specc.runtime.execution.draws import Draws
 from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.job import Job
-from specc.runtime.ranks.orders import Commit, Kind
+from specc.runtime.ranks.orders import Commit, Kind, Message
 from specc.runtime.ranks.rank_group import NUM_INPUTS, drawn_tokens, whole_logits, whole_votes
 from specc.runtime.ranks.stage_passes import StagePasses
 from specc.runtime.ranks.uninterrupted import uninterrupted
@@ -145,6 +145,30 @@ class Leader:
     def whole_votes(self, inputs: Sequence[Tensor | None]) -> None:
         """Those of a pass, of all ranks, where its inputs ask for votes; see `whole_votes`."""
         whole_votes(self._job.group, inputs)
+
+    def ask(self, kind: Kind, tensors: tuple[Tensor | None, ...], model: int = 0) -> int:
+        """Give an order that this rank has no part in; returns its number, see `answer`.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        with uninterrupted():
+            return self._job.order(kind, tensors, model)
+
+    def answer(self, rank: int, order: int) -> Message:
+        """Wait for what a rank answers to an order.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        job = self._job
+        with uninterrupted():
+            try:
+                return job.answer(rank, order)
+            except BaseException as error:
+                job.fail(job.fault_of(error))
+                job.check()
+                raise
 
     def commit(self, model: int, commit: Commit) -> None:
         """Have the others keep what a step of this rank has kept, before their next order.

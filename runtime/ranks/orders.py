@@ -29,7 +29,7 @@ HEADER_BYTES = _HEADER.size
 _ENTRY = struct.Struct("<BB6x4Q")
 _ALIGNMENT = 64
 _MOST_DIMS = 4
-MOST_TENSORS = 16
+MOST_TENSORS = 256
 # a pass of 100,000 tokens takes less
 MOST_BYTES = 1 << 28
 _ABSENT = 0
@@ -46,12 +46,14 @@ class Kind(enum.IntEnum):
 
     Orders of rank 0: SETUP (what to load, as JSON), PASS (a model's eight inputs), DRAW (the same
     and three tensors of `Draws`: a pass that yields tokens), COMMIT (of a step, see `Commit`),
-    CHECKSUM (of the caches), END; of engines on devices WORK (what a table says, see
-    `device_work.py`), CAPTURE (it, as the graph of this number), REPLAY (a graph); where the target
-    has stages, before all orders MEET (how to open groups and links, as JSON). Reports of the
-    others: HELLO (what they are, as JSON), OFFER (groups and links that they have made, as JSON),
-    READY, ERROR (as JSON; also from rank 0, which then ends), SUM (32 bytes). BEAT goes both ways:
-    the sender is alive, and has done the order of this number.
+    DRAFT (a plan's number, and what its drafts on other ranks read), CHECKSUM (of the caches), END;
+    of engines on devices WORK (what a table says, see `device_work.py`), CAPTURE (it, as the graph
+    of this number), REPLAY (a graph); where the target has stages, before all orders MEET (how to
+    open groups and links, as JSON). Reports of the others: HELLO (what they are, as JSON), OFFER
+    (groups and links that they have made, as JSON), READY, ERROR (as JSON; also from rank 0, which
+    then ends), SUM (32 bytes), DRAFTED (the answer to a DRAFT, or to a PASS of a draft of theirs;
+    it comes where orders go). BEAT goes both ways: the sender is alive, and has done the order of
+    this number.
     """
 
     SETUP = 1
@@ -63,13 +65,15 @@ class Kind(enum.IntEnum):
     WORK = 7
     CAPTURE = 8
     REPLAY = 9
-    MEET = 10
+    DRAFT = 10
+    MEET = 11
     HELLO = 16
     READY = 17
     ERROR = 18
     SUM = 19
     BEAT = 20
-    OFFER = 21
+    DRAFTED = 21
+    OFFER = 22
 
 
 class Message(NamedTuple):

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.artifact.backends import facts_of
+from specc.artifact.kv_rows import AUTO
 from specc.artifact.manifest_checks import (
     check_backend,
     check_cache_rows,
     check_choice,
     check_files,
+    check_kv_rows,
     check_models,
     check_parallel,
     check_plans,
@@ -59,6 +61,7 @@ class Manifest:
         tensorrt: of engines for TensorRT; else None.
         self_drafts: programs that self-drafts run beside the target's own.
         segments: of the target, which then has no compiled program of its own; else None.
+        kv_cache_dtype: how caches hold rows, see `specc.artifact.kv_rows`.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
@@ -81,6 +84,7 @@ class Manifest:
     parallel: ParallelEntry | None = None
     self_drafts: tuple[SelfDraftEntry, ...] = ()
     segments: SegmentsEntry | None = None
+    kv_cache_dtype: str = AUTO
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -101,7 +105,7 @@ class Manifest:
         kv_cache_tokens: int | None = None,
         weights_budget: int | None = None,
     ) -> int:
-        """Bytes that these ranks take together: each its part of what is cut, rank 0 the rest.
+        """Bytes that these ranks take together: each its part of what is cut, and its drafts.
 
         Args:
             ranks: some of 0 … num_ranks - 1.
@@ -112,8 +116,9 @@ class Manifest:
         planned, needed = self.limits.cache_rows(), 0
         made = self.limits.cache_rows(max_num_seqs, kv_cache_tokens)
         for model in self.models:
+            home = self.draft_homes.get(model.name, 0)
             for rank in ranks:
-                if rank > 0 and not self.is_cut(model):
+                if rank != home and not self.is_cut(model):
                     continue
                 entry = self._memory_of(model, rank)
                 weights = entry.weights
@@ -130,13 +135,18 @@ class Manifest:
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]
-        elif not self.parallel.stages:
+        else:
             # nor what engines of one stage would say of stages
-            del data["parallel"]["stages"]
+            if not self.parallel.stages:
+                del data["parallel"]["stages"]
+            if self.parallel.draft_ranks == 1:
+                del data["parallel"]["draft_ranks"]
         if not self.self_drafts:
             del data["self_drafts"]
         if self.segments is None:
             del data["segments"]
+        if self.kv_cache_dtype == AUTO:
+            del data["kv_cache_dtype"]
         return data
 
     @classmethod
@@ -168,11 +178,15 @@ class Manifest:
         if not isinstance(memory, dict) or "total" not in memory:
             raise invalid("memory_plan has no total", "an object with a total")
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
-        # engines of one rank do not say so, nor those whose drafts need no program of their own
-        absent: dict[str, Any] = {"parallel": None, "self_drafts": [], "segments": None}
+        # engines of one rank do not say so, nor those whose drafts need no program of their own, or
+        # whose rows are in the type of the model
+        absent: dict[str, Any] = {
+            "parallel": None, "self_drafts": [], "segments": None, "kv_cache_dtype": AUTO,
+        }  # fmt: skip
+        if isinstance(data.get("parallel"), dict):
+            absent["parallel"] = {"draft_ranks": 1, "stages": []} | data["parallel"]
+            data = {name: value for name, value in data.items() if name != "parallel"}
         fields = absent | data | {"memory_plan": models_memory}
-        if isinstance(fields["parallel"], dict):
-            fields["parallel"] = {"stages": []} | fields["parallel"]
         manifest = decode(cls, fields, "")
         if memory["total"] != manifest.total_memory:
             raise invalid(
@@ -190,6 +204,7 @@ class Manifest:
         check_models(self.models)
         check_backend(self.backend, self.native, self.rectangle, self.tensorrt)
         check_cache_rows(self.rectangle, self.limits)
+        check_kv_rows(self.kv_cache_dtype, self.backend)
         check_plans(self.plans, self.models, self.limits)
         check_self_drafts(self.self_drafts, self.models[0], self.plans)
         check_choice(self.default_plan, self.policy, self.plans)
@@ -200,6 +215,11 @@ class Manifest:
     @property
     def num_ranks(self) -> int:
         return self.parallel.num_ranks if self.parallel else 1
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that have a part of each weight, or of each that their stage has."""
+        return self.parallel.tensor_parallel_size if self.parallel else 1
 
     @property
     def stages(self) -> tuple[StageEntry, ...]:
@@ -241,6 +261,30 @@ class Manifest:
     def led_programs(self) -> tuple[str, ...]:
         """Names of what orders are about: models, then second programs of the target."""
         return (*self.led_models, *(draft.name for draft in self.self_drafts))
+
+    @property
+    def draft_homes(self) -> dict[str, int]:
+        """Draft model → the one rank that has it, where that is not rank 0."""
+        count = self.parallel.draft_ranks if self.parallel else 1
+        homes = {model.name: i % count for i, model in enumerate(self.models[1:])}
+        return {name: rank for name, rank in homes.items() if rank}
+
+    def drafts_of(self, rank: int) -> tuple[str, ...]:
+        """Draft models that this rank has, and rank 0 has not."""
+        return tuple(name for name, home in self.draft_homes.items() if home == rank)
+
+    @property
+    def ordered_programs(self) -> tuple[str, ...]:
+        """What orders are about, by number: that of all ranks, then drafts of single ones."""
+        return (*self.led_programs, *self.draft_homes)
+
+    def part_of(self, names: Collection[str]) -> Manifest:
+        """The same of some of the models, for a rank that loads no others."""
+        return dataclasses.replace(
+            self,
+            models=tuple(model for model in self.models if model.name in names),
+            memory_plan={name: self.memory_plan[name] for name in names},
+        )
 
     def weights_file(self, model: ModelEntry, rank: int = 0) -> str:
         """The weights of a model that a rank reads."""
@@ -296,7 +340,7 @@ class Manifest:
             parts = [self._stage_entry(number) for number in range(len(self.stages))]
             files += [getattr(part, field) for part in parts for field in fields]
         files += self.weights_files
-        is_tensor_cut = self.parallel is not None and self.parallel.tensor_parallel_size > 1
+        is_tensor_cut = self.tensor_parallel_size > 1
         cut = [model for model in self.models if self.is_cut(model) and is_tensor_cut]
         files += [file for model in cut for file in (model.shard_file, model.whole_file)]
         if self.is_cut(self.models[0]):

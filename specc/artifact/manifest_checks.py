@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
+from specc.artifact.kv_rows import AUTO, KV_CACHE_DTYPES
 from specc.artifact.manifest_entries import (
     MAY_BE_ABSENT,
     CacheRowsEntry,
@@ -102,6 +103,17 @@ def check_cache_rows(rectangle: CacheRowsEntry | None, limits: LimitsEntry) -> N
         )
 
 
+def check_kv_rows(kv_cache_dtype: str, backend: str) -> None:
+    """How caches hold rows.
+
+    Raises:
+        EngineError: no type that this version knows, or one that the backend does not read.
+    """
+    known = KV_CACHE_DTYPES if facts_of(backend).takes_int8_rows else (AUTO,)
+    if kv_cache_dtype not in known:
+        raise invalid(f"kv_cache_dtype is {kv_cache_dtype!r}", " or ".join(known))
+
+
 def check_plans(
     plans: Sequence[PlanEntry], models: Sequence[ModelEntry], limits: LimitsEntry
 ) -> None:
@@ -178,6 +190,10 @@ def check_parallel(
     names = [model.name for model in models]
     if not parallel.models or not set(parallel.models) <= set(names):
         raise invalid(f"parallel.models is {list(parallel.models)}", f"some of {', '.join(names)}")
+    whole = [model.name for model in models[1:] if model.name not in parallel.models]
+    most = max(1, min(parallel.tensor_parallel_size, len(whole)))
+    if not 1 <= parallel.draft_ranks <= most:
+        raise invalid(f"parallel.draft_ranks is {parallel.draft_ranks}", f"1 … {most}")
     if set(parallel.samples) != set(rank_files):
         raise invalid(
             f"parallel.samples of {', '.join(parallel.samples) or 'no file'}",

@@ -222,11 +222,14 @@ class ParallelEntry:
     `samples`: file of a rank's weights → `sample_file` of it. Weights are too large to be hashed
     whenever an engine is loaded; so files that change places, or come from another engine, are
     found all the same.
+
+    `draft_ranks`: ranks that draft models which are not cut are spread over, in turn.
     """
 
     tensor_parallel_size: int
     models: tuple[str, ...]
     samples: dict[str, str] = dataclasses.field(default_factory=dict)
+    draft_ranks: int = 1
     stages: tuple[StageEntry, ...] = ()
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
+from specc.artifact.safetensors_io import SafetensorsReader
 from specc.artifact.segments import SegmentedModel
 from specc.errors import ConfigError
 from specc.system.files import format_bytes
@@ -112,6 +114,22 @@ def _longest_run(keys: Sequence[str], places: Mapping[str, tuple[int, int]]) -> 
     return max(runs, key=lambda run: sum(places[key][1] for key in run), default=[])
 
 
+def read_pieces(model: SegmentedModel, file: Path) -> tuple[list[Piece], list[str]]:
+    """`find_pieces`, by the header of a file of weights.
+
+    Raises:
+        WeightError: it is no safetensors file.
+    """
+    with SafetensorsReader(file) as reader:
+        places = {key: reader.place(key) for key in reader.keys()}  # noqa: SIM118
+    return find_pieces(model, places)
+
+
+def least_budget(pieces: Sequence[Piece]) -> int:
+    """The least memory that weights can do with."""
+    return min(plan.memory_bytes for plan in _plans(pieces, ()))
+
+
 def plan_offload(pieces: Sequence[Piece], rest: Sequence[str], budget: int) -> OffloadPlan:
     """The plan that reads the fewest bytes a pass within a budget.
 
@@ -127,14 +145,9 @@ def plan_offload(pieces: Sequence[Piece], rest: Sequence[str], budget: int) -> O
     """
     if sum(piece.span for piece in pieces) <= budget:
         return OffloadPlan(tuple(pieces), (), tuple(rest))
-    plans = [
-        _keep(pieces, rest, most, count)
-        for most in sorted({piece.span for piece in pieces})
-        for count in range(len(pieces))
-    ]
-    fitting = [plan for plan in plans if plan.memory_bytes <= budget]
+    fitting = [plan for plan in _plans(pieces, rest) if plan.memory_bytes <= budget]
     if not fitting:
-        least = min(plan.memory_bytes for plan in plans)
+        least = least_budget(pieces)
         raise ConfigError(
             f"--offload-weights {format_bytes(budget)}",
             f"at least {format_bytes(least)}: two buffers for segments of up to"
@@ -142,6 +155,12 @@ def plan_offload(pieces: Sequence[Piece], rest: Sequence[str], budget: int) -> O
             "raise --offload-weights",
         )
     return min(fitting, key=lambda plan: (plan.bytes_per_pass, plan.memory_bytes))
+
+
+def _plans(pieces: Sequence[Piece], rest: Sequence[str]) -> Iterator[OffloadPlan]:
+    for most in sorted({piece.span for piece in pieces}):
+        for count in range(len(pieces)):
+            yield _keep(pieces, rest, most, count)
 
 
 def _keep(pieces: Sequence[Piece], rest: Sequence[str], most: int, count: int) -> OffloadPlan:

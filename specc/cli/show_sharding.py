@@ -50,7 +50,7 @@ def show_sharding(engine: Path, as_json: bool, svg: Path | None = None) -> None:
             "an engine whose target is cut for several",
             "compile it with --tensor-parallel-size or --pipeline-parallel-size",
         )
-    is_cut = manifest.parallel is not None and manifest.parallel.tensor_parallel_size > 1
+    is_cut = manifest.tensor_parallel_size > 1
     plans = {m.name: ShardPlan.read(engine / m.shard_file) for m in cut if is_cut}
     if as_json:
         data = {name: plan.to_json() for name, plan in plans.items()}

@@ -38,7 +38,7 @@ def run_tune(args: EngineArgs, file: PromptFile, options: TuneOptions, *, as_jso
         _run_skips(args, texts, options, as_json=as_json)
         return
     with make_listener() as listen:
-        tuning = tune(args.directory, texts, options, PhaseTimer(listen))
+        tuning = tune(args.directory, texts, options, PhaseTimer(listen), args.offload_weights)
     if as_json:
         print(json.dumps(tuning.to_json(options), indent=1))
         return

@@ -104,6 +104,7 @@ def build(
     phases = PhaseTimer(listen)
     draft_models = as_drafts(drafts)
     config.dtypes_of(len(draft_models))
+    config.check_draft_ranks(len(draft_models))
     plans = engine_plans(config, len(draft_models))
     backend, told = choose_backend(config.backend)
     check_options(config, backend)
@@ -118,7 +119,7 @@ def build(
             sources = checked.load()
         engine, records = _compile(sources, plans, config, backend, writer, phases, dump_graphs)
         memory = plan_engine_memory(engine, backend)
-        parallel = _parallel(engine, backend.facts)
+        parallel = ranks_of(engine, backend.facts)
         with phases.phase("write programs"):
             write_programs(writer, engine.models)
             write_self_drafts(writer, engine.self_drafts)
@@ -159,12 +160,12 @@ def _compile(
     lowering = backend.phases(limits.max_seq_len)
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
-        sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks
+        sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks, config.kv_cache_dtype
     )
     # of modules without a configuration it is not known earlier
     dims = [layer.head_dim for layer in models[0].entry.layers]
     check_voters(plans, dims, models[0].entry.dtype, backend.facts)
-    sizes = (plans, limits.max_seq_len, lowering, phases, dump)
+    sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
     drafts, told = self_draft_programs(models[0], *sizes)
     records += told
     # the graphs may hold fewer positions
@@ -234,6 +235,7 @@ def _describe(
         parallel=parallel,
         self_drafts=tuple(item.entry for item in engine.self_drafts),
         segments=_segments(engine),
+        kv_cache_dtype=engine.config.kv_cache_dtype,
     )
 
 
@@ -244,14 +246,17 @@ def _segments(engine: UnfinishedEngine) -> SegmentsEntry | None:
     return SegmentsEntry(len(segments), len({item.kind for item in segments}))
 
 
-def _parallel(engine: UnfinishedEngine, facts: BackendFacts) -> ParallelEntry | None:
+def ranks_of(engine: UnfinishedEngine, facts: BackendFacts) -> ParallelEntry | None:
+    """What the manifest says of ranks and stages; None where there is one of each."""
     cut = tuple(
         model.name for model in engine.models if model.program.shard is not None or model.stages
     )
     if not cut:
         return None
-    stages = stage_entries(engine, facts)
-    return ParallelEntry(engine.config.tensor_parallel_size, cut, stages=stages)
+    config, stages = engine.config, stage_entries(engine, facts)
+    return ParallelEntry(
+        config.tensor_parallel_size, cut, draft_ranks=config.draft_ranks, stages=stages
+    )
 
 
 def probe_staged(

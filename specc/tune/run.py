@@ -8,20 +8,22 @@ interleaved with plain decoding. The fastest is kept; where none beats plain dec
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specc.artifact.directory import open_engine, torch_version
 from specc.bench.engine import EngineContender
 from specc.bench.rounds import Spread, run_rounds
-from specc.compiler.extend import EngineExtension, extend_engine
+from specc.compiler.extend import extend_engine
 from specc.cost.critical_length import CriticalLength, best_critical_length
 from specc.cost.latency_table import LatencyTable
 from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, RequestError
 from specc.progress import PhaseTimer
+from specc.runtime.backends.offload_budget import least_of
 from specc.runtime.engine import Engine
 from specc.speculation.plans import OFF, SpecPlan, is_lookup
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
@@ -95,6 +97,7 @@ class Tuning:
             which context on it pays.
         whole: self-drafts whose budget some prompt does not outgrow: what they accept is not what
             they would at long context.
+        offload_weights: memory of the target's weights that it holds for; None: all of them.
     """
 
     acceptance: dict[str, list[list[float]]]
@@ -105,6 +108,7 @@ class Tuning:
     is_repeated: bool = False
     critical: list[CriticalLength] = field(default_factory=list)
     whole: list[View] = field(default_factory=list)
+    offload_weights: int | str | None = None
 
     @property
     def plans(self) -> list[SpecPlan]:
@@ -120,6 +124,7 @@ class Tuning:
             "temperature": options.temperature,
             "plans": {str(batch.batch_size): batch.chosen.name for batch in self.batches},
             ("removed_plans" if options.prunes else "kept_plans"): [p.name for p in self.others],
+            **({"offload_weights": given} if (given := self.offload_weights) else {}),
             "contexts": list(self.contexts),
             "repeats_prompts": self.is_repeated,
             "acceptance": self.acceptance,
@@ -138,7 +143,11 @@ class Tuning:
 
 
 def tune(
-    directory: Path, prompts: Sequence[str | list[int]], options: TuneOptions, phases: PhaseTimer
+    directory: Path,
+    prompts: Sequence[str | list[int]],
+    options: TuneOptions,
+    phases: PhaseTimer,
+    offload_weights: int | str | None = None,
 ) -> Tuning:
     """Choose an engine's plans by measuring, and write them and profile.json into it.
 
@@ -147,11 +156,12 @@ def tune(
         prompts: like those that it will serve.
         options: what to measure.
         phases: tells the listener how far this is.
+        offload_weights: see `Engine.load`; the plans are chosen for this budget.
     Raises:
         ConfigError: an engine without drafts, or batch sizes that it was not compiled for.
         RequestError: text for an engine without a tokenizer.
     """
-    manifest = open_engine(directory, None)
+    manifest = open_engine(directory, None, weights_budget=least_of(offload_weights))
     drafts = drafts_of([entry.plan for entry in manifest.plans], len(manifest.models) - 1)
     if not drafts:
         raise ConfigError(
@@ -169,7 +179,10 @@ def tune(
     with extend_engine(directory, manifest) as extension:
         extension.try_plans([OFF], room)
         with phases.phase("target's own outputs"):
-            engine = Engine.load(extension.directory, verify=False)
+            load = partial(
+                Engine.load, extension.directory, verify=False, offload_weights=offload_weights
+            )
+            engine = load()
             prompted, trajectories = own_outputs(engine, prompts, options)
             token_ids = prompted.token_ids
         contexts = min(map(len, token_ids)), max(map(len, token_ids))
@@ -185,6 +198,7 @@ def tune(
         with phases.phase("latency of passes"):
             latency = measure_latency(engine, budget_s=options.latency_s)
         tuning = Tuning(acceptance, [], latency, [], contexts, prompted.is_repeated)
+        tuning.offload_weights = offload_weights
         outgrown = [view for view in views if is_outgrown(view, block_size, contexts[0])]
         tuning.whole = [view for view in views if view not in outgrown]
         tuning.critical = [
@@ -202,7 +216,8 @@ def tune(
             }
             plans = candidates(acceptance, seconds, known, options)
             with phases.phase(f"whole steps, batch {size}"):
-                tuning.batches.append(_measure(extension, room, plans, token_ids, size, options))
+                extension.try_plans([*plans, OFF], room)
+                tuning.batches.append(_measure(load, plans, token_ids, size, options))
         chosen = {plan.name for plan in tuning.plans}
         tuning.others = [plan for plan in known if plan.name not in chosen]
         kept = [] if options.prunes else tuning.others
@@ -250,16 +265,14 @@ def _acceptance(
 
 
 def _measure(
-    extension: EngineExtension,
-    room: int,
+    load: Callable[[], Engine],
     plans: dict[SpecPlan, float | None],
     token_ids: Sequence[list[int]],
     batch_size: int,
     options: TuneOptions,
 ) -> BatchTuning:
     """Run every candidate and off, round by round."""
-    extension.try_plans([*plans, OFF], room)
-    engine = Engine.load(extension.directory, verify=False)
+    engine = load()
     prompts = [list(ids) for ids in token_ids]
     while len(prompts) < batch_size:
         prompts += prompts

@@ -140,8 +140,17 @@ def serve(
     return [request.output_token_ids for request in requests]
 
 
-@pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+@pytest.mark.parametrize(
+    ("plan", "batch"),
+    [
+        # each plan with one of them, and the shortest with both; the others in the slow tier
+        pytest.param(
+            plan, batch, id=f"{name}-{batch}", marks=[pytest.mark.slow] if i and (i + j) % 2 else []
+        )
+        for i, (plan, name) in enumerate(zip(PLANS, IDS, strict=True))
+        for j, batch in enumerate((1, 5))
+    ],
+)
 def test_greedy_tokens_and_rows(
     spoiled: Engine,
     oracle: RowOracle,

@@ -230,12 +230,42 @@ def _content_key(program: Mapping[str, Any], compiler: str) -> str:
 
 
 def _compiled_part(program: Mapping[str, Any]) -> dict[str, Any]:
-    """What `BoundProgram` reads; weights have their places, so their keys name none in the code."""
+    """What `BoundProgram` reads, without names: inputs and weights have their places, and nodes
+    are called as passes and traces of this process happened to count them.
+    """
     inputs = [
         {key: entry[key] for key in ("kind", "dtype", "shape") if key in entry}
         for entry in program["inputs"]
     ]
-    return {"inputs": inputs, "graph": program["graph"]}
+    places = {node["name"]: place for place, node in enumerate(program["graph"]["nodes"])}
+    nodes = [
+        [
+            node["op"],
+            node.get("target"),
+            _by_place(node.get("args", []), places),
+            {key: _by_place(arg, places) for key, arg in node.get("kwargs", {}).items()},
+        ]
+        for node in program["graph"]["nodes"]
+    ]
+    return {
+        "inputs": inputs,
+        "nodes": nodes,
+        "output": _by_place(program["graph"]["output"], places),
+    }
+
+
+def _by_place(arg: Any, places: Mapping[str, int]) -> Any:
+    """An argument as `graph_to_json` writes it, with the places of nodes for their names."""
+    if isinstance(arg, list):
+        return [_by_place(item, places) for item in arg]
+    if not isinstance(arg, dict):
+        return arg
+    ((kind, value),) = arg.items()
+    if kind == "node":
+        return {kind: places[value]}
+    if kind == "dict":
+        return {kind: {key: _by_place(item, places) for key, item in value.items()}}
+    return {kind: _by_place(value, places)}
 
 
 if __name__ == "__main__":

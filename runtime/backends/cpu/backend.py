@@ -59,7 +59,11 @@ class CpuBackend(RuntimeBackend):
         }
         programs = models | self_drafts
         steps, winners_steps = (
-            {name: CompiledStep(read_json(path / file), programs) for name, file in files.items()}
+            {
+                name: CompiledStep(read_json(path / file), programs)
+                for name, file in files.items()
+                if name not in limits.skips
+            }
             for files in (manifest.step_files, manifest.winners_files)
         )
         return LoadedPrograms(

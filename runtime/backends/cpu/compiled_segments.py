@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from specc.runtime.backends.cpu.compiled_program import (
     with_ancestors,
 )
 from specc.runtime.backends.program_files import takes_mass
+
+_log = logging.getLogger(__name__)
 
 
 class CompiledSegments:
@@ -56,6 +59,12 @@ class CompiledSegments:
             if offload.streamed:
                 self.stream = open_stream(file, offload.streamed)
                 self.native.set_stream(self.stream)
+                if not self.stream.is_direct():
+                    _log.warning(
+                        "%s is on a file system without O_DIRECT: weights are read through the"
+                        " page cache",
+                        file,
+                    )
             for place, piece in enumerate(offload.streamed):
                 pieces[piece.segment] = place
                 bound |= _views(self.stream.piece(place), piece, weights)

@@ -43,7 +43,11 @@ class EagerBackend(RuntimeBackend):
         }
         programs = {**models, **self_drafts}
         steps, winners_steps = (
-            {name: EagerStep(read_json(path / file), programs) for name, file in files.items()}
+            {
+                name: EagerStep(read_json(path / file), programs)
+                for name, file in files.items()
+                if name not in limits.skips
+            }
             for files in (manifest.step_files, manifest.winners_files)
         )
         return LoadedPrograms(

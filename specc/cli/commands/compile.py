@@ -54,10 +54,12 @@ def compile_(
       specc compile --target T/ --draft D/ --dtype float32 --draft-dtype bfloat16 -o engine/
       specc compile --target T/ --draft D/ --max-seq-len 8192 --draft-kv window=512 -o engine/
       specc compile --target T/ --draft D1/ --draft D2/ --combine merge --tree 2,1,1 -o engine/
+      specc compile --target T/ --draft self:window=512 --kv-cache-dtype int8 -o engine/
       specc compile --target T/ --draft D/ --draft suffix --combine best -o engine/
       specc compile --target T/ --draft lookup:3 -o engine/
       specc compile --target T/ --draft self:window=512 --num-speculative-tokens 3 -o engine/
       specc compile --target T/ --draft self:skip=20-25 --num-speculative-tokens 2 -o engine/
+      specc compile --target T/ --draft D/ -tp 2 -pp 2 -o stages/
       specc compile --target T/ --draft D/ --backend onnx -o engine/
       specc compile --target T/ --draft D/ --backend tensorrt --dtype float16 \
         --compute-capability 8.9 -o engine/

@@ -26,7 +26,7 @@ def tune(
         ),
     ],
     options: TuneOptions,
-    args: Annotated[EngineArgs, Fields("num_threads")],
+    args: Annotated[EngineArgs, Fields("num_threads", "offload_weights")],
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -44,6 +44,7 @@ def tune(
       specc tune engine/ --prompts prompts.jsonl
       specc tune engine/ --prompts prompts.jsonl --batch-size 1 --batch-size 8 --max-nodes 64
       specc tune engine/ --prompts prompts.jsonl --temperature 0.8
+      specc tune engine/ --prompts prompts.jsonl --offload-weights 4GB
       specc tune engine/ --prompts prompts.jsonl --skip auto
     """  # noqa: D301
     from specc.cli.tune import run_tune

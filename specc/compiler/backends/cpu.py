@@ -17,11 +17,9 @@ class CpuBackend(CompilerBackend):
 
     facts = facts_of("cpu")
     options = (
-        "tensor_parallel_size",
-        "draft_tensor_parallel_size",
-        "segments",
-        "pipeline_parallel_size",
-    )
+        "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments",
+        "kv_cache_dtype", "pipeline_parallel_size",
+    )  # fmt: skip
 
     def check_machine(self) -> None:
         if (missing := lower_cpu.missing_compiler()) is not None:

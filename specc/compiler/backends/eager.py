@@ -18,11 +18,9 @@ class EagerBackend(CompilerBackend):
     facts = facts_of("eager")
     aliases = ("torch",)
     options = (
-        "tensor_parallel_size",
-        "draft_tensor_parallel_size",
-        "segments",
-        "pipeline_parallel_size",
-    )
+        "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments",
+        "kv_cache_dtype", "pipeline_parallel_size",
+    )  # fmt: skip
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
         super().check_config(config, dtypes)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from specc.speculation.plans import SpecPlan
 from specc.system.json_file import read_json
 from tests import models
 from tests.engines import build
+from tests.runtime.backends import broken_disk
 
 PROMPTS = models.prompts()[1:4]
 PLAN = SpecPlan.from_widths((3, 2, 1))
@@ -62,7 +66,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def whole_of(path: Path, root: Path) -> Path:
     """The same engine, whose manifest knows of no segments: eager then runs the whole graph."""
-    import json
     import shutil
 
     copy = root / "whole"
@@ -177,3 +180,43 @@ def test_a_file_that_is_cut_ends_open_requests_and_nothing_else(compiled: Path) 
         with open(file, "r+b") as opened:
             opened.write(data)
     assert tokens(engine, PLAN.name) == wanted
+
+
+@pytest.mark.slow
+def test_a_disk_that_fails_or_stops_is_named_within_ten_seconds(
+    compiled: Path, tmp_path: Path
+) -> None:
+    """An error of a read, and one that never returns; after the first the engine goes on."""
+    source, shim = tmp_path / "shim.c", tmp_path / "shim.so"
+    source.write_text(broken_disk.SHIM)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+    script = [sys.executable, "-P", broken_disk.__file__, str(compiled), "300000"]
+    switch = tmp_path / "switch"
+    extra = {"LD_PRELOAD": str(shim), "BROKEN_DISK": str(switch)}
+    done = subprocess.run(
+        script, env=os.environ | extra, stdout=subprocess.PIPE, text=True, check=True, timeout=120
+    )
+    report = json.loads(done.stdout.splitlines()[-1])
+    if not report["direct"]:
+        pytest.skip("the file system of temporary files takes no O_DIRECT")
+    assert "Error" in report["e"]
+    assert re.search(r"weights.safetensors cannot be read at byte \d+: Input/output", report["e"])
+    assert report["after"]
+    assert re.search(r"no byte of the weights was read for 8 seconds", report["h"])
+    assert report["e_s"] < 5
+    assert report["h_s"] < 10
+
+
+@pytest.mark.slow
+def test_ranks_read_their_own_parts(tmp_path: Path) -> None:
+    """Two ranks, each with some of its layers in memory: the tokens of both with all of them."""
+    engine_dir = make(tmp_path, "cpu", tensor_parallel_size=2)
+    found = []
+    for budget in (None, 200_000):
+        engine = Engine.load(engine_dir, offload_weights=budget, oversubscribes=True)
+        try:
+            found.append([tokens(engine, plan) for plan in ("off", PLAN.name)])
+        finally:
+            engine.close()
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][1]

@@ -183,8 +183,8 @@ def test_a_rank_has_its_part_alone(zoo: Zoo) -> None:
     assert manifest.models[0].num_parameters == whole.models[0].num_parameters
     sizes = [(path / name).stat().st_size for name in manifest.rank_files]
     total = whole.memory_plan["target"].weights
-    # a vocabulary of embeddings and one of logits, a layer or two
-    assert sum(stage.memory.weights for stage in manifest.stages) == total
+    # frequencies of positions are in all stages
+    assert total <= sum(stage.memory.weights for stage in manifest.stages) < total + 1024
     for size, stage in zip(sizes, manifest.stages, strict=True):
         assert stage.memory.weights <= size < stage.memory.weights + 8192
         assert 0.3 < stage.memory.weights / total < 0.7
