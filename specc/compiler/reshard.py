@@ -61,8 +61,8 @@ from specc.passes.segments.places import layer_places
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
+from specc.sharding.rank_reader import RankReader
 from specc.sharding.shard_plan import ShardPlan
-from specc.sharding.stage_reader import open_weights
 from specc.system.json_file import read_json
 from specc.version import __version__
 
@@ -195,11 +195,16 @@ def _check(
             f"compile it with --backend {takers[0]} --tensor-parallel-size {num_ranks}",
         )
     stages = max(1, len(manifest.stages))
+    if stages > 1:
+        raise ConfigError(
+            f"{engine}, an engine of {stages} stages",
+            "an engine of one stage, of which others can be made",
+            "compile the checkpoint again, with --pipeline-parallel-size",
+        )
     if num_ranks == manifest.tensor_parallel_size and (
         keeps_stages or asked.pipeline_parallel_size == stages
     ):
         what = f"an engine of {num_ranks} rank" + "s" * (num_ranks > 1)
-        what += f" in each of {stages} stages" if stages > 1 else ""
         raise ConfigError(
             f"--tensor-parallel-size {num_ranks}, and {engine}, {what}",
             "another number of ranks than the engine has",
@@ -302,7 +307,12 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
     if manifest.is_cut(entry) and manifest.tensor_parallel_size > 1:
         plan = ShardPlan.read(engine / entry.shard_file)
         whole_json = _read(engine / entry.whole_file)
-    reader = open_weights(engine, manifest, entry, plan.by_key if plan else {}, blocks)
+    ranks = range(manifest.num_ranks if plan else 1)
+    reader = RankReader(
+        [engine / manifest.weights_file(entry, rank) for rank in ranks],
+        plan.by_key if plan else {},
+        blocks,
+    )
     constants = [item["key"] for item in whole_json["inputs"] if item["kind"] == "constant"]
     keys = [*(plan.by_key if plan else ()), *reader.keys()]
     program = read_program(
@@ -368,9 +378,6 @@ def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
     for model in (m for i, m in enumerate(manifest.models) if i == 0 or manifest.is_cut(m)):
         made |= {model.program_file, model.shard_file, model.whole_file}
         made |= {manifest.weights_file(model, rank) for rank in range(manifest.num_ranks)}
-    for number, stage in enumerate(manifest.stages):
-        part = manifest.models[0].stage(number, stage.layers)
-        made |= {part.program_file, part.package_file}
     if manifest.segments is not None:
         target = manifest.models[0]
         kinds = range(manifest.segments.num_kinds)

@@ -30,8 +30,8 @@ def reshard(
         typer.Option(
             "--pipeline-parallel-size",
             "-pp",
-            help="How many stages the new engine has, with so many ranks each. The default is as"
-            " many as the engine has.",
+            help="How many stages the new engine has, with so many ranks each. An engine that has"
+            " several cannot be cut anew.",
             show_default=False,
         ),
     ] = None,

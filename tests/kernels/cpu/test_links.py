@@ -13,6 +13,7 @@ from torch import Tensor
 from specc.errors import RankError
 from specc.runtime.ranks.group import SLOT_BYTES
 from specc.runtime.ranks.links import Link
+from specc.runtime.scheduling.kv_cache import zeroed_slab
 
 pytestmark = pytest.mark.usefixtures("native_operators")
 
@@ -99,3 +100,14 @@ def test_nobody_within_the_time_limit() -> None:
     finally:
         for end in (sender, receiver):
             end.close()
+
+
+@pytest.mark.parametrize("operators", ["specc", "specc_cpu"])
+def test_rows_of_no_layer_can_be_kept(operators: str) -> None:
+    """A stage without a layer of some geometry has an empty slab, which steps commit, too."""
+    slab = zeroed_slab((0, 2, 4, 16, 2, 8), torch.float32, torch.device("cpu"))
+    source = torch.tensor([[17, 19]], dtype=torch.int32)
+    target = torch.tensor([[17, 18]], dtype=torch.int32)
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    getattr(torch.ops, operators).commit_kv(slab, source, target, table)
+    assert slab.shape[0] == 0

@@ -13,7 +13,6 @@ from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.runtime.ranks.stage_groups import StageGroups, StagePlace
-from specc.runtime.scheduling.kv_cache import zeroed_slab
 from specc.speculation.plans import SpecPlan
 from tests import models
 from tests.traces import trace_once
@@ -100,15 +99,3 @@ def test_who_waits_for_another_stage_keeps_nobody_waiting() -> None:
     groups._links["link 0 to 1"] = Sender()  # type: ignore[assignment]
     assert groups.take((1, 2), torch.float32).shape == (1, 2)
     assert seen[0] > before == groups.position
-
-
-@pytest.mark.usefixtures("native_operators")
-@pytest.mark.parametrize("operators", ["specc", "specc_cpu"])
-def test_rows_of_no_layer_can_be_kept(operators: str) -> None:
-    """A stage without a layer of some geometry has an empty slab, which steps commit, too."""
-    slab = zeroed_slab((0, 2, 4, 16, 2, 8), torch.float32, torch.device("cpu"))
-    source = torch.tensor([[17, 19]], dtype=torch.int32)
-    target = torch.tensor([[17, 18]], dtype=torch.int32)
-    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
-    getattr(torch.ops, operators).commit_kv(slab, source, target, table)
-    assert slab.shape[0] == 0

@@ -45,14 +45,11 @@ def compiled(root: Path, checkpoint: Path, shape: tuple[int, int], backend: str)
 )
 def test_across_stages(tmp_path: Path, name: str, backend: str) -> None:
     """A head that is the embedding is in two stages; blocks are taken apart and made anew."""
-    checkpoint = models.save_tiny(name, tmp_path / "checkpoint", num_hidden_layers=4)
+    checkpoint = models.save_tiny(name, tmp_path / "checkpoint")
     engines = {shape: compiled(tmp_path, checkpoint, shape, backend) for shape in SHAPES}
-    for before, after in (((1, 1), (1, 2)), ((1, 2), (1, 1)), ((2, 2), (1, 2)), ((1, 2), (2, 1))):
+    for before, after in (((1, 1), (1, 2)), ((2, 1), (1, 2)), ((1, 1), (2, 2))):
         output = tmp_path / f"from-{before[0]}-{before[1]}-to-{after[0]}-{after[1]}"
         reshard_engine(engines[before], output, after[0], num_stages=after[1])
         compare(output, engines[after])
-    # stages stay where nobody asks for others
-    reshard_engine(engines[1, 2], tmp_path / "kept", 2)
-    compare(tmp_path / "kept", engines[2, 2])
-    with pytest.raises(ConfigError, match="an engine of 1 rank in each of 2 stages"):
-        reshard_engine(engines[1, 2], tmp_path / "same", 1)
+    with pytest.raises(ConfigError, match="an engine of 2 stages"):
+        reshard_engine(engines[1, 2], tmp_path / "same", 1, num_stages=1)
