@@ -1,6 +1,6 @@
-"""The C functions of the operators' library that open, watch and close a group of ranks.
+"""The C functions of the operators' library for groups of ranks, and links between two of them.
 
-They know nothing of engines: `specc.runtime.ranks.group` is what a process uses.
+They know nothing of engines: `specc.runtime.ranks.group` and `links` are what a process uses.
 """
 
 from __future__ import annotations
@@ -23,6 +23,21 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "abort": (_TEXT,),
     "states": (ctypes.POINTER(_I64), _I32),
     "close": (),
+}
+_LINK_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "create": (_I64, _F64, ctypes.POINTER(_I32), ctypes.POINTER(_I32)),
+    "open": (_TEXT, ctypes.POINTER(_I32)),
+    "open_gloo": (_TEXT, _F64, ctypes.POINTER(_I32)),
+    "pass": (_I32, _I32, ctypes.c_void_p, _I32, _I64, _I64, _I64),
+    "abort": (_I32, _TEXT),
+    "close": (_I32,),
+}
+# torch's codes, as messages of ranks that disagree have them
+_DTYPE_CODES = {
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.bfloat16: 15,
 }
 _LINES = re.compile(r"found:  (.*)\nneeded: (.*)\ndo:     (.*)")
 
@@ -84,6 +99,52 @@ def close() -> None:
     _call("close")
 
 
+def create_link(slot_bytes: int, time_limit: float) -> tuple[int, int]:
+    """A link in new shared memory, as its sender: its number, and a descriptor to be opened."""
+    descriptor, number = _I32(-1), _I32(0)
+    arguments = (slot_bytes, time_limit, ctypes.byref(descriptor), ctypes.byref(number))
+    _call_link("create", *arguments)
+    return number.value, descriptor.value
+
+
+def open_link(path: str) -> int:
+    """The link whose shared memory `path` is, as its receiver; returns its number."""
+    number = _I32(0)
+    _call_link("open", path.encode(), ctypes.byref(number))
+    return number.value
+
+
+def open_gloo_link(name: str, time_limit: float) -> int:
+    """A link over the process group of this name, of two ranks; returns its number."""
+    number = _I32(0)
+    _call_link("open_gloo", name.encode(), time_limit, ctypes.byref(number))
+    return number.value
+
+
+def pass_on(number: int, values: torch.Tensor, first_sends: bool = True) -> None:
+    """Give values to the receiver, or fill them with those of the sender.
+
+    Args:
+        number: of the link.
+        values: contiguous, on the host; dtype and shape have to be the same on both sides.
+        first_sends: rank 0 of the two is the sender, as it is in shared memory.
+    """
+    columns = values.shape[-1] if values.ndim else 1
+    rows = values.numel() // columns if columns else 0
+    code = _DTYPE_CODES[values.dtype]
+    _call_link(
+        "pass", number, int(first_sends), values.data_ptr(), code, rows, columns, values.nbytes
+    )
+
+
+def abort_link(number: int, error: RankError) -> None:
+    _call_link("abort", number, str(error).encode())
+
+
+def close_link(number: int) -> None:
+    _call_link("close", number)
+
+
 def rank_error(error: BaseException) -> RankError | None:
     """What a collective says that failed in C++, alone or in a compiled program; None: others."""
     match = _LINES.search(str(error))
@@ -91,12 +152,20 @@ def rank_error(error: BaseException) -> RankError | None:
 
 
 def _call(name: str, *values: Any) -> None:
+    _call_function("ranks", name, _ARGUMENTS[name], *values)
+
+
+def _call_link(name: str, *values: Any) -> None:
+    _call_function("links", name, _LINK_ARGUMENTS[name], *values)
+
+
+def _call_function(kind: str, name: str, types: tuple[Any, ...], *values: Any) -> None:
     # ctypes lets other threads of Python run meanwhile
     library = native.c_functions()
-    function = getattr(library, f"specc_ranks_{name}")
-    function.argtypes, function.restype = _ARGUMENTS[name], _I32
+    function = getattr(library, f"specc_{kind}_{name}")
+    function.argtypes, function.restype = types, _I32
     if function(*values):
-        text = library.specc_ranks_error
+        text = getattr(library, f"specc_{kind}_error")
         text.argtypes, text.restype = (), _TEXT
         message = text().decode(errors="replace")
         raise rank_error(RuntimeError(message)) or RuntimeError(message)

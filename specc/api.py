@@ -147,6 +147,7 @@ def reshard(
     output: str | Path,
     tensor_parallel_size: int,
     *,
+    pipeline_parallel_size: int | None = None,
     force: bool = False,
     probe: bool = True,
     listen: Callable[[ProgressEvent], None] = lambda event: None,
@@ -159,6 +160,7 @@ def reshard(
         engine: directory of the engine that there is, with the files of all of its ranks.
         output: engine directory to make.
         tensor_parallel_size: ranks that share the target of the new engine; 1 makes it whole.
+        pipeline_parallel_size: its stages; None is as many as the engine has.
         force: replace an existing engine.
         probe: generate a few dozen tokens at the end and report acceptance.
         listen: called as phases begin, advance and end.
@@ -171,6 +173,7 @@ def reshard(
         engine,
         output,
         tensor_parallel_size,
+        num_stages=pipeline_parallel_size,
         force=force,
         probe=probe_engine if probe else None,
         listen=listen,

@@ -24,6 +24,7 @@ _DTYPE_ALIASES = {
 _RANGES = (
     ("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16),
     ("max_logits_mb", 1, 1 << 20), ("tensor_parallel_size", 1, 256),
+    ("pipeline_parallel_size", 1, 256),
     ("draft_tensor_parallel_size", 1, 256), ("rope_length", 2, 1 << 30),
     ("kv_cache_tokens", 1, 1 << 40), ("draft_ranks", 1, 256),
 )  # fmt: skip
@@ -33,7 +34,7 @@ DEFAULT_MAX_LOGITS_MB = 512
 BACKEND_OPTIONS = {
     "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
     "draft_tensor_parallel_size": 1, "draft_ranks": 1, "segments": False,
-    "kv_cache_dtype": AS_MODEL,
+    "kv_cache_dtype": AS_MODEL, "pipeline_parallel_size": 1,
 }  # fmt: skip
 
 
@@ -65,6 +66,8 @@ class CompileConfig:
         decomposable_attention: let TensorRT take attention apart where it has no fused kernel.
         allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`.
         tensor_parallel_size: ranks that share the target, each with a part of its weights.
+        pipeline_parallel_size: stages of the target, each with some of its layers, and
+            `tensor_parallel_size` ranks.
         draft_tensor_parallel_size: ranks that share each draft model: those of the target, or 1,
             rank 0 alone.
         draft_ranks: ranks that draft models which are not cut are spread over, in turn.
@@ -97,6 +100,7 @@ class CompileConfig:
     decomposable_attention: bool = False
     allow_nonfinite_weights: bool = False
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     draft_tensor_parallel_size: int = 1
     draft_ranks: int = 1
     rope_length: int | None = None
@@ -133,8 +137,29 @@ class CompileConfig:
 
         self._check_ranks()
 
+    def _check_stages(self) -> None:
+        """Raises ConfigError: what a target in stages does not go with."""
+        stages = self.pipeline_parallel_size
+        if stages == 1:
+            return
+        others = {
+            "--draft-tensor-parallel-size": (self.draft_tensor_parallel_size, 1),
+            "--draft-ranks": (self.draft_ranks, 1),
+            "--kv-cache-dtype": (self.kv_cache_dtype, AS_MODEL),
+        }
+        given = [f"{name} {value}" for name, (value, none) in others.items() if value != none]
+        given += ["--segments"] * self.segments
+        given += [f"--draft {own.option}" for plan in self.plans for own in plan.self_drafts]
+        if given:
+            raise ConfigError(
+                f"{given[0]} and --pipeline-parallel-size {stages}",
+                "a target in stages, with models or lookups that draft on rank 0",
+                f"leave out {given[0].split()[0]}, or --pipeline-parallel-size",
+            )
+
     def _check_ranks(self) -> None:
         drafts, num_ranks = self.draft_tensor_parallel_size, self.tensor_parallel_size
+        self._check_stages()
         if self.draft_ranks > num_ranks:
             raise ConfigError(
                 f"--draft-ranks {self.draft_ranks} and --tensor-parallel-size {num_ranks}",

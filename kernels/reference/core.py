@@ -365,7 +365,8 @@ def commit_kv_reference(slab: Tensor, source: Tensor, target: Tensor, block_tabl
         slots = slots[live].long()
         return block_table[sequence, slots // block_size].long() * block_size + slots % block_size
 
-    flat = slab.view(slab.shape[0], 2, -1, *slab.shape[4:])
+    # a slab of no layer has no size that could be told from the others
+    flat = slab.view(slab.shape[0], 2, slab.shape[2] * slab.shape[3], *slab.shape[4:])
     flat[:, :, rows(target)] = flat[:, :, rows(source)]
 
 

@@ -47,7 +47,10 @@ from specc.runtime.ranks.rank_group import (
     whole_logits,
     whole_votes,
 )
+from specc.runtime.ranks.rendezvous import Launched
 from specc.runtime.ranks.signs import Signs
+from specc.runtime.ranks.stage_groups import STAGED, StageGroups, StagePlace
+from specc.runtime.ranks.stage_passes import StagePasses
 from specc.version import __version__
 
 _ORDERS_BETWEEN_CHECKS = 64
@@ -78,6 +81,7 @@ class FollowedEngine:
         names: of models, by the numbers that orders have for them; some may be others'.
         lone: of the models, those that this rank alone has.
         drafts: with these.
+        passes: where the target has stages.
     """
 
     def __init__(
@@ -88,7 +92,9 @@ class FollowedEngine:
         names: Sequence[str],
         lone: Collection[str],
         drafts: FollowedDrafts,
+        passes: StagePasses | None = None,
     ) -> None:
+        self._passes = passes
         self._vocab_size = vocab_size
         self._loaded = loaded
         models = {**loaded.models, **loaded.self_drafts}
@@ -118,6 +124,11 @@ class FollowedEngine:
             return None if found is None else values_message(found, order.sequence)
         name, model = self._models[order.model]
         if model is None:
+            return None
+        if self._passes is not None and order.kind in (Kind.PASS, Kind.DRAW):
+            is_drawn = order.kind is Kind.DRAW
+            draws, inputs = drawn_inputs(order) if is_drawn else (None, pass_inputs(order))
+            self._passes.follow(model, inputs, draws)
             return None
         if order.kind is Kind.PASS and name in self._lone:
             logits = model(*pass_inputs(order))
@@ -222,9 +233,13 @@ def _follow_orders(
     if is_started:
         # rank 0 has started as many here as there are
         backend_of(setup["backend"]).take_device(setup["rank"], setup["num_ranks"])
-    group = open_group(
-        setup["group"], setup["rank"], setup["num_ranks"], setup["collective_timeout_s"]
-    )
+    group: RankGroup
+    if setup["group"] == STAGED:
+        group = meet_stages(orders, signs, manifest, setup, is_started)
+    else:
+        group = open_group(
+            setup["group"], setup["rank"], setup["num_ranks"], setup["collective_timeout_s"]
+        )
     thread.group = group
     engine = load_follower(path, manifest, setup, group)
     signs.send(Message(Kind.READY))
@@ -245,6 +260,32 @@ def _follow_orders(
         elif (answer := engine.follow(order)) is not None:
             orders.send(answer)
         thread.done = order.sequence
+
+
+def meet_stages(
+    orders: Channel,
+    signs: Channel,
+    manifest: Manifest,
+    setup: Mapping[str, Any],
+    is_started: bool,
+) -> StageGroups:
+    """The groups and links of a rank whose target has stages.
+
+    Raises:
+        FaultError: rank 0 says something else than how to open them.
+        RankError: a rank is gone, or cannot be reached.
+    """
+    place = StagePlace(setup["rank"], manifest.tensor_parallel_size, len(manifest.stages))
+    launched = None if is_started else Launched.from_environment()
+    local = range(setup["num_ranks"]) if launched is None else launched.local_ranks
+    groups = StageGroups(place, local, setup["collective_timeout_s"])
+    signs.send(json_message(Kind.OFFER, groups.offer()))
+    said = orders.receive()
+    if said is None or said.kind is not Kind.MEET:
+        raise refused(f"{said.kind.name if said else 'the end'} before MEET")
+    data = json_of(said)
+    groups.meet(data["tickets"], data["address"], setup["start_timeout_s"])
+    return groups
 
 
 def open_part(path: Path, setup: Mapping[str, Any]) -> Manifest:
@@ -288,8 +329,10 @@ def load_follower(
         loaded, rank = load_part(path, manifest, setup), setup["rank"]
         lone = {name: loaded.models[name] for name in manifest.drafts_of(rank)}
         drafts = FollowedDrafts(path, manifest, lone, rank, loaded.operators)
-        names = manifest.ordered_programs
-        return FollowedEngine(loaded, group, vocab_size, names, lone, drafts)
+        names, passes = manifest.ordered_programs, None
+        if isinstance(group, StageGroups):
+            passes = StagePasses(group, manifest.stages, vocab_size, loaded.operators)
+        return FollowedEngine(loaded, group, vocab_size, names, lone, drafts, passes)
     kept = KeptDevice()
     loaded = load_part(path, manifest, setup, kept)
     return FollowedDevice(kept, loaded.cache, group, vocab_size)
@@ -309,7 +352,8 @@ def load_part(
         EngineError: see `Engine.load`.
     """
     rank = setup["rank"]
-    part = replace(manifest.part_of((*manifest.led_models, *manifest.drafts_of(rank))), plans=())
+    names = (*manifest.led_models, *manifest.drafts_of(rank))
+    part = replace(manifest.of_rank(rank).part_of(names), plans=())
     limits = LoadLimits(
         setup["max_num_seqs"],
         setup["kv_cache_tokens"],

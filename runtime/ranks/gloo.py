@@ -7,6 +7,7 @@ ranks that share memory, sums included, bit for bit; a call of one costs some hu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -94,6 +95,50 @@ def join_gloo(
         dist.destroy_process_group(processes)
         raise
     return GlooRankGroup(rank, num_ranks, address, processes)
+
+
+def join_all(address: str, rank: int, num_ranks: int, limit: timedelta) -> None:
+    """Meet all ranks of an engine, of which `new_processes` makes groups.
+
+    Args:
+        address: `tcp://HOST:PORT` of rank 0.
+        rank: of this process.
+        num_ranks: of the engine.
+        limit: to meet.
+    Raises:
+        RankError: not all came in time, or torch has no gloo.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise RankError(
+            "a torch without gloo", "torch.distributed with gloo", "install another build of torch"
+        )
+    try:
+        store = _store(address, rank, limit)
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=limit, store=store)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RankError(
+            f"rank {rank} of {num_ranks} did not meet the others at {address}:"
+            f" {str(error).strip().splitlines()[0]}",
+            f"all ranks at this address within {limit.total_seconds():g} s",
+            "see that rank 0 runs and that its host and port can be reached",
+        ) from error
+
+
+def new_processes(members: Sequence[int], limit: timedelta) -> str:
+    """Name of a new process group of some ranks, after `join_all`; all ranks have to call it."""
+    import torch.distributed as dist
+
+    made: Any = dist.new_group(sorted(members), timeout=limit, backend="gloo")
+    return "" if made == dist.GroupMember.NON_GROUP_MEMBER else made.group_name
+
+
+def leave_all() -> None:
+    """Let go of what `join_all` has joined, and of its groups."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
 
 
 def _store(address: str, rank: int, limit: timedelta) -> Any:

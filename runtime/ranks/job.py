@@ -78,6 +78,8 @@ class Job:
         self.setup = dict(setup)
         self.group = group
         self.followers: list[Follower] = []
+        # rank → groups and links that it has made, where the target has stages
+        self.offers: dict[int, dict[str, str]] = {}
         # orders that were sent
         self.sent = 0
         # bytes of orders that go with the next one
@@ -127,6 +129,32 @@ class Job:
                 self.fail(lost(f"{follower.name} takes no orders: {error.strerror}"))
                 self.check()
         return number
+
+    def meet(self, own: Mapping[str, str], address: str | None) -> dict[str, str]:
+        """Tell all ranks how to open the groups and links that any of them has made.
+
+        Args:
+            own: name → ticket, of rank 0.
+            address: where ranks of several hosts meet.
+        Returns:
+            name → ticket, of all.
+        Raises:
+            SpeccError: a rank cannot, or does not come in time.
+        """
+        count = self.options.num_ranks - 1
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure is not None or len(self.offers) == count)
+        self.check()
+        tickets = {**own, **{k: v for offer in self.offers.values() for k, v in offer.items()}}
+        for follower in self.followers:
+            try:
+                follower.orders.send(
+                    json_message(Kind.MEET, {"tickets": tickets, "address": address})
+                )
+            except OSError:
+                # how it ended is said later
+                follower.signs.is_ended = True
+        return tickets
 
     def answer(self, rank: int, order: int) -> Message:
         """Wait for what a rank answers to an order.

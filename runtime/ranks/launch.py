@@ -40,10 +40,12 @@ from specc.runtime.ranks.led_model import LedModel
 from specc.runtime.ranks.led_step import LedStep
 from specc.runtime.ranks.lone_draft import LoneDraft
 from specc.runtime.ranks.open_group import make_group
-from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup
+from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, joined
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.ranks.rendezvous import Launched, Rendezvous
 from specc.runtime.ranks.room import check_cores, check_memory, threads_of_rank
+from specc.runtime.ranks.stage_groups import StageGroups, StagePlace
+from specc.runtime.ranks.stage_passes import StagePasses
 from specc.runtime.ranks.watch import Watch
 
 _MODULE = "specc.runtime.ranks"
@@ -97,15 +99,19 @@ def load_led(
     num_threads = num_threads or threads_of_rank(len(local))
     torch.set_num_threads(num_threads)
     group: RankGroup = Copies(0, options.num_ranks)
+    address = None
     # inputs of passes go from GPU to GPU, too
     is_on_gpu = facts_of(backend).is_on_gpu
     if manifest.parallel is not None or is_on_gpu:
         # collectives are among the operators
         load_operators(path, manifest)
-        address = None
         if launched is not None and launched.num_local < launched.size:
             address = launched.free_address()
-        group = make_group(options.num_ranks, options.collective_timeout_s, address, is_on_gpu)
+        if manifest.stages:
+            place = StagePlace(0, manifest.tensor_parallel_size, len(manifest.stages))
+            group = StageGroups(place, local, options.collective_timeout_s)
+        else:
+            group = make_group(options.num_ranks, options.collective_timeout_s, address, is_on_gpu)
     setup = {
         "path": str(path.resolve()),
         "backend": backend,
@@ -117,6 +123,7 @@ def load_led(
         "num_threads": num_threads,
         "num_ranks": options.num_ranks,
         "timeout_s": options.timeout_s,
+        "start_timeout_s": options.start_timeout_s,
         "silence_s": options.silence_s,
         "collective_timeout_s": options.collective_timeout_s,
     }
@@ -125,6 +132,10 @@ def load_led(
     watch = Watch(job, _start_all if launched is None else Rendezvous(launched, options).accept)
     watch.start()
     try:
+        if isinstance(group, StageGroups):
+            tickets = job.meet(group.offer(), address)
+            meet = partial(group.meet, tickets, address)
+            joined(lambda: meet(options.start_timeout_s), job.check)
         if isinstance(group, Gathering):
             job.group = group.meet(options.start_timeout_s, job.check)
         vocab_size = manifest.models[0].vocab_size
@@ -137,12 +148,16 @@ def load_led(
             job.start()
             return loaded
         others = manifest.draft_homes
-        own = manifest.part_of([m.name for m in manifest.models if m.name not in others])
+        own = manifest.of_rank(0)
+        own = own.part_of([m.name for m in manifest.models if m.name not in others])
         # what drafts with other ranks is put together here
         limits = replace(limits, skips=led_plans(manifest))
         loaded = backend_of(backend).load(path, own, limits)
         job.wait_ready()
-        leader = Leader(job, watch, vocab_size, loaded.operators)
+        passes = None
+        if isinstance(group, StageGroups):
+            passes = StagePasses(group, manifest.stages, vocab_size, loaded.operators)
+        leader = Leader(job, watch, vocab_size, loaded.operators, passes)
         return _led(path, manifest, loaded, leader)
     except BaseException:
         end_job(job, watch)

@@ -16,6 +16,7 @@ from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.job import Job
 from specc.runtime.ranks.orders import Commit, Kind, Message
 from specc.runtime.ranks.rank_group import NUM_INPUTS, drawn_tokens, whole_logits, whole_votes
+from specc.runtime.ranks.stage_passes import StagePasses
 from specc.runtime.ranks.uninterrupted import uninterrupted
 from specc.runtime.ranks.watch import Watch
 
@@ -31,11 +32,18 @@ class Leader:
         watch: of the job.
         vocab_size: columns of the target's logits.
         operators: namespace of the `specc::` operators.
+        passes: of rank 0, where the target has stages.
     """
 
     def __init__(
-        self, job: Job, watch: Watch, vocab_size: int, operators: Any = torch.ops.specc
+        self,
+        job: Job,
+        watch: Watch,
+        vocab_size: int,
+        operators: Any = torch.ops.specc,
+        passes: StagePasses | None = None,
     ) -> None:
+        self._passes = passes
         self._job = job
         self._vocab_size = vocab_size
         self._operators = operators
@@ -70,6 +78,9 @@ class Leader:
             RankError: a rank is lost, this one included.
         """
         with self.ordered(Kind.PASS, inputs, model):
+            if self._passes is not None and not model:
+                self._passes.begin(run, inputs)
+                return self._passes.result(inputs, is_drawn=False)
             logits = self.whole_logits(run(*inputs))
             self.whole_votes(inputs)
             return logits
@@ -96,6 +107,9 @@ class Leader:
         group, vocab_size = self._job.group, self._vocab_size
         tensors = (*inputs[:NUM_INPUTS], *draws, *inputs[NUM_INPUTS:])
         with self.ordered(Kind.DRAW, tensors, model):
+            if self._passes is not None and not model:
+                self._passes.begin(run, inputs)
+                return self._passes.result(inputs, is_drawn=True)
             tokens = drawn_tokens(group, run(*inputs), draws, vocab_size, self._operators)
             self.whole_votes(inputs)
             return tokens

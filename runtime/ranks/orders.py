@@ -48,10 +48,12 @@ class Kind(enum.IntEnum):
     and three tensors of `Draws`: a pass that yields tokens), COMMIT (of a step, see `Commit`),
     DRAFT (a plan's number, and what its drafts on other ranks read), CHECKSUM (of the caches), END;
     of engines on devices WORK (what a table says, see `device_work.py`), CAPTURE (it, as the graph
-    of this number), REPLAY (a graph). Reports of the others: HELLO (what they are, as JSON), READY,
-    ERROR (as JSON; also from rank 0, which then ends), SUM (32 bytes), DRAFTED (the answer to a
-    DRAFT, or to a PASS of a draft of theirs; it comes where orders go). BEAT goes both ways: the
-    sender is alive, and has done the order of this number.
+    of this number), REPLAY (a graph); where the target has stages, before all orders MEET (how to
+    open groups and links, as JSON). Reports of the others: HELLO (what they are, as JSON), OFFER
+    (groups and links that they have made, as JSON), READY, ERROR (as JSON; also from rank 0, which
+    then ends), SUM (32 bytes), DRAFTED (the answer to a DRAFT, or to a PASS of a draft of theirs;
+    it comes where orders go). BEAT goes both ways: the sender is alive, and has done the order of
+    this number.
     """
 
     SETUP = 1
@@ -64,12 +66,14 @@ class Kind(enum.IntEnum):
     CAPTURE = 8
     REPLAY = 9
     DRAFT = 10
+    MEET = 11
     HELLO = 16
     READY = 17
     ERROR = 18
     SUM = 19
     BEAT = 20
     DRAFTED = 21
+    OFFER = 22
 
 
 class Message(NamedTuple):

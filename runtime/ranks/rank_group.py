@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from specc.runtime.execution.draws import Draws
 
 _LOOK_S = 0.2
+T = TypeVar("T")
 
 # of a model's program; one more where blocks are voted on
 NUM_INPUTS = 8
@@ -130,20 +131,29 @@ class Gathering(Copies):
             timeout_s: to wait for them.
             check: called now and then; what it raises ends the wait.
         """
-        met: Future[RankGroup] = Future()
+        return joined(lambda: self._join(timeout_s), check)
 
-        def join() -> None:
-            try:
-                met.set_result(self._join(timeout_s))
-            except BaseException as error:
-                met.set_exception(error)
 
-        # of a rank that cannot come, only others know
-        threading.Thread(target=join, name="specc-ranks-meet", daemon=True).start()
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return met.result(_LOOK_S)
-            check()
+def joined(join: Callable[[], T], check: Callable[[], None]) -> T:
+    """Wait for other ranks in a thread: of one that cannot come, only others know.
+
+    Args:
+        join: returns when all are there.
+        check: called now and then; what it raises ends the wait.
+    """
+    met: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            met.set_result(join())
+        except BaseException as error:
+            met.set_exception(error)
+
+    threading.Thread(target=run, name="specc-ranks-meet", daemon=True).start()
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return met.result(_LOOK_S)
+        check()
 
 
 def whole_logits(group: RankGroup, logits: Tensor, vocab_size: int) -> Tensor:

@@ -118,6 +118,8 @@ class Watch(threading.Thread):
         elif message.kind is Kind.ERROR:
             raise self._reported(follower, message)
         with job.changed:
+            if message.kind is Kind.OFFER:
+                job.offers[follower.rank] = json_of(message)
             if message.kind is Kind.READY:
                 follower.is_ready = True
             elif message.kind is Kind.SUM:

@@ -34,6 +34,7 @@ from specc.artifact.manifest_entries import (
     PlanEntry,
     SegmentsEntry,
     SelfDraftEntry,
+    StageEntry,
     TensorRTEntry,
     TokenizerEntry,
 )
@@ -115,14 +116,16 @@ class Manifest:
         planned, needed = self.limits.cache_rows(), 0
         made = self.limits.cache_rows(max_num_seqs, kv_cache_tokens)
         for model in self.models:
-            entry = self.memory_plan[model.name]
             home = self.draft_homes.get(model.name, 0)
-            count = len(ranks) if self.is_cut(model) else sum(rank == home for rank in ranks)
-            weights = entry.weights
-            if weights_budget is not None and model is self.models[0]:
-                weights = min(weights, weights_budget)
-            rest = entry.logits + entry.workspace
-            needed += count * (weights + rest + entry.cache * made // planned)
+            for rank in ranks:
+                if rank != home and not self.is_cut(model):
+                    continue
+                entry = self._memory_of(model, rank)
+                weights = entry.weights
+                if weights_budget is not None and model is self.models[0]:
+                    weights = min(weights, weights_budget)
+                rest = entry.logits + entry.workspace
+                needed += weights + rest + entry.cache * made // planned
         return needed
 
     def to_json(self) -> dict[str, Any]:
@@ -132,8 +135,12 @@ class Manifest:
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]
-        elif self.parallel.draft_ranks == 1:
-            del data["parallel"]["draft_ranks"]
+        else:
+            # nor what engines of one stage would say of stages
+            if not self.parallel.stages:
+                del data["parallel"]["stages"]
+            if self.parallel.draft_ranks == 1:
+                del data["parallel"]["draft_ranks"]
         if not self.self_drafts:
             del data["self_drafts"]
         if self.segments is None:
@@ -177,7 +184,7 @@ class Manifest:
             "parallel": None, "self_drafts": [], "segments": None, "kv_cache_dtype": AUTO,
         }  # fmt: skip
         if isinstance(data.get("parallel"), dict):
-            absent["parallel"] = {"draft_ranks": 1} | data["parallel"]
+            absent["parallel"] = {"draft_ranks": 1, "stages": []} | data["parallel"]
             data = {name: value for name, value in data.items() if name != "parallel"}
         fields = absent | data | {"memory_plan": models_memory}
         manifest = decode(cls, fields, "")
@@ -207,7 +214,37 @@ class Manifest:
 
     @property
     def num_ranks(self) -> int:
+        return self.parallel.num_ranks if self.parallel else 1
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that have a part of each weight, or of each that their stage has."""
         return self.parallel.tensor_parallel_size if self.parallel else 1
+
+    @property
+    def stages(self) -> tuple[StageEntry, ...]:
+        """Of a pipeline, one after the other; none where every rank runs all layers."""
+        return self.parallel.stages if self.parallel else ()
+
+    def of_rank(self, rank: int) -> Manifest:
+        """What a rank loads: of a target in stages, its own; else all."""
+        if not self.stages or self.parallel is None:
+            return self
+        target, *drafts = self.models
+        part = self._stage_entry(self.parallel.stage_of(rank))
+        parallel = dataclasses.replace(self.parallel, stages=())
+        memory = self.memory_plan | {target.name: self._memory_of(target, rank)}
+        models = (part, *drafts)
+        return dataclasses.replace(self, models=models, parallel=parallel, memory_plan=memory)
+
+    def _stage_entry(self, number: int) -> ModelEntry:
+        return self.models[0].stage(number, self.stages[number].layers)
+
+    def _memory_of(self, model: ModelEntry, rank: int) -> MemoryEntry:
+        """Of a model on one rank that runs it."""
+        if self.stages and self.parallel is not None and model is self.models[0]:
+            return self.stages[self.parallel.stage_of(rank)].memory
+        return self.memory_plan[model.name]
 
     def is_cut(self, model: ModelEntry) -> bool:
         """Whether each rank has a part of this model; else each rank that runs it has all."""
@@ -251,6 +288,8 @@ class Manifest:
 
     def weights_file(self, model: ModelEntry, rank: int = 0) -> str:
         """The weights of a model that a rank reads."""
+        if self.stages and self.parallel is not None and model is self.models[0]:
+            return self._stage_entry(self.parallel.stage_of(rank)).rank_file(rank)
         return model.rank_file(rank) if self.is_cut(model) else model.weights_file
 
     @property
@@ -296,8 +335,13 @@ class Manifest:
             if target.package_file in files:
                 files.remove(target.package_file)
                 files += map(target.segment_package, range(self.segments.num_kinds))
+        if self.stages:
+            files = [file for file in files if file != self.models[0].package_file]
+            parts = [self._stage_entry(number) for number in range(len(self.stages))]
+            files += [getattr(part, field) for part in parts for field in fields]
         files += self.weights_files
-        cut = [model for model in self.models if self.is_cut(model)]
+        is_tensor_cut = self.tensor_parallel_size > 1
+        cut = [model for model in self.models if self.is_cut(model) and is_tensor_cut]
         files += [file for model in cut for file in (model.shard_file, model.whole_file)]
         if self.is_cut(self.models[0]):
             files += [draft.whole_file for draft in self.self_drafts]

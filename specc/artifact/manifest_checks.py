@@ -183,8 +183,10 @@ def check_parallel(
     """
     if parallel is None:
         return
-    if parallel.tensor_parallel_size < 2:
+    if parallel.tensor_parallel_size < 2 and len(parallel.stages) < 2:
         raise invalid(f"tensor_parallel_size is {parallel.tensor_parallel_size}", "2 or more")
+    if parallel.stages:
+        _check_stages(parallel, models[0])
     names = [model.name for model in models]
     if not parallel.models or not set(parallel.models) <= set(names):
         raise invalid(f"parallel.models is {list(parallel.models)}", f"some of {', '.join(names)}")
@@ -196,6 +198,16 @@ def check_parallel(
         raise invalid(
             f"parallel.samples of {', '.join(parallel.samples) or 'no file'}",
             ", ".join(rank_files),
+        )
+
+
+def _check_stages(parallel: ParallelEntry, target: ModelEntry) -> None:
+    """Raises EngineError: a layer that no stage runs, or not in its turn."""
+    layers = [layer for stage in parallel.stages for layer in stage.layers]
+    if layers != list(range(len(target.layers))) or len(parallel.stages) < 2:
+        raise invalid(
+            f"parallel.stages have layers {layers}",
+            f"2 stages or more, with the {len(target.layers)} layers of {target.name} in order",
         )
 
 

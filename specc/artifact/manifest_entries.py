@@ -112,6 +112,29 @@ class ModelEntry:
         """The compiled program of one kind of segment, in engines of a compiled backend."""
         return f"{self.dir}/segment-{kind}.pt2"
 
+    def stage(self, number: int, layers: tuple[int, ...]) -> ModelEntry:
+        """The part of a model that one stage of a pipeline runs.
+
+        It has all slabs of the whole model, those of which it has no layer without rows, so that
+        steps find them under their names.
+
+        Args:
+            number: of the stage.
+            layers: numbers of its layers in the model.
+        """
+        counts = [0] * len(self.slabs)
+        own = []
+        for place in layers:
+            layer = self.layers[place]
+            own.append(dataclasses.replace(layer, index=counts[layer.slab]))
+            counts[layer.slab] += 1
+        slabs = tuple(
+            dataclasses.replace(slab, num_layers=count)
+            for slab, count in zip(self.slabs, counts, strict=True)
+        )
+        directory = f"{self.dir}/stage-{number}"
+        return dataclasses.replace(self, dir=directory, layers=tuple(own), slabs=slabs)
+
     def rank_file(self, rank: int) -> str:
         """Weights of one rank, where the model is cut."""
         return f"{self.dir}/rank-{rank}.weights.safetensors"
@@ -158,8 +181,43 @@ class SelfDraftEntry:
 
 
 @dataclass(frozen=True)
+class MemoryEntry:
+    """Bytes that one model takes at run time."""
+
+    weights: int
+    cache: int
+    logits: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.logits + self.workspace
+
+
+@dataclass(frozen=True)
+class StageEntry:
+    """A part of the target, which the ranks of one stage of a pipeline run.
+
+    Args:
+        layers: numbers of its attention layers in the target.
+        dtype: of what it gives on, and of the logits of the last one.
+        shape: of that, on each rank; None for the number of tokens or rows.
+        memory: of each rank.
+    """
+
+    layers: tuple[int, ...]
+    dtype: str
+    shape: tuple[int | None, ...]
+    memory: MemoryEntry
+
+
+@dataclass(frozen=True)
 class ParallelEntry:
     """Ranks that run an engine together, and the models that are cut for them.
+
+    Ranks of a stage are neighbours: rank r is number r % tensor_parallel_size of stage
+    r // tensor_parallel_size. `stages`: parts of the target, one after the other; none where every
+    rank runs all layers.
 
     `samples`: file of a rank's weights → `sample_file` of it. Weights are too large to be hashed
     whenever an engine is loaded; so files that change places, or come from another engine, are
@@ -172,6 +230,19 @@ class ParallelEntry:
     models: tuple[str, ...]
     samples: dict[str, str] = dataclasses.field(default_factory=dict)
     draft_ranks: int = 1
+    stages: tuple[StageEntry, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.stages))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.num_stages
+
+    def stage_of(self, rank: int) -> int:
+        """The stage that a rank runs a part of."""
+        return rank // self.tensor_parallel_size if self.stages else 0
 
 
 @dataclass(frozen=True)
@@ -273,20 +344,6 @@ class TokenizerEntry:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     add_bos: bool
-
-
-@dataclass(frozen=True)
-class MemoryEntry:
-    """Bytes that one model takes at run time."""
-
-    weights: int
-    cache: int
-    logits: int
-    workspace: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.cache + self.logits + self.workspace
 
 
 @dataclass(frozen=True)

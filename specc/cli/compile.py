@@ -51,7 +51,14 @@ def run_compile(
 
 
 def run_reshard(
-    engine: Path, output: Path, num_ranks: int, *, force: bool, probe: bool, verbose: bool
+    engine: Path,
+    output: Path,
+    num_ranks: int,
+    num_stages: int | None,
+    *,
+    force: bool,
+    probe: bool,
+    verbose: bool,
 ) -> None:
     """Make an engine of another number of ranks, with progress and summary as of a compilation.
 
@@ -61,7 +68,15 @@ def run_reshard(
     with make_listener() as listen:
         from specc.api import reshard
 
-        compilation = reshard(engine, output, num_ranks, force=force, probe=probe, listen=listen)
+        compilation = reshard(
+            engine,
+            output,
+            num_ranks,
+            pipeline_parallel_size=num_stages,
+            force=force,
+            probe=probe,
+            listen=listen,
+        )
     print_summary(compilation, output, verbose)
 
 

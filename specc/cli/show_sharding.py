@@ -12,6 +12,7 @@ from rich.table import Table
 
 from specc.artifact.directory import read_manifest
 from specc.cli.render import heading, make_console, make_table
+from specc.cli.show_stages import stages_table, stages_to_json
 from specc.errors import ConfigError, EngineError
 from specc.sharding.shard_plan import ShardPlan, WeightCut
 from specc.sharding.words import NUMBER, short_name, words_of
@@ -47,13 +48,23 @@ def show_sharding(engine: Path, as_json: bool, svg: Path | None = None) -> None:
         raise ConfigError(
             f"{engine}, an engine of one rank",
             "an engine whose target is cut for several",
-            "compile it with --tensor-parallel-size",
+            "compile it with --tensor-parallel-size or --pipeline-parallel-size",
         )
-    plans = {model.name: ShardPlan.read(engine / model.shard_file) for model in cut}
+    is_cut = manifest.tensor_parallel_size > 1
+    plans = {m.name: ShardPlan.read(engine / m.shard_file) for m in cut if is_cut}
     if as_json:
-        typer.echo(json.dumps({name: plan.to_json() for name, plan in plans.items()}, indent=1))
+        data = {name: plan.to_json() for name, plan in plans.items()}
+        if manifest.stages:
+            data.setdefault(cut[0].name, {})["stages"] = stages_to_json(manifest)
+        typer.echo(json.dumps(data, indent=1))
         return
     console = make_console()
+    if svg is not None and not is_cut:
+        raise ConfigError(
+            f"--svg, and {engine}, whose stages have one rank each",
+            "an engine whose weights are cut for several ranks",
+            "leave out --svg, or compile it with --tensor-parallel-size",
+        )
     if svg is not None:
         from specc.draw.sharding import sharding_svg
         from specc.draw.sharding_items import sections
@@ -66,6 +77,10 @@ def show_sharding(engine: Path, as_json: bool, svg: Path | None = None) -> None:
         sharding_svg(plan, sections(program, plan, heads), title, svg)
         console.print(f"{svg}: {model.name}, {plan.num_ranks} ranks", soft_wrap=True)
         return
+    if manifest.stages:
+        console.print(heading(f"{cut[0].name}: {len(manifest.stages)} stages"))
+        console.print(stages_table(manifest))
+        console.print()
     for name, plan in plans.items():
         console.print(heading(f"{name}: {plan.num_ranks} ranks"))
         console.print(_weights_table(plan))

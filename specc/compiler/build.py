@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specc.artifact.backends import BackendFacts
 from specc.artifact.directory import available_memory_bytes, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
@@ -40,6 +41,7 @@ from specc.compiler.engine_plans import (
 )
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.compiler.self_drafts import self_draft_programs, write_self_drafts
+from specc.compiler.stages import cut_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
@@ -117,12 +119,13 @@ def build(
             sources = checked.load()
         engine, records = _compile(sources, plans, config, backend, writer, phases, dump_graphs)
         memory = plan_engine_memory(engine, backend)
+        parallel = ranks_of(engine, backend.facts)
         with phases.phase("write programs"):
             write_programs(writer, engine.models)
             write_self_drafts(writer, engine.self_drafts)
             slabs = {model.name: len(model.entry.slabs) for model in engine.models}
             sizes = (backend.facts.is_padded, engine.limits.block_size)
-            is_cut = engine.models[0].program.shard is not None
+            is_cut = engine.models[0].program.shard is not None or bool(engine.models[0].stages)
             windowed = {item.entry.name for item in engine.self_drafts if item.entry.is_windowed}
             steps = write_steps(writer, engine.plans, slabs, *sizes, is_cut, windowed)
         # before minutes of compiling: what is wrong with a checkpoint is found here
@@ -132,7 +135,7 @@ def build(
         warnings += emitted.warnings
         write_configurations(writer, engine.models, checked.tokens)
         write_report(writer, records, phases.seconds)
-        manifest = _describe(engine, backend, emitted, steps, memory, checked.tokens)
+        manifest = _describe(engine, backend, emitted, steps, memory, checked.tokens, parallel)
         if probe is not None and config.probe and checked.tokens.file is not None:
             manifest, refused = probe_staged(manifest, backend, writer, probe, phases)
             warnings += refused
@@ -170,6 +173,8 @@ def _compile(
     typed = [(model.program, model.source.dtype) for model in models]
     limits = fit_prefill_chunk(limits, config, typed, backend.facts)
     plans = tile_plans(plans, [model.program for model in models], config)
+    if config.pipeline_parallel_size > 1:
+        models[0].stages = cut_stages(models[0].program, config.pipeline_parallel_size)
     if config.segments:
         models[0].segments = cut_segments(models[0].program, layer_places(models[0].program))
     engine = UnfinishedEngine(writer, models, plans, limits, config, phases, dump, drafts)
@@ -186,6 +191,10 @@ def plan_engine_memory(
         memory = plan_model_memory(model.program, *sizes)
         memory = backend.model_memory(memory, engine.limits, engine.plans)
         found[model.name] = MemoryEntry(**memory.to_json())
+        if model.stages:
+            # no rank has more
+            stages = stage_entries(engine, backend.facts)
+            found[model.name] = max((stage.memory for stage in stages), key=lambda m: m.total)
     return found
 
 
@@ -205,6 +214,7 @@ def _describe(
     steps: tuple[PlanEntry, ...],
     memory: Mapping[str, MemoryEntry],
     tokens: TokenizerFiles,
+    parallel: ParallelEntry | None,
 ) -> Manifest:
     return Manifest(
         specc_version=__version__,
@@ -222,7 +232,7 @@ def _describe(
         native=emitted.native,
         rectangle=emitted.rectangle,
         tensorrt=emitted.tensorrt,
-        parallel=_parallel(engine),
+        parallel=parallel,
         self_drafts=tuple(item.entry for item in engine.self_drafts),
         segments=_segments(engine),
         kv_cache_dtype=engine.config.kv_cache_dtype,
@@ -236,11 +246,17 @@ def _segments(engine: UnfinishedEngine) -> SegmentsEntry | None:
     return SegmentsEntry(len(segments), len({item.kind for item in segments}))
 
 
-def _parallel(engine: UnfinishedEngine) -> ParallelEntry | None:
-    cut = tuple(model.name for model in engine.models if model.program.shard is not None)
-    config = engine.config
-    entry = ParallelEntry(config.tensor_parallel_size, cut, draft_ranks=config.draft_ranks)
-    return entry if cut else None
+def ranks_of(engine: UnfinishedEngine, facts: BackendFacts) -> ParallelEntry | None:
+    """What the manifest says of ranks and stages; None where there is one of each."""
+    cut = tuple(
+        model.name for model in engine.models if model.program.shard is not None or model.stages
+    )
+    if not cut:
+        return None
+    config, stages = engine.config, stage_entries(engine, facts)
+    return ParallelEntry(
+        config.tensor_parallel_size, cut, draft_ranks=config.draft_ranks, stages=stages
+    )
 
 
 def probe_staged(

@@ -49,6 +49,8 @@ class CompiledModel:
     unfused: Program | None = None
     # what the program is cut into, where the engine has segments
     segments: list[Segment] | None = None
+    # what it is cut into for the stages of a pipeline, if there are several
+    stages: tuple[Segment, ...] = ()
 
     @property
     def name(self) -> str:

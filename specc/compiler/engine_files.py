@@ -8,6 +8,7 @@ from typing import Any
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest_entries import PlanEntry
 from specc.compiler.compiled_model import CompiledModel
+from specc.compiler.stages import staged
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.passes.pipeline import PassRecord
 from specc.passes.program import program_to_json
@@ -59,13 +60,15 @@ def write_steps(
 def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> None:
     """Write the graph of each model; of one that is cut the plan, and the whole graph, too.
 
-    Where a model is cut into segments, they are written beside its graph.
+    Where a model is cut into segments, or into stages, they are written beside its graph.
     """
     for model in models:
         writer.write_json(model.entry.program_file, program_to_json(model.program))
         if model.program.shard is not None:
             writer.write_json(model.entry.shard_file, model.program.shard.to_json())
             writer.write_json(model.entry.whole_file, model.whole)
+        for stage, entry in staged(model):
+            writer.write_json(entry.program_file, program_to_json(stage.program))
         if model.segments is not None:
             writer.write_json(model.entry.segments_file, segments_to_json(model.segments))
 

@@ -24,11 +24,11 @@ from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.directory import check_hashes, open_engine, read_manifest, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
-from specc.artifact.manifest_entries import ModelEntry, ParallelEntry, SelfDraftEntry
+from specc.artifact.manifest_entries import ModelEntry, SelfDraftEntry
 from specc.artifact.weights import Source, WeightSpec
 from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
-from specc.compiler.build import Compilation, plan_engine_memory, probe_staged
+from specc.compiler.build import Compilation, plan_engine_memory, probe_staged, ranks_of
 from specc.compiler.compiled_model import (
     CACHE,
     CUT,
@@ -46,6 +46,7 @@ from specc.compiler.self_drafts import (
     cut_and_lower,
     write_self_drafts,
 )
+from specc.compiler.stages import cut_stages
 from specc.compiler.weights import write_model_weights
 from specc.compiler.whole_graph import WholeGraph
 from specc.config import CompileConfig
@@ -75,6 +76,7 @@ def reshard_engine(
     output: str | Path,
     num_ranks: int,
     *,
+    num_stages: int | None = None,
     force: bool = False,
     listen: Callable[[ProgressEvent], None] = lambda event: None,
     probe: Callable[[Path], dict[str, Any]] | None = None,
@@ -84,7 +86,8 @@ def reshard_engine(
     Args:
         engine: directory of the one that there is, with the files of all of its ranks.
         output: engine directory to make.
-        num_ranks: that share the target of the new one; 1 makes it whole.
+        num_ranks: that share each stage of the new one's target; 1 makes it whole.
+        num_stages: of the new one's target; None is as many as the old one's.
         force: replace an existing engine.
         listen: called as phases begin, advance and end.
         probe: called with the finished engine, before it gets its name; what it returns is stored.
@@ -92,11 +95,16 @@ def reshard_engine(
         SpeccError: found / needed / do; nothing is left behind.
     """
     engine, phases = Path(engine), PhaseTimer(listen)
-    asked = CompileConfig(tensor_parallel_size=num_ranks)  # within the range of the option
+    # within the ranges of the options
+    asked = CompileConfig(
+        tensor_parallel_size=num_ranks,
+        pipeline_parallel_size=1 if num_stages is None else num_stages,
+    )
     with inductor_directory(), EngineWriter(output, force=force) as writer:
         with phases.phase("check engine"):
-            old, backend = _check(engine, asked)
-        config = _config_of(old, backend, num_ranks)
+            old, backend = _check(engine, asked, num_stages is None)
+        num_stages = max(1, len(old.stages)) if num_stages is None else num_stages
+        config = _config_of(old, backend, num_ranks, num_stages)
         check_views(config.plans, config, backend.facts)
         with _open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
@@ -105,6 +113,8 @@ def reshard_engine(
             for model in cut:
                 with phases.phase(f"rewrite {model.name}"):
                     records += _cut_anew(model, backend, config, old.limits.max_seq_len)
+            if num_stages > 1:
+                models[0].stages = cut_stages(models[0].program, num_stages)
             if config.segments:
                 program = models[0].program
                 models[0].segments = cut_segments(program, layer_places(program))
@@ -117,7 +127,7 @@ def reshard_engine(
             plans = tile_plans(plans, [model.program for model in models], config)
             sizes = (plans, old.limits, config, phases)
             new = UnfinishedEngine(writer, models, *sizes, self_drafts=own)
-            memory = plan_engine_memory(new, backend)
+            memory, parallel = plan_engine_memory(new, backend), ranks_of(new, backend.facts)
             with phases.phase("check files") as advance:
                 # altered graphs have been met by now, what is left is long
                 check_hashes(engine, {x: old.files[x] for x in old.weights_files}, advance)
@@ -127,7 +137,7 @@ def reshard_engine(
                 write_self_drafts(writer, own)
                 slabs = {model.name: len(model.entry.slabs) for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
-                is_cut = num_ranks > 1
+                is_cut = parallel is not None
                 steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed)
             warnings = []
             for model in cut:
@@ -147,13 +157,7 @@ def reshard_engine(
             plans=steps,
             memory_plan=memory,
             native=emitted.native,
-            parallel=ParallelEntry(
-                num_ranks,
-                tuple(model.name for model in cut),
-                draft_ranks=_draft_ranks(old, num_ranks),
-            )
-            if num_ranks > 1
-            else None,
+            parallel=parallel,
             probe=None,
             files={},
         )
@@ -169,9 +173,15 @@ def reshard_engine(
     return Compilation(manifest, records, warnings, phases.seconds)
 
 
-def _check(engine: Path, asked: CompileConfig) -> tuple[Manifest, CompilerBackend]:
+def _check(
+    engine: Path, asked: CompileConfig, keeps_stages: bool
+) -> tuple[Manifest, CompilerBackend]:
     """The manifest of an engine that can be made anew here, and the backend of both.
 
+    Args:
+        engine: the directory.
+        asked: ranks and stages.
+        keeps_stages: there are to be as many as there are.
     Raises:
         SpeccError: it cannot; no weight has been read.
     """
@@ -185,10 +195,19 @@ def _check(engine: Path, asked: CompileConfig) -> tuple[Manifest, CompilerBacken
             f"one for {' or '.join(takers)}, which run several ranks",
             f"compile it with --backend {takers[0]} --tensor-parallel-size {num_ranks}",
         )
-    if num_ranks == manifest.num_ranks:
+    stages = max(1, len(manifest.stages))
+    if stages > 1:
         raise ConfigError(
-            f"--tensor-parallel-size {num_ranks}, and {engine}, an engine of {num_ranks} rank"
-            + "s" * (num_ranks > 1),
+            f"{engine}, an engine of {stages} stages",
+            "an engine of one stage, of which others can be made",
+            "compile the checkpoint again, with --pipeline-parallel-size",
+        )
+    if num_ranks == manifest.tensor_parallel_size and (
+        keeps_stages or asked.pipeline_parallel_size == stages
+    ):
+        what = f"an engine of {num_ranks} rank" + "s" * (num_ranks > 1)
+        raise ConfigError(
+            f"--tensor-parallel-size {num_ranks}, and {engine}, {what}",
             "another number of ranks than the engine has",
             "use the engine as it is, or choose another --tensor-parallel-size",
         )
@@ -210,7 +229,9 @@ def _takes_ranks(backend: str) -> bool:
     return "tensor_parallel_size" in compiler_backend(backend).options
 
 
-def _config_of(manifest: Manifest, backend: CompilerBackend, num_ranks: int) -> CompileConfig:
+def _config_of(
+    manifest: Manifest, backend: CompilerBackend, num_ranks: int, num_stages: int
+) -> CompileConfig:
     """The options that an engine was compiled with, as far as they count after its trace."""
     limits, target = manifest.limits, manifest.models[0]
     config = CompileConfig(
@@ -227,6 +248,8 @@ def _config_of(manifest: Manifest, backend: CompilerBackend, num_ranks: int) -> 
         kv_cache_dtype=manifest.kv_cache_dtype,
         allow_nonfinite_weights=target.nonfinite_weights > 0,
         tensor_parallel_size=num_ranks,
+        pipeline_parallel_size=num_stages,
+        draft_ranks=_draft_ranks(manifest, num_ranks),
         segments=manifest.segments is not None,
     )
     return backend.adapt(config)
@@ -288,7 +311,7 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
         if "blocks_of" in item
     }
     plan, whole_json = None, program_json
-    if manifest.is_cut(entry):
+    if manifest.is_cut(entry) and manifest.tensor_parallel_size > 1:
         plan = ShardPlan.read(engine / entry.shard_file)
         whole_json = _read(engine / entry.whole_file)
     ranks = range(manifest.num_ranks if plan else 1)

@@ -10,6 +10,7 @@ from specc.artifact.nonfinite import NonFinite, refuse
 from specc.artifact.weights import write_weights
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.model_entries import describe_unread
+from specc.compiler.stages import staged_specs
 from specc.config import CompileConfig
 from specc.sharding.weight_pieces import rank_specs
 
@@ -50,7 +51,9 @@ def write_model_weights(
         specs = sorted(specs, key=lambda spec: order[spec.key])
     reader, plan = model.source.reader, model.program.shard
     files = {model.entry.weights_file: specs}
-    if plan is not None:
+    if model.stages:
+        files = staged_specs(model, specs)
+    elif plan is not None:
         files = {
             model.entry.rank_file(rank): list(rank_specs(specs, plan, rank, reader))
             for rank in range(plan.num_ranks)

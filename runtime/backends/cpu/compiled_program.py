@@ -92,9 +92,10 @@ class CompiledProgram:
             ]
         )
 
-    def __call__(self, *inputs: Tensor | None) -> Tensor:
+    def __call__(self, *inputs: Tensor | None, hidden: Tensor | None = None) -> Tensor:
         """Run over flat tokens; inputs and result are those of `ModelProgram.forward`."""
-        return self.native.run(with_ancestors(inputs))
+        given = with_ancestors(inputs)
+        return self.native.run(given if hidden is None else [*given, hidden])
 
     def call_in(self, runner: Any, result: int) -> None:
         """Let a native runner of steps call it; arguments follow."""

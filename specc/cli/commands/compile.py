@@ -59,6 +59,7 @@ def compile_(
       specc compile --target T/ --draft lookup:3 -o engine/
       specc compile --target T/ --draft self:window=512 --num-speculative-tokens 3 -o engine/
       specc compile --target T/ --draft self:skip=20-25 --num-speculative-tokens 2 -o engine/
+      specc compile --target T/ --draft D/ -tp 2 -pp 2 -o stages/
       specc compile --target T/ --draft D/ --backend onnx -o engine/
       specc compile --target T/ --draft D/ --backend tensorrt --dtype float16 \
         --compute-capability 8.9 -o engine/

@@ -25,6 +25,16 @@ def reshard(
             show_default=False,
         ),
     ],
+    pipeline_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--pipeline-parallel-size",
+            "-pp",
+            help="How many stages the new engine has, with so many ranks each. An engine that has"
+            " several cannot be cut anew.",
+            show_default=False,
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the engine at --output, if there is one.")
     ] = False,
@@ -52,7 +62,9 @@ def reshard(
       specc reshard engine/ --tensor-parallel-size 4 -o engine-4/
       specc reshard engine-4/ -tp 2 -o engine-2/
       specc reshard engine-4/ -tp 1 -o engine/
+      specc reshard engine-4/ -tp 1 -pp 2 -o stages/
     """  # noqa: D301
     from specc.cli.compile import run_reshard
 
-    run_reshard(engine, output, tensor_parallel_size, force=force, probe=probe, verbose=verbose)
+    sizes = tensor_parallel_size, pipeline_parallel_size
+    run_reshard(engine, output, *sizes, force=force, probe=probe, verbose=verbose)

@@ -133,6 +133,13 @@ class CompileOptions:
         "--tensor-parallel-size",
         "-tp",
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "How many stages the target has: each holds some of its layers, on as many ranks as"
+        " --tensor-parallel-size says, and hands on to the next what it has computed.",
+        "--pipeline-parallel-size",
+        "-pp",
+    )
     draft_tensor_parallel_size: int = option(
         1,
         "How many ranks share each draft model: 1, which is rank 0, or as many as share the"

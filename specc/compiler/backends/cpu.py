@@ -6,6 +6,7 @@ from specc.artifact.backends import facts_of
 from specc.artifact.manifest_entries import NativeEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.compiled_model import CompiledModel
+from specc.compiler.stages import staged
 from specc.passes.lower.cpu import lower as lower_cpu
 from specc.passes.pipeline import Phases
 from specc.passes.program import Program
@@ -17,7 +18,7 @@ class CpuBackend(CompilerBackend):
     facts = facts_of("cpu")
     options = (
         "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments",
-        "kv_cache_dtype",
+        "kv_cache_dtype", "pipeline_parallel_size",
     )  # fmt: skip
 
     def check_machine(self) -> None:
@@ -43,6 +44,8 @@ class CpuBackend(CompilerBackend):
 
 def _programs(model: CompiledModel) -> list[tuple[Program, str]]:
     """Programs to compile, and their files: one, or one of each kind of segment."""
+    if model.stages:
+        return [(stage.program, entry.package_file) for stage, entry in staged(model)]
     if model.segments is None:
         return [(model.program, model.entry.package_file)]
     kinds = dict.fromkeys(item.kind for item in model.segments)

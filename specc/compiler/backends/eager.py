@@ -19,17 +19,17 @@ class EagerBackend(CompilerBackend):
     aliases = ("torch",)
     options = (
         "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments",
-        "kv_cache_dtype",
+        "kv_cache_dtype", "pipeline_parallel_size",
     )  # fmt: skip
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
         super().check_config(config, dtypes)
-        missing = lower_cpu.missing_compiler() if config.tensor_parallel_size > 1 else None
+        missing = lower_cpu.missing_compiler() if _num_ranks(config) > 1 else None
         if missing is not None:
             raise missing
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
-        if engine.config.tensor_parallel_size == 1:
+        if _num_ranks(engine.config) == 1:
             return Emitted()
         # collectives of ranks
         isa_flags = lower_cpu.copy_operators(engine.writer.path(lower_cpu.LIBRARY_FILE))
@@ -40,6 +40,10 @@ class EagerBackend(CompilerBackend):
             f"{error.found}, so the engine runs its graphs operator by operator, which is several"
             f" times slower; for compiled code: {error.do.split(', or ')[0]}"
         )
+
+
+def _num_ranks(config: CompileConfig) -> int:
+    return config.tensor_parallel_size * config.pipeline_parallel_size
 
 
 BACKEND = EagerBackend()

@@ -1,0 +1,118 @@
+// Links between two ranks, besides the group of a process: values go one way. Python (kernels/ranks.py) knows them by number. As groups do, both sides say what they
+// pass on, so a receiver that expects something else gets an error and no wrong values.
+#include <cstring>
+#include <exception>
+#include <map>
+#include <mutex>
+
+#include "ranks.h"
+
+namespace specc::ranks {
+namespace {
+
+struct Links {
+  std::mutex lock;
+  std::map<int, std::shared_ptr<Group>> groups;
+  int last = 0;
+};
+
+// never destroyed: a thread may wait in a link while the process ends
+Links& links() {
+  static Links* const made = new Links;
+  return *made;
+}
+
+thread_local std::string error_text;
+
+template <typename F>
+int guarded(F&& body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::exception& error) {
+    error_text = error.what();
+    return -1;
+  }
+}
+
+int add(std::shared_ptr<Group> group) {
+  Links& all = links();
+  const std::lock_guard guard(all.lock);
+  all.groups.emplace(++all.last, std::move(group));
+  return all.last;
+}
+
+// Held by whoever uses it: another thread may close it meanwhile.
+std::shared_ptr<Group> link(int number) {
+  Links& all = links();
+  const std::lock_guard guard(all.lock);
+  const auto found = all.groups.find(number);
+  if (found == all.groups.end())
+    refuse("link " + std::to_string(number) + ", which is closed", "one that is open",
+           "load the engine again");
+  return found->second;
+}
+
+}  // namespace
+}  // namespace specc::ranks
+
+using namespace specc::ranks;
+
+#define SPECC_EXPORT extern "C" __attribute__((visibility("default")))
+
+SPECC_EXPORT const char* specc_links_error() { return error_text.c_str(); }
+
+// Makes the shared memory of a link, of which this process is the sender.
+SPECC_EXPORT int specc_links_create(int64_t slot_bytes, double time_limit, int* descriptor,
+                                    int* number) {
+  return guarded([&] { *number = add(create_shared(2, slot_bytes, time_limit, descriptor)); });
+}
+
+SPECC_EXPORT int specc_links_open(const char* path, int* number) {
+  return guarded([&] { *number = add(open_shared(path, 1, 2)); });
+}
+
+// `name`: of a process group of torch.distributed of two ranks.
+SPECC_EXPORT int specc_links_open_gloo(const char* name, double time_limit, int* number) {
+  return guarded([&] { *number = add(open_gloo(name, time_limit)); });
+}
+
+// The sender, rank 0 of the two or else rank 1, gives `bytes` at `data`; the receiver takes as many
+// there.
+SPECC_EXPORT int specc_links_pass(int number, int first_sends, void* data, int dtype, int64_t rows,
+                                  int64_t columns, int64_t bytes) {
+  return guarded([&] {
+    const std::shared_ptr<Group> both = link(number);
+    Call call;
+    call.kind = first_sends ? Kind::kFromFirst : Kind::kGatherRows;
+    call.dtype = dtype;
+    call.rows = rows;
+    call.columns = columns;
+    call.bytes = bytes;
+    const int sender = first_sends ? 0 : 1;
+    const bool receives = both->rank() != sender;
+    both->share(call, data, [&](int from, int64_t offset, const char* part, int64_t size) {
+      if (receives && from == sender && size > 0)
+        std::memcpy(static_cast<char*>(data) + offset, part, size);
+    });
+  });
+}
+
+SPECC_EXPORT int specc_links_abort(int number, const char* text) {
+  return guarded([&] { link(number)->abort(text); });
+}
+
+SPECC_EXPORT int specc_links_close(int number) {
+  return guarded([&] {
+    std::shared_ptr<Group> dropped;
+    {
+      Links& all = links();
+      const std::lock_guard guard(all.lock);
+      const auto found = all.groups.find(number);
+      if (found == all.groups.end()) return;
+      dropped = std::move(found->second);
+      all.groups.erase(found);
+    }
+    dropped->close();
+  });
+}

@@ -1,0 +1,223 @@
+"""Groups and links of a rank, where the target has stages.
+
+Ranks of a stage are a group, whose collectives are those of tensor parallelism. A stage hands on
+what it has computed, rank by rank, and the first rank of the last stage gives logits or tokens to
+rank 0. Each group and link is made by its first rank and opened by the others, whom rank 0 tells
+how: all offer what they have made, and then meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from specc.errors import RankError
+from specc.runtime.ranks.group import RankGroup as SharedGroup
+from specc.runtime.ranks.links import Link
+from specc.runtime.ranks.rank_group import Copies, RankGroup
+
+# in a ticket, and as that of rank 0 in what the others load
+GLOO, STAGED = "gloo", "stages"
+# what a rank that waits for another stage has been through: all
+_WAITS = 1 << 62
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where a rank is among the stages of an engine.
+
+    Args:
+        rank: of all.
+        tensor: ranks of each stage, which are neighbours.
+        stages: of the engine.
+    """
+
+    rank: int
+    tensor: int
+    stages: int
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tensor
+
+    @property
+    def place(self) -> int:
+        """Of the rank in its stage."""
+        return self.rank % self.tensor
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its stage is the last one."""
+        return self.stage == self.stages - 1
+
+    @property
+    def gives_results(self) -> bool:
+        """Whether it gives logits or tokens to rank 0."""
+        return self.is_last and self.place == 0
+
+    def members(self) -> dict[str, tuple[int, ...]]:
+        """Name → ranks of every group and link of the engine; the first of a link sends."""
+        tensor, last = self.tensor, self.stages - 1
+        found: dict[str, tuple[int, ...]] = {}
+        if tensor > 1:
+            for stage in range(self.stages):
+                found[f"stage {stage}"] = tuple(range(stage * tensor, (stage + 1) * tensor))
+        for rank in range(last * tensor):
+            found[f"link {rank} to {rank + tensor}"] = (rank, rank + tensor)
+        found["results"] = (last * tensor, 0)
+        return found
+
+    def own(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Those that this rank is a member of."""
+        return ((n, ranks) for n, ranks in self.members().items() if self.rank in ranks)
+
+
+class StageGroups:
+    """The groups and links of this process; a `RankGroup` as that of its stage.
+
+    Args:
+        place: of this rank.
+        local: ranks of this machine.
+        time_limit: seconds that ranks wait for each other.
+    """
+
+    ticket = STAGED
+
+    def __init__(self, place: StagePlace, local: Collection[int], time_limit: float) -> None:
+        self.where = place
+        self.rank, self.size = place.place, place.tensor
+        self.group: RankGroup = Copies(0, 1)
+        self._local = local
+        self._time_limit = time_limit
+        self._links: dict[str, Link] = {}
+        self._made: dict[str, str] = {}
+        self._waits = 0
+        self._has_joined = False
+
+    def offer(self) -> dict[str, str]:
+        """Make what this rank is the first member of; returns name → ticket."""
+        for name, ranks in self.where.own():
+            if ranks[0] != self.where.rank:
+                continue
+            if not set(ranks) <= set(self._local):
+                self._made[name] = GLOO
+            elif name.startswith("stage"):
+                self.group = SharedGroup.create(self.size, self._time_limit)
+                self._made[name] = self.group.ticket
+            else:
+                link = self._links[name] = Link.create(self._time_limit)
+                self._made[name] = link.ticket
+        return dict(self._made)
+
+    def meet(self, tickets: Mapping[str, str], address: str | None, timeout_s: float) -> None:
+        """Open what others have made.
+
+        Args:
+            tickets: of all groups and links.
+            address: `tcp://HOST:PORT` of rank 0, where some are between hosts.
+            timeout_s: to wait for the others there.
+        Raises:
+            RankError: a rank is gone, or cannot be reached.
+        """
+        members = self.where.members()
+        if missing := members.keys() - tickets.keys():
+            raise RankError(
+                f"nobody has made {', '.join(sorted(missing))}", "all of them", "report this"
+            )
+        over = [name for name in members if tickets[name] == GLOO]
+        if over:
+            self._meet_hosts({name: members[name] for name in over}, str(address), timeout_s)
+        for name, ranks in self.where.own():
+            if name in self._made or tickets[name] == GLOO:
+                continue
+            if name.startswith("stage"):
+                self.group = SharedGroup.open(
+                    tickets[name], ranks.index(self.where.rank), self.size
+                )
+            else:
+                self._links[name] = Link.open(tickets[name])
+
+    def _meet_hosts(
+        self, members: Mapping[str, tuple[int, ...]], address: str, timeout_s: float
+    ) -> None:
+        # loaded nowhere else: engines on one host need no torch.distributed
+        from specc.kernels import ranks as native
+        from specc.runtime.ranks.gloo import join_all, new_processes
+
+        world = self.where.tensor * self.where.stages
+        join_all(address, self.where.rank, world, timedelta(seconds=timeout_s))
+        self._has_joined = True
+        # every rank makes all of them, in this order
+        for name, ranks in members.items():
+            group = new_processes(ranks, timedelta(seconds=self._time_limit))
+            if self.where.rank not in ranks:
+                continue
+            if name.startswith("stage"):
+                native.open_gloo(group, self._time_limit)
+                self.group = SharedGroup(self.rank, self.size, GLOO, None)
+            else:
+                self._links[name] = Link.over(group, self._time_limit, ranks[0] < ranks[1])
+
+    def give_on(self, hidden: Tensor) -> None:
+        """To the same rank of the next stage."""
+        rank = self.where.rank
+        self._wait(lambda: self._links[f"link {rank} to {rank + self.size}"].send(hidden))
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        """From the same rank of the stage before."""
+        rank = self.where.rank
+        link = self._links[f"link {rank - self.size} to {rank}"]
+        return self._wait(lambda: link.receive(shape, dtype))
+
+    def give_results(self, found: Tensor) -> None:
+        """To rank 0."""
+        self._wait(lambda: self._links["results"].send(found))
+
+    def take_results(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        """From the last stage; of rank 0."""
+        return self._links["results"].receive(shape, dtype)
+
+    def _wait(self, work: Any) -> Any:
+        self._waits += 1
+        try:
+            return work()
+        finally:
+            self._waits -= 1
+
+    @property
+    def position(self) -> int:
+        """See `RankGroup.position`; who waits for another stage keeps nobody waiting."""
+        return _WAITS if self._waits else self.group.position
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """See `RankGroup.gather`; of the stage."""
+        return self.group.gather(logits)
+
+    def best(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """See `RankGroup.best`; of the stage."""
+        return self.group.best(scores, tokens)
+
+    def add(self, values: Tensor) -> Tensor:
+        """See `RankGroup.add`; of the stage."""
+        return self.group.add(values)
+
+    def abort(self, reason: str) -> None:
+        """See `RankGroup.abort`; of the stage and all links of this rank."""
+        self.group.abort(reason)
+        for link in self._links.values():
+            link.abort(reason)
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        self.group.close()
+        for link in self._links.values():
+            link.close()
+        if self._has_joined:
+            from specc.runtime.ranks.gloo import leave_all
+
+            self._has_joined = False
+            leave_all()

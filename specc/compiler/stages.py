@@ -1,0 +1,97 @@
+"""Stages of a pipeline: the target in parts of some layers each, as equal in bytes as can be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from specc.artifact.backends import BackendFacts
+from specc.artifact.manifest_entries import MemoryEntry, ModelEntry, StageEntry
+from specc.artifact.weights import WeightSpec
+from specc.compiler.model_entries import plan_model_memory
+from specc.errors import ConfigError
+from specc.passes.program import Program
+from specc.passes.segments.cut_segments import Segment, cut_segments
+from specc.passes.segments.places import stage_places
+from specc.sharding.weight_pieces import rank_specs
+
+if TYPE_CHECKING:
+    from specc.compiler.backends.base import UnfinishedEngine
+    from specc.compiler.compiled_model import CompiledModel
+
+
+def cut_stages(program: Program, num_stages: int) -> tuple[Segment, ...]:
+    """The parts of a program, after its last phase.
+
+    Args:
+        program: of the target, or of a rank's part of it.
+        num_stages: 2 or more.
+    Raises:
+        ConfigError: the model has fewer places to be cut at, or a stage would have no layer.
+    """
+    stages = tuple(cut_segments(program, stage_places(program, num_stages)))
+    if empty := [stage.number for stage in stages if not stage.layers]:
+        raise ConfigError(
+            f"--pipeline-parallel-size {num_stages}, and a target of {len(program.layers)} layers:"
+            f" stage {empty[0]} would have none of them",
+            "a layer or more in each stage",
+            "choose a smaller --pipeline-parallel-size",
+        )
+    return stages
+
+
+def staged(model: CompiledModel) -> Iterator[tuple[Segment, ModelEntry]]:
+    """Stages of a model, and what the manifest says of each; none where it has one alone."""
+    for stage in model.stages:
+        yield stage, model.entry.stage(stage.number, stage.layers)
+
+
+def staged_specs(model: CompiledModel, specs: Sequence[WeightSpec]) -> dict[str, list[WeightSpec]]:
+    """Weight file of each rank → what to write there: weights that its stage reads.
+
+    Args:
+        model: with stages.
+        specs: of its whole weights.
+    """
+    plan, reader = model.program.shard, model.source.reader
+    size = plan.num_ranks if plan is not None else 1
+    files = {}
+    for stage, entry in staged(model):
+        own = [spec for spec in specs if spec.key in set(stage.keys)]
+        for place in range(size):
+            file = entry.rank_file(stage.number * size + place)
+            files[file] = own
+            if plan is not None:
+                files[file] = list(rank_specs(own, plan, place, reader))
+    return files
+
+
+def stage_entries(engine: UnfinishedEngine, facts: BackendFacts) -> tuple[StageEntry, ...]:
+    """What the manifest says of the stages of the target; nothing where it has one.
+
+    Logits are the last stage's, and rank 0's, which gets them.
+    """
+    target = engine.models[0]
+    if not target.stages:
+        return ()
+    sizes = (engine.limits, target.source.dtype, engine.plans, facts)
+    logits = plan_model_memory(target.program, *sizes).logits
+    entries = []
+    for stage in target.stages:
+        # plans ask for the target's rows by its name
+        program = dataclasses.replace(stage.program, name=target.name)
+        memory = plan_model_memory(program, *sizes)
+        has_logits = stage.is_first or stage.is_last
+        memory = dataclasses.replace(memory, logits=logits if has_logits else 0)
+        (output,) = stage.program.graph.find_nodes(op="output")
+        value = output.args[0].meta["val"]
+        entries.append(
+            StageEntry(
+                stage.layers,
+                str(value.dtype).removeprefix("torch."),
+                tuple(size if isinstance(size, int) else None for size in value.shape),
+                MemoryEntry(**memory.to_json()),
+            )
+        )
+    return tuple(entries)

@@ -1,0 +1,55 @@
+"""Engines of another number of stages: what compiling the checkpoint for so many would write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specc.compiler.build import build
+from specc.compiler.reshard import reshard_engine
+from specc.config import CompileConfig
+from specc.errors import ConfigError
+from specc.passes.lower.cpu import lower
+from tests import models
+from tests.specc.compiler.test_reshard import compare, config_for
+from tests.traces import shared_traces
+
+SHAPES = ((1, 1), (1, 2), (2, 2), (2, 1))
+
+
+@pytest.fixture(autouse=True)
+def compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of compiled code, engines for the CPU hold the program that it is compiled of."""
+
+    def write(program: Mapping[str, Any], package: Path, children: object) -> None:
+        package.write_text(json.dumps(program, indent=1))
+
+    monkeypatch.setattr(lower, "_compile", write)
+
+
+def compiled(root: Path, checkpoint: Path, shape: tuple[int, int], backend: str) -> Path:
+    path = root / f"fresh-{shape[0]}-{shape[1]}"
+    config: CompileConfig = config_for(shape[0], pipeline_parallel_size=shape[1], backend=backend)
+    with shared_traces():
+        build(checkpoint, None, path, config)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("gemma3-tied", "eager"), pytest.param("llama", "cpu", marks=pytest.mark.slow)],
+)
+def test_across_stages(tmp_path: Path, name: str, backend: str) -> None:
+    """A head that is the embedding is in two stages; blocks are taken apart and made anew."""
+    checkpoint = models.save_tiny(name, tmp_path / "checkpoint")
+    engines = {shape: compiled(tmp_path, checkpoint, shape, backend) for shape in SHAPES}
+    for before, after in (((1, 1), (1, 2)), ((2, 1), (1, 2)), ((1, 1), (2, 2))):
+        output = tmp_path / f"from-{before[0]}-{before[1]}-to-{after[0]}-{after[1]}"
+        reshard_engine(engines[before], output, after[0], num_stages=after[1])
+        compare(output, engines[after])
+    with pytest.raises(ConfigError, match="an engine of 2 stages"):
+        reshard_engine(engines[1, 2], tmp_path / "same", 1, num_stages=1)
