@@ -52,6 +52,8 @@ def compile(
     tensor_parallel_size: int = 1,
     draft_tensor_parallel_size: int = 1,
     draft_kv: str | Sequence[str] = (),
+    quantize: str | None = None,
+    quantize_group: int | None = None,
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
     """Compile a target and a draft into an engine directory.
@@ -96,6 +98,9 @@ def compile(
         draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`,
             once for all of them or once for each; a draft with a window may have fewer positions
             than max_seq_len.
+        quantize: `int8` or `int4`: bits of the weights of projections, of all models; None keeps
+            them in `dtype`.
+        quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.
@@ -122,6 +127,8 @@ def compile(
         tensor_parallel_size=tensor_parallel_size,
         draft_tensor_parallel_size=draft_tensor_parallel_size,
         draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
+        quantize=quantize,
+        quantize_group=quantize_group,
     )
     return compile_with(
         target,

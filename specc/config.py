@@ -26,11 +26,12 @@ _RANGES = (
     ("kv_cache_tokens", 1, 1 << 40),
 )  # fmt: skip
 DEFAULT_MAX_LOGITS_MB = 512
+_QUANTIZE_GROUPS = (32, 64, 128)
 # options that not every backend takes, and what says that nobody gave them; the compiler's backends
 # say which they take
 BACKEND_OPTIONS = {
     "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
-    "draft_tensor_parallel_size": 1,
+    "draft_tensor_parallel_size": 1, "quantize": None,
 }  # fmt: skip
 
 
@@ -68,6 +69,9 @@ class CompileConfig:
             depend on length and it is longer than the model's own; None serves that at most.
         kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case of
             `max_batch_size` sequences.
+        quantize: bits of the weights of projections, `int8` or `int4`, of all models; None keeps
+            them in `dtype`.
+        quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -92,6 +96,8 @@ class CompileConfig:
     draft_tensor_parallel_size: int = 1
     rope_length: int | None = None
     kv_cache_tokens: int | None = None
+    quantize: str | None = None
+    quantize_group: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
@@ -114,6 +120,42 @@ class CompileConfig:
             )
 
         self._check_ranks()
+        self._check_quantization()
+
+    @property
+    def quantization(self) -> str | None:
+        """How projections are stored, `int8` or `int4-g64`; None in the engine's dtype."""
+        if self.quantize != "int4":
+            return self.quantize
+        return f"int4-g{self.quantize_group or _QUANTIZE_GROUPS[1]}"
+
+    def _check_quantization(self) -> None:
+        if self.quantize not in (None, "int8", "int4"):
+            raise ConfigError(
+                f"--quantize {self.quantize}",
+                "int8 or int4",
+                "choose one of them, or leave out --quantize",
+            )
+        if self.quantize_group is not None and self.quantize != "int4":
+            raise ConfigError(
+                f"--quantize-group {self.quantize_group}"
+                + (f" and --quantize {self.quantize}" if self.quantize else ""),
+                "--quantize int4: weights of 8 bits have one scale for each output",
+                "leave out --quantize-group",
+            )
+        if self.quantize_group not in (None, *_QUANTIZE_GROUPS):
+            raise ConfigError(
+                f"--quantize-group {self.quantize_group}",
+                "32, 64 or 128",
+                "choose one of them, or leave it out for 64",
+            )
+        if self.quantize is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"--quantize {self.quantize} and --tensor-parallel-size"
+                f" {self.tensor_parallel_size}",
+                "one rank: quantized weights are not cut",
+                "leave out one of the two",
+            )
 
     def _check_ranks(self) -> None:
         drafts, num_ranks = self.draft_tensor_parallel_size, self.tensor_parallel_size
@@ -176,5 +218,7 @@ def parse_dtype(text: str, option: str) -> str:
     raise ConfigError(
         f"{option} {text}",
         f"one of {', '.join((*DTYPES, AUTO))}",
-        f"pass {option} {meant}" if meant else "choose one of them; specc does not quantize",
+        f"pass {option} {meant}"
+        if meant
+        else "choose one of them; weights of 8 or 4 bits are --quantize int8 or int4",
     )

@@ -21,7 +21,7 @@ from specc.system import json_file
 
 STEP_SCHEMA_VERSIONS = (2,)
 # 2: weights may be stored in blocks
-PROGRAM_SCHEMA_VERSIONS = (1, 2)
+PROGRAM_SCHEMA_VERSIONS = (1, 2, 3)
 _DO = "compile the engine again"
 
 

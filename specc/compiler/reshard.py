@@ -155,6 +155,12 @@ def _check(engine: Path, asked: CompileConfig) -> tuple[Manifest, CompilerBacken
             f"one for {' or '.join(takers)}, which run several ranks",
             f"compile it with --backend {takers[0]} --tensor-parallel-size {num_ranks}",
         )
+    if quantized := next((m.quantization for m in manifest.models if m.quantization), None):
+        raise ConfigError(
+            f"{engine}, an engine of weights in {quantized}",
+            "one that was compiled without --quantize: quantized weights are not cut",
+            f"compile the model with --tensor-parallel-size {num_ranks}, without --quantize",
+        )
     if num_ranks == manifest.num_ranks:
         raise ConfigError(
             f"--tensor-parallel-size {num_ranks}, and {engine}, an engine of {num_ranks} rank"

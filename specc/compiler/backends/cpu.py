@@ -13,7 +13,7 @@ class CpuBackend(CompilerBackend):
     """Compiles each program without its weights, and brings the operators that it calls."""
 
     facts = facts_of("cpu")
-    options = ("tensor_parallel_size", "draft_tensor_parallel_size")
+    options = ("tensor_parallel_size", "draft_tensor_parallel_size", "quantize")
 
     def check_machine(self) -> None:
         if (missing := lower_cpu.missing_compiler()) is not None:

@@ -17,7 +17,7 @@ class EagerBackend(CompilerBackend):
 
     facts = facts_of("eager")
     aliases = ("torch",)
-    options = ("tensor_parallel_size", "draft_tensor_parallel_size")
+    options = ("tensor_parallel_size", "draft_tensor_parallel_size", "quantize")
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
         super().check_config(config, dtypes)
