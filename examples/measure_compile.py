@@ -4,6 +4,7 @@
     python examples/measure_compile.py --part cpu --output docs/results/compile_cpu.json
     python examples/measure_compile.py --part ranks --output docs/results/compile_ranks.json
     python examples/measure_compile.py --part reshard --output docs/results/reshard.json
+    python examples/measure_compile.py --part segments --output docs/results/compile_segments.json
 
 Each measurement runs in a process of its own, so that peaks do not mix. `passes`: the traced
 models have the shapes of Llama 3 70B and no weights; the model that is compiled for the backend
@@ -11,7 +12,8 @@ eager has random weights of 3 GB. `cpu`: the same weights for the backend cpu, a
 narrow layers, since code grows with layers and not with weights; no cache is warm. The memory of
 Inductor and of the C++ compiler is the highest of any one process, theirs being apart. `ranks`: the
 70B shape cut for 8 ranks, and the weights of 3 GB written as files of 4. `reshard`: of these files
-those of 2 ranks, and the whole ones.
+those of 2 ranks, and the whole ones. `segments`: models of many layers as one program and as
+segments, `--segments`, both from nothing, and the seconds of a pass of each engine.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import os
 import platform
 import resource
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +36,8 @@ from typing import Any
 
 LAYERS = (8, 16, 32, 64, 80)
 CODE_LAYERS = (24, 48, 80)
+PARTS = ("passes", "cpu", "ranks", "reshard", "segments")
+SEGMENT_LAYERS = (8, 32, 80)
 # Llama configurations: of many weights, and of many layers
 WIDE = {
     "hidden_size": 2048,
@@ -48,6 +53,15 @@ NARROW = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": 1024,
+}
+# the ratios of Llama 3 8B, at an eighth of its width
+EIGHTH = {
+    "hidden_size": 512,
+    "intermediate_size": 1792,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "vocab_size": 16032,
 }
 _MIB = 1 << 20
 
@@ -119,7 +133,9 @@ def bytes_read() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-def measure_weights(directory: Path, backend: str, num_ranks: int) -> dict[str, Any]:
+def measure_weights(
+    directory: Path, backend: str, num_ranks: int, segments: bool = False
+) -> dict[str, Any]:
     """Compile the checkpoint in this directory, without the probe, which maps all weights."""
     import specc
 
@@ -134,10 +150,12 @@ def measure_weights(directory: Path, backend: str, num_ranks: int) -> dict[str, 
         backend=backend,
         probe=False,
         tensor_parallel_size=num_ranks,
+        segments=segments,
     )
     return {
         "backend": backend,
         "num_ranks": num_ranks,
+        "segments": segments,
         "bytes_read": bytes_read() - read,
         "checkpoint_bytes": sum(f.stat().st_size for f in (directory / "model").iterdir()),
         "num_layers": len(compilation.manifest.models[0].layers),
@@ -151,6 +169,36 @@ def measure_weights(directory: Path, backend: str, num_ranks: int) -> dict[str, 
         "peak_rss_bytes": peak_rss_bytes(),
         "children_peak_rss_bytes": peak_rss_bytes(resource.RUSAGE_CHILDREN),
     }
+
+
+def measure_passes(directory: Path, backend: str) -> dict[str, Any]:
+    """Seconds to load the engine in this directory, and of its passes of 1 and of 16 tokens."""
+    import torch
+
+    from specc.runtime.engine import Engine
+
+    begin = time.perf_counter()
+    engine = Engine.load(directory / f"engine-{backend}")
+    load_s, found = time.perf_counter() - begin, {}
+    for count in (1, 16):
+        places = torch.arange(count)
+        inputs = (
+            places,
+            places,
+            torch.tensor([0, count], dtype=torch.int32),
+            places.int(),
+            torch.zeros(1, dtype=torch.int32),
+            None,
+            torch.arange(engine.cache.shape.blocks_per_sequence, dtype=torch.int32)[None],
+            places[-1:],
+        )
+        seconds = []
+        for _ in range(40):
+            begin = time.perf_counter()
+            engine.target(*inputs)
+            seconds.append(time.perf_counter() - begin)
+        found[str(count)] = round(statistics.median(seconds[10:]) * 1e3, 3)
+    return {"load_s": round(load_s, 2), "pass_ms": found}
 
 
 def measure_reshard(directory: Path, backend: str, num_ranks: int) -> dict[str, Any]:
@@ -223,7 +271,11 @@ def run_apart(*arguments: str, **environment: str) -> dict[str, Any]:
 
 
 def compile_apart(
-    shape: dict[str, int], backend: str, num_ranks: int = 1, reshard_to: Sequence[int] = ()
+    shape: dict[str, int],
+    backend: str,
+    num_ranks: int = 1,
+    reshard_to: Sequence[int] = (),
+    segments: bool | None = None,
 ) -> dict[str, Any]:
     """Write a checkpoint and compile it with empty caches, then make engines of other ranks of it.
 
@@ -232,13 +284,15 @@ def compile_apart(
         backend: of the engine.
         num_ranks: that share it.
         reshard_to: ranks of each further engine; what these cost is under `reshard`.
+        segments: compile it as segments, or not, and measure passes; None is not, and none.
     """
     with tempfile.TemporaryDirectory() as directory:
         run_apart("--write-checkpoint", directory, "--shape", json.dumps(shape))
         caches = {
             name: f"{directory}/{name}" for name in ("SPECC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         }
-        options = ("--backend", backend, "--ranks", str(num_ranks))
+        options = ["--backend", backend, "--ranks", str(num_ranks)]
+        options += ["--segments"] * bool(segments)
         made = run_apart("--weights", directory, *options, **caches)
         for other in reshard_to:
             given = ("--backend", backend, "--reshard", str(other))
@@ -246,6 +300,10 @@ def compile_apart(
             made.setdefault("reshard", []).append(found)
             peak = found["peak_rss_bytes"] / _MIB
             print(f"{num_ranks} to {other}: {found['reshard_s']} s, {peak:.0f} MiB", flush=True)
+        if segments is not None:
+            made |= run_apart("--passes", directory, "--backend", backend)
+            name = "segments" if segments else "whole"
+            print(f"{name}: load {made['load_s']} s, passes {made['pass_ms']} ms", flush=True)
     print(
         f"{made['checkpoint_bytes'] / 1e9:.2f} GB, {made['num_layers']} layers, {backend}:"
         f" {made['compile_s']} s, peak {made['peak_rss_bytes'] / _MIB:.0f} MiB,"
@@ -281,12 +339,16 @@ def main() -> None:
     """Run all measurements and write JSON and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("compile_scale.json"))
-    parser.add_argument("--part", choices=("passes", "cpu", "ranks", "reshard"), default="passes")
+    parser.add_argument("--part", choices=PARTS, default="passes")
+    depths = ",".join(map(str, SEGMENT_LAYERS))
+    parser.add_argument("--depths", default=depths, help="layers of the part segments")
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write-checkpoint", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--backend", help=argparse.SUPPRESS)
+    parser.add_argument("--segments", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--passes", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--reshard", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--cut", type=int, help=argparse.SUPPRESS)
@@ -303,8 +365,12 @@ def main() -> None:
         print(json.dumps(measured))
         return
     if arguments.weights:
-        measured = measure_weights(arguments.weights, arguments.backend, arguments.ranks)
+        given = (arguments.backend, arguments.ranks, arguments.segments)
+        measured = measure_weights(arguments.weights, *given)
         print(json.dumps(measured))
+        return
+    if arguments.passes:
+        print(json.dumps(measure_passes(arguments.passes, arguments.backend)))
         return
     if arguments.cut:
         print(json.dumps(measure_cut(arguments.cut)))
@@ -327,6 +393,12 @@ def main() -> None:
         results = {"cut": cut, "weights": compile_apart(WIDE, "eager", 4)}
     elif arguments.part == "reshard":
         results = {"weights": compile_apart(WIDE, "eager", 4, (2, 1))}
+    elif arguments.part == "segments":
+        results["engines"] = [
+            compile_apart(EIGHTH | {"num_hidden_layers": n}, "cpu", segments=segments)
+            for n in map(int, arguments.depths.split(","))
+            for segments in (True, False)
+        ]
     else:
         layers = [compile_apart(NARROW | {"num_hidden_layers": n}, "cpu") for n in CODE_LAYERS]
         results = {"layers": layers, "weights": compile_apart(WIDE, "cpu")}

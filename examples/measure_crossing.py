@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import random
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,37 @@ def crossing(lengths: list[int], margins: list[float]) -> float | None:
     return found
 
 
+def by_lines(lengths: list[int], margins: list[float]) -> float | None:
+    """Where the straight line through all margins passes 0; None where it does not rise.
+
+    Beyond the budget of a draft both plans are straight lines, so that all contexts tell where they
+    cross; between two neighbours, the noise of these two alone decides.
+    """
+    slope, begin = statistics.linear_regression(lengths, margins)
+    return -begin / slope if slope > 0 else None
+
+
+def resampled(
+    contexts: list[Context], plan: SpecPlan, tokens: float, of: Callable[..., float | None]
+) -> list[int] | None:
+    """95 % interval of a crossing, where steps are drawn again 1000 times; None: some have none."""
+    dice, found = random.Random(0), []
+    lengths = [context.length for context in contexts]
+    for _ in range(1000):
+        margins = []
+        for context in contexts:
+            off, own = (
+                statistics.median(dice.choices(values, k=len(values)))
+                for values in (context.seconds[OFF.name], context.seconds[plan.name])
+            )
+            margins.append(tokens * off - own)
+        found.append(of(lengths, margins))
+    if None in found:
+        return None
+    quantiles = statistics.quantiles([one for one in found if one is not None], n=40)
+    return [round(quantiles[0]), round(quantiles[-1])]
+
+
 def measure(
     engine: Engine, table: LatencyTable, plan: SpecPlan, options: argparse.Namespace, batch: int
 ) -> dict[str, Any]:
@@ -128,6 +161,9 @@ def measure(
     measured = crossing(options.contexts, margins)
     ratio = predicted / measured if predicted and measured else None
     print(f"batch {batch}, {plan.name}: measured {measured}, predicted {predicted}, {ratio}")
+    line = by_lines(options.contexts, margins)
+    intervals = [resampled(contexts, plan, tokens, of) for of in (crossing, by_lines)]
+    print(f"    by lines through all contexts: {line}; intervals {intervals}")
     for row in rows:
         print("   ", row, flush=True)
     return {
@@ -137,6 +173,10 @@ def measure(
         "measured": None if measured is None else round(measured),
         "predicted": None if predicted is None else round(predicted),
         "predicted_over_measured": ratio and round(ratio, 3),
+        "measured_interval": intervals[0],
+        "by_lines": line and round(line),
+        "by_lines_interval": intervals[1],
+        "predicted_over_lines": predicted and line and round(predicted / line, 3),
         "contexts": rows,
     }
 
@@ -161,8 +201,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    options = parse()
+def make_engine(options: argparse.Namespace, plan: SpecPlan, folder: Path) -> Engine:
+    """A random target with room for all contexts at once."""
     torch.manual_seed(0)
     longest = max(options.contexts) + 512
     shape = LlamaConfig(
@@ -174,8 +214,6 @@ def main() -> None:
         num_key_value_heads=options.kv_heads,
         max_position_embeddings=longest,
     )
-    view = View(options.window)
-    plan = SpecPlan.from_widths((1,) * options.num_speculative_tokens, (view.name,))
     # all contexts are there at once, each with a request for each place of a batch
     sequences = max(options.batch) * -(-sum(options.contexts) // longest) + 1
     config = CompileConfig(
@@ -185,14 +223,20 @@ def main() -> None:
         backend=options.backend,
         probe=False,
     )
+    LlamaForCausalLM(shape).save_pretrained(folder / "target")
+    # its vocabulary is the demo pair's, and nothing else of it
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PAIR / "target" / name, folder / "target" / name)
+    build(folder / "target", [], folder / "engine", config)
+    return Engine.load(folder / "engine")
+
+
+def main() -> None:
+    options = parse()
+    view = View(options.window)
+    plan = SpecPlan.from_widths((1,) * options.num_speculative_tokens, (view.name,))
     with tempfile.TemporaryDirectory() as folder:
-        model = LlamaForCausalLM(shape)
-        model.save_pretrained(Path(folder) / "target")
-        # its vocabulary is the demo pair's, and nothing else of it
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(PAIR / "target" / name, Path(folder) / "target" / name)
-        build(Path(folder) / "target", [], Path(folder) / "engine", config)
-        engine = Engine.load(Path(folder) / "engine")
+        engine = make_engine(options, plan, Path(folder))
         table = measure_latency(engine, budget_s=options.latency_s)
         found = [measure(engine, table, plan, options, batch) for batch in options.batch]
     slab = 2 * options.layers * options.kv_heads * (options.hidden // options.heads) * 4
@@ -203,7 +247,7 @@ def main() -> None:
         "torch_version": torch.__version__,
         "num_threads": torch.get_num_threads(),
         "backend": engine.backend,
-        "weight_bytes": 4 * sum(p.numel() for p in model.parameters()),
+        "weight_bytes": engine.manifest.memory_plan["target"].weights,  # type: ignore[union-attr]
         "bytes_a_row": slab,
         "acceptance": options.acceptance,
         "rounds": options.rounds,

@@ -8,11 +8,18 @@ sequences and each with a copy of its own, since what attention costs does not d
 prompt is read. Dice accept draft tokens, and their own time does not count; `ratio` is that of the
 expected tokens of a step, whatever the dice of a few steps gave. Steps go through the compiled
 engine, without the scheduler; plans take turns within each round.
+
+With `--latency-s` the engine's latency table is measured first, and `predicted` is what follows
+from it. `--plot` draws both over the context, a panel for each batch; with `--from` it draws what
+was measured before:
+
+    python examples/measure_long_context.py --from docs/results/long_context.json --plot plot.svg
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -30,6 +37,8 @@ from specc.bench.dice import SyntheticAcceptance
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.cost.dice import StepEnds
+from specc.cost.latency_table import LatencyTable, StepShape
+from specc.draw.svg import check_picture, svg_plot
 from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of, sampling_rows
@@ -38,6 +47,7 @@ from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.views import View
 from specc.system.machine import describe_machine
+from specc.tune.latency import measure_latency
 
 # rows that steps of a measurement may add to a sequence
 _ROOM = 512
@@ -56,7 +66,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a plan in a round")
+    parser.add_argument(
+        "--latency-s", type=float, default=0.0, help="seconds for a latency table; 0 is none"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--plot", type=Path, help="draw them here, as SVG")
+    parser.add_argument("--from", type=Path, dest="known", help="figures that are drawn, no more")
     return parser.parse_args()
 
 
@@ -173,8 +188,64 @@ def measure(engine: Engine, options: argparse.Namespace, batch: int, context: in
     return found
 
 
+def predicted(engine: Engine, budget_s: float, report: dict[str, Any]) -> LatencyTable:
+    """A latency table of these steps, which no scheduler runs; the report gets the measured one."""
+    table = measure_latency(engine, budget_s=budget_s)
+    report["latency"] = table.to_json()
+    return dataclasses.replace(table, iteration_s=0.0, step_s=0.0)
+
+
+def add_prediction(cell: dict[str, Any], table: LatencyTable, plan: SpecPlan) -> None:
+    """Times faster than plain decoding, by the table, with the tokens of the cell."""
+    rows = [cell["context"]] * cell["batch"]
+    off_s, own_s = (table.iteration([StepShape.of(one, rows)]) for one in (OFF, plan))
+    cell["predicted"] = round(cell["tokens_per_step"] * off_s / own_s, 3)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Times faster than off over the context: a line for each chain and batch.
+
+    Points and full lines are measured, dashed ones predicted by the latency table.
+    """
+    cells = report["cells"]
+    window, batches = cells[0]["window"], sorted({cell["batch"] for cell in cells})
+    cells = [cell for cell in cells if cell["window"] == window]
+    gamma = max(cell["gamma"] for cell in cells)
+    title = (
+        f"{report['machine']['cpu']}, {report['threads']} threads, {report['dtype']},"
+        f" acceptance {report['acceptance']}\nself:window={window}, chain of {gamma}"
+    )
+    colors = ("#8a8f98", "#c9a227", "#4c9f70", "#1f6feb", "#8e5ea2", "#c44e52")
+    with svg_plot(path, 7, 4.2, title) as axes:
+        for batch, color in zip(batches, colors, strict=False):
+            own = [cell for cell in cells if (cell["batch"], cell["gamma"]) == (batch, gamma)]
+            own.sort(key=lambda cell: cell["context"])
+            contexts = [cell["context"] for cell in own]
+            ratios = [cell["ratio"] for cell in own]
+            axes.plot(
+                contexts, ratios, color=color, marker="o", markersize=3.5,
+                label=f"batch {batch}", gid=f"measured-{batch}",
+            )  # fmt: skip
+            if all("predicted" in cell for cell in own):
+                curve = [cell["predicted"] for cell in own]
+                axes.plot(contexts, curve, color=color, linestyle="--", gid=f"predicted-{batch}")
+        axes.axhline(1.0, color="#8a8f98", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({cell["context"] for cell in cells}))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("committed rows of each sequence")
+        dashed = ", dashed: predicted" if all("predicted" in cell for cell in cells) else ""
+        axes.set_ylabel(f"times faster than plain decoding\n(points: measured{dashed})")
+        axes.legend(frameon=False)
+
+
 def main() -> None:
     options = parse()
+    if options.known:
+        draw(json.loads(options.known.read_text(encoding="utf-8")), options.plot)
+        return
+    if options.plot:
+        check_picture(options.plot, "--plot")
     plans = [
         SpecPlan.from_widths((1,) * gamma, (View(window, 4).name,))
         for window in options.windows
@@ -196,20 +267,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         engine = make_engine(options, plans, Path(directory))
         report["weight_bytes"] = engine.manifest.memory_plan["target"].weights  # type: ignore
+        table = predicted(engine, options.latency_s, report) if options.latency_s else None
         for context in options.contexts:
             for batch in options.batches:
                 cells = measure(engine, options, batch, context)
+                for cell, plan in zip(cells, plans, strict=True):
+                    if table is not None:
+                        add_prediction(cell, table, plan)
                 report["cells"] += cells
                 for cell in cells:
                     print(
                         f"batch {batch}, context {context}, window {cell['window']}, chain of"
                         f" {cell['gamma']}: {cell['ratio']:.2f} times off, {cell['step_ms']:.1f} ms"
                         f" a step of {cell['tokens_per_step']:.2f} tokens, off"
-                        f" {cell['off_ms']:.1f} ms",
+                        f" {cell['off_ms']:.1f} ms"
+                        + (f", predicted {cell['predicted']:.2f}" if table else ""),
                         flush=True,
                     )
                 if options.json:  # what is cut off has what it measured
                     options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        draw(report, options.plot)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,9 @@ C_SHIMS = {
 # operators may change, and an engine that carries older ones still loads
 _INTERFACE = (
     "programs.cpp", "programs.h", "quantized_operators.cpp", "ranks_functions.cpp",
-    "ranks_operators.cpp", "ranks_segment.h", "register.cpp", "sampling_operators.cpp", "shims.h",
-    "step_operators.cpp", "tensors.h", "tree_operators.cpp",
+    "ranks_operators.cpp", "ranks_segment.h", "register.cpp", "sampling_operators.cpp",
+    "segments.cpp", "segments.h", "shims.h", "step_operators.cpp", "tensors.h",
+    "tree_operators.cpp", "weight_stream.cpp", "weight_stream.h",
 )  # fmt: skip
 _INTERFACE_MARK = b"specc-interface:"
 # a line that is one, or the end of one; these sources have no string with two slashes

@@ -29,6 +29,8 @@ RUNTIME_INPUTS = (
 )
 # one more, last, of targets whose attention says which blocks it looks at
 MASS = "mass"
+# one more, after those, of a part of a model: the value that the part before it hands on
+HIDDEN = "hidden"
 # those of programs that take padded batches; masks follow, one for each window
 PADDED_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
 
@@ -85,6 +87,7 @@ class AttentionLayer:
     num_kv_heads: int
     head_dim: int
     window: int
+    sink: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ class Program:
         shard: how it was cut, where it is that of one rank of several.
         constant_keys: placeholder name → name of a constant in the engine's weight file, where that
             is not `constant_key`: of programs that read the file of another one.
+        ends_hidden: it is a part of a model, whose output is a value [..., tokens, ...] that the
+            next part takes as `hidden`.
     """
 
     name: str
@@ -124,6 +129,7 @@ class Program:
     runtime_inputs: tuple[str, ...] = RUNTIME_INPUTS
     shard: ShardPlan | None = None
     constant_keys: dict[str, str] = field(default_factory=dict)
+    ends_hidden: bool = False
 
     def copy(self, name: str) -> Program:
         """Another program of the same graph, which passes may change without changing this one."""
@@ -302,8 +308,13 @@ def program_to_json(program: Program) -> dict[str, Any]:
             # the number of blocks and their size are the runtime's choice
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
         else:
-            assert name in (*RUNTIME_INPUTS, MASS), name
+            assert name in (*RUNTIME_INPUTS, MASS, HIDDEN), name
             entry["kind"] = "input"
+            if name == HIDDEN:
+                value = node.meta["val"]
+                entry["dtype"] = _dtype(value.dtype)
+                # the number of tokens is the runtime's choice
+                entry["shape"] = [n if isinstance(n, int) else None for n in value.shape]
         inputs.append(entry)
     layouts = {weight.layout for weight in program.weights.values()}
     return {

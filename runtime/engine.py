@@ -21,6 +21,7 @@ from specc.kernels import ops as _ops  # noqa: F401
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.engine_cache import DTYPES
+from specc.runtime.backends.offload_budget import check_offload, least_of
 from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
@@ -149,6 +150,7 @@ class Engine:
         ranks: RankOptions | None = None,
         rank_timeout_s: float = 30.0,
         oversubscribes: bool = False,
+        offload_weights: int | str | None = None,
     ) -> Engine:
         """Open an engine directory; weights stay in the memory-mapped files.
 
@@ -170,6 +172,8 @@ class Engine:
             rank_timeout_s: after which a rank that does not get on counts as lost, where `ranks`
                 is None.
             oversubscribes: ranks of this machine may be more than its cores, where `ranks` is None.
+            offload_weights: bytes of memory that weights of the target may take, or `auto`: the
+                others are read from their file in every pass. For engines with segments.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime or more
                 memory; or a rank cannot load it.
@@ -184,12 +188,16 @@ class Engine:
                 backends=backend_names(),
                 max_num_seqs=max_num_seqs,
                 kv_cache_tokens=kv_cache_tokens,
+                weights_budget=least_of(offload_weights),
             )
             _check_dtypes(manifest)
+            check_offload(manifest, backend or manifest.backend, offload_weights)
             check_threads(num_threads, "num_threads")
             if num_threads is not None:
                 torch.set_num_threads(num_threads)
-            limits = LoadLimits(max_num_seqs, kv_cache_tokens, capture)
+            limits = LoadLimits(
+                max_num_seqs, kv_cache_tokens, capture, offload_weights=offload_weights
+            )
             backend = backend or manifest.backend
             if ranks is None and manifest.parallel is not None:
                 ranks = RankOptions(

@@ -19,8 +19,32 @@ if TYPE_CHECKING:
     from specc.runtime.engine import Engine
     from specc.runtime.policies.base import Policy
 
+_AUTO = "auto"
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
 _DTYPES |= {"fp32": "float32"}
+
+
+def parse_budget(given: str | int | None) -> str | int | None:
+    """`auto`, or a number of bytes.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if given is None or given == _AUTO or (type(given) is int and given > 0):
+        return given
+    from specc.system.files import parse_bytes
+
+    try:
+        num_bytes = parse_bytes(str(given))
+    except ValueError:
+        num_bytes = 0
+    if num_bytes == 0:
+        raise ConfigError(
+            f"--offload-weights {given}",
+            "a number of bytes above 0, such as 700M or 4GB, or auto",
+            "correct it",
+        )
+    return num_bytes
 
 
 @dataclass(frozen=True)
@@ -55,6 +79,13 @@ class EngineArgs:
         " way. Else the worst case.",
         shows_default=False,
         least=1,
+    )
+    offload_weights: str | int | None = option(
+        None,
+        "Memory that weights of the target may take, such as 700M or 4GB, or auto, what is free:"
+        " the others are read from disk in every pass. For engines compiled with --segments.",
+        type=str,
+        metavar="BYTES|auto",
     )
     rank_timeout_s: float = option(
         30.0,
@@ -93,6 +124,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         check_ranges(self)
         check_threads(self.num_threads, "num_threads")
+        object.__setattr__(self, "offload_weights", parse_budget(self.offload_weights))
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
             raise ConfigError(f"seed={self.seed!r}", "an integer, 0 or more, or None", "correct it")
         if self.max_logprobs is not None and self.max_logprobs > 20:
@@ -175,6 +207,7 @@ class EngineArgs:
                 kv_cache_tokens=self.kv_cache_tokens,
                 rank_timeout_s=self.rank_timeout_s,
                 oversubscribes=self.oversubscribes,
+                offload_weights=self.offload_weights,
             )
         self._check(engine)
         return engine

@@ -276,12 +276,14 @@ class Runner:
         """Queue the passes of some prompts; on a device nothing waits for it until the result."""
         with self._link.active():
             inputs = self._begin_prefill(spans).of_model
-            if self._drawn is not None and can_draw_prompts(spans):
-                tokens = self._draws(prompt_draws(spans))(*inputs)
-                return queue_ends(spans, tokens, _as_drawn, self._link)
             voters = self._votes.of_spans(spans)
             mass = self._votes.mass(voters, len(spans))
-            logits = self._target(*inputs, *([] if mass is None else [mass]))
+            given = (*inputs, *([] if mass is None else [mass]))
+            if self._drawn is not None and can_draw_prompts(spans):
+                tokens = self._draws(prompt_draws(spans))(*given)
+                votes = self._votes.fetch(voters, mass)
+                return queue_ends(spans, tokens, _as_drawn, self._link, votes)
+            logits = self._target(*given)
             votes = self._votes.fetch(voters, mass)
             return queue_ends(spans, logits, self._first_tokens, self._link, votes)
 

@@ -51,6 +51,7 @@ def compile(
     allow_nonfinite_weights: bool = False,
     tensor_parallel_size: int = 1,
     draft_tensor_parallel_size: int = 1,
+    draft_ranks: int = 1,
     draft_kv: str | Sequence[str] = (),
     quantize: str | None = None,
     quantize_group: int | None = None,
@@ -95,6 +96,7 @@ def compile(
         tensor_parallel_size: ranks that share the target, each with a weight file of its own.
         draft_tensor_parallel_size: ranks that share each draft model: as many as the target has, or
             1, rank 0 alone.
+        draft_ranks: ranks that the draft models are spread over, in turn; several draft at once.
         draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`,
             once for all of them or once for each; a draft with a window may have fewer positions
             than max_seq_len.
@@ -126,6 +128,7 @@ def compile(
         allow_nonfinite_weights=allow_nonfinite_weights,
         tensor_parallel_size=tensor_parallel_size,
         draft_tensor_parallel_size=draft_tensor_parallel_size,
+        draft_ranks=draft_ranks,
         draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
         quantize=quantize,
         quantize_group=quantize_group,

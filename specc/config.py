@@ -23,7 +23,7 @@ _RANGES = (
     ("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16),
     ("max_logits_mb", 1, 1 << 20), ("tensor_parallel_size", 1, 256),
     ("draft_tensor_parallel_size", 1, 256), ("rope_length", 2, 1 << 30),
-    ("kv_cache_tokens", 1, 1 << 40),
+    ("kv_cache_tokens", 1, 1 << 40), ("draft_ranks", 1, 256),
 )  # fmt: skip
 DEFAULT_MAX_LOGITS_MB = 512
 _QUANTIZE_GROUPS = (32, 64, 128)
@@ -31,7 +31,7 @@ _QUANTIZE_GROUPS = (32, 64, 128)
 # say which they take
 BACKEND_OPTIONS = {
     "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
-    "draft_tensor_parallel_size": 1, "quantize": None,
+    "draft_tensor_parallel_size": 1, "draft_ranks": 1, "segments": False, "quantize": None,
 }  # fmt: skip
 
 
@@ -65,6 +65,7 @@ class CompileConfig:
         tensor_parallel_size: ranks that share the target, each with a part of its weights.
         draft_tensor_parallel_size: ranks that share each draft model: those of the target, or 1,
             rank 0 alone.
+        draft_ranks: ranks that draft models which are not cut are spread over, in turn.
         rope_length: rotary frequencies of this length at every position, where those of a model
             depend on length and it is longer than the model's own; None serves that at most.
         kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case of
@@ -72,6 +73,8 @@ class CompileConfig:
         quantize: bits of the weights of projections, `int8` or `int4`, of all models; None keeps
             them in `dtype`.
         quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
+        segments: compile the target as segments, one program for each kind of layer; such engines
+            can run with weights in files, see `--offload-weights`.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -94,10 +97,12 @@ class CompileConfig:
     allow_nonfinite_weights: bool = False
     tensor_parallel_size: int = 1
     draft_tensor_parallel_size: int = 1
+    draft_ranks: int = 1
     rope_length: int | None = None
     kv_cache_tokens: int | None = None
     quantize: str | None = None
     quantize_group: int | None = None
+    segments: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
@@ -149,16 +154,33 @@ class CompileConfig:
                 "32, 64 or 128",
                 "choose one of them, or leave it out for 64",
             )
-        if self.quantize is not None and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"--quantize {self.quantize} and --tensor-parallel-size"
-                f" {self.tensor_parallel_size}",
-                "one rank: quantized weights are not cut",
-                "leave out one of the two",
-            )
+        others = (
+            ("--tensor-parallel-size", self.tensor_parallel_size > 1),
+            ("--draft-ranks", self.draft_ranks > 1),
+            ("--segments", self.segments),
+        )
+        for option, is_given in others:
+            if self.quantize is not None and is_given:
+                raise ConfigError(
+                    f"--quantize {self.quantize} and {option}",
+                    "one rank and whole programs: no other engine reads quantized weights yet",
+                    "leave out one of the two",
+                )
 
     def _check_ranks(self) -> None:
         drafts, num_ranks = self.draft_tensor_parallel_size, self.tensor_parallel_size
+        if self.draft_ranks > num_ranks:
+            raise ConfigError(
+                f"--draft-ranks {self.draft_ranks} and --tensor-parallel-size {num_ranks}",
+                "as many ranks as draft, or more",
+                f"pass --draft-ranks {num_ranks}, or a larger --tensor-parallel-size",
+            )
+        if self.draft_ranks > 1 and drafts > 1:
+            raise ConfigError(
+                f"--draft-ranks {self.draft_ranks} and --draft-tensor-parallel-size {drafts}",
+                "drafts that are one rank's each, or cut for all ranks",
+                "leave out one of the two",
+            )
         if drafts in (1, num_ranks):
             return
         raise ConfigError(
@@ -168,6 +190,16 @@ class CompileConfig:
             if num_ranks > 1
             else f"add --tensor-parallel-size {drafts}",
         )
+
+    def check_draft_ranks(self, num_drafts: int) -> None:
+        """Raises ConfigError: more ranks are to draft than there are draft models."""
+        if self.draft_ranks > max(1, num_drafts):
+            raise ConfigError(
+                f"--draft-ranks {self.draft_ranks}, and {num_drafts} draft models",
+                "a draft model for each of these ranks: one alone is on rank 0",
+                f"pass --draft-ranks {max(1, num_drafts)}, or cut the draft:"
+                " --draft-tensor-parallel-size",
+            )
 
     def dtypes_of(self, num_drafts: int) -> list[str]:
         """Types of the target and of each draft model.

@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "failure.h"
+#include "segments.h"
 #include "threads.h"
 
 namespace specc {
@@ -55,8 +56,18 @@ void CompiledProgram::bind_weights(const std::vector<std::string>& names,
 
 void CompiledProgram::bind_caches(std::vector<at::Tensor> caches) { caches_ = std::move(caches); }
 
-// Inputs of every program.
-constexpr size_t kNumFlat = 8;
+void CompiledProgram::expect_hidden(std::vector<int64_t> sizes, const at::Tensor& like) {
+  hidden_sizes_ = std::move(sizes);
+  hidden_dtype_ = like.scalar_type();
+}
+
+void CompiledProgram::check_hidden(const at::Tensor& hidden, int64_t tokens) const {
+  bool fits = hidden.defined() && hidden.is_cpu() && hidden.scalar_type() == hidden_dtype_ &&
+              hidden.dim() == static_cast<int64_t>(hidden_sizes_.size());
+  for (size_t i = 0; fits && i < hidden_sizes_.size(); ++i)
+    fits = hidden.size(i) == (hidden_sizes_[i] < 0 ? tokens : hidden_sizes_[i]);
+  TORCH_CHECK(fits, "a segment's hidden value has another dtype or other sizes");
+}
 
 // Compiled code reads its inputs by the sizes of some of them, and checks nothing.
 void CompiledProgram::check_flat(const std::vector<at::Tensor>& inputs) const {
@@ -70,7 +81,8 @@ void CompiledProgram::check_flat(const std::vector<at::Tensor>& inputs) const {
       {"slot", at::kInt, 1},       {"cache_len", at::kInt, 1},  {"ancestors", at::kLong, 2},
       {"block_table", at::kInt, 2}, {"logit_rows", at::kLong, 1}};
   static_assert(std::size(kInputs) == kNumFlat);
-  const size_t count = std::size(kInputs) + takes_mass_;
+  const bool takes_hidden = !hidden_sizes_.empty();
+  const size_t count = std::size(kInputs) + takes_mass_ + takes_hidden;
   TORCH_CHECK(inputs.size() == count, "a program takes ", count, " inputs, not ", inputs.size());
   for (size_t i = 0; i < std::size(kInputs); ++i) {
     const at::Tensor& input = inputs[i];
@@ -83,9 +95,10 @@ void CompiledProgram::check_flat(const std::vector<at::Tensor>& inputs) const {
                   inputs[5].size(0) == tokens && inputs[2].size(0) == batch + 1 &&
                   inputs[6].size(0) == batch,
               "a program's tokens and their metadata have different sizes");
+  if (takes_hidden) check_hidden(inputs.back(), tokens);
   if (!takes_mass_) return;
   // it is written to: what is no float32 in one piece would be a copy of it
-  const at::Tensor& mass = inputs.back();
+  const at::Tensor& mass = inputs[std::size(kInputs)];
   TORCH_CHECK(mass.defined() && mass.is_cpu() && mass.scalar_type() == at::kFloat &&
                   mass.dim() == 2 && mass.is_contiguous(),
               "a program's mass has another dtype, number of dimensions or layout");
@@ -153,6 +166,11 @@ void StepRunner::call(const std::string& name, const std::string& overload, int6
 }
 
 void StepRunner::call_program(const c10::intrusive_ptr<CompiledProgram>& program, int64_t result) {
+  add(Kind::kProgram, result).program = program;
+}
+
+void StepRunner::call_segments(const c10::intrusive_ptr<SegmentedProgram>& program,
+                               int64_t result) {
   add(Kind::kProgram, result).program = program;
 }
 
@@ -368,13 +386,31 @@ TORCH_LIBRARY_FRAGMENT(specc, library) {
       .def("bind_weights", &CompiledProgram::bind_weights)
       .def("bind_caches", &CompiledProgram::bind_caches)
       .def("expect_flat_inputs", &CompiledProgram::expect_flat_inputs)
+      .def("expect_hidden", &CompiledProgram::expect_hidden)
       .def("run", &CompiledProgram::run);
+  // before what takes one: a class has to be known
+  library.class_<WeightStream>("WeightStream")
+      .def(torch::init<const std::string&, std::vector<int64_t>, std::vector<int64_t>, bool>())
+      .def("piece", &WeightStream::piece)
+      .def("acquire", &WeightStream::acquire)
+      .def("release", &WeightStream::release)
+      .def("is_direct", &WeightStream::is_direct)
+      .def("set_patience", &WeightStream::set_patience)
+      .def("bytes_read", &WeightStream::bytes_read)
+      .def("seconds", &WeightStream::seconds);
+  library.class_<SegmentedProgram>("SegmentedProgram")
+      .def(torch::init<bool>())
+      .def("add", &SegmentedProgram::add)
+      .def("set_stream", &SegmentedProgram::set_stream)
+      .def("set_num_threads", &SegmentedProgram::set_num_threads)
+      .def("run", &SegmentedProgram::run);
   library.class_<StepRunner>("StepRunner")
       .def(torch::init<int64_t>())
       .def("set_constant", &StepRunner::set_constant)
       .def("begin_stage", &StepRunner::begin_stage)
       .def("call", &StepRunner::call)
       .def("call_program", &StepRunner::call_program)
+      .def("call_segments", &StepRunner::call_segments)
       .def("getitem", &StepRunner::getitem)
       .def("size", &StepRunner::size)
       .def("arithmetic", &StepRunner::arithmetic)

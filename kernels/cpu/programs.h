@@ -15,8 +15,19 @@
 
 namespace specc {
 
-// One model: an AOTInductor package whose weights and caches are bound from outside.
-class CompiledProgram : public torch::CustomClassHolder {
+// Inputs of every program; the mass of blocks and a hidden value may follow.
+constexpr size_t kNumFlat = 8;
+
+// What a step calls: a model.
+class Program : public torch::CustomClassHolder {
+ public:
+  // The runtime inputs in the order of RUNTIME_INPUTS (passes/program.py) → logits [R, V].
+  virtual at::Tensor run(std::vector<at::Tensor> inputs) = 0;
+};
+
+// One model, or a segment of one: an AOTInductor package whose weights and caches are bound from
+// outside.
+class CompiledProgram : public Program {
  public:
   explicit CompiledProgram(const std::string& package);
 
@@ -34,8 +45,11 @@ class CompiledProgram : public torch::CustomClassHolder {
   // graphs of an engine that somebody has edited. A program that takes the mass of blocks, too, is
   // given one of no columns where there is none.
   void expect_flat_inputs(bool takes_mass) { is_flat_ = true, takes_mass_ = takes_mass; }
-  // The runtime inputs in the order of RUNTIME_INPUTS (passes/program.py) → logits [R, V].
-  at::Tensor run(std::vector<at::Tensor> inputs);
+  // Of a segment: it takes one more input, last, of these sizes (-1: one for each token) and of the
+  // dtype of `like`.
+  void expect_hidden(std::vector<int64_t> sizes, const at::Tensor& like);
+  // Of a segment: the result is what the next one takes, too.
+  at::Tensor run(std::vector<at::Tensor> inputs) override;
 
  private:
   torch::inductor::AOTIModelPackageLoader loader_;
@@ -43,9 +57,14 @@ class CompiledProgram : public torch::CustomClassHolder {
   WatchedMemory watched_;  // destroyed before the weights
   int num_threads_;
   bool is_flat_ = false, takes_mass_ = false;
+  std::vector<int64_t> hidden_sizes_;
+  at::ScalarType hidden_dtype_ = at::kFloat;
 
+  void check_hidden(const at::Tensor& hidden, int64_t tokens) const;
   void check_flat(const std::vector<at::Tensor>& inputs) const;
 };
+
+class SegmentedProgram;
 
 // A step: instructions over numbered values. Python encodes the graphs of a step program once
 // (runtime/backends/cpu/compiled_program.py); then a step is one call.
@@ -59,6 +78,7 @@ class StepRunner : public torch::CustomClassHolder {
   // An operator by name and overload; arguments follow in the order of its schema.
   void call(const std::string& name, const std::string& overload, int64_t result, bool is_static);
   void call_program(const c10::intrusive_ptr<CompiledProgram>& program, int64_t result);
+  void call_segments(const c10::intrusive_ptr<SegmentedProgram>& program, int64_t result);
   void getitem(int64_t tuple, int64_t index, int64_t result);
   // `size` of dimension `dim`, and integer arithmetic on sizes: a * b or a + b.
   void size(int64_t tensor, int64_t dim, int64_t result);
@@ -106,7 +126,7 @@ class StepRunner : public torch::CustomClassHolder {
     std::vector<Argument> arguments;
     std::vector<int64_t> last_used;  // values
     std::optional<c10::OperatorHandle> op;
-    c10::intrusive_ptr<CompiledProgram> program;
+    c10::intrusive_ptr<Program> program;
     int64_t a = 0, b = 0;
   };
 

@@ -19,7 +19,7 @@ from specc.artifact.graph_io import describe_value, graph_from_json
 from specc.errors import EngineError
 from specc.kernels import ops
 from specc.passes.frontend.trace import export_flat
-from specc.passes.program import RUNTIME_INPUTS, AttentionLayer, Program, Weight, constant_key
+from specc.passes.program import MASS, RUNTIME_INPUTS, AttentionLayer, Program, Weight, constant_key
 
 _GEOMETRY = "geometry"
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
@@ -43,6 +43,7 @@ def read_program(
         EngineError: it is no such program, or one of another torch.
     """
     graph_module = graph_from_json(data["graph"], keeps_names=True)
+    _erase_votes(graph_module)
     try:
         program = Program(data["name"], graph_module, {}, {})
         _Values(program, data["inputs"], constants).compute()
@@ -55,6 +56,15 @@ def read_program(
             "compile the engine again",
         ) from error
     return program
+
+
+def _erase_votes(graph_module: fx.GraphModule) -> None:
+    """Leave out what `InsertBlockMass` has put in: it is a compilation's last pass."""
+    graph = graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=ops.block_mass):
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="placeholder", target=MASS):
+        graph.erase_node(node)
 
 
 class _Inputs(nn.Module):
@@ -124,7 +134,8 @@ def _add_layers(program: Program, layers: Sequence[tuple[str, int]]) -> None:
     for node, (name, window) in zip(calls, layers, strict=True):
         queries, keys = (node.args[place].meta["val"] for place in (0, 1))  # type: ignore[union-attr]
         heads, kv_heads, head_dim = (int(x) for x in (queries.shape[0], *keys.shape[::2]))
-        program.layers.append(AttentionLayer(name, heads, kv_heads, head_dim, window))
+        sink: Any = node.kwargs.get("sink", 0)
+        program.layers.append(AttentionLayer(name, heads, kv_heads, head_dim, window, sink))
 
 
 def _put_in_order(program: Program, keys: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from specc.artifact.graph_io import target_name
 from specc.errors import UnsupportedGraphError, UnsupportedRotaryError
-from specc.passes.program import Program, bind_args, module_path, refusal
+from specc.passes.program import HIDDEN, Program, bind_args, module_path, refusal
 from specc.passes.proof import token_routing as routing
 from specc.passes.proof.token_routing import (
     Counts,
@@ -84,11 +84,20 @@ class _Proof:
             return None
         if node.target in ("tokens", "positions"):
             return Tokens(0, 1, 1, None, is_position=node.target == "positions")
+        if node.target == HIDDEN:
+            size = self._size(node, node.meta["val"])
+            if size is None or size.scale != 1 or size.is_rows:
+                raise self._refuse(node, "the hidden value has no row for each token")
+            return Tokens(size.dim, node.meta["val"].dim(), 1, None)
         return _ROWS if node.target == "logit_rows" else _OPAQUE
 
     def _output(self, node: fx.Node) -> None:
         logits = node.args[0]
         state = self._states[logits]
+        if self._program.ends_hidden:
+            if not is_in_order(state):
+                raise self._refuse(logits, "what is handed on has no row for each token")
+            return
         if not isinstance(state, Tokens) or (state.dim, state.order) != (0, _ROWS):
             raise self._refuse(logits, "the output has no row for each of logit_rows")
 

@@ -37,6 +37,6 @@ class WindowAttention(Pass):
                 continue
             sink = 0 if layer.window else self._rows.sink
             node.kwargs = {**node.kwargs, "window": self._rows.window, "sink": sink}
-            program.layers[number] = replace(layer, window=self._rows.window)
+            program.layers[number] = replace(layer, window=self._rows.window, sink=sink)
             result.rewrites += 1
         return result

@@ -34,6 +34,10 @@ class LoadLimits:
         capture: what capturing graphs may cost, for backends that capture.
         rank: whose part of the models that are cut is loaded.
         ranks: of backends that capture, what joins this process to the others; None: it is alone.
+        offload_weights: bytes that weights of the target may take in memory, of each rank: others
+            are read from their file in every pass; `auto` is what is free. None: they are mapped.
+        num_local: ranks of this machine, which share what is free.
+        skips: of other backends, plans whose steps are not loaded.
     """
 
     max_num_seqs: int | None = None
@@ -41,6 +45,9 @@ class LoadLimits:
     capture: CaptureLimits | None = None
     rank: int = 0
     ranks: DeviceRanks | None = None
+    offload_weights: int | str | None = None
+    num_local: int = 1
+    skips: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

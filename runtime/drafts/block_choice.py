@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from specc.speculation.views import View
+from specc.speculation.views import View, rows_between_votes
 
 # what is left of earlier votes when there are new ones
 _DECAY = 0.5
-# committed rows after which nodes of a step vote again: at most, and while few have voted
-MOST_ROWS, FEW_ROWS = 256, 32
 # queries that are few
 _FEW_VOTERS = 32
 
@@ -55,18 +53,13 @@ class BlockChoice:
     def is_due(self, length: int, views: Sequence[View]) -> bool:
         """Whether nodes of the next step should vote.
 
-        After as many rows as the smallest window has: a block that leaves it has been voted on by
-        then.
-
         Args:
             length: committed rows.
             views: of the step's plan.
         """
         if self.mass is None:
             return True
-        window = min(view.window for view in views if view.chosen)
-        every = min(MOST_ROWS, max(FEW_ROWS, window))
-        every = every if self.num_voters >= _FEW_VOTERS else FEW_ROWS
+        every = rows_between_votes(views, self.num_voters >= _FEW_VOTERS)
         return length - self._length >= every
 
     def columns(self, view: View, length: int, block_size: int) -> list[int]:

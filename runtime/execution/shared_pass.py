@@ -18,7 +18,9 @@ from torch import Tensor
 from specc.runtime.backends.step_io import Drafted, StepInputs
 from specc.runtime.scheduling.batch import Span
 from specc.speculation.plans import SpecPlan
-from specc.speculation.tree import WORD_BITS, pack_bits
+from specc.speculation.tree import WORD_BITS, TokenTree, pack_bits
+
+_ROOT = TokenTree.chain(0)
 
 
 class FlatTokens(NamedTuple):
@@ -49,20 +51,17 @@ def tree_tokens(plan: SpecPlan, inputs: StepInputs, drafted: Drafted) -> FlatTok
     """The nodes of a step's trees, as its own verification would pass them; all get logits."""
     batch, count = len(inputs.rows), plan.num_nodes
     cache_len = torch.tensor([row[-1] for row in inputs.rows], dtype=torch.int32)
-    nodes = torch.arange(count, dtype=torch.int32)
     if not plan.speculates:
         tokens = torch.tensor([row[-2:-1] for row in inputs.rows])
-        depths = nodes.expand(batch, 1)
-        ancestors = torch.ones(batch, 1, dtype=torch.int64)
     else:
         tokens = drafted.values["tokens"]
-        if plan.is_static:
-            depths = torch.tensor(plan.tree.depths, dtype=torch.int32).expand(batch, count)
-            ancestors = plan.tree.ancestor_words().repeat(batch, 1)
-        else:
-            depths = drafted.values["depths"].reshape(batch, count)
-            ancestors = drafted.values["ancestors"]
-    slots = cache_len[:, None] + nodes
+    if plan.is_static or not plan.speculates:
+        known, words = _known_tree(plan.tree if plan.speculates else _ROOT)
+        depths, ancestors = known.expand(batch, count), words.repeat(batch, 1)
+    else:
+        depths = drafted.values["depths"].reshape(batch, count)
+        ancestors = drafted.values["ancestors"]
+    slots = cache_len[:, None] + torch.arange(count, dtype=torch.int32)
     # positions of dead nodes are data, and may be far below zero
     positions = (cache_len[:, None] + depths).clamp(min=0)
     return FlatTokens(
@@ -154,6 +153,12 @@ def accepted_values(plan: SpecPlan, found: Tensor, inputs: StepInputs) -> Mappin
     if plan.speculates:
         return values
     return {**values, "tokens": torch.tensor([row[-2:-1] for row in inputs.rows])}
+
+
+@functools.lru_cache(maxsize=64)
+def _known_tree(tree: TokenTree) -> tuple[Tensor, Tensor]:
+    """[N] int32 depths and [N, W] int64 ancestors of a tree that is the same in every step."""
+    return torch.tensor(tree.depths, dtype=torch.int32), tree.ancestor_words()
 
 
 @functools.lru_cache(maxsize=4)

@@ -18,7 +18,7 @@ from specc.runtime.ranks.orders import MOST_BYTES, refused
 
 # the first number of a row of the table
 _PASS, _COMMIT = 0, 1
-_COLUMNS = 8
+_COLUMNS = 10
 # of tensors in what is sent, in bytes: what Triton specializes pointers on
 _ALIGNMENT = 16
 _I64, _I32 = torch.int64, torch.int32
@@ -40,6 +40,8 @@ class PassWork(NamedTuple):
         rows: R that get logits, or 0.
         is_even: sequences have equally many tokens, see `even_tokens`.
         model: number of the model among those that all ranks run; 0 is the target.
+        votes: M, rows of the mass of blocks, or 0: nobody is asked for votes.
+        columns: C of it, or 0.
     """
 
     tokens: int
@@ -49,23 +51,27 @@ class PassWork(NamedTuple):
     rows: int
     is_even: bool
     model: int = 0
+    votes: int = 0
+    columns: int = 0
 
     @classmethod
     def of(cls, inputs: Sequence[Tensor | None], model: int = 0) -> PassWork:
-        """The sizes of the eight inputs of `ModelProgram.forward`, as this thread launches it."""
-        tokens, _, _, _, lengths, ancestors, table, rows = inputs
+        """The sizes of the inputs of `ModelProgram.forward`, as this thread launches it."""
+        tokens, _, _, _, lengths, ancestors, table, rows, *more = inputs
         assert tokens is not None
         assert lengths is not None
         assert table is not None
         assert rows is not None
         words = _ABSENT if ancestors is None else ancestors.shape[1]
         sizes = (len(tokens), len(lengths), words, table.shape[1], len(rows))
-        return cls(*sizes, is_even(), model)
+        votes = [size for mass in more if mass is not None for size in mass.shape]
+        return cls(*sizes, is_even(), model, *votes)
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Of the eight inputs."""
+        """Of the eight inputs, and of the mass where there is one."""
         count, batch = (self.tokens,), (self.sequences,)
+        mass: tuple[Spec, ...] = ((torch.float32, (self.votes, self.columns)),)
         return (
             (_I64, count),
             (_I64, count),
@@ -75,6 +81,7 @@ class PassWork(NamedTuple):
             None if self.words == _ABSENT else (_I64, (self.tokens, self.words)),
             (_I32, (self.sequences, self.blocks)),
             (_I64, (self.rows,)),
+            *(mass if self.votes else ()),
         )
 
 
@@ -127,9 +134,13 @@ def _work_of(row: Sequence[int]) -> Work:
     kind, *sizes = row
     work: Work
     if kind == _PASS:
-        tokens, sequences, words, blocks, rows, is_even_, model = sizes
-        work = PassWork(tokens, sequences, words, blocks, rows, bool(is_even_), model)
+        tokens, sequences, words, blocks, rows, is_even_, model, votes, columns = sizes
+        work = PassWork(
+            tokens, sequences, words, blocks, rows, bool(is_even_), model, votes, columns
+        )
         is_wrong = is_even_ not in (0, 1) or words < _ABSENT or words == 0 or model < 0
+        # rows of votes of all sequences, and a column of each block; or none
+        is_wrong |= (votes, columns) != (0, 0) and (votes < sequences or columns < 1)
         # a chunk of a prompt may want no logits
         least = min(tokens, sequences, blocks, rows + 1)
     elif kind == _COMMIT:

@@ -21,7 +21,9 @@ class DrawnStep(LedStep):
     """
 
     @torch.inference_mode()
-    def verify(self, inputs: StepInputs, drafted: Drafted) -> Mapping[str, Tensor]:
+    def verify(
+        self, inputs: StepInputs, drafted: Drafted, mass: Tensor | None = None
+    ) -> Mapping[str, Tensor]:
         """The target's pass over the trees, tile by tile, and the tokens that it wants."""
         nodes = tree_tokens(self.plan, inputs, drafted)
         batch, count = len(inputs.rows), self.plan.num_nodes
@@ -31,6 +33,6 @@ class DrawnStep(LedStep):
         for first, last in tiles:
             part = part_of(nodes, batch, first, last)
             draw = functools.partial(self.target.draw, tree_draws(part, *sampling))
-            (found,) = run_together(draw, [part])
+            (found,) = run_together(draw, [part], mass=mass)
             winners.append(found.view(batch, last - first))
         return accepted_values(self.plan, torch.cat(winners, dim=1).flatten(), inputs)

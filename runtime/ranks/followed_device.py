@@ -13,7 +13,13 @@ from specc.runtime.backends.captured.graph_device import Graph, GraphDevice
 from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.device_work import PassWork, Work, take, works_of
 from specc.runtime.ranks.orders import Kind, Message, refused
-from specc.runtime.ranks.rank_group import RankGroup, whole_logits
+from specc.runtime.ranks.rank_group import (
+    NUM_INPUTS,
+    RankGroup,
+    own_votes,
+    whole_logits,
+    whole_votes,
+)
 from specc.runtime.scheduling.kv_cache import KVCache
 
 
@@ -43,7 +49,8 @@ class FollowedDevice:
     """
 
     def __init__(self, kept: KeptDevice, cache: KVCache, group: RankGroup, vocab_size: int) -> None:
-        self._models = list(kept.models.between.values())
+        # the target's second programs are the last ones
+        self._models = list(kept.models.within.values())
         self._graphs = kept.graphs
         self._slabs = [cache.slabs[name] for name in kept.models.between]
         self._group = group
@@ -52,7 +59,7 @@ class FollowedDevice:
 
     @torch.inference_mode()
     def follow(self, order: Message) -> None:
-        """Do what is ordered, and wait for it.
+        """Do what is ordered, and wait for it; rank 0 waits for no answer.
 
         Raises:
             FaultError: it is no order of this engine.
@@ -93,9 +100,14 @@ class FollowedDevice:
                 raise refused(f"work of model {work.model} of {len(self._models)}")
             given = take(work.specs, self._graphs.device)
             if isinstance(work, PassWork):
+                if len(given) > NUM_INPUTS:
+                    given[NUM_INPUTS] = own_votes(given[NUM_INPUTS])
                 with even_tokens(work.is_even):
                     logits = self._models[work.model](*given)
                 whole_logits(self._group, logits, self._vocab_size)
+                whole_votes(self._group, given)
                 continue
+            if work.model >= len(self._slabs):
+                raise refused(f"rows of model {work.model}, which has no caches of its own")
             for slab in self._slabs[work.model]:
                 torch.ops.specc.commit_kv(slab, *given)

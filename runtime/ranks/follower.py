@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,18 @@ from specc.runtime.backends.program_files import load_operators
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.checksum import checksum
+from specc.runtime.ranks.draft_values import values_message
 from specc.runtime.ranks.followed_device import FollowedDevice, KeptDevice
+from specc.runtime.ranks.followed_drafts import FollowedDrafts
 from specc.runtime.ranks.open_group import open_group
 from specc.runtime.ranks.order_checks import commit_of, drawn_inputs, pass_inputs
 from specc.runtime.ranks.orders import Kind, Message, json_message, json_of, refused
-from specc.runtime.ranks.rank_group import RankGroup, drawn_tokens, whole_logits
+from specc.runtime.ranks.rank_group import (
+    RankGroup,
+    drawn_tokens,
+    whole_logits,
+    whole_votes,
+)
 from specc.runtime.ranks.signs import Signs
 from specc.version import __version__
 
@@ -65,23 +72,36 @@ class FollowedEngine:
     """The programs of a rank that follows, and its caches.
 
     Args:
-        loaded: the models that it has a part of, target first.
+        loaded: the models that it has, or has a part of, target first.
         group: of this rank.
         vocab_size: columns of the target's logits, of all ranks together.
+        names: of models, by the numbers that orders have for them; some may be others'.
+        lone: of the models, those that this rank alone has.
+        drafts: with these.
     """
 
-    def __init__(self, loaded: LoadedPrograms, group: RankGroup, vocab_size: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedPrograms,
+        group: RankGroup,
+        vocab_size: int,
+        names: Sequence[str],
+        lone: Collection[str],
+        drafts: FollowedDrafts,
+    ) -> None:
         self._vocab_size = vocab_size
         self._loaded = loaded
-        self._models = list(loaded.models.items())
+        models = {**loaded.models, **loaded.self_drafts}
+        self._models = [(name, models.get(name)) for name in names]
+        self._lone, self._drafts = lone, drafts
         self._slabs = loaded.cache.slabs
         self._operators = loaded.operators
         self._group = group
         self._num_orders = 0
 
     @torch.inference_mode()
-    def follow(self, order: Message) -> None:
-        """Do what is ordered.
+    def follow(self, order: Message) -> Message | None:
+        """Do what is ordered; returns what rank 0 waits for, if it does.
 
         Raises:
             FaultError: it is no order of this engine.
@@ -93,21 +113,34 @@ class FollowedEngine:
                 weights.check()
         if order.model >= len(self._models):
             raise refused(f"an order for model {order.model} of {len(self._models)}")
+        if order.kind is Kind.DRAFT:
+            found = self._drafts.answer(order)
+            return None if found is None else values_message(found, order.sequence)
         name, model = self._models[order.model]
+        if model is None:
+            return None
+        if order.kind is Kind.PASS and name in self._lone:
+            logits = model(*pass_inputs(order))
+            return values_message([logits], order.sequence) if len(logits) else None
         if order.kind is Kind.PASS:
-            whole_logits(self._group, model(*pass_inputs(order)), self._vocab_size)
+            inputs = pass_inputs(order)
+            whole_logits(self._group, model(*inputs), self._vocab_size)
+            whole_votes(self._group, inputs)
         elif order.kind is Kind.DRAW:
             draws, inputs = drawn_inputs(order)
             logits = model(*inputs)
             drawn_tokens(self._group, logits, draws, self._vocab_size, self._operators)
-        elif order.kind is Kind.COMMIT:
+            whole_votes(self._group, inputs)
+        elif order.kind is Kind.COMMIT and name in self._slabs:
             self._commit(name, order)
         else:
             raise refused(f"{order.kind.name} among orders")
+        return None
 
     def checksum(self) -> bytes:
         """Of the caches of the models that all ranks run; see `checksum`."""
-        return checksum([slab for name, _ in self._models for slab in self._slabs[name]])
+        names = [name for name in self._loaded.models if name not in self._lone]
+        return checksum([slab for name in names for slab in self._slabs[name]])
 
     def _commit(self, name: str, order: Message) -> None:
         """As the last stage of a step does, see `passes/step/fuse_step.py`."""
@@ -209,8 +242,8 @@ def _follow_orders(
         if order.kind is Kind.CHECKSUM:
             parts = (torch.frombuffer(bytearray(engine.checksum()), dtype=torch.uint8),)
             signs.send(Message(Kind.SUM, parts, sequence=order.sequence))
-        else:
-            engine.follow(order)
+        elif (answer := engine.follow(order)) is not None:
+            orders.send(answer)
         thread.done = order.sequence
 
 
@@ -252,7 +285,11 @@ def load_follower(
     """
     vocab_size = manifest.models[0].vocab_size
     if not facts_of(setup["backend"]).is_captured:
-        return FollowedEngine(load_part(path, manifest, setup), group, vocab_size)
+        loaded, rank = load_part(path, manifest, setup), setup["rank"]
+        lone = {name: loaded.models[name] for name in manifest.drafts_of(rank)}
+        drafts = FollowedDrafts(path, manifest, lone, rank, loaded.operators)
+        names = manifest.ordered_programs
+        return FollowedEngine(loaded, group, vocab_size, names, lone, drafts)
     kept = KeptDevice()
     loaded = load_part(path, manifest, setup, kept)
     return FollowedDevice(kept, loaded.cache, group, vocab_size)
@@ -261,7 +298,7 @@ def load_follower(
 def load_part(
     path: Path, manifest: Manifest, setup: Mapping[str, Any], ranks: DeviceRanks | None = None
 ) -> LoadedPrograms:
-    """A follower's programs and caches: its part of the models that all ranks run, no others.
+    """A follower's programs and caches: its part of the models that all ranks run, and its drafts.
 
     Args:
         path: the engine directory.
@@ -271,14 +308,17 @@ def load_part(
     Raises:
         EngineError: see `Engine.load`.
     """
-    names = manifest.led_models
-    part = replace(
-        manifest,
-        models=tuple(model for model in manifest.models if model.name in names),
-        plans=(),
-        memory_plan={name: manifest.memory_plan[name] for name in names},
+    rank = setup["rank"]
+    part = replace(manifest.part_of((*manifest.led_models, *manifest.drafts_of(rank))), plans=())
+    limits = LoadLimits(
+        setup["max_num_seqs"],
+        setup["kv_cache_tokens"],
+        None,
+        rank,
+        ranks,
+        setup["offload_weights"],
+        setup["num_local"],
     )
-    limits = LoadLimits(setup["max_num_seqs"], setup["kv_cache_tokens"], None, setup["rank"], ranks)
     with unreplaced(path):
         return backend_of(setup["backend"]).load(path, part, limits)
 

@@ -118,6 +118,14 @@ class RankGroup:
         """
         return as_rank_error(torch.ops.specc_cpu.best_of_ranks, scores, tokens)
 
+    def add(self, values: Tensor) -> Tensor:
+        """Sum over ranks, on all of them.
+
+        Raises:
+            RankError: another rank is gone, late, or does not agree.
+        """
+        return as_rank_error(torch.ops.specc_cpu.all_reduce, values)
+
     def abort(self, reason: str) -> None:
         """End all collectives that any rank waits in, and all later ones; the first reason stays.
 

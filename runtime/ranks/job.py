@@ -13,7 +13,7 @@ from typing import Any
 from specc.errors import RankError, SpeccError
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.lost_rank import lost
-from specc.runtime.ranks.orders import Kind, Message, encode, json_message
+from specc.runtime.ranks.orders import Kind, Message, encode, json_message, refused
 from specc.runtime.ranks.rank_group import RankGroup
 from specc.runtime.ranks.rank_options import RankOptions
 
@@ -78,8 +78,10 @@ class Job:
         self.setup = dict(setup)
         self.group = group
         self.followers: list[Follower] = []
-        # orders that were given
+        # orders that were sent
         self.sent = 0
+        # bytes of orders that go with the next one
+        self._held: list[bytes] = []
         self.changed = threading.Condition()
         self.failure: SpeccError | None = None
         self.is_started = self.is_closing = False
@@ -93,15 +95,28 @@ class Job:
         if self.is_closing:
             raise lost("an engine whose ranks were told to end")
 
-    def order(self, kind: Kind, tensors: tuple[Any, ...] = (), model: int = 0) -> int:
+    def order(
+        self, kind: Kind, tensors: tuple[Any, ...] = (), model: int = 0, holds: bool = False
+    ) -> int:
         """Give an order to all who follow; returns its number.
 
+        Args:
+            kind: of the order.
+            tensors: of it, on the host; they may change afterwards.
+            model: number of the model that it is about.
+            holds: it goes with the next order, in the same bytes: to wake the others takes longer
+                than to write a message. Only for what nothing but a later order depends on.
         Raises:
             SpeccError: a rank is lost.
         """
         self.check()
-        number = self.sent + 1
+        number = self.sent + len(self._held) + 1
         data = encode(Message(kind, tensors, model, number))
+        if holds:
+            self._held.append(data)
+            return number
+        data = b"".join([*self._held, data])
+        self._held.clear()
         self.sent = number
         for follower in self.followers:
             try:
@@ -112,6 +127,26 @@ class Job:
                 self.fail(lost(f"{follower.name} takes no orders: {error.strerror}"))
                 self.check()
         return number
+
+    def answer(self, rank: int, order: int) -> Message:
+        """Wait for what a rank answers to an order.
+
+        Raises:
+            FaultError: it says something else.
+            SpeccError: a rank is lost.
+        """
+        (follower,) = (one for one in self.followers if one.rank == rank)
+        while (message := follower.orders.receive()) is not None:
+            # of a step that was broken off before its answer was read
+            is_late = message.sequence < order
+            if message.kind is not Kind.DRAFTED or message.sequence > order:
+                raise refused(f"{message.kind.name} {message.sequence} in answer to order {order}")
+            if not is_late:
+                return message
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure is not None, _CAUSE_S)
+        self.check()
+        raise lost(f"{follower.name} does not answer order {order}")
 
     def wait_ready(self, starts: bool = True) -> None:
         """Wait until all have loaded the engine.

@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from specc.artifact.manifest import Manifest
 from specc.errors import ConfigError, EngineError
 from specc.kernels.reference.ranks import has_group
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
+from specc.runtime.backends.offload_budget import least_of
 from specc.runtime.backends.program_files import load_operators, read_json
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
@@ -34,9 +35,10 @@ from specc.runtime.ranks.follower import facts_about, follow
 from specc.runtime.ranks.job import Follower, Job
 from specc.runtime.ranks.leader import Leader, end_job
 from specc.runtime.ranks.led_device import LedDevice
-from specc.runtime.ranks.led_drafts import drafts_led, led_drafts
+from specc.runtime.ranks.led_drafts import led_drafts, led_plans
 from specc.runtime.ranks.led_model import LedModel
 from specc.runtime.ranks.led_step import LedStep
+from specc.runtime.ranks.lone_draft import LoneDraft
 from specc.runtime.ranks.open_group import make_group
 from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup
 from specc.runtime.ranks.rank_options import RankOptions
@@ -87,7 +89,8 @@ def load_led(
     check_cores(len(local), options)
     if not facts_of(backend).is_on_gpu and (launched is None or launched.rank == local[0]):
         # one for all of this machine, before any of them has loaded its part
-        check_memory(manifest, local, limits.max_num_seqs, limits.kv_cache_tokens)
+        sizes = (limits.max_num_seqs, limits.kv_cache_tokens)
+        check_memory(manifest, local, *sizes, weights_budget=least_of(limits.offload_weights))
     backend_of(backend).take_device(local_rank, len(local))
     if launched is not None and launched.rank > 0:
         _follow_launched(launched, options, path)
@@ -109,6 +112,8 @@ def load_led(
         "verify": verify,
         "max_num_seqs": limits.max_num_seqs,
         "kv_cache_tokens": limits.kv_cache_tokens,
+        "offload_weights": limits.offload_weights,
+        "num_local": len(local),
         "num_threads": num_threads,
         "num_ranks": options.num_ranks,
         "timeout_s": options.timeout_s,
@@ -116,6 +121,7 @@ def load_led(
         "collective_timeout_s": options.collective_timeout_s,
     }
     job = Job(options, facts_about(path), setup, group)
+    limits = replace(limits, num_local=len(local))
     watch = Watch(job, _start_all if launched is None else Rendezvous(launched, options).accept)
     watch.start()
     try:
@@ -126,11 +132,15 @@ def load_led(
             # the others have to be there when the first step is captured
             leader = Leader(job, watch, vocab_size)
             wait_ready = partial(job.wait_ready, starts=False)
-            led = LedDevice(leader, manifest.led_models, wait_ready)
+            led = LedDevice(leader, manifest.led_programs, wait_ready)
             loaded = backend_of(backend).load(path, manifest, replace(limits, ranks=led))
             job.start()
             return loaded
-        loaded = backend_of(backend).load(path, manifest, limits)
+        others = manifest.draft_homes
+        own = manifest.part_of([m.name for m in manifest.models if m.name not in others])
+        # what drafts with other ranks is put together here
+        limits = replace(limits, skips=led_plans(manifest))
+        loaded = backend_of(backend).load(path, own, limits)
         job.wait_ready()
         leader = Leader(job, watch, vocab_size, loaded.operators)
         return _led(path, manifest, loaded, leader)
@@ -141,32 +151,47 @@ def load_led(
 
 def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader) -> LoadedPrograms:
     """The programs of rank 0, with orders before what all ranks do."""
+    own = {**loaded.models, **loaded.self_drafts}
     led = {
-        name: LedModel(leader, number, loaded.models[name])
-        for number, name in enumerate(manifest.led_models)
+        name: LedModel(leader, number, own[name])
+        for number, name in enumerate(manifest.led_programs)
     }
-    models: dict[str, Model] = {**loaded.models, **led}
+    homes, vocab_size = manifest.draft_homes, manifest.models[0].vocab_size
+    lone = {
+        name: LoneDraft(leader, number, homes[name], vocab_size)
+        for number, name in enumerate(manifest.ordered_programs)
+        if name in homes
+    }
+    models: dict[str, Model] = {**own, **led, **lone}
     target = led[manifest.models[0].name]
+    # whose rows others keep, too
+    kept = {name: model for name, model in (*led.items(), *lone.items())}
 
-    def led_step(make: type[LedStep], step: Step, file: str) -> LedStep:
-        operators, plan = loaded.operators, step.plan
-        staged = step.staged
-        assert staged is not None, "steps of these backends run stage by stage"
-        if drafts_led(plan, models):
-            staged = led_drafts(read_json(path / file), models, operators)
-        drafts = {name: led[name] for name in plan.models if name in led}
-        return make(staged, target, operators, loaded.cache.history, drafts)
+    def led_steps(
+        make: type[LedStep], files: Mapping[str, str], found: Mapping[str, Step]
+    ) -> dict[str, LedStep]:
+        made = {}
+        for number, entry in enumerate(manifest.plans):
+            if entry.name not in files:
+                continue
+            operators, step = loaded.operators, found.get(entry.name)
+            staged = None if step is None else step.staged
+            if staged is None:
+                program = read_json(path / files[entry.name])
+                staged = led_drafts(program, number, models, operators, homes)
+            drafts = {name: kept[name] for name in entry.plan.models if name in kept}
+            history = loaded.cache.history
+            made[entry.name] = make(staged, target, operators, history, drafts)
+        return made
 
-    steps: dict[str, Step] = {
-        plan: led_step(LedStep, step, manifest.step_files[plan])
-        for plan, step in loaded.steps.items()
-    }
-    drawn = {
-        plan: led_step(DrawnStep, step, manifest.winners_files[plan])
-        for plan, step in loaded.winners_steps.items()
-    }
+    steps: dict[str, Step] = {**led_steps(LedStep, manifest.step_files, loaded.steps)}
+    drawn = led_steps(DrawnStep, manifest.winners_files, loaded.winners_steps)
     return replace(
-        loaded, models=models, steps=steps, drawn=DrawnPrograms(target, drawn) if drawn else None
+        loaded,
+        models={model.name: models[model.name] for model in manifest.models},
+        steps=steps,
+        drawn=DrawnPrograms(target, drawn) if drawn else None,
+        self_drafts={name: models[name] for name in loaded.self_drafts},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from specc.runtime.execution.draws import Draws
 from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.job import Job
-from specc.runtime.ranks.orders import Commit, Kind
-from specc.runtime.ranks.rank_group import drawn_tokens, whole_logits
+from specc.runtime.ranks.orders import Commit, Kind, Message
+from specc.runtime.ranks.rank_group import NUM_INPUTS, drawn_tokens, whole_logits, whole_votes
 from specc.runtime.ranks.uninterrupted import uninterrupted
 from specc.runtime.ranks.watch import Watch
 
@@ -62,7 +62,7 @@ class Leader:
 
         Args:
             model: number of the model.
-            inputs: of its program.
+            inputs: of its program. Of the ninth, see `whole_votes`.
             run: the program of this rank.
         Returns:
             [R, V] logits.
@@ -70,7 +70,9 @@ class Leader:
             RankError: a rank is lost, this one included.
         """
         with self.ordered(Kind.PASS, inputs, model):
-            return self.whole_logits(run(*inputs))
+            logits = self.whole_logits(run(*inputs))
+            self.whole_votes(inputs)
+            return logits
 
     def run_draw(
         self,
@@ -92,8 +94,11 @@ class Leader:
             RankError: a rank is lost, this one included.
         """
         group, vocab_size = self._job.group, self._vocab_size
-        with self.ordered(Kind.DRAW, (*inputs, *draws), model):
-            return drawn_tokens(group, run(*inputs), draws, vocab_size, self._operators)
+        tensors = (*inputs[:NUM_INPUTS], *draws, *inputs[NUM_INPUTS:])
+        with self.ordered(Kind.DRAW, tensors, model):
+            tokens = drawn_tokens(group, run(*inputs), draws, vocab_size, self._operators)
+            self.whole_votes(inputs)
+            return tokens
 
     @contextlib.contextmanager
     def ordered(
@@ -123,14 +128,41 @@ class Leader:
         """[R, V] logits of a pass, of this rank's columns; see `whole_logits`."""
         return whole_logits(self._job.group, logits, self._vocab_size)
 
-    def commit(self, model: int, commit: Commit) -> None:
-        """Have the others keep what a step of this rank has kept in its caches.
+    def whole_votes(self, inputs: Sequence[Tensor | None]) -> None:
+        """Those of a pass, of all ranks, where its inputs ask for votes; see `whole_votes`."""
+        whole_votes(self._job.group, inputs)
+
+    def ask(self, kind: Kind, tensors: tuple[Tensor | None, ...], model: int = 0) -> int:
+        """Give an order that this rank has no part in; returns its number, see `answer`.
 
         Raises:
             RankError: a rank is lost.
         """
         with uninterrupted():
-            self._job.order(Kind.COMMIT, tuple(commit), model)
+            return self._job.order(kind, tensors, model)
+
+    def answer(self, rank: int, order: int) -> Message:
+        """Wait for what a rank answers to an order.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        job = self._job
+        with uninterrupted():
+            try:
+                return job.answer(rank, order)
+            except BaseException as error:
+                job.fail(job.fault_of(error))
+                job.check()
+                raise
+
+    def commit(self, model: int, commit: Commit) -> None:
+        """Have the others keep what a step of this rank has kept, before their next order.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        self._job.order(Kind.COMMIT, tuple(commit), model, holds=True)
 
     def checksums(self, slabs: list[Tensor]) -> list[bytes]:
         """[32] sha256 of the caches that all ranks have a part of, rank by rank.

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -125,7 +125,9 @@ class LedProgram(nn.Module):
         """
         with self._leader.doing(PassWork.of(inputs, self._number)):
             give(inputs)
-            return self.leader.whole_logits(self._run[0](*inputs))
+            logits = self.leader.whole_logits(self._run[0](*inputs))
+            self.leader.whole_votes(inputs)
+            return logits
 
 
 class LedGraphs:
@@ -176,7 +178,7 @@ class LedDevice:
 
     Args:
         leader: whose ranks are loading.
-        names: of the models that all ranks run, the target first.
+        names: of the models that all ranks run, the target first, and of its second programs.
         wait_ready: returns when they have loaded their part.
     """
 
@@ -191,7 +193,7 @@ class LedDevice:
         """See `DeviceRanks.join`."""
         self._wait_ready()
         programs = {
-            name: LedProgram(self._leader, number, models.between[name])
+            name: LedProgram(self._leader, number, cast(DeviceProgram, models.within[name]))
             for number, name in enumerate(self._names)
         }
         adapt = models.adapt
@@ -203,7 +205,7 @@ class LedDevice:
 
         led = replace(
             models,
-            between={**models.between, **programs},
+            between={name: programs.get(name, model) for name, model in models.between.items()},
             within={**models.within, **programs},
             adapt=share,
         )

@@ -28,6 +28,8 @@ from specc.runtime.ranks.led_model import LedModel
 from specc.runtime.ranks.orders import Commit
 
 _PATH = "path"
+# in the environment of a step, see `KVCache.environment`
+BLOCK_MASS = "block_mass"
 
 
 class LedStep:
@@ -85,7 +87,7 @@ class LedStep:
         begin_s = time.perf_counter()
         drafted = self.draft(inputs, slabs)
         drafted_s = time.perf_counter()
-        values = self.verify(inputs, drafted)
+        values = self.verify(inputs, drafted, self._mass_of(slabs, len(inputs.rows)))
         verified_s = time.perf_counter()
         found = drafted.accept(values, reads)
         stage_s = {"draft": drafted_s - begin_s} if self.plan.speculates else {}
@@ -106,16 +108,31 @@ class LedStep:
 
         return Drafted(drafted.values, accept)
 
-    def verify(self, inputs: StepInputs, drafted: Drafted) -> Mapping[str, Tensor]:
-        """The target's pass over the trees; returns what acceptance reads of it, by name."""
+    def verify(
+        self, inputs: StepInputs, drafted: Drafted, mass: Tensor | None = None
+    ) -> Mapping[str, Tensor]:
+        """The target's pass over the trees; returns what acceptance reads of it, by name.
+
+        Args:
+            inputs: of the step.
+            drafted: of its drafts.
+            mass: of blocks, changed, see `ModelProgram.forward`; None: nobody votes.
+        """
         nodes = tree_tokens(self.plan, inputs, drafted)
         if self.plan.tile is None:
-            (logits,) = run_together(self.target, [nodes])
+            (logits,) = run_together(self.target, [nodes], mass=mass)
             return accepted_values(self.plan, logits, inputs)
-        return {"winners": self._winners(inputs, drafted, nodes)}
+        return {"winners": self._winners(inputs, drafted, nodes, mass)}
+
+    def _mass_of(self, slabs: Mapping[str, Tensor], batch: int) -> Tensor | None:
+        """What a step's own pass adds votes to; None where none of its sequences votes."""
+        mass = slabs.get(BLOCK_MASS) if self.plan.chooses_blocks else None
+        return mass if mass is not None and bool((mass[:batch, 0] >= 0).any()) else None
 
     @torch.inference_mode()
-    def _winners(self, inputs: StepInputs, drafted: Drafted, nodes: FlatTokens) -> Tensor:
+    def _winners(
+        self, inputs: StepInputs, drafted: Drafted, nodes: FlatTokens, mass: Tensor | None
+    ) -> Tensor:
         """[B, N] tokens that the target wants after each node, tile by tile."""
         batch, count = len(inputs.rows), self.plan.num_nodes
         tokens = nodes.tokens.view(batch, count)
@@ -125,7 +142,8 @@ class LedStep:
             parents = drafted.values["parents"]
         winners = []
         for first, last in self.plan.tiles(count):
-            (logits,) = run_together(self.target, [part_of(nodes, batch, first, last)])
+            part = part_of(nodes, batch, first, last)
+            (logits,) = run_together(self.target, [part], mass=mass)
             found = self._operators.node_winners(
                 logits,
                 tokens,
@@ -159,6 +177,8 @@ class LedStep:
 
 def part_of(nodes: FlatTokens, batch: int, first: int, last: int) -> FlatTokens:
     """Nodes first … last - 1 of each tree."""
+    if last - first == nodes.counts[0]:
+        return nodes
 
     def of(values: Tensor) -> Tensor:
         rows = values.view(batch, -1, *values.shape[1:])

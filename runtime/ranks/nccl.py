@@ -67,6 +67,10 @@ class NcclRankGroup:
         """See `RankGroup.best`."""
         return torch.ops.specc.best_of_ranks(scores, tokens)
 
+    def add(self, values: Tensor) -> Tensor:
+        """See `RankGroup.add`."""
+        return torch.ops.specc.all_reduce(values)
+
     def abort(self, reason: str) -> None:
         """Wake all ranks that wait in a collective: they end without a result."""
         if self._processes is not None:

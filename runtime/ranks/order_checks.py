@@ -5,15 +5,20 @@ Numbers in them (blocks, slots, rows) are compared with the caches by the operat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from specc.runtime.execution.draws import Draws
-from specc.runtime.ranks.orders import Commit, Message, refused
+from specc.runtime.ranks.orders import Commit, Message, Spec, refused, specs_of
+from specc.runtime.ranks.rank_group import own_votes
 
-# of the inputs of a pass, see `ModelProgram.forward`: dtype and shape, where letters are sizes
+# name, dtype and shape of a tensor, where letters are sizes; None is any shape
+_Wanted = tuple[str, torch.dtype, str | None]
+
+# the inputs of a pass, see `ModelProgram.forward`
 _PASS = (
     ("tokens", torch.int64, "T"),
     ("positions", torch.int64, "T"),
@@ -24,6 +29,8 @@ _PASS = (
     ("block_table", torch.int32, "Bn"),
     ("logit_rows", torch.int64, "R"),
 )
+# one more where blocks are voted on
+_MASS = ("mass", torch.float32, "MC")
 _DRAW = (
     *_PASS,
     ("temperature", torch.float32, "R"),
@@ -40,24 +47,26 @@ _COMMIT = (
 
 
 def pass_inputs(message: Message) -> tuple[Tensor | None, ...]:
-    """The eight inputs of a model that a PASS holds.
+    """The inputs of a model that a PASS holds: eight, and one more where there are votes.
 
     Raises:
         FaultError: they are others.
     """
-    _check_starts(_check(message, _PASS, optional="ancestors"))
-    return message.tensors
+    wanted = _with_mass(message, _PASS)
+    _check_starts(_check(message.kind.name, specs_of(message), wanted, "ancestors"))
+    return (*message.tensors[: len(_PASS)], *_own_mass(message, _PASS))
 
 
 def drawn_inputs(message: Message) -> tuple[Draws, tuple[Tensor | None, ...]]:
-    """What a DRAW holds: how rows are drawn, and the eight inputs of a model.
+    """What a DRAW holds: how rows are drawn, and the inputs of a model, as of `pass_inputs`.
 
     Raises:
         FaultError: it holds something else.
     """
-    _check_starts(_check(message, _DRAW, optional="ancestors"))
-    inputs, draws = message.tensors[: len(_PASS)], message.tensors[len(_PASS) :]
-    return Draws(*draws), inputs  # type: ignore[arg-type]
+    wanted = _with_mass(message, _DRAW)
+    _check_starts(_check(message.kind.name, specs_of(message), wanted, "ancestors"))
+    draws = Draws(*message.tensors[len(_PASS) : len(_DRAW)])  # type: ignore[arg-type]
+    return draws, (*message.tensors[: len(_PASS)], *_own_mass(message, _DRAW))
 
 
 def commit_of(message: Message) -> Commit:
@@ -66,7 +75,7 @@ def commit_of(message: Message) -> Commit:
     Raises:
         FaultError: it is no commit, or its paths are not as long as it says.
     """
-    sizes = _check(message, _COMMIT)
+    sizes = _check(message.kind.name, specs_of(message), _COMMIT)
     commit = Commit(*message.tensors)  # type: ignore[arg-type]
     slots = tuple(commit.slots.shape)
     if len(slots) not in (1, 2) or slots[:-1] not in ((), (sizes["B"],)):
@@ -77,31 +86,49 @@ def commit_of(message: Message) -> Commit:
     return commit
 
 
+def _with_mass(message: Message, wanted: tuple[_Wanted, ...]) -> tuple[_Wanted, ...]:
+    return (*wanted, _MASS) if len(message.tensors) == len(wanted) + 1 else wanted
+
+
+def _own_mass(message: Message, wanted: Sequence[_Wanted]) -> tuple[Tensor, ...]:
+    """What this rank adds its votes to, where there is such a tensor."""
+    return tuple(own_votes(mass) for mass in message.tensors[len(wanted) :] if mass is not None)
+
+
 def _check_starts(sizes: dict[str, int]) -> None:
     if sizes["S"] != sizes["B"] + 1:
         raise refused(f"a pass of {sizes['B']} sequences with {sizes['S']} starts")
+    if sizes.get("M", sizes["B"]) < sizes["B"]:
+        raise refused(f"a pass of {sizes['B']} sequences with {sizes['M']} rows of votes")
 
 
+@functools.lru_cache(256)
 def _check(
-    message: Message,
-    wanted: Sequence[tuple[str, torch.dtype, str | None]],
-    optional: str = "",
+    name: str, specs: tuple[Spec, ...], wanted: tuple[_Wanted, ...], optional: str = ""
 ) -> dict[str, int]:
-    """Sizes by letter."""
-    name = message.kind.name
-    if len(message.tensors) != len(wanted):
-        raise refused(f"{name} with {len(message.tensors)} tensors, not {len(wanted)}")
+    """Sizes by letter; steps of one plan have the same tensors again and again.
+
+    Args:
+        name: of the kind of order.
+        specs: of its tensors.
+        wanted: what they have to be.
+        optional: that may be left out.
+    Raises:
+        FaultError: they are others.
+    """
+    if len(specs) != len(wanted):
+        raise refused(f"{name} with {len(specs)} tensors, not {len(wanted)}")
     sizes: dict[str, int] = {}
-    for tensor, (key, dtype, letters) in zip(message.tensors, wanted, strict=True):
-        if tensor is None:
+    for spec, (key, dtype, letters) in zip(specs, wanted, strict=True):
+        if spec is None:
             if key != optional:
                 raise refused(f"{name} without {key}")
             continue
-        shape = tuple(tensor.shape)
+        of_tensor, shape = spec
         found = dict(zip(letters or "", shape, strict=False))
         is_odd = letters is not None and len(shape) != len(letters)
         clash = any(sizes.get(letter, size) != size for letter, size in found.items())
-        if tensor.dtype != dtype or is_odd or clash:
-            raise refused(f"{name} with {key} of {tensor.dtype} and shape {shape}")
+        if of_tensor != dtype or is_odd or clash:
+            raise refused(f"{name} with {key} of {of_tensor} and shape {tuple(shape)}")
         sizes |= found
     return sizes

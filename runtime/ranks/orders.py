@@ -29,7 +29,7 @@ HEADER_BYTES = _HEADER.size
 _ENTRY = struct.Struct("<BB6x4Q")
 _ALIGNMENT = 64
 _MOST_DIMS = 4
-MOST_TENSORS = 16
+MOST_TENSORS = 256
 # a pass of 100,000 tokens takes less
 MOST_BYTES = 1 << 28
 _ABSENT = 0
@@ -37,16 +37,21 @@ _DTYPES = {1: torch.int32, 2: torch.int64, 3: torch.float32, 4: torch.uint8}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
+# dtype and shape of a tensor, or nothing in its place
+Spec = tuple[torch.dtype, tuple[int, ...]] | None
+
+
 class Kind(enum.IntEnum):
     """What a message is.
 
     Orders of rank 0: SETUP (what to load, as JSON), PASS (a model's eight inputs), DRAW (the same
     and three tensors of `Draws`: a pass that yields tokens), COMMIT (of a step, see `Commit`),
-    CHECKSUM (of the caches), END; of engines on devices WORK (what a table says, see
-    `device_work.py`), CAPTURE (it, as the graph of this number), REPLAY (a graph). Reports of the
-    others: HELLO (what they are, as JSON), READY, ERROR (as JSON; also from rank 0, which then
-    ends), SUM (32 bytes). BEAT goes both ways: the sender is alive, and has done the order of this
-    number.
+    DRAFT (a plan's number, and what its drafts on other ranks read), CHECKSUM (of the caches), END;
+    of engines on devices WORK (what a table says, see `device_work.py`), CAPTURE (it, as the graph
+    of this number), REPLAY (a graph). Reports of the others: HELLO (what they are, as JSON), READY,
+    ERROR (as JSON; also from rank 0, which then ends), SUM (32 bytes), DRAFTED (the answer to a
+    DRAFT, or to a PASS of a draft of theirs; it comes where orders go). BEAT goes both ways: the
+    sender is alive, and has done the order of this number.
     """
 
     SETUP = 1
@@ -58,11 +63,13 @@ class Kind(enum.IntEnum):
     WORK = 7
     CAPTURE = 8
     REPLAY = 9
+    DRAFT = 10
     HELLO = 16
     READY = 17
     ERROR = 18
     SUM = 19
     BEAT = 20
+    DRAFTED = 21
 
 
 class Message(NamedTuple):
@@ -111,20 +118,37 @@ class Header(NamedTuple):
 
 def encode(message: Message) -> bytes:
     """The bytes of a message."""
-    table, parts = [], []
-    end = _ENTRY.size * len(message.tensors)
-    for tensor in message.tensors:
-        if tensor is None:
+    table, gaps, end = _layout(specs_of(message))
+    parts = [table]
+    given = (tensor for tensor in message.tensors if tensor is not None)
+    for gap, tensor in zip(gaps, given, strict=True):
+        parts += [gap, bytes_of(tensor)]
+    fields = (message.kind, len(message.tensors), message.model, 0, message.sequence, end)
+    return b"".join([_HEADER.pack(MAGIC, VERSION, *fields), *parts])
+
+
+def specs_of(message: Message) -> tuple[Spec, ...]:
+    """Dtype and shape of each tensor; None of one that is left out."""
+    return tuple(None if t is None else (t.dtype, t.shape) for t in message.tensors)
+
+
+@functools.lru_cache(256)
+def _layout(specs: tuple[Spec, ...]) -> tuple[bytes, list[bytes], int]:
+    """The table of such tensors, the bytes before each, and where the last ends."""
+    table, gaps = [], []
+    end = _ENTRY.size * len(specs)
+    for spec in specs:
+        if spec is None:
             table.append(_ENTRY.pack(_ABSENT, 0, 0, 0, 0, 0))
             continue
-        sizes = (*tensor.shape, *[0] * (_MOST_DIMS - tensor.ndim))
-        table.append(_ENTRY.pack(_CODES[tensor.dtype], tensor.ndim, *sizes))
+        dtype, shape = spec
+        table.append(
+            _ENTRY.pack(_CODES[dtype], len(shape), *shape, *[0] * (_MOST_DIMS - len(shape)))
+        )
         begin = _aligned(end)
-        data = bytes_of(tensor)
-        parts += [bytes(begin - end), data]
-        end = begin + len(data)
-    fields = (message.kind, len(message.tensors), message.model, 0, message.sequence, end)
-    return b"".join([_HEADER.pack(MAGIC, VERSION, *fields), *table, *parts])
+        gaps.append(bytes(begin - end))
+        end = begin + math.prod(shape) * dtype.itemsize
+    return b"".join(table), gaps, end
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> Header:
@@ -238,8 +262,7 @@ def json_of(message: Message) -> dict[str, Any]:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """A tensor's memory, in the order of its elements."""
-    tensor = tensor.contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
+    return tensor.numpy().tobytes()
 
 
 def refused(found: str) -> FaultError:

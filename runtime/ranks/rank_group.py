@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from specc.runtime.execution.draws import Draws
 
 _LOOK_S = 0.2
+
+# of a model's program; one more where blocks are voted on
+NUM_INPUTS = 8
 
 # before the address in a ticket
 NCCL = "nccl+"
@@ -58,6 +62,10 @@ class RankGroup(Protocol):
         """
         ...
 
+    def add(self, values: Tensor) -> Tensor:
+        """Add up float32 values of any shape; the sum, on all ranks."""
+        ...
+
     def abort(self, reason: str) -> None:
         """Wake all ranks that wait in a collective, now and later: those calls fail."""
         ...
@@ -89,6 +97,10 @@ class Copies:
     def best(self, scores: Tensor, tokens: Tensor) -> Tensor:
         """See `RankGroup.best`: each knows it alone."""
         return tokens
+
+    def add(self, values: Tensor) -> Tensor:
+        """See `RankGroup.add`: each has the whole."""
+        return values
 
     def abort(self, reason: str) -> None:
         """Nobody waits in it."""
@@ -148,6 +160,26 @@ def whole_logits(group: RankGroup, logits: Tensor, vocab_size: int) -> Tensor:
         return logits
     found = group.gather(logits)
     return found if found.shape[1] <= vocab_size else found[:, :vocab_size].contiguous()
+
+
+def whole_votes(group: RankGroup, inputs: Sequence[Tensor | None]) -> None:
+    """Add up the votes of a pass: a rank has those of its own heads.
+
+    Args:
+        group: of this rank.
+        inputs: of the pass. The ninth, where there is one, is the mass of blocks (see
+            `block_mass_reference`), and is changed: rows that vote become those of all ranks.
+    """
+    if len(inputs) <= NUM_INPUTS:
+        return
+    mass = inputs[NUM_INPUTS]
+    assert mass is not None
+    mass.copy_(torch.where(mass < 0, mass, group.add(mass)))
+
+
+def own_votes(mass: Tensor) -> Tensor:
+    """Rank 0's mass before a pass, as another rank begins with it: what is counted is there."""
+    return mass.clamp(max=0)
 
 
 def drawn_tokens(

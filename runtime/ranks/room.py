@@ -40,6 +40,7 @@ def check_memory(
     max_num_seqs: int | None,
     kv_cache_tokens: int | None = None,
     available: int | None = None,
+    weights_budget: int | None = None,
 ) -> None:
     """Compare what all ranks of this machine take together with what is free, before any loads.
 
@@ -49,6 +50,7 @@ def check_memory(
         max_num_seqs: sequences that caches are made for; None is what the engine allows.
         kv_cache_tokens: rows of all sequences together; None is what the engine has.
         available: bytes; None asks the system, where it tells.
+        weights_budget: bytes that weights of the target may take on each rank; None is all.
     Raises:
         EngineError: it is not enough.
     """
@@ -56,7 +58,7 @@ def check_memory(
         available = available_memory_bytes()
     if manifest.parallel is None or available is None:
         return
-    needed = manifest.memory_of(ranks, max_num_seqs, kv_cache_tokens)
+    needed = manifest.memory_of(ranks, max_num_seqs, kv_cache_tokens, weights_budget)
     if needed > available:
         limits = manifest.limits
         raise EngineError(

@@ -43,6 +43,8 @@ class BackendFacts:
             rows as a limit allows, `whole` all.
         runs_all: it runs the graphs that every engine has, whichever backend the engine is for.
         takes_ranks: several processes may run an engine together, each with a part of the target.
+        voting_dims: type → largest heads whose queries can vote on blocks in it, where there is a
+            limit.
     """
 
     name: str
@@ -60,6 +62,11 @@ class BackendFacts:
     attention: Attention = WHOLE
     runs_all: bool = False
     takes_ranks: bool = False
+    voting_dims: tuple[tuple[str, int], ...] = ()
+
+    def most_voting_dim(self, dtype: str) -> int | None:
+        """Largest heads whose queries can vote on blocks in this type; None is any."""
+        return dict(self.voting_dims).get(dtype)
 
     @property
     def is_padded(self) -> bool:
@@ -121,7 +128,7 @@ register(
 register(
     BackendFacts(
         "cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True, takes_ranks=True,
-        attention=NATIVE,
+        attention=NATIVE, voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
     )
 )  # fmt: skip
 register(

@@ -37,6 +37,7 @@ def open_engine(
     available_memory: int | None = None,
     max_num_seqs: int | None = None,
     kv_cache_tokens: int | None = None,
+    weights_budget: int | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Read the manifest and check the engine against it, this machine and this installation.
@@ -51,6 +52,7 @@ def open_engine(
         available_memory: bytes; None asks the system, where it tells.
         max_num_seqs: sequences that caches are made for; None is what the engine allows.
         kv_cache_tokens: rows of all sequences together; None is what the engine has.
+        weights_budget: bytes that weights of the target may take; None is all of them.
         progress: called with (bytes hashed, bytes in total).
     Raises:
         EngineError: the directory is no engine, was made for another runtime, was altered, or
@@ -63,7 +65,7 @@ def open_engine(
     if available_memory is None:
         available_memory = available_memory_bytes()
     if not facts_of(backend).is_on_gpu and available_memory is not None:
-        _check_memory(manifest, available_memory, max_num_seqs, kv_cache_tokens)
+        _check_memory(manifest, available_memory, max_num_seqs, kv_cache_tokens, weights_budget)
     for name, entry in manifest.files.items():
         _check_file(path, name, entry)
     _check_rank_files(path, manifest)
@@ -207,14 +209,21 @@ def _check_isa(needed: Collection[str]) -> None:
 
 
 def _check_memory(
-    manifest: Manifest, available: int, max_num_seqs: int | None, kv_cache_tokens: int | None
+    manifest: Manifest,
+    available: int,
+    max_num_seqs: int | None,
+    kv_cache_tokens: int | None,
+    weights_budget: int | None,
 ) -> None:
     limits = manifest.limits
     sizes = (max_num_seqs, kv_cache_tokens)
     # of a cut engine, what each rank takes at least: who starts them knows how many come here
-    needed = manifest.memory_of((0,) if manifest.parallel is None else (1,), *sizes)
+    ranks = (0,) if manifest.parallel is None else (1,)
+    needed = manifest.memory_of(ranks, *sizes, weights_budget)
     if needed > available:
         shares = ", load with a smaller --kv-cache-tokens" if limits.block_size else ""
+        if manifest.segments is not None and weights_budget is None:
+            shares += ", load with --offload-weights auto"
         raise EngineError(
             f"{format_bytes(available)} of memory available",
             f"{format_bytes(needed)} for max_batch_size {max_num_seqs or limits.max_batch_size} "

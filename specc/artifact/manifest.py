@@ -30,6 +30,7 @@ from specc.artifact.manifest_entries import (
     NativeEntry,
     ParallelEntry,
     PlanEntry,
+    SegmentsEntry,
     SelfDraftEntry,
     TensorRTEntry,
     TokenizerEntry,
@@ -56,6 +57,7 @@ class Manifest:
         rectangle: cache rows of engines whose programs take padded batches; else None.
         tensorrt: of engines for TensorRT; else None.
         self_drafts: programs that self-drafts run beside the target's own.
+        segments: of the target, which then has no compiled program of its own; else None.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
@@ -77,6 +79,7 @@ class Manifest:
     tensorrt: TensorRTEntry | None = None
     parallel: ParallelEntry | None = None
     self_drafts: tuple[SelfDraftEntry, ...] = ()
+    segments: SegmentsEntry | None = None
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -95,20 +98,27 @@ class Manifest:
         ranks: Collection[int],
         max_num_seqs: int | None = None,
         kv_cache_tokens: int | None = None,
+        weights_budget: int | None = None,
     ) -> int:
-        """Bytes that these ranks take together: each its part of what is cut, rank 0 the rest.
+        """Bytes that these ranks take together: each its part of what is cut, and its drafts.
 
         Args:
             ranks: some of 0 … num_ranks - 1.
             max_num_seqs: sequences that caches are made for; None is what the engine allows.
             kv_cache_tokens: rows of all sequences together; None is what the engine has.
+            weights_budget: bytes that weights of the target take on each rank; None is all of them.
         """
         planned, needed = self.limits.cache_rows(), 0
         made = self.limits.cache_rows(max_num_seqs, kv_cache_tokens)
         for model in self.models:
             entry = self.memory_plan[model.name]
-            count = len(ranks) if self.is_cut(model) else sum(rank == 0 for rank in ranks)
-            needed += count * (entry.total - entry.cache + entry.cache * made // planned)
+            home = self.draft_homes.get(model.name, 0)
+            count = len(ranks) if self.is_cut(model) else sum(rank == home for rank in ranks)
+            weights = entry.weights
+            if weights_budget is not None and model is self.models[0]:
+                weights = min(weights, weights_budget)
+            rest = entry.logits + entry.workspace
+            needed += count * (weights + rest + entry.cache * made // planned)
         return needed
 
     def to_json(self) -> dict[str, Any]:
@@ -118,8 +128,12 @@ class Manifest:
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]
+        elif self.parallel.draft_ranks == 1:
+            del data["parallel"]["draft_ranks"]
         if not self.self_drafts:
             del data["self_drafts"]
+        if self.segments is None:
+            del data["segments"]
         return data
 
     @classmethod
@@ -152,7 +166,10 @@ class Manifest:
             raise invalid("memory_plan has no total", "an object with a total")
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
         # engines of one rank do not say so, nor those whose drafts need no program of their own
-        absent: dict[str, Any] = {"parallel": None, "self_drafts": []}
+        absent: dict[str, Any] = {"parallel": None, "self_drafts": [], "segments": None}
+        if isinstance(data.get("parallel"), dict):
+            absent["parallel"] = {"draft_ranks": 1} | data["parallel"]
+            data = {name: value for name, value in data.items() if name != "parallel"}
         fields = absent | data | {"memory_plan": models_memory}
         manifest = decode(cls, fields, "")
         if memory["total"] != manifest.total_memory:
@@ -188,9 +205,38 @@ class Manifest:
 
     @property
     def led_models(self) -> tuple[str, ...]:
-        """Names of the models that all ranks run, the target first; rank 0 alone runs the rest."""
+        """Names of the models that all ranks run, the target first; see `led_programs`."""
         return tuple(
             model.name for i, model in enumerate(self.models) if i == 0 or self.is_cut(model)
+        )
+
+    @property
+    def led_programs(self) -> tuple[str, ...]:
+        """Names of what orders are about: models, then second programs of the target."""
+        return (*self.led_models, *(draft.name for draft in self.self_drafts))
+
+    @property
+    def draft_homes(self) -> dict[str, int]:
+        """Draft model → the one rank that has it, where that is not rank 0."""
+        count = self.parallel.draft_ranks if self.parallel else 1
+        homes = {model.name: i % count for i, model in enumerate(self.models[1:])}
+        return {name: rank for name, rank in homes.items() if rank}
+
+    def drafts_of(self, rank: int) -> tuple[str, ...]:
+        """Draft models that this rank has, and rank 0 has not."""
+        return tuple(name for name, home in self.draft_homes.items() if home == rank)
+
+    @property
+    def ordered_programs(self) -> tuple[str, ...]:
+        """What orders are about, by number: that of all ranks, then drafts of single ones."""
+        return (*self.led_programs, *self.draft_homes)
+
+    def part_of(self, names: Collection[str]) -> Manifest:
+        """The same of some of the models, for a rank that loads no others."""
+        return dataclasses.replace(
+            self,
+            models=tuple(model for model in self.models if model.name in names),
+            memory_plan={name: self.memory_plan[name] for name in names},
         )
 
     def weights_file(self, model: ModelEntry, rank: int = 0) -> str:
@@ -234,9 +280,17 @@ class Manifest:
         fields = ("program_file", *facts_of(self.backend).model_files)
         programs = (*self.models, *self.self_drafts)
         files = [getattr(program, field) for program in programs for field in fields]
+        if self.segments is not None:
+            target = self.models[0]
+            files.append(target.segments_file)
+            if target.package_file in files:
+                files.remove(target.package_file)
+                files += map(target.segment_package, range(self.segments.num_kinds))
         files += self.weights_files
         cut = [model for model in self.models if self.is_cut(model)]
         files += [file for model in cut for file in (model.shard_file, model.whole_file)]
+        if self.is_cut(self.models[0]):
+            files += [draft.whole_file for draft in self.self_drafts]
         files += [*self.step_files.values(), *self.winners_files.values()]
         if self.native is not None:
             files.append(self.native.library)

@@ -12,6 +12,7 @@ from typing import Any
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.manifest_entries import (
+    MAY_BE_ABSENT,
     CacheRowsEntry,
     FileEntry,
     LimitsEntry,
@@ -175,6 +176,10 @@ def check_parallel(
     names = [model.name for model in models]
     if not parallel.models or not set(parallel.models) <= set(names):
         raise invalid(f"parallel.models is {list(parallel.models)}", f"some of {', '.join(names)}")
+    whole = [model.name for model in models[1:] if model.name not in parallel.models]
+    most = max(1, min(parallel.tensor_parallel_size, len(whole)))
+    if not 1 <= parallel.draft_ranks <= most:
+        raise invalid(f"parallel.draft_ranks is {parallel.draft_ranks}", f"1 … {most}")
     if set(parallel.samples) != set(rank_files):
         raise invalid(
             f"parallel.samples of {', '.join(parallel.samples) or 'no file'}",
@@ -303,7 +308,8 @@ def _decode_object(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise invalid(f"{where} is {value!r}", "an object")
     fields = {field.name for field in dataclasses.fields(kind)}
-    for name in sorted(fields ^ value.keys()):
+    optional = {f.name for f in dataclasses.fields(kind) if f.metadata.get(MAY_BE_ABSENT)}
+    for name in sorted((fields ^ value.keys()) - (optional - value.keys())):
         state = "is missing" if name in fields else "is unknown"
         raise invalid(f"{_join(where, name)} {state}", _listed(fields))
     hints = typing.get_type_hints(kind)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specc.artifact.cache_rows import CacheRows
 from specc.speculation.plans import SpecPlan
 
+# metadata of a field that files need not have
+MAY_BE_ABSENT = "may_be_absent"
+
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One attention layer; its cache is row `index` of slab `slab`. window 0 is no limit."""
+    """One attention layer; its cache is row `index` of slab `slab`.
+
+    Args:
+        window: last rows that it attends to; 0 is no limit.
+        sink: first rows, besides those of its window.
+    """
 
     name: str
     num_heads: int
@@ -20,6 +28,8 @@ class LayerEntry:
     window: int
     slab: int
     index: int
+    # engines that were written before there were sinks do not say
+    sink: int = field(default=0, metadata={MAY_BE_ABSENT: True})
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,15 @@ class ModelEntry:
     def weights_file(self) -> str:
         return f"{self.dir}/weights.safetensors"
 
+    @property
+    def segments_file(self) -> str:
+        """Its segments, see `specc.artifact.segments`, where it is cut into some."""
+        return f"{self.dir}/segments.json"
+
+    def segment_package(self, kind: int) -> str:
+        """The compiled program of one kind of segment, in engines of a compiled backend."""
+        return f"{self.dir}/segment-{kind}.pt2"
+
     def rank_file(self, rank: int) -> str:
         """Weights of one rank, where the model is cut."""
         return f"{self.dir}/rank-{rank}.weights.safetensors"
@@ -130,6 +149,11 @@ class SelfDraftEntry:
         return f"{self.dir}/program.json"
 
     @property
+    def whole_file(self) -> str:
+        """The graph before it was cut, where the target is."""
+        return f"{self.dir}/whole.json"
+
+    @property
     def package_file(self) -> str:
         """The compiled program, in engines of a compiled backend."""
         return f"{self.dir}/program.pt2"
@@ -142,11 +166,27 @@ class ParallelEntry:
     `samples`: file of a rank's weights → `sample_file` of it. Weights are too large to be hashed
     whenever an engine is loaded; so files that change places, or come from another engine, are
     found all the same.
+
+    `draft_ranks`: ranks that draft models which are not cut are spread over, in turn.
     """
 
     tensor_parallel_size: int
     models: tuple[str, ...]
     samples: dict[str, str] = dataclasses.field(default_factory=dict)
+    draft_ranks: int = 1
+
+
+@dataclass(frozen=True)
+class SegmentsEntry:
+    """The target as segments, which run one after another; see `specc.artifact.segments`.
+
+    Args:
+        num_segments: of them.
+        num_kinds: programs that they are made of: equal layers are one.
+    """
+
+    num_segments: int
+    num_kinds: int
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -110,6 +111,7 @@ def examine() -> dict[str, Any]:
         _package("torch", "everything"),
         _package("transformers", "specc compile (a deployed engine runs without it)", "compile"),
         _compiler(),
+        _direct_reads(Path.cwd()),
         _gpu(),
         _package("triton", "running engines of the backend cuda", "cuda"),
         *_other_runtimes(),
@@ -188,6 +190,18 @@ def _compiler() -> Check:
         return Check("C++ compiler", "missing", f"torch fails: {_first_line(error)}", needed_for)
     kind, version = compiler_version(path)
     return Check("C++ compiler", "ok", f"{path}: {kind} {_dotted(version)}", needed_for)
+
+
+def _direct_reads(directory: Path) -> Check:
+    """Reads past the page cache, on the file system of a directory."""
+    name, needed_for = "O_DIRECT", "--offload-weights at the speed of the disk (engines there)"
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory) as file:
+            os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
+    except (OSError, AttributeError) as error:
+        found = f"not on the file system of {directory}: {_first_line(error)}"
+        return Check(name, "missing", found, needed_for, "keep engines on a local disk")
+    return Check(name, "ok", f"on the file system of {directory}", needed_for)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

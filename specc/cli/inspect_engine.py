@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from specc.artifact.directory import read_manifest, torch_version
 from specc.artifact.manifest import PROFILE_FILE
+from specc.artifact.offload import least_budget, read_pieces
+from specc.artifact.segments import SegmentedModel
 from specc.cli import render
 from specc.cli.tensorrt import print_builds, read_builds
 from specc.cost.critical_length import CriticalLength
@@ -57,7 +59,7 @@ def run_inspect(engine: Path, *, only: str | None, why: bool, verify: bool, as_j
         _print_passes(console, passes, why)
         if only is None:
             print_builds(console, manifest, builds, with_layers=why)
-            _print_limits(console, manifest)
+            _print_limits(console, engine, manifest)
             _print_profile(console, engine, manifest)
             _print_files(console, manifest, verify and not errors)
     if errors:
@@ -142,7 +144,7 @@ def _print_passes(console: Console, passes: list[dict[str, Any]], why: bool) -> 
             console.print(line, soft_wrap=True)
 
 
-def _print_limits(console: Console, manifest: Manifest) -> None:
+def _print_limits(console: Console, engine: Path, manifest: Manifest) -> None:
     limits = manifest.limits
     blocks = f"blocks of {limits.block_size} rows" if limits.block_size else "dense rows"
     console.print(render.heading("\nmemory"))
@@ -151,8 +153,32 @@ def _print_limits(console: Console, manifest: Manifest) -> None:
         f"for {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, caches in"
         f" {blocks}, prefill in chunks of {limits.prefill_chunk}" + render.cache_room(manifest)
     )
+    for line in _segment_lines(manifest, engine):
+        console.print(line, soft_wrap=True)
     probe = render.probe_line(manifest.probe) if manifest.probe else "none"
     console.print(f"\nprobe: {probe}")
+
+
+def _segment_lines(manifest: Manifest, engine: Path) -> list[str]:
+    """The segments of a target, and the least that `--offload-weights` takes; none of others."""
+    if manifest.segments is None:
+        return []
+    lines = [
+        f"target: {manifest.segments.num_segments} segments of {manifest.segments.num_kinds} kinds"
+    ]
+    target = manifest.models[0]
+    file = engine / manifest.weights_file(target)
+    if manifest.backend != "cpu" or not file.is_file():
+        return lines
+    pieces, _ = read_pieces(SegmentedModel.read(engine / target.segments_file), file)
+    least = least_budget(pieces)
+    total, largest = sum(p.span for p in pieces), max(p.span for p in pieces)
+    lines.append(
+        f"--offload-weights: {format_bytes(least)} or more of the {format_bytes(total)} that layers"
+        f" and head take{' on each rank' if manifest.num_ranks > 1 else ''}; the largest segment"
+        f" has {format_bytes(largest)}"
+    )
+    return lines
 
 
 def _print_profile(console: Console, engine: Path, manifest: Manifest) -> None:

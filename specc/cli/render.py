@@ -135,18 +135,20 @@ def layers_table(models: Iterable[ModelEntry]) -> Table:
         ("layers", "heads", "kv heads", "head dim"),
     )
     for model in models:
-        groups: dict[tuple[int, int, int, int], list[int]] = {}
+        groups: dict[tuple[int, int, int, int, int], list[int]] = {}
         for number, layer in enumerate(model.layers):
-            key = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window)
+            sees = (layer.window, layer.sink)
+            key = (layer.num_heads, layer.num_kv_heads, layer.head_dim, *sees)
             groups.setdefault(key, []).append(number)
-        for (num_heads, num_kv_heads, head_dim, window), numbers in groups.items():
+        for (num_heads, num_kv_heads, head_dim, window, sink), numbers in groups.items():
+            rows = f"causal, window {window}" if window else "causal"
             table.add_row(
                 model.name,
                 str(len(numbers)),
                 str(num_heads),
                 str(num_kv_heads),
                 str(head_dim),
-                f"causal, window {window}" if window else "causal",
+                f"{rows}, sink {sink}" if sink else rows,
                 format_ranges(numbers),
             )
     return table

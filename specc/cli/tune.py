@@ -16,6 +16,7 @@ from specc.progress import PhaseTimer
 from specc.speculation.plans import OFF
 from specc.speculation.views import is_view
 from specc.tune.run import BatchTuning, Tuning, tune
+from specc.tune.skip_search import LEAST_SPEEDUP, SkipSearch, search_skips
 
 if TYPE_CHECKING:
     from specc.cli.options.common import PromptFile
@@ -33,8 +34,11 @@ def run_tune(args: EngineArgs, file: PromptFile, options: TuneOptions, *, as_jso
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
     texts = plain_prompts(file.prompts)[: file.num_prompts]
+    if options.skip is not None:
+        _run_skips(args, texts, options, as_json=as_json)
+        return
     with make_listener() as listen:
-        tuning = tune(args.directory, texts, options, PhaseTimer(listen))
+        tuning = tune(args.directory, texts, options, PhaseTimer(listen), args.offload_weights)
     if as_json:
         print(json.dumps(tuning.to_json(options), indent=1))
         return
@@ -55,6 +59,50 @@ def run_tune(args: EngineArgs, file: PromptFile, options: TuneOptions, *, as_jso
         text = "removed from" if options.prunes else "chosen for no batch size, and still in"
         do = "" if options.prunes else " (--prune removes them)"
         print_lines(console, ["", f"{text} the engine: {names}{do}"])
+
+
+def _run_skips(
+    args: EngineArgs, texts: list[str | list[int]], options: TuneOptions, *, as_json: bool
+) -> None:
+    """Search for layers to leave out, and say which draft to compile with, or that none pays."""
+    with make_listener() as listen:
+        search = search_skips(args.directory, texts, options, PhaseTimer(listen))
+    if as_json:
+        print(json.dumps(search.to_json(), indent=1))
+        return
+    console = render.make_console()
+    columns = ("first token", "chain", "tokens a step", "pass", "predicted")
+    table = render.make_table(("draft", *columns), columns)
+    for choice in sorted(search.choices, key=lambda item: -item.speedup):
+        table.add_row(
+            choice.draft.option,
+            f"{choice.acceptance:.2f}",
+            str(choice.num_draft_tokens),
+            f"{choice.tokens:.2f}",
+            f"{choice.pass_share:.2f}",
+            f"{choice.speedup:.2f} x",
+        )
+    title = f"layers left out of {search.num_layers}, batch size {search.batch_size}, context"
+    console.print(render.heading(f"{title} {search.context}"))
+    print_table(console, table)
+    print_lines(console, ["", _skip_verdict(search)])
+
+
+def _skip_verdict(search: SkipSearch) -> str:
+    best = search.best
+    promise = (
+        f"{best.tokens:.2f} tokens a step of a chain of {best.num_draft_tokens}, whose passes take"
+        f" {best.pass_share:.2f} of the target's: {best.speedup:.2f} times plain decoding"
+    )
+    if not search.pays:
+        return (
+            f"none pays: the best of {len(search.choices)}, {best.draft.option}, promises"
+            f" {promise}; {LEAST_SPEEDUP:.2f} is the least that is worth compiling"
+        )
+    return (
+        f"compile with --draft {best.draft.option} --num-speculative-tokens"
+        f" {best.num_draft_tokens}: it promises {promise}; specc tune then measures whole steps"
+    )
 
 
 def _acceptance_lines(acceptance: dict[str, list[list[float]]]) -> list[str]:

@@ -12,7 +12,12 @@ from typing import Any
 from specc.artifact.directory import available_memory_bytes, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import MemoryEntry, ParallelEntry, PlanEntry
+from specc.artifact.manifest_entries import (
+    MemoryEntry,
+    ParallelEntry,
+    PlanEntry,
+    SegmentsEntry,
+)
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import check_options, choose_backend
 from specc.compiler.checked_models import CheckedModels
@@ -29,6 +34,7 @@ from specc.compiler.engine_plans import (
     check_kv_windows,
     check_outgrown,
     check_views,
+    check_voters,
     engine_plans,
     tile_plans,
 )
@@ -41,6 +47,8 @@ from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord
+from specc.passes.segments.cut_segments import cut_segments
+from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
 from specc.speculation.plans import SpecPlan
 from specc.system.files import format_bytes
@@ -95,6 +103,7 @@ def build(
     phases = PhaseTimer(listen)
     draft_models = as_drafts(drafts)
     config.dtypes_of(len(draft_models))
+    config.check_draft_ranks(len(draft_models))
     plans = engine_plans(config, len(draft_models))
     backend, told = choose_backend(config.backend)
     check_options(config, backend)
@@ -151,6 +160,9 @@ def _compile(
     models, records = compile_models(
         sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks
     )
+    # of modules without a configuration it is not known earlier
+    dims = [layer.head_dim for layer in models[0].entry.layers]
+    check_voters(plans, dims, models[0].entry.dtype, backend.facts)
     sizes = (plans, limits.max_seq_len, lowering, phases, dump)
     drafts, told = self_draft_programs(models[0], *sizes)
     records += told
@@ -161,6 +173,8 @@ def _compile(
     typed = [(model.program, model.source.dtype) for model in models]
     limits = fit_prefill_chunk(limits, config, typed, backend.facts)
     plans = tile_plans(plans, [model.program for model in models], config)
+    if config.segments:
+        models[0].segments = cut_segments(models[0].program, layer_places(models[0].program))
     engine = UnfinishedEngine(writer, models, plans, limits, config, phases, dump, drafts)
     return engine, records
 
@@ -213,12 +227,22 @@ def _describe(
         tensorrt=emitted.tensorrt,
         parallel=_parallel(engine),
         self_drafts=tuple(item.entry for item in engine.self_drafts),
+        segments=_segments(engine),
     )
+
+
+def _segments(engine: UnfinishedEngine) -> SegmentsEntry | None:
+    segments = engine.models[0].segments
+    if segments is None:
+        return None
+    return SegmentsEntry(len(segments), len({item.kind for item in segments}))
 
 
 def _parallel(engine: UnfinishedEngine) -> ParallelEntry | None:
     cut = tuple(model.name for model in engine.models if model.program.shard is not None)
-    return ParallelEntry(engine.config.tensor_parallel_size, cut) if cut else None
+    config = engine.config
+    entry = ParallelEntry(config.tensor_parallel_size, cut, draft_ranks=config.draft_ranks)
+    return entry if cut else None
 
 
 def probe_staged(

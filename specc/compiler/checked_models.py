@@ -20,6 +20,7 @@ from specc.compiler.checks import (
     errors_of,
     open_models,
 )
+from specc.compiler.engine_plans import check_voters
 from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -78,6 +79,7 @@ class CheckedModels:
         backend.check_config(config, dtypes)
         told += check_lengths(config, candidates)
         check_logits(config, candidates[0], dtypes[0])
+        check_voters(config.plans, _head_dims(candidates[0].config), dtypes[0], backend.facts)
         for candidate in candidates:
             is_draft = candidate is not candidates[0]
             check_ranks(config, candidate.config, candidate.name, is_draft=is_draft)
@@ -101,6 +103,14 @@ class CheckedModels:
                 source.kv_window = window
                 sources.append(source)
         return sources
+
+
+def _head_dims(model: Any) -> list[int]:
+    """Of the attention of a configuration; empty where it does not say."""
+    heads = _size(model, "num_attention_heads") or _size(model, "n_head")
+    width = _size(model, "hidden_size") or _size(model, "n_embd")
+    own = _size(model, "head_dim") or (width // heads if heads and width else None)
+    return [own] if own else []
 
 
 def check_ranks(

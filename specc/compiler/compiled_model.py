@@ -18,6 +18,7 @@ from specc.passes.program import Program, program_to_json
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.window_attention import WindowAttention
+from specc.passes.segments.cut_segments import Segment
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer
@@ -43,6 +44,8 @@ class CompiledModel:
     whole: dict[str, Any] | None = None
     # the target's before projections were fused, where its plans draft with it
     unfused: Program | None = None
+    # what the program is cut into, where the engine has segments
+    segments: list[Segment] | None = None
 
     @property
     def name(self) -> str:

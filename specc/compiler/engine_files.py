@@ -11,6 +11,7 @@ from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.passes.pipeline import PassRecord
 from specc.passes.program import program_to_json
+from specc.passes.segments.cut_segments import segments_to_json
 from specc.passes.step.fuse_step import fuse_step
 from specc.speculation.plans import SpecPlan
 
@@ -50,18 +51,23 @@ def write_steps(
         step = fuse_step(plan, slabs, *sizes, windowed=windowed)
         writer.write_json(entry.file, step.to_json())
         if is_cut and entry.winners_file != entry.file:
-            step = fuse_step(plan, slabs, *sizes, reads_winners=True)
+            step = fuse_step(plan, slabs, *sizes, reads_winners=True, windowed=windowed)
             writer.write_json(entry.winners_file, step.to_json())
     return entries
 
 
 def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> None:
-    """Write the graph of each model; of one that is cut the plan, and the whole graph, too."""
+    """Write the graph of each model; of one that is cut the plan, and the whole graph, too.
+
+    Where a model is cut into segments, they are written beside its graph.
+    """
     for model in models:
         writer.write_json(model.entry.program_file, program_to_json(model.program))
         if model.program.shard is not None:
             writer.write_json(model.entry.shard_file, model.program.shard.to_json())
             writer.write_json(model.entry.whole_file, model.whole)
+        if model.segments is not None:
+            writer.write_json(model.entry.segments_file, segments_to_json(model.segments))
 
 
 def write_configurations(

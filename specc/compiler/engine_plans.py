@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.config import CompileConfig
@@ -42,8 +43,7 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
     """Whether the backend runs the self-drafts of some plans.
 
     Raises:
-        ConfigError: it does not, or its cache has no blocks, or blocks are chosen for a target
-            that is cut for ranks.
+        ConfigError: it does not, or its cache has no blocks, or blocks are chosen for fewer layers.
     """
     drafts = [draft for plan in plans for draft in plan.self_drafts]
     if not drafts:
@@ -63,14 +63,47 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
             "a cache in blocks, of which the draft sees some",
             "leave out --block-size",
         )
-    views = [draft.view for draft in drafts if draft.view is not None]
-    choosing = next((view for view in views if view.chosen), None)
-    if choosing is not None and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"--draft {choosing.option} and --tensor-parallel-size {config.tensor_parallel_size}",
-            "one rank where a draft chooses blocks: ranks see parts of the attention",
-            f"pass --draft {View(choosing.window, choosing.sink).option}, or one rank",
-        )
+    for own in drafts:
+        if own.layers is not None and own.view is not None and own.view.chosen:
+            without = replace(own, view=View(own.view.window, own.view.sink))
+            raise ConfigError(
+                f"--draft {own.option}: blocks, and some of the layers",
+                "one of the two: blocks are chosen for the target's own program, and fewer layers"
+                " are a second one",
+                f"pass --draft {without.option}, or --draft {own.view.option}",
+            )
+
+
+def check_voters(
+    plans: Sequence[SpecPlan], head_dims: Sequence[int], dtype: str, backend: BackendFacts
+) -> None:
+    """Whether the target's queries can vote on blocks, where a draft of some plan chooses them.
+
+    Args:
+        plans: of the engine.
+        head_dims: of the target's layers, as far as they are known.
+        dtype: of the target.
+        backend: of the engine.
+    Raises:
+        ConfigError: their heads are larger than the backend's operator takes.
+    """
+    choosing, most = _choosing(plans), backend.most_voting_dim(dtype)
+    if choosing is None or most is None or not head_dims or max(head_dims) <= most:
+        return
+    roomy = (x for x in backend.dtypes if max(head_dims) <= (backend.most_voting_dim(x) or 0))
+    narrower = next(roomy, None)
+    window = View(choosing.window, choosing.sink).option
+    raise ConfigError(
+        f"--draft {choosing.option}, and heads of {max(head_dims)} in {dtype}",
+        f"heads of {most} or less: on the backend {backend.name}, larger ones have no room for the"
+        " queries that vote",
+        f"pass --dtype {narrower}, or --draft {window}" if narrower else f"pass --draft {window}",
+    )
+
+
+def _choosing(plans: Sequence[SpecPlan]) -> View | None:
+    """The first view of some plans that chooses blocks."""
+    return next((view for plan in plans for view in plan.views if view.chosen), None)
 
 
 def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) -> None:

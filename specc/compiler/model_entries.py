@@ -32,7 +32,8 @@ def cache_layout(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEn
         index = counts.get(key, 0)
         counts[key] = index + 1
         slab = list(counts).index(key)
-        layers.append(LayerEntry(layer.name, layer.num_heads, *key, layer.window, slab, index))
+        sees = (layer.window, slab, index, layer.sink)
+        layers.append(LayerEntry(layer.name, layer.num_heads, *key, *sees))
     return tuple(layers), tuple(SlabEntry(count, *key) for key, count in counts.items())
 
 

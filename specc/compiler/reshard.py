@@ -24,16 +24,27 @@ from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.directory import check_hashes, open_engine, read_manifest, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
-from specc.artifact.manifest_entries import ModelEntry, ParallelEntry
+from specc.artifact.manifest_entries import ModelEntry, ParallelEntry, SelfDraftEntry
 from specc.artifact.weights import Source, WeightSpec
 from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import Compilation, plan_engine_memory, probe_staged
-from specc.compiler.compiled_model import CUT, VOCABULARY, WINDOW, CompiledModel
+from specc.compiler.compiled_model import (
+    CUT,
+    VOCABULARY,
+    VOTES,
+    WINDOW,
+    CompiledModel,
+)
 from specc.compiler.engine_files import write_programs, write_report, write_steps
 from specc.compiler.engine_plans import check_views, tile_plans
 from specc.compiler.model_entries import cache_layout
-from specc.compiler.self_drafts import check_uncut
+from specc.compiler.self_drafts import (
+    DERIVE,
+    SelfDraftProgram,
+    cut_and_lower,
+    write_self_drafts,
+)
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
@@ -42,6 +53,9 @@ from specc.passes.frontend.read_program import read_program
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
 from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.rewrite.insert_block_mass import InsertBlockMass
+from specc.passes.segments.cut_segments import cut_segments
+from specc.passes.segments.places import layer_places
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
@@ -82,7 +96,6 @@ def reshard_engine(
             old, backend = _check(engine, asked)
         config = _config_of(old, backend, num_ranks)
         check_views(config.plans, config, backend.facts)
-        check_uncut([entry.name for entry in old.self_drafts], num_ranks)
         with _open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
             cut = [m for m in models if m.name == TARGET or old.is_cut(m.entry)]
@@ -90,9 +103,18 @@ def reshard_engine(
             for model in cut:
                 with phases.phase(f"rewrite {model.name}"):
                     records += _cut_anew(model, backend, config, old.limits.max_seq_len)
+            if config.segments:
+                program = models[0].program
+                models[0].segments = cut_segments(program, layer_places(program))
+            lowering, own = backend.phases(old.limits.max_seq_len), []
+            for draft in old.self_drafts:
+                with phases.phase(f"rewrite {draft.name}"):
+                    own.append(_read_self_draft(engine, old, draft, models[0]))
+                    records += cut_and_lower(own[-1], models[0], (), lowering)
             plans = [dataclasses.replace(entry.plan, tile=None) for entry in old.plans]
             plans = tile_plans(plans, [model.program for model in models], config)
-            new = UnfinishedEngine(writer, models, plans, old.limits, config, phases)
+            sizes = (plans, old.limits, config, phases)
+            new = UnfinishedEngine(writer, models, *sizes, self_drafts=own)
             memory = plan_engine_memory(new, backend)
             with phases.phase("check files") as advance:
                 # altered graphs have been met by now, what is left is long
@@ -100,9 +122,11 @@ def reshard_engine(
             with phases.phase("write programs"):
                 _take_over(engine, old, writer)
                 write_programs(writer, cut)
+                write_self_drafts(writer, own)
                 slabs = {model.name: len(model.entry.slabs) for model in models}
-                sizes = (backend.facts.is_padded, old.limits.block_size)
-                steps = write_steps(writer, plans, slabs, *sizes, is_cut=num_ranks > 1)
+                of_cache = (backend.facts.is_padded, old.limits.block_size)
+                is_cut = num_ranks > 1
+                steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed)
             warnings = []
             for model in cut:
                 with phases.phase(f"write {model.name} weights") as advance:
@@ -121,7 +145,11 @@ def reshard_engine(
             plans=steps,
             memory_plan=memory,
             native=emitted.native,
-            parallel=ParallelEntry(num_ranks, tuple(model.name for model in cut))
+            parallel=ParallelEntry(
+                num_ranks,
+                tuple(model.name for model in cut),
+                draft_ranks=_draft_ranks(old, num_ranks),
+            )
             if num_ranks > 1
             else None,
             probe=None,
@@ -196,8 +224,14 @@ def _config_of(manifest: Manifest, backend: CompilerBackend, num_ranks: int) -> 
         kv_cache_tokens=limits.kv_cache_tokens,
         allow_nonfinite_weights=target.nonfinite_weights > 0,
         tensor_parallel_size=num_ranks,
+        segments=manifest.segments is not None,
     )
     return backend.adapt(config)
+
+
+def _draft_ranks(old: Manifest, num_ranks: int) -> int:
+    """As many as before, as far as there are."""
+    return min(num_ranks, old.parallel.draft_ranks if old.parallel else 1)
 
 
 class _StoredSource(ModelSource):
@@ -229,14 +263,21 @@ def _open_models(
     try:
         for entry in manifest.models:
             with phases.phase(f"read {entry.name}"):
-                models.append(_read_model(engine, manifest, entry))
+                models.append(read_model(engine, manifest, entry))
         yield models
     finally:
         for model in models:
             model.source.reader.close()  # type: ignore[attr-defined]
 
 
-def _read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledModel:
+def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledModel:
+    """A model of an engine, whole, by its graph and the files that it was written to.
+
+    The caller closes the reader of its source.
+
+    Raises:
+        EngineError: a file that cannot be read.
+    """
     program_json = _read(engine / entry.program_file)
     blocks = {
         item["key"]: tuple(item["blocks_of"])
@@ -266,6 +307,32 @@ def _read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> Compiled
     return CompiledModel(source, program, entry)
 
 
+def _read_self_draft(
+    engine: Path, manifest: Manifest, entry: SelfDraftEntry, target: CompiledModel
+) -> SelfDraftProgram:
+    """A second program of the target, whole; it reads the target's weights."""
+    is_cut = manifest.is_cut(manifest.models[0])
+    data = _read(engine / (entry.whole_file if is_cut else entry.program_file))
+    reader = target.source.reader
+    constants = [item["key"] for item in data["inputs"] if item["kind"] == "constant"]
+    keys = [item["key"] for item in data["inputs"] if item["kind"] in ("weight", "constant")]
+    layers = [manifest.models[0].layers[number] for number in entry.layers]
+    program = read_program(
+        data,
+        {key: reader.tensor(key) for key in constants},
+        [(layer.name, layer.window) for layer in layers],
+        list(dict.fromkeys(keys)),
+    )
+    return SelfDraftProgram(_in_rows(program), entry)
+
+
+def _in_rows(program: Program) -> Program:
+    """Forget what the backend did to weights; the program itself."""
+    for name, weight in program.weights.items():
+        program.weights[name] = dataclasses.replace(weight, in_blocks=False)
+    return program
+
+
 def _read(path: Path) -> Any:
     return read_json(path, EngineError, "a program", _AGAIN)
 
@@ -274,12 +341,12 @@ def _cut_anew(
     model: CompiledModel, backend: CompilerBackend, config: CompileConfig, max_seq_len: int
 ) -> list[PassRecord]:
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
-    program, layout = model.program, backend.phases(max_seq_len)
-    for name, weight in program.weights.items():
-        program.weights[name] = dataclasses.replace(weight, in_blocks=False)
+    program, layout = _in_rows(model.program), backend.phases(max_seq_len)
     if config.tensor_parallel_size > 1:
         model.whole = program_to_json(program)
         layout = ((CUT, (partial(Shard, config.tensor_parallel_size),)), *layout)
+    if any(plan.chooses_blocks for plan in config.plans) and model.name == TARGET:
+        layout = (*layout, (VOTES, (InsertBlockMass,)))
     records = Pipeline(layout).run(program)
     layers, slabs = cache_layout(program)
     model.entry = dataclasses.replace(model.entry, layers=layers, slabs=slabs)
@@ -292,7 +359,12 @@ def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
     for model in (m for i, m in enumerate(manifest.models) if i == 0 or manifest.is_cut(m)):
         made |= {model.program_file, model.shard_file, model.whole_file}
         made |= {manifest.weights_file(model, rank) for rank in range(manifest.num_ranks)}
-    made |= {model.package_file for model in manifest.models}
+    if manifest.segments is not None:
+        target = manifest.models[0]
+        kinds = range(manifest.segments.num_kinds)
+        made |= {target.segments_file, *map(target.segment_package, kinds)}
+    made |= {model.package_file for model in (*manifest.models, *manifest.self_drafts)}
+    made |= {x for draft in manifest.self_drafts for x in (draft.program_file, draft.whole_file)}
     made |= {*manifest.step_files.values(), *manifest.winners_files.values()}
     if manifest.native is not None:
         made.add(manifest.native.library)
@@ -306,5 +378,5 @@ def _earlier_passes(engine: Path) -> list[dict[str, Any]]:
     if not (engine / _REPORT).is_file():
         return []
     report = _read(engine / _REPORT)
-    before = {name for name, _ in PHASES} | {VOCABULARY, WINDOW}
+    before = {name for name, _ in PHASES} | {VOCABULARY, WINDOW, DERIVE}
     return [record for record in report.get("passes", ()) if record.get("phase") in before]

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest_entries import SelfDraftEntry
-from specc.compiler.compiled_model import CompiledModel
+from specc.compiler.compiled_model import CUT, CompiledModel
 from specc.errors import ConfigError
 from specc.passes.base import Pass
 from specc.passes.pipeline import FUSE, PHASES, PassError, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, constant_key, program_to_json
 from specc.passes.rewrite.skip_layers import SkipLayers
 from specc.passes.rewrite.window_attention import WindowAttention
+from specc.passes.shard.shard import Shard
 from specc.progress import PhaseTimer
+from specc.sharding.shard_plan import RankConstant
 from specc.speculation.kv_window import KVWindow
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
+
+# the phase that makes a second program of the target's
+DERIVE = "derive"
 
 
 @dataclass
@@ -30,6 +36,8 @@ class SelfDraftProgram:
 
     program: Program
     entry: SelfDraftEntry
+    # the program before it was cut for ranks
+    whole: dict[str, Any] | None = None
 
 
 def self_draft_programs(
@@ -64,7 +72,6 @@ def self_draft_programs(
         entry = _entry_of(draft, target, max_seq_len)
         if entry is None:
             continue
-        check_uncut([entry.name], target.program.shard.num_ranks if target.program.shard else 1)
         assert target.unfused is not None
         program = target.unfused.copy(draft.name)
         chosen: list[Callable[[], Pass]] = [partial(SkipLayers, entry.layers)]
@@ -73,32 +80,52 @@ def self_draft_programs(
             chosen.append(partial(WindowAttention, rows))
         rest = PHASES[[name for name, _ in PHASES].index(FUSE) :]
         with phases.phase(f"rewrite {draft.name}"):
-            layout: Phases = (("derive", tuple(chosen)), *rest, *lowering)
-            records += Pipeline(layout, dump).run(program)
-        _share_weights(program, target.program)
-        made.append(SelfDraftProgram(program, entry))
+            layout: Phases = ((DERIVE, tuple(chosen)), *rest)
+            found = SelfDraftProgram(program, entry)
+            records += cut_and_lower(found, target, layout, lowering, dump)
+        made.append(found)
     return made, records
 
 
-def check_uncut(drafts: Sequence[str], num_ranks: int) -> None:
-    """Whether ranks that share a target can run second programs of it.
+def cut_and_lower(
+    draft: SelfDraftProgram,
+    target: CompiledModel,
+    first: Phases,
+    lowering: Phases,
+    dump: Path | None = None,
+) -> list[PassRecord]:
+    """Take a second program through its last phases: it is cut as the target is.
 
+    Args:
+        draft: whose program changes; where the target is cut, it gets the whole one, too.
+        target: after its last pass.
+        first: phases before the cut.
+        lowering: phases of the backend.
+        dump: directory that gets the graph after each phase, or None.
+    Returns:
+        what each pass did.
     Raises:
-        ConfigError: there are such programs, and ranks.
+        PassError: passes have treated the two programs differently.
     """
-    if drafts and num_ranks > 1:
-        own = SelfDraft.named(drafts[0])
-        raise ConfigError(
-            f"--draft {own.option if own else drafts[0]} and --tensor-parallel-size {num_ranks}",
-            "one rank: a second program of the target is not cut",
-            "leave out one of the two",
-        )
+    program, layout = draft.program, (*first, *lowering)
+    if (plan := target.program.shard) is not None:
+        layout = (*first, (CUT, (partial(Shard, plan.num_ranks),)), *lowering)
+
+    def keep(_: str, phase: str) -> None:
+        if phase == CUT:
+            draft.whole = program_to_json(program)
+
+    records = Pipeline(layout, dump, keep).run(program)
+    _share_weights(program, target.program)
+    return records
 
 
 def write_self_drafts(writer: EngineWriter, drafts: Sequence[SelfDraftProgram]) -> None:
-    """Write the graph of each."""
+    """Write the graph of each; of one that is cut the whole graph, too."""
     for draft in drafts:
         writer.write_json(draft.entry.program_file, program_to_json(draft.program))
+        if draft.whole is not None:
+            writer.write_json(draft.entry.whole_file, draft.whole)
 
 
 def _entry_of(draft: SelfDraft, target: CompiledModel, max_seq_len: int) -> SelfDraftEntry | None:
@@ -145,14 +172,28 @@ def _share_weights(program: Program, target: Program) -> None:
             raise PassError(
                 f"{program.name} reads {weight}, the target has {stored.get(weight.key)}"
             )
+    own, ranks = _of_ranks(program), _of_ranks(target)
+    cuts = target.shard.by_key if target.shard else {}
+    for cut in program.shard.weights if program.shard else ():
+        if cuts.get(cut.key) != cut:
+            raise PassError(f"{program.name} is cut as {cut}, the target as {cuts.get(cut.key)}")
     for name, value in program.constants.items():
+        # what differs from rank to rank may be equal on rank 0, whose values these are
         same = [
             other
             for other, known in target.constants.items()
-            if known.dtype == value.dtype and torch.equal(known, value)
+            if known.dtype == value.dtype
+            and torch.equal(known, value)
+            and own.get(name) == ranks.get(other)
         ]
         if not same:
             raise PassError(f"{program.name} reads a constant {name} that the target has not")
         # passes number what they make: among fewer layers the numbers are others
         found = name if name in same else same[0]
         program.constant_keys[name] = constant_key(found)
+
+
+def _of_ranks(program: Program) -> Mapping[str, RankConstant]:
+    """Constants that differ from rank to rank, whatever they are called."""
+    constants = program.shard.constants if program.shard else ()
+    return {item.name: replace(item, name="") for item in constants}

@@ -44,6 +44,10 @@ def write_model_weights(
 
     report = keep if config.allow_nonfinite_weights else refuse
     specs = model.source.weight_specs(model.program)
+    if model.segments is not None:
+        # weights of a segment lie together, so that one read takes them all
+        order = {key: item.number for item in reversed(model.segments) for key in item.keys}
+        specs = sorted(specs, key=lambda spec: order[spec.key])
     reader, plan = model.source.reader, model.program.shard
     files = {model.entry.weights_file: specs}
     if plan is not None:

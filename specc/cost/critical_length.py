@@ -16,7 +16,8 @@ and speculation pays where l off(L) > spec(L). Beyond b both sides are straight 
     L* = (Σ (w(n B) + a(n) B b) + w(N B) - l w(B)) / (B (l a(1) - a(N)))
 
 and never where l a(1) ≤ a(N): a verified row then costs more than the tokens that it yields. Fixed
-seconds of iterations and of drafting count on their sides.
+seconds of iterations and of drafting count on their sides; where a view chooses blocks, votes on
+all rows count, too, as often as there are any.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.cost.acceptance import expected_tokens
-from specc.cost.latency_table import LatencyTable, PassPart, fed_rows
+from specc.cost.latency_table import LatencyTable, PassPart, fed_rows, vote_share
 from specc.speculation.tree import TokenTree
 from specc.speculation.views import View
 
@@ -95,6 +96,11 @@ def critical_length(
     missing = drafting + table.step_s + table.iteration_s + seconds(nodes) - tokens * off
     # won with each further row
     slope = batch_size * (tokens * target.row_s(1) - target.row_s(nodes))
+    if view.chosen and table.votes is not None:
+        # all rows are voted on, those of the budget included
+        share = vote_share([view], tree.max_depth)
+        missing += share * table.votes.tokens_s(batch_size * nodes)
+        slope -= batch_size * share * table.votes.row_s(nodes)
     if slope <= 0:
         return None
     found = missing / slope

@@ -26,6 +26,7 @@ from specc.errors import EngineError
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
 from specc.speculation.tree import TokenTree
+from specc.speculation.views import View, rows_between_votes
 
 SCHEMA_VERSION = 1
 _DO = "measure the table again"
@@ -87,6 +88,10 @@ class PassSeconds:
             seconds += part.context * self._context(part.tokens / part.rows)
         return seconds + self._tokens(tokens) if tokens else 0.0
 
+    def tokens_s(self, tokens: float) -> float:
+        """Seconds of a pass over so many tokens, without committed rows; none takes none."""
+        return self._tokens(tokens) if tokens else 0.0
+
     def row_s(self, tokens: float) -> float:
         """Seconds of each committed row of a sequence that brings so many tokens."""
         return self._context(tokens)
@@ -123,10 +128,17 @@ class PassSeconds:
         fixed = {tokens: statistics.median(values) for tokens, values in rest.items()}
         return cls(fixed, context or {1: 0.0}, what)
 
-    def scaled(self, factor: float) -> PassSeconds:
-        """The same passes, each this many times as long."""
+    def scaled(self, factor: float, context_factor: float | None = None) -> PassSeconds:
+        """The same passes, each this many times as long.
+
+        Args:
+            factor: of all seconds.
+            context_factor: of those of committed rows, where it is another one.
+        """
+        factors = factor, factor if context_factor is None else context_factor
         tokens, context = (
-            {size: factor * seconds for size, seconds in points.items()} for points in self._points
+            {size: by * seconds for size, seconds in points.items()}
+            for by, points in zip(factors, self._points, strict=True)
         )
         return PassSeconds(tokens, context, "a model")
 
@@ -177,6 +189,8 @@ class LatencyTable:
         iteration_s: fixed seconds of every iteration.
         step_s: of every group that drafts, besides its passes.
         about: how it was made, for readers.
+        votes: what a pass of the target takes longer when its tokens vote on blocks; None where no
+            draft chooses any, or nobody has measured it.
     """
 
     target: PassSeconds
@@ -184,17 +198,42 @@ class LatencyTable:
     iteration_s: float = 0.0
     step_s: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
+    votes: PassSeconds | None = None
 
-    def draft_s(self, shape: StepShape) -> float:
-        """Seconds in which a group's drafts propose."""
+    def draft_s(self, shape: StepShape, with_votes: bool = True) -> float:
+        """Seconds in which a group's drafts propose, and the target votes on what they see.
+
+        Args:
+            shape: of the group.
+            with_votes: on average over steps; else none of these seconds, which are in the stage
+                that verifies.
+        """
         if not shape.plan.speculates:
             return 0.0
         seconds = self.step_s
+        if with_votes:
+            depth, part = shape.plan.max_depth, verify_part(shape)
+            seconds += self.vote_s(shape.plan.views, depth, part)
         for draft, levels in draft_levels(shape.plan):
             for width in levels:
                 part = PassPart(shape.rows, shape.rows * width, shape.context)
                 seconds += self.level_s(draft, part, shape.each)
         return seconds
+
+    def vote_s(self, views: Sequence[View], depth: int, part: PassPart) -> float:
+        """Mean seconds of a step in which its nodes vote on blocks.
+
+        They do so as often as a step that accepts everything comes by as many rows as are between
+        two votes: that is the most it can take.
+
+        Args:
+            views: that drafts of the step see.
+            depth: draft tokens that it accepts at most.
+            part: what it brings to the target's pass.
+        """
+        if self.votes is None or not any(view.chosen for view in views):
+            return 0.0
+        return vote_share(views, depth) * self.votes((part,))
 
     def level_s(self, draft: str, part: PassPart, each: Contexts | None = None) -> float:
         """Seconds of a pass of a draft: of a model, or of the target over as much as it sees.
@@ -222,6 +261,9 @@ class LatencyTable:
             rows that are read at most, and seconds of each of them, for every such number.
         """
         found: dict[float, float] = {}
+        if self.votes is not None and any(view.chosen for view in plan.views):
+            share = vote_share(plan.views, plan.max_depth)
+            found[math.inf] = share * self.votes.row_s(plan.num_nodes)
         for draft, levels in draft_levels(plan):
             own = SelfDraft.named(draft)
             passes = self.drafts[draft] if own is None else self.drafts.get(draft, self.target)
@@ -255,6 +297,7 @@ class LatencyTable:
             self.iteration_s,
             self.step_s,
             {**self.about, "scaled": {"target": target, "drafts": drafts}},
+            self.votes.scaled(target) if self.votes else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -265,6 +308,7 @@ class LatencyTable:
             "iteration_s": self.iteration_s,
             "step_s": self.step_s,
             "about": dict(self.about),
+            **({"votes": self.votes.to_json()} if self.votes else {}),
         }
 
     @classmethod
@@ -287,6 +331,7 @@ class LatencyTable:
                 float(data["iteration_s"]),
                 float(data["step_s"]),
                 dict(data["about"]),
+                PassSeconds.from_json(data["votes"], "votes") if "votes" in data else None,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
@@ -306,6 +351,11 @@ class LatencyTable:
         target = PassSeconds({1: 0.01, 64: 0.02, 1024: 0.2}, {1: 2e-7, 64: 2e-6}, "target")
         about = {"source": "neutral guess", "draft_share": draft_share}
         return cls(target, {name: target.scaled(draft_share) for name in drafts}, about=about)
+
+
+def vote_share(views: Sequence[View], depth: int) -> float:
+    """Of steps that accept so many draft tokens each, how many vote; see `LatencyTable.vote_s`."""
+    return min(1.0, (depth + 1) / rows_between_votes(views))
 
 
 def verify_part(shape: StepShape) -> PassPart:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specc.cost.latency_table import LatencyTable, PassPart, fed_rows
 from specc.errors import ConfigError
-from specc.speculation.self_drafts import is_self_draft
+from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.tree import TokenTree
 
 # tokens that a draft model's first level reads: the root, and the token before it
@@ -71,6 +71,10 @@ class StepSeconds:
         if tree.num_nodes == 1:
             return self.off
         levels = sum(self.level(depth, rows) for depth, rows in enumerate(fed_rows(tree)))
+        own = SelfDraft.named(self.draft) if self.draft is not None else None
+        if own is not None and own.view is not None:
+            part = self._part(tree.num_nodes)
+            levels += self.table.vote_s([own.view], tree.max_depth, part)
         return self.verify(tree.num_nodes) + self.overhead + levels
 
     def _part(self, num_tokens: int) -> PassPart:

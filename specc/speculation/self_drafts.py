@@ -7,6 +7,7 @@ here the user names it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from dataclasses import dataclass
@@ -37,8 +38,16 @@ class Layers:
         """Layers as an option has them: `layers=0-3+6` or `skip=4-5`.
 
         Raises:
-            ConfigError: no numbers and ranges, or a range that goes down.
+            ConfigError: no numbers and ranges, a range that goes down, or auto.
         """
+        if (key, text) == (_SKIPPED, "auto"):
+            raise ConfigError(
+                "--draft self:skip=auto",
+                "layers by number: which of them pay is measured on prompts, and a compilation has"
+                " none",
+                "compile without it, then run specc tune ENGINE --prompts FILE --skip auto, which"
+                " says which --draft to compile with",
+            )
         runs = [
             [int(number) for number in run.split("-")]
             for run in (text.split("+") if _RANGES.fullmatch(text) else ())
@@ -128,6 +137,10 @@ class SelfDraft:
     @classmethod
     def named(cls, draft: str) -> SelfDraft | None:
         """The self-draft of a plan's draft, `self_l0to5_w512_s4`; None of other drafts."""
+        return _named(draft)
+
+    @classmethod
+    def _read_name(cls, draft: str) -> SelfDraft | None:
         match = _NAME.fullmatch(draft)
         if match is None:
             return None
@@ -157,6 +170,12 @@ class SelfDraft:
         view = self.view.option.removeprefix("self:") if self.view else ""
         layers = self.layers.option if self.layers else ""
         return "self:" + ",".join(part for part in (layers, view) if part)
+
+
+@functools.lru_cache(maxsize=1024)
+def _named(draft: str) -> SelfDraft | None:
+    """Costs of steps are asked for by name, many times in each decision."""
+    return SelfDraft._read_name(draft)
 
 
 def is_self_draft(draft: str) -> bool:

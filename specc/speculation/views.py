@@ -10,6 +10,7 @@ the target's. Of the choice: SnapKV, arXiv:2404.14469, by block instead of by ro
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,6 +21,8 @@ DEFAULT_SINK = 4
 # what is written for a user, key by key, and the name of a plan's draft
 _OPTION = re.compile(r"(window|sink|blocks)=(\d+)")
 _NAME = re.compile(r"self_w(\d+)_s(\d+)(?:_b(\d+))?")
+# committed rows after which nodes of a step vote again: at most, and while few have voted
+MOST_ROWS, FEW_ROWS = 256, 32
 # beyond the positions of any model
 _MOST = 1 << 24
 
@@ -158,6 +161,20 @@ class View:
                 that is being filled, perhaps in its last row.
         """
         return sum(self.blocks(block_size)) + 1 + -(-(num_rows - 1) // block_size)
+
+
+def rows_between_votes(views: Sequence[View], is_known: bool = True) -> int:
+    """Committed rows after which nodes of a step vote again on the blocks that drafts see.
+
+    As many as the smallest window has: a block that leaves it has been voted on by then.
+
+    Args:
+        views: of a plan; one of them chooses blocks.
+        is_known: enough queries have voted by now.
+    """
+    if not is_known:
+        return FEW_ROWS
+    return min(MOST_ROWS, max(FEW_ROWS, min(view.window for view in views if view.chosen)))
 
 
 def is_view(draft: str) -> bool:

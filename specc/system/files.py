@@ -118,6 +118,18 @@ def format_bytes(num_bytes: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def parse_bytes(text: str) -> int:
+    """Bytes that people write: `700M`, `1.5GiB`, `4 GB`, `1048576`; K, M, G and T are 1024-fold.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is no number of bytes")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+
+
 def output_error(path: Path, error: OSError) -> OutputError:
     """Turn an OSError of a write into an OutputError."""
     found = f"writing {path} failed: {error.strerror or error}"

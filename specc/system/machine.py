@@ -55,6 +55,29 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def cgroup_memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Memory that the limit of this process's group leaves; None: there is no limit.
+
+    Pages of files that nobody maps give way, and do not count.
+
+    Args:
+        root: where the system shows groups, of version 2.
+    """
+    text = _read("/proc/self/cgroup")
+    match = re.search(r"^0::/(.*)$", text, re.MULTILINE)
+    group, found = root / (match[1] if match else ""), []
+    for place in (group, *group.parents):
+        if not place.is_relative_to(root):
+            break
+        limit, used = _read(str(place / "memory.max")), _read(str(place / "memory.current"))
+        if limit.strip().isdigit() and used.strip().isdigit():
+            inactive = re.search(
+                r"^inactive_file (\d+)$", _read(str(place / "memory.stat")), re.MULTILINE
+            )
+            found.append(int(limit) - int(used) + (int(inactive[1]) if inactive else 0))
+    return max(0, min(found)) if found else None
+
+
 def memory_bytes() -> int | None:
     match = re.search(r"^MemTotal:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     return int(match[1]) * 1024 if match else None

@@ -6,22 +6,27 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from specc.cost.latency_table import LatencyTable, PassPoint, PassSeconds, StepShape
+from specc.cost.latency_table import LatencyTable, PassPoint, PassSeconds, draft_levels
 from specc.errors import ConfigError
 from specc.runtime.backends.step import Model
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
+from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
+from specc.speculation.self_drafts import is_self_draft
 from specc.system.machine import describe_machine
 
-_WIDTHS = (2, 3, 5, 9, 16, 32, 64, 128, 256, 512)
+_WIDTHS = (2, 3, 4, 5, 9, 16, 32, 64, 128, 256, 512)
 # sequences with several tokens each, as a verified batch has
 _BATCH_WIDTHS = (2, 3, 5, 9)
 _SHORT = 16
+# in place of a model: what votes add to a pass of the target
+_VOTES = "votes"
 _ROUNDS = 7
 # model, sequences, tokens of each, committed rows of each
 _Cell = tuple[str, int, int, int]
@@ -53,6 +58,8 @@ def measure_latency(
     free = cache.allocator.num_free // cache.shape.blocks_per_sequence
     most = min(cache.shape.max_num_seqs, free)
     cells = [(name, *size) for name in models for size in _sizes(engine, most)]
+    if cache.block_mass is not None:
+        cells += [(_VOTES, *s) for s in _sizes(engine, most) if s[1] in _BATCH_WIDTHS]
     if most < 1:
         raise ConfigError(
             f"a cache of {cache.shape.num_blocks} blocks, {cache.allocator.num_free} of them free",
@@ -66,7 +73,10 @@ def measure_latency(
             for cell in cells:
                 name, rows, width, context = cell
                 table = cache.block_table(blocks[:rows]).to(cache.device)
-                seconds = _time_pass(engine, models[name], table, context, width)
+                if name == _VOTES:
+                    seconds = _vote_s(engine, table, context, width)
+                else:
+                    seconds = _time_pass(engine, models[name], table, context, width)
                 if done:
                     times[cell].append(seconds)
             progress(done + 1, _ROUNDS)
@@ -84,49 +94,91 @@ def measure_latency(
             ],
             name,
         )
-        for name in models
+        for name in dict.fromkeys(cell[0] for cell in cells)
     }
+    votes = passes.pop(_VOTES, None)
     about = {
         "source": "measured",
         "machine": describe_machine(),
         "backend": engine.backend,
         "rounds": len(times[cells[0]]),
     }
-    latency = LatencyTable(passes.pop("target"), passes, about=about)
-    iteration_s, step_s = _overheads(engine, latency)
+    latency = LatencyTable(passes.pop("target"), passes, about=about, votes=votes)
+    iteration_s, step_s = _overheads(engine)
     return dataclasses.replace(latency, iteration_s=iteration_s, step_s=step_s)
 
 
-def _overheads(engine: Engine, table: LatencyTable) -> tuple[float, float]:
-    """Seconds of an iteration, and of a group that drafts, outside of their passes."""
-    iteration_s = max(0.0, _iteration_s(engine, OFF) - table.iteration([_shape(OFF)]))
+def _overheads(engine: Engine) -> tuple[float, float]:
+    """Seconds of an iteration, and of a group that drafts, outside of their passes.
+
+    What no pass takes is timed as such, and what drafting takes besides its passes beside passes of
+    the same moment. As differences to a table's passes both would be lost: iterations of a short
+    sequence find weights in the processor's caches that passes after long contexts do not.
+    """
+    off = _iteration(engine, OFF)
     drafting = [plan for plan in engine.plans.values() if plan.asked and plan.tile is None]
     plan = min(drafting, key=lambda plan: plan.num_nodes, default=None)
     if plan is None or plan.max_depth + 2 * _SHORT > engine.position_limit:
-        return iteration_s, 0.0
-    step_s = _iteration_s(engine, plan) - table.iteration([_shape(plan)]) - iteration_s
-    return iteration_s, max(0.0, step_s)
+        return off.host_s, 0.0
+    own = _iteration(engine, plan)
+    return off.host_s, max(0.0, own.host_s - off.host_s) + max(0.0, own.beyond_s)
 
 
-def _shape(plan: SpecPlan) -> StepShape:
-    return StepShape(plan, 1, 1.5 * _SHORT)
+class _Iteration(NamedTuple):
+    """Median seconds of one request's iterations.
+
+    Args:
+        host_s: in none of the stages that have passes: the host's part, acceptance and commit.
+        beyond_s: in the stage that drafts, beyond the passes of drafts; where a step is one graph,
+            in all of it beyond all of its passes. 0 of off, whose stage is its pass.
+    """
+
+    host_s: float
+    beyond_s: float
 
 
-def _iteration_s(engine: Engine, plan: SpecPlan) -> float:
-    """Median seconds of one request's iterations, the host's part of them included."""
+def _iteration(engine: Engine, plan: SpecPlan) -> _Iteration:
+    """Iterations of a short sequence, and passes like theirs after each of them."""
     core = EngineCore(engine, plan.name, shares_prefixes=False)
-    count = min(_SHORT, (engine.max_seq_len - 2) // 2)
+    stats, count = core.scheduler.stats, min(_SHORT, (engine.max_seq_len - 2) // 2)
     params = SamplingParams(max_tokens=count, ignore_eos=True)
-    times = []
+    found: list[_Iteration] = []
     for _ in range(_ROUNDS):
         request = core.requests.make([0] * count, params)
         core.scheduler.add(request)
         core.advance()  # the prompt
         while not request.is_finished:
+            drafted, others = stats.draft_s, stats.verify_s + stats.whole_s
             begin = time.perf_counter()
             core.advance()
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times) if times else 0.0
+            whole_s = time.perf_counter() - begin
+            draft_s = stats.draft_s - drafted
+            inside_s = draft_s + stats.verify_s + stats.whole_s - others
+            beyond_s = 0.0
+            if plan.speculates and not request.is_finished:
+                passes_s = _passes_s(engine, plan, request, with_target=not draft_s)
+                beyond_s = (draft_s or inside_s) - passes_s
+            found.append(_Iteration(max(0.0, whole_s - inside_s), beyond_s))
+    if not found:
+        return _Iteration(0.0, 0.0)
+    return _Iteration(*map(statistics.median, zip(*found, strict=True)))
+
+
+def _passes_s(engine: Engine, plan: SpecPlan, request: Request, *, with_target: bool) -> float:
+    """Seconds of passes like those of a plan's next step, over the same rows."""
+    cache = engine.cache
+    table = cache.block_table([request.blocks]).to(cache.device)
+    widths = [(_model_of(engine, draft), w) for draft, levels in draft_levels(plan) for w in levels]
+    if with_target:
+        widths.append((engine.target, plan.num_nodes))
+    return sum(_time_pass(engine, model, table, request.cache_len, w) for model, w in widths)
+
+
+def _model_of(engine: Engine, draft: str) -> Model:
+    """The program of a draft: a model's, or one of the target's."""
+    if is_self_draft(draft):
+        return engine.self_drafts.get(draft, engine.target)
+    return engine.drafts[int(draft.removeprefix("draft_"))]
 
 
 def _sizes(engine: Engine, most_rows: int) -> list[tuple[int, int, int]]:
@@ -149,9 +201,23 @@ def _sizes(engine: Engine, most_rows: int) -> list[tuple[int, int, int]]:
 
 @torch.inference_mode()
 def _time_pass(
-    engine: Engine, model: Model, table: torch.Tensor, context: int, width: int
+    engine: Engine,
+    model: Model,
+    table: torch.Tensor,
+    context: int,
+    width: int,
+    mass: torch.Tensor | None = None,
 ) -> float:
-    """Seconds of one pass of `width` tokens of each sequence: a chain after its context."""
+    """Seconds of one pass of `width` tokens of each sequence: a chain after its context.
+
+    Args:
+        engine: on whose device it runs.
+        model: of the engine.
+        table: [B, n] blocks of the sequences.
+        context: committed rows of each.
+        width: tokens of each.
+        mass: [B, n] float32 that the tokens add their votes to; None is no vote.
+    """
     batch = table.shape[0]
     device = engine.cache.device
     tree = torch.arange(width)
@@ -168,13 +234,22 @@ def _time_pass(
         table,
         torch.arange(batch * width),
     )
-    moved = [x.to(device) for x in inputs]
+    moved = [x.to(device) for x in (*inputs, *([] if mass is None else [mass]))]
     synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
     synchronize()
     begin = time.perf_counter()
     model(*moved)
     synchronize()
     return time.perf_counter() - begin
+
+
+def _vote_s(engine: Engine, table: torch.Tensor, context: int, width: int) -> float:
+    """Seconds that a pass of the target takes longer when its tokens vote."""
+    cache = engine.cache
+    sizes = (table.shape[0], cache.shape.blocks_per_sequence)
+    mass = torch.zeros(sizes, device=cache.device)
+    plain_s = _time_pass(engine, engine.target, table, context, width)
+    return max(0.0, _time_pass(engine, engine.target, table, context, width, mass) - plain_s)
 
 
 def _nothing() -> None:

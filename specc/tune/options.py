@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True)
 class TuneOptions:
@@ -18,6 +20,7 @@ class TuneOptions:
         temperature: of the requests; their seeds are 0, 1, …
         rounds: interleaved; a round before them is not counted.
         latency_s: seconds after which no further round of single passes begins.
+        skip: `auto` searches for layers that a self-draft does without, and does nothing else.
     Raises:
         ConfigError: a value outside its range.
     """
@@ -41,7 +44,20 @@ class TuneOptions:
         False, "Remove the engine's plans that no batch size has chosen.", "--prune"
     )
 
+    skip: str | None = option(
+        None,
+        "auto: search for layers of the target that a self-draft could do without, and say which"
+        " --draft to compile with; the engine stays as it is.",
+        metavar="auto",
+    )
+
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.skip not in (None, AUTO):
+            raise ConfigError(
+                f"--skip {self.skip}",
+                f"{AUTO}: layers that you know are named at compile",
+                f"pass --skip {AUTO}, or compile with --draft self:skip={self.skip}",
+            )
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature={self.temperature}", "0 or more", "correct it")

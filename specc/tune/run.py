@@ -8,24 +8,23 @@ interleaved with plain decoding. The fastest is kept; where none beats plain dec
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specc.artifact.directory import open_engine, torch_version
-from specc.bench.engine import EngineContender, tokenize
+from specc.bench.engine import EngineContender
 from specc.bench.rounds import Spread, run_rounds
-from specc.compiler.extend import EngineExtension, extend_engine
+from specc.compiler.extend import extend_engine
 from specc.cost.critical_length import CriticalLength, best_critical_length
 from specc.cost.latency_table import LatencyTable
 from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, RequestError
 from specc.progress import PhaseTimer
+from specc.runtime.backends.offload_budget import least_of
 from specc.runtime.engine import Engine
-from specc.runtime.llm import LLM
-from specc.runtime.scheduling.request import Request
-from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan, is_lookup
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.views import View
@@ -39,8 +38,8 @@ from specc.tune.candidates import (
     views_to_measure,
 )
 from specc.tune.latency import measure_latency
-from specc.tune.long_prompts import LongPrompts, join_prompts
 from specc.tune.options import TuneOptions
+from specc.tune.outputs import own_outputs, params_of, typical_context
 
 # children of a node that acceptance is measured for
 _WIDTH = 8
@@ -98,6 +97,7 @@ class Tuning:
             which context on it pays.
         whole: self-drafts whose budget some prompt does not outgrow: what they accept is not what
             they would at long context.
+        offload_weights: memory of the target's weights that it holds for; None: all of them.
     """
 
     acceptance: dict[str, list[list[float]]]
@@ -108,6 +108,7 @@ class Tuning:
     is_repeated: bool = False
     critical: list[CriticalLength] = field(default_factory=list)
     whole: list[View] = field(default_factory=list)
+    offload_weights: int | str | None = None
 
     @property
     def plans(self) -> list[SpecPlan]:
@@ -123,6 +124,7 @@ class Tuning:
             "temperature": options.temperature,
             "plans": {str(batch.batch_size): batch.chosen.name for batch in self.batches},
             ("removed_plans" if options.prunes else "kept_plans"): [p.name for p in self.others],
+            **({"offload_weights": given} if (given := self.offload_weights) else {}),
             "contexts": list(self.contexts),
             "repeats_prompts": self.is_repeated,
             "acceptance": self.acceptance,
@@ -141,7 +143,11 @@ class Tuning:
 
 
 def tune(
-    directory: Path, prompts: Sequence[str | list[int]], options: TuneOptions, phases: PhaseTimer
+    directory: Path,
+    prompts: Sequence[str | list[int]],
+    options: TuneOptions,
+    phases: PhaseTimer,
+    offload_weights: int | str | None = None,
 ) -> Tuning:
     """Choose an engine's plans by measuring, and write them and profile.json into it.
 
@@ -150,11 +156,12 @@ def tune(
         prompts: like those that it will serve.
         options: what to measure.
         phases: tells the listener how far this is.
+        offload_weights: see `Engine.load`; the plans are chosen for this budget.
     Raises:
         ConfigError: an engine without drafts, or batch sizes that it was not compiled for.
         RequestError: text for an engine without a tokenizer.
     """
-    manifest = open_engine(directory, None)
+    manifest = open_engine(directory, None, weights_budget=least_of(offload_weights))
     drafts = drafts_of([entry.plan for entry in manifest.plans], len(manifest.models) - 1)
     if not drafts:
         raise ConfigError(
@@ -172,10 +179,12 @@ def tune(
     with extend_engine(directory, manifest) as extension:
         extension.try_plans([OFF], room)
         with phases.phase("target's own outputs"):
-            engine = Engine.load(extension.directory, verify=False)
-            prompted = _prompts(engine, prompts, options)
+            load = partial(
+                Engine.load, extension.directory, verify=False, offload_weights=offload_weights
+            )
+            engine = load()
+            prompted, trajectories = own_outputs(engine, prompts, options)
             token_ids = prompted.token_ids
-            trajectories = _trajectories(engine, token_ids, options)
         contexts = min(map(len, token_ids)), max(map(len, token_ids))
         block_size = manifest.limits.block_size
         views = views_to_measure(drafts, block_size, contexts[0])
@@ -189,6 +198,7 @@ def tune(
         with phases.phase("latency of passes"):
             latency = measure_latency(engine, budget_s=options.latency_s)
         tuning = Tuning(acceptance, [], latency, [], contexts, prompted.is_repeated)
+        tuning.offload_weights = offload_weights
         outgrown = [view for view in views if is_outgrown(view, block_size, contexts[0])]
         tuning.whole = [view for view in views if view not in outgrown]
         tuning.critical = [
@@ -196,8 +206,7 @@ def tune(
             for size in sizes
             for view in outgrown
         ]
-        lengths = [len(t.token_ids) - options.max_tokens // 2 for t in trajectories]
-        context = _typical_context(lengths, engine.max_seq_len, room)
+        context = typical_context(engine, trajectories, options, room)
         # a process has one sharded engine at a time, and the next one is loaded below
         engine.close()
         for size in sizes:
@@ -207,33 +216,13 @@ def tune(
             }
             plans = candidates(acceptance, seconds, known, options)
             with phases.phase(f"whole steps, batch {size}"):
-                tuning.batches.append(_measure(extension, room, plans, token_ids, size, options))
+                extension.try_plans([*plans, OFF], room)
+                tuning.batches.append(_measure(load, plans, token_ids, size, options))
         chosen = {plan.name for plan in tuning.plans}
         tuning.others = [plan for plan in known if plan.name not in chosen]
         kept = [] if options.prunes else tuning.others
         extension.commit([*tuning.plans, *kept], "profile", tuning.to_json(options))
     return tuning
-
-
-def _prompts(
-    engine: Engine, prompts: Sequence[str | list[int]], options: TuneOptions
-) -> LongPrompts:
-    """Token ids of prompts, joined where a length is asked for.
-
-    Raises:
-        ConfigError: a length that leaves no room for the output.
-        RequestError: a prompt is empty, or too long.
-    """
-    if options.context is None:
-        return LongPrompts(tokenize(engine, prompts, options.max_tokens))
-    room = min(engine.max_seq_len, engine.position_limit) - options.max_tokens
-    if options.context > room:
-        raise ConfigError(
-            f"--context {options.context}, and {options.max_tokens} tokens are to follow",
-            f"at most {max(0, room)}: the engine's max_seq_len, less what follows",
-            "lower --context or --tokens, or compile with a larger --max-seq-len",
-        )
-    return join_prompts(tokenize(engine, prompts, 1), options.context)
 
 
 def _batch_sizes(options: TuneOptions, most: int) -> list[int]:
@@ -246,31 +235,6 @@ def _batch_sizes(options: TuneOptions, most: int) -> list[int]:
             "choose a size in this range, or compile with a larger --max-batch-size",
         )
     return sorted(set(options.batch_sizes))
-
-
-def _trajectories(
-    engine: Engine, token_ids: Sequence[list[int]], options: TuneOptions
-) -> list[Trajectory]:
-    params = _params(options, len(token_ids))
-    outputs = LLM(engine, plan=OFF.name).generate(list(token_ids), params)
-    found = []
-    for ids, output, own in zip(token_ids, outputs, params, strict=True):
-        request = Request(output.request_id, ids, own, max_seq_len=engine.max_seq_len)
-        request.token_ids += output.outputs[0].token_ids
-        found.append(Trajectory(request, len(ids)))
-    return found
-
-
-def _params(options: TuneOptions, count: int) -> list[SamplingParams]:
-    return [
-        SamplingParams(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            seed=seed,
-            ignore_eos=True,
-        )
-        for seed in range(count)
-    ]
 
 
 def _acceptance(
@@ -301,22 +265,20 @@ def _acceptance(
 
 
 def _measure(
-    extension: EngineExtension,
-    room: int,
+    load: Callable[[], Engine],
     plans: dict[SpecPlan, float | None],
     token_ids: Sequence[list[int]],
     batch_size: int,
     options: TuneOptions,
 ) -> BatchTuning:
     """Run every candidate and off, round by round."""
-    extension.try_plans([*plans, OFF], room)
-    engine = Engine.load(extension.directory, verify=False)
+    engine = load()
     prompts = [list(ids) for ids in token_ids]
     while len(prompts) < batch_size:
         prompts += prompts
     prompts = prompts[: max(batch_size, len(prompts) // batch_size * batch_size)]
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
-    params = _params(options, batch_size)
+    params = params_of(options, batch_size)
     contenders = [
         EngineContender(engine, plan.name, plan.name, batches, options.max_tokens, params=params)
         for plan in (OFF, *plans)
@@ -337,9 +299,3 @@ def _measure(
     break_even = length / best.measured if length else None
     chosen = best.plan if best.measured > _MARGIN else OFF
     return BatchTuning(batch_size, chosen, measured, break_even)
-
-
-def _typical_context(lengths: Sequence[int], max_seq_len: int, max_nodes: int) -> int:
-    """Committed rows of a sequence halfway, on average; with room for a tree."""
-    mean = sum(lengths) / max(1, len(lengths))
-    return max(1, min(int(mean), max_seq_len - max_nodes - 1))

@@ -7,13 +7,16 @@ next one.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
+from specc.cli.render import layers_table
 from specc.config import CompileConfig
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
@@ -121,5 +124,10 @@ def test_what_the_manifest_says(engine: Engine) -> None:
     target, draft = engine.manifest.models
     assert {layer.window for layer in target.layers} == {0}
     assert {layer.window for layer in draft.layers} == {WINDOW}
+    assert {layer.sink for layer in target.layers} == {0}
+    assert {layer.sink for layer in draft.layers} == {SINK}
+    table = Console(file=io.StringIO(), width=200)
+    table.print(layers_table(engine.manifest.models))
+    assert f"causal, window {WINDOW}, sink {SINK}" in table.file.getvalue()
     # sequences are as long as the target allows, which the draft was not trained for
     assert draft.max_position == engine.position_limit == models.MAX_SEQ_LEN > TRAINED

@@ -33,7 +33,8 @@ for length in map(int, sys.argv[2:]):
     prompt = [(7 * i + i // 11) % 120 for i in range(length)]
     tokens = []
     for plan in engine.plans:
-        engine.cache.allocator.forget_all()
+        if length <= 16384:  # longer ones are read once: both plans share the rows
+            engine.cache.allocator.forget_all()
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         (output,) = LLM(engine, plan=plan).generate([prompt], params)
         tokens.append(output.outputs[0].token_ids)
@@ -63,7 +64,7 @@ def build(path: Path, length: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [16384])
+@pytest.mark.parametrize("length", [16384, 131072])
 def test_memory_of_a_long_prompt_is_that_of_a_short_one(tmp_path: Path, length: int) -> None:
     """Plain decoding and a self-draft end in the same tokens, too."""
     engine = build(tmp_path, length)

@@ -220,6 +220,7 @@ def test_other_backends_are_refused_before_anything_is_read(tmp_path, backend) -
         ({"quantize_group": 64}, "--quantize-group 64"),
         ({"quantize": "int4", "quantize_group": 48}, "--quantize-group 48"),
         ({"quantize": "int4", "tensor_parallel_size": 2}, "--quantize int4 and --tensor-parallel"),
+        ({"quantize": "int4", "segments": True}, "--quantize int4 and --segments"),
     ],
 )
 def test_options_that_are_refused(options, found) -> None:

@@ -54,6 +54,9 @@ LENGTHS = (3, 11, 12, 13, 15, 16, 17, 19, 20, 21, 40, 23, 24, 25, 28)
 class RowOracle:
     """Compares the target's committed rows with those of one pass over the same tokens.
 
+    A row may differ by TOLERANCE of the largest element that K or V of its layer has, or of 1 where
+    that is less: two orders of a sum differ by that much, and K reaches 7.4 in some tiny models.
+
     Args:
         plain: an engine with the same target, and a cache of its own.
     """
@@ -83,7 +86,9 @@ class RowOracle:
         )
         wanted = rows_of(self._plain, self._table[0], count)
         found = rows_of(engine, engine.cache.block_table([request.blocks])[0], count)
-        wrong = (found - wanted).abs().amax((0, 1, 3, 4)) > self.TOLERANCE
+        # [layers, 2, 1, 1, 1]
+        size = wanted.abs().amax((2, 3, 4), keepdim=True).clamp(min=1.0)
+        wrong = ((found - wanted).abs() / size).amax((0, 1, 3, 4)) > self.TOLERANCE
         assert not wrong.any(), f"of {count} rows, these are others: {wrong.nonzero().flatten()}"
         self.num_rows += count
 
@@ -135,8 +140,17 @@ def serve(
     return [request.output_token_ids for request in requests]
 
 
-@pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+@pytest.mark.parametrize(
+    ("plan", "batch"),
+    [
+        # each plan with one of them, and the shortest with both; the others in the slow tier
+        pytest.param(
+            plan, batch, id=f"{name}-{batch}", marks=[pytest.mark.slow] if i and (i + j) % 2 else []
+        )
+        for i, (plan, name) in enumerate(zip(PLANS, IDS, strict=True))
+        for j, batch in enumerate((1, 5))
+    ],
+)
 def test_greedy_tokens_and_rows(
     spoiled: Engine,
     oracle: RowOracle,

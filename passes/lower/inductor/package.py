@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from specc.artifact.graph_io import graph_from_json
 from specc.errors import CompilerError
 from specc.kernels import native, ops
-from specc.passes.program import MASS
+from specc.passes.program import HIDDEN, MASS
 from specc.system.child_processes import ChildProcesses, end_with_parent
 from specc.system.file_cache import FileCache
 from specc.system.files import is_full
@@ -155,6 +155,12 @@ class BoundProgram(nn.Module):
                 self.register_parameter(f"w{self.num_weights}", value)
                 self.num_weights += 1
         self.takes_mass = any(entry.get("name") == MASS for entry in program["inputs"])
+        # of a segment of a model: sizes of the value that it takes, None for that of the tokens
+        self.hidden = [
+            (entry["shape"], getattr(torch, entry["dtype"]))
+            for entry in program["inputs"]
+            if entry["kind"] == "input" and entry["name"] == HIDDEN
+        ]
         self.kinds = [entry["kind"] for entry in program["inputs"]]
         self.cache_shapes = [
             (entry["shape"], getattr(torch, entry["dtype"]))
@@ -188,12 +194,16 @@ def _example_inputs(
     ]
     if module.takes_mass:
         shapes.append(((_SEQUENCES, _COLUMNS), torch.float32))
+    for sizes, dtype in module.hidden:
+        shapes.append((tuple(size or tokens for size in sizes), dtype))
     inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
     caches = [
         torch.zeros(_BLOCKS, _BLOCK_SIZE, *shape, dtype=dtype)
         for shape, dtype in module.cache_shapes
     ]
     input_dims = [dict.fromkeys(range(len(shape)), dynamic) for shape, _ in shapes]
+    for sizes, _ in module.hidden:
+        input_dims[-1] = {dim: dynamic for dim, size in enumerate(sizes) if size is None}
     if num_tokens is not None:
         for i in _TOKEN_INPUTS:
             input_dims[i][0] = torch.export.Dim.STATIC
@@ -220,12 +230,42 @@ def _content_key(program: Mapping[str, Any], compiler: str) -> str:
 
 
 def _compiled_part(program: Mapping[str, Any]) -> dict[str, Any]:
-    """What `BoundProgram` reads; weights have their places, so their keys name none in the code."""
+    """What `BoundProgram` reads, without names: inputs and weights have their places, and nodes
+    are called as passes and traces of this process happened to count them.
+    """
     inputs = [
         {key: entry[key] for key in ("kind", "dtype", "shape") if key in entry}
         for entry in program["inputs"]
     ]
-    return {"inputs": inputs, "graph": program["graph"]}
+    places = {node["name"]: place for place, node in enumerate(program["graph"]["nodes"])}
+    nodes = [
+        [
+            node["op"],
+            node.get("target"),
+            _by_place(node.get("args", []), places),
+            {key: _by_place(arg, places) for key, arg in node.get("kwargs", {}).items()},
+        ]
+        for node in program["graph"]["nodes"]
+    ]
+    return {
+        "inputs": inputs,
+        "nodes": nodes,
+        "output": _by_place(program["graph"]["output"], places),
+    }
+
+
+def _by_place(arg: Any, places: Mapping[str, int]) -> Any:
+    """An argument as `graph_to_json` writes it, with the places of nodes for their names."""
+    if isinstance(arg, list):
+        return [_by_place(item, places) for item in arg]
+    if not isinstance(arg, dict):
+        return arg
+    ((kind, value),) = arg.items()
+    if kind == "node":
+        return {kind: places[value]}
+    if kind == "dict":
+        return {kind: {key: _by_place(item, places) for key, item in value.items()}}
+    return {kind: _by_place(value, places)}
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class CompiledProgram:
         weights: key → tensor of each weight and constant input.
         caches: per layer, the k and v cache [blocks, block_size, HK, D].
         sha256: of the package, where that is known.
+        unpacked: where `unpacked_package` has it, for programs that share a package.
     Raises:
         EngineError: the package cannot be loaded or was altered, or an input has no weight.
     """
@@ -46,12 +47,17 @@ class CompiledProgram:
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
         sha256: str | None = None,
+        unpacked: str | None = None,
     ) -> None:
         check_program(program, len(caches))
         self.name: str = program["name"]
         self.weights = weights
         try:
-            with unpacked_package(package, sha256) as path:
+            with (
+                unpacked_package(package, sha256)
+                if unpacked is None
+                else contextlib.nullcontext(unpacked)
+            ) as path:
                 self.native = torch.classes.specc.CompiledProgram(path)
         except RuntimeError as error:
             raise EngineError(
@@ -73,6 +79,11 @@ class CompiledProgram:
             )
         self.native.bind_weights(used, [names[name] for name in used])
         self.native.expect_flat_inputs(takes_mass(program))
+        for entry in program["inputs"]:
+            if entry["name"] == "hidden" and entry["kind"] == "input":
+                sizes = [-1 if size is None else size for size in entry["shape"]]
+                like = torch.empty(0, dtype=getattr(torch, entry["dtype"]))
+                self.native.expect_hidden(sizes, like)
         self.native.bind_caches(
             [
                 caches[entry["layer"]][entry["part"] == "v"]
@@ -83,12 +94,21 @@ class CompiledProgram:
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:
         """Run over flat tokens; inputs and result are those of `ModelProgram.forward`."""
-        given = list(inputs)
-        if given[_ANCESTORS] is None:
-            # no words at all: causal
-            assert given[0] is not None
-            given[_ANCESTORS] = torch.empty(given[0].shape[0], 0, dtype=torch.int64)
-        return self.native.run(given)
+        return self.native.run(with_ancestors(inputs))
+
+    def call_in(self, runner: Any, result: int) -> None:
+        """Let a native runner of steps call it; arguments follow."""
+        runner.call_program(self.native, result)
+
+
+def with_ancestors(inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Inputs of a pass as native programs take them: no ancestors are none of width 0."""
+    given = list(inputs)
+    if given[_ANCESTORS] is None:
+        # no words at all: causal
+        assert given[0] is not None
+        given[_ANCESTORS] = torch.empty(given[0].shape[0], 0, dtype=torch.int64)
+    return given  # type: ignore[return-value]
 
 
 @torch.inference_mode()

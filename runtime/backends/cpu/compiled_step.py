@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specc.artifact.graph_io import graph_from_json
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
+from specc.runtime.backends.cpu.compiled_segments import CompiledSegments
 from specc.runtime.backends.cpu.step_encoder import StepEncoder
 from specc.runtime.backends.program_files import plan_of
 from specc.runtime.backends.step import StagedStep
@@ -33,7 +34,11 @@ class CompiledStep:
         EngineError: a malformed program.
     """
 
-    def __init__(self, program: Mapping[str, Any], models: Mapping[str, CompiledProgram]) -> None:
+    def __init__(
+        self,
+        program: Mapping[str, Any],
+        models: Mapping[str, CompiledProgram | CompiledSegments],
+    ) -> None:
         self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
         stages = {

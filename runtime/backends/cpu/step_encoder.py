@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from specc.artifact.graph_io import target_name
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
+from specc.runtime.backends.cpu.compiled_segments import CompiledSegments
 from specc.runtime.backends.program_files import last_used
 from specc.runtime.backends.step_io import StepInputs
 
@@ -35,7 +36,7 @@ class StepEncoder:
         self,
         stages: Mapping[str, fx.GraphModule],
         constants: Mapping[str, Tensor],
-        models: Mapping[str, CompiledProgram],
+        models: Mapping[str, CompiledProgram | CompiledSegments],
         draft_lens: Sequence[str],
     ) -> None:
         self._models = models
@@ -134,7 +135,7 @@ class StepEncoder:
     def _encode_node(self, node: fx.Node, slots: dict[fx.Node, int], static: set[fx.Node]) -> None:
         runner, result = self.runner, slots[node]
         if node.op == "call_module":
-            runner.call_program(self._models[node.target].native, result)
+            self._models[node.target].call_in(runner, result)
             for arg in node.args:
                 self._argument(arg, slots)
             return

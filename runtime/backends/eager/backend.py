@@ -10,6 +10,7 @@ from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
 from specc.runtime.backends.program_files import MappedWeights, read_json, read_self_draft
+from specc.runtime.backends.segmented_program import SegmentedProgram
 
 
 class EagerBackend(RuntimeBackend):
@@ -22,27 +23,31 @@ class EagerBackend(RuntimeBackend):
             model.name: MappedWeights(path / manifest.weights_file(model, limits.rank))
             for model in manifest.models
         }
-        models = {
-            model.name: ModelProgram(
-                read_json(path / model.program_file),
-                weights[model.name],
-                caches_of(model, cache),
-            )
-            for model in manifest.models
-        }
         target = manifest.models[0]
+        models: dict[str, ModelProgram | SegmentedProgram] = {}
+        for model in manifest.models:
+            bound = weights[model.name], caches_of(model, cache)
+            if manifest.segments is not None and model is target:
+                models[model.name] = SegmentedProgram.load(path / model.segments_file, *bound)
+            else:
+                models[model.name] = ModelProgram(read_json(path / model.program_file), *bound)
+        whole = models[target.name]
         self_drafts = {
             entry.name: ModelProgram(
                 read_self_draft(path, entry),
                 weights[target.name],
                 caches_of(target, cache),
-                like=models[target.name],
+                like=whole if isinstance(whole, ModelProgram) else None,
             )
             for entry in manifest.self_drafts
         }
-        programs = models | self_drafts
+        programs = {**models, **self_drafts}
         steps, winners_steps = (
-            {name: EagerStep(read_json(path / file), programs) for name, file in files.items()}
+            {
+                name: EagerStep(read_json(path / file), programs)
+                for name, file in files.items()
+                if name not in limits.skips
+            }
             for files in (manifest.step_files, manifest.winners_files)
         )
         return LoadedPrograms(

@@ -86,6 +86,7 @@ class ModelProgram(nn.Module):
         block_table: Tensor,
         logit_rows: Tensor,
         mass: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """One pass over the flat tokens of all sequences; writes their K and V to the caches.
 
@@ -100,8 +101,9 @@ class ModelProgram(nn.Module):
             logit_rows: [R] int64 flat rows that get logits.
             mass: [M, n] float32, changed, of programs that take it; None: nobody votes. See
                 `block_mass_reference`.
+            hidden: of a segment of a model that is not its first: what the one before it returned.
         Returns:
-            [R, V] logits.
+            [R, V] logits; of a segment that is not the last, what the next one takes as `hidden`.
         """
         # not the call of the module, which drops the traceback of an error and prints it instead
         return self._graph.forward(
@@ -115,6 +117,7 @@ class ModelProgram(nn.Module):
             block_table,
             logit_rows,
             *(self._no_mass if mass is None else [mass]),
+            *([] if hidden is None else [hidden]),
             *self._caches,
         )
 

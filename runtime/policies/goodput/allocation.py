@@ -40,14 +40,15 @@ class GroupLoad(NamedTuple):
 
     def plus(self, option: PlanOption, count: int = 1) -> GroupLoad:
         """With a further sequence; without one of them where the count is -1."""
-        if self.size + count == 0:
+        size, context, drafting_s = self
+        if size + count == 0:
             # what is left is rounding
-            return GroupLoad()
-        return GroupLoad(
-            self.size + count,
-            self.context + count * option.context,
-            self.drafting_s + count * option.drafting_s,
-        )
+            return _EMPTY
+        _, _, more, more_s = option
+        return GroupLoad(size + count, context + count * more, drafting_s + count * more_s)
+
+
+_EMPTY = GroupLoad()
 
 
 class Allocation(NamedTuple):
@@ -123,6 +124,12 @@ class _Search:
         # of single sequences that a batch is compared with: middling ones
         own = [each[0] for each in options if each[0] is not None]
         self._context = max(1.0, sum(option.context for option in own) / max(1, len(own)))
+        # plans whose drafts read rows: of others it does not matter how long that takes
+        self._drafting = {
+            plan for own in options for plan, one in enumerate(own) if one and one.drafting_s
+        }
+        # plans of a division → what its groups add up to, and their seconds
+        self._starts: dict[tuple[int, ...], tuple[list[GroupLoad], float]] = {}
         self._marginals: dict[Sequence[GroupLoad], list[_Marginal]] = {}
 
     def value(self, plans: Sequence[int]) -> Allocation:
@@ -144,11 +151,8 @@ class _Search:
             plan: where they move.
             whole: all of them, or none.
         """
-        loads = [GroupLoad()] * len(self._nodes)
-        for own, now in zip(self._options, start.plans, strict=True):
-            here = own[now]
-            assert here is not None
-            loads[now] = loads[now].plus(here)
+        begin, begin_s = self._start(start.plans)
+        loads = list(begin)
         # seconds of one more sequence that runs a plan, which its tokens have to be worth
         marginals = self._marginal_s(tuple(loads))
         moves = []
@@ -163,7 +167,7 @@ class _Search:
         moves.sort()
         used = sum(load.size * nodes for load, nodes in zip(loads, self._nodes, strict=True))
         best_count, best_goodput = 0, start.goodput
-        tokens, seconds = start.tokens, start.seconds - self._cost(loads)
+        tokens, seconds = start.tokens, start.seconds - begin_s
         for count, (_, i, more_tokens, more_s) in enumerate(moves, start=1):
             now = start.plans[i]
             there, here = self._options[i][plan], self._options[i][now]
@@ -184,6 +188,18 @@ class _Search:
             plans[i] = plan
         return self.value(plans) if best_count else start
 
+    def _start(self, plans: tuple[int, ...]) -> tuple[list[GroupLoad], float]:
+        """What groups add up to before sequences move, and their seconds."""
+        found = self._starts.get(plans)
+        if found is None:
+            loads = [GroupLoad()] * len(self._nodes)
+            for own, now in zip(self._options, plans, strict=True):
+                here = own[now]
+                assert here is not None
+                loads[now] = loads[now].plus(here)
+            found = self._starts[plans] = loads, self._cost(loads)
+        return found
+
     def _marginal_s(self, loads: tuple[GroupLoad, ...]) -> list[_Marginal]:
         """[plans] seconds of one more sequence among those that run one, levels not counted."""
         found = self._marginals.get(loads)
@@ -201,8 +217,10 @@ class _Search:
                         once.plus(PlanOption(0.0, context=self._context)),
                     )
                 )
-                drafts = once.plus(PlanOption(0.0, drafting_s=before_s))
-                drafted_s = self._cost([*around[0], drafts, *around[1]]) - after_s
+                drafted_s = 0.0
+                if plan in self._drafting:
+                    drafts = once.plus(PlanOption(0.0, drafting_s=before_s))
+                    drafted_s = self._cost([*around[0], drafts, *around[1]]) - after_s
                 found.append(
                     _Marginal(
                         after_s - before_s,

@@ -90,6 +90,8 @@ class GoodputPolicy(Policy):
         self._budget = token_budget
         self._clock = clock
         self._index_of = {plan.name: index for index, plan in enumerate(self._plans)}
+        # (plan, requests) → seconds of drafting by the table, committed rows not counted
+        self._drafting_s: dict[tuple[int, int], float] = {}
         # request → index of its plan, since the last decision; what newer requests run
         self._chosen: dict[str, int] = {}
         self._main = 0
@@ -207,7 +209,7 @@ class GoodputPolicy(Policy):
         options = [
             self._with_lags(request, own) for request, own in zip(requests, options, strict=True)
         ]
-        cost = _Cost(self._seconds, self._plans)
+        cost = _Cost(self._seconds, self._plans, self._drafting_s)
         mixes = self._seconds.shares_pass
         best = allocate(options, cost, self._nodes, self._budget, mixes)
         kept = self._kept(requests, options, cost)
@@ -328,39 +330,66 @@ class GoodputPolicy(Policy):
 
 
 class _Cost:
-    """Seconds of a step by what the requests that run each plan bring to it."""
+    """Seconds of a step by what the requests that run each plan bring to it.
 
-    def __init__(self, seconds: PredictedSeconds, plans: Sequence[SpecPlan]) -> None:
+    Args:
+        seconds: of iterations, as they are known at one decision.
+        plans: of the policy.
+        drafting_s: (plan, requests) → seconds that the table gives their drafts, which stay.
+    """
+
+    def __init__(
+        self,
+        seconds: PredictedSeconds,
+        plans: Sequence[SpecPlan],
+        drafting_s: dict[tuple[int, int], float],
+    ) -> None:
         self._seconds = seconds
+        self._drafting_s = drafting_s
         self._plans = plans
-        # (plan, requests) → seconds in which drafts propose, committed rows not counted
-        self._drafting_s: dict[tuple[int, int], float] = {}
+        self._iteration_s, self._shares = seconds.table.iteration_s, seconds.shares_pass
+        # [plans] nodes of a sequence, seconds of each of its rows in the target's pass
+        self._nodes = [plan.num_nodes for plan in plans]
+        self._row_s = [seconds.table.target.row_s(nodes) for nodes in self._nodes]
+        self._is_whole = [seconds.is_whole(plan) for plan in plans]
+        # the same, and how many times as long they take as that
+        self._drafting: dict[tuple[int, int], tuple[float, float]] = {}
 
     def __call__(self, loads: Sequence[GroupLoad]) -> float:
-        total = self._seconds.table.iteration_s
-        parts = []
+        total = self._iteration_s
+        tokens, rows_s = 0, 0.0
+        known = self._drafting
         for index, load in enumerate(loads):
-            if load.size:
-                alone, part = self._group(index, load)
-                total += alone
-                if part is not None:
-                    parts.append(part)
-        return total + self._seconds.passed(parts, total)
+            if not load[0]:
+                continue
+            if self._is_whole[index]:
+                total += self._whole_s(index, load)
+                continue
+            count, context, drafts_s = load
+            drafting_s, ratio = known.get((index, count)) or self._drafting_of(index, count)
+            total += (drafting_s + drafts_s) * ratio
+            nodes, read_s = count * self._nodes[index], context * self._row_s[index]
+            if self._shares:
+                tokens, rows_s = tokens + nodes, rows_s + read_s
+            else:
+                total += self._seconds.pass_s(nodes, read_s)
+        return total + self._seconds.pass_s(tokens, rows_s, total) if tokens else total
 
-    def _group(self, index: int, load: GroupLoad) -> tuple[float, PassPart | None]:
-        """Seconds of a group alone, and what it brings to a shared pass."""
+    def _drafting_of(self, index: int, count: int) -> tuple[float, float]:
+        plan, seconds = self._plans[index], self._drafting_s.get((index, count))
+        if seconds is None:
+            seconds = self._seconds.table.draft_s(StepShape(plan, count, 0.0))
+            self._drafting_s[index, count] = seconds
+        ratio = self._seconds.drafting(plan, count) if plan.speculates else 1.0
+        self._drafting[index, count] = seconds, ratio
+        return seconds, ratio
+
+    def _whole_s(self, index: int, load: GroupLoad) -> float:
+        """Of a group whose steps are timed as a whole."""
         plan, count = self._plans[index], load.size
-        drafting_s = self._drafting_s.get((index, count))
-        if drafting_s is None:
-            drafting_s = self._seconds.table.draft_s(StepShape(plan, count, 0.0))
-            self._drafting_s[index, count] = drafting_s
         part = PassPart(count, count * plan.num_nodes, load.context)
-        seconds = self._seconds.group(plan, drafting_s + load.drafting_s, part)
-        if self._seconds.is_whole(plan):
-            return seconds, None
-        if self._seconds.shares_pass:
-            return seconds, part
-        return seconds + self._seconds.passed([part]), None
+        drafting_s, _ = self._drafting_of(index, count)
+        return self._seconds.group(plan, drafting_s + load.drafting_s, part)
 
 
 def _can_run(request: Request, plan: SpecPlan) -> bool:

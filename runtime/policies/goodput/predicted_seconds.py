@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from specc.runtime.scheduling.request import Request
 
 _TARGET = "target"
+# numbers of tokens that are known at a time
+_MOST_SIZES = 4096
 
 
 class Prompts(NamedTuple):
@@ -54,6 +56,8 @@ class PredictedSeconds:
         # of stages that are timed apart; plan → of its whole steps
         self._ratios: dict[str, LatencyCorrection] = {}
         self._wholes: dict[str, LatencyCorrection] = {}
+        # tokens → seconds of a pass by the table, and their ratio, until that changes
+        self._sizes: dict[float, tuple[float, float]] = {}
         self._prompts, self._num_passes = Prompts(0.0, 0.0), 0
         # of those iterations, prompts not counted
         self._mean_s = 0.0
@@ -90,7 +94,11 @@ class PredictedSeconds:
         whole = self._ratio_of_whole(plan)
         if whole is not None:
             return (drafting_s + self.table.target((part,))) * whole(part.rows)
-        return drafting_s * self._ratio(_draft_key(plan), part.rows)
+        return drafting_s * self.drafting(plan, part.rows)
+
+    def drafting(self, plan: SpecPlan, rows: float) -> float:
+        """How many times as long as by the table drafts of so many sequences take."""
+        return self._ratio(_draft_key(plan), rows)
 
     def passed(
         self, parts: Sequence[PassPart], besides: float = 0.0, prompts: Prompts | None = None
@@ -153,7 +161,9 @@ class PredictedSeconds:
         accept_s = sum(step.stage_s.get("accept_commit", 0.0) for step in result.steps)
         for shape, step in zip(shapes, result.steps, strict=True):
             stages = step.stage_s
-            drafting, part = self.table.draft_s(shape), verify_part(shape)
+            part = verify_part(shape)
+            # steps that vote are few: medians leave them out
+            drafting = self.table.draft_s(shape, with_votes=False)
             is_behind = shape.plan.name in lagging
             if "step" in stages:
                 if is_behind:
@@ -212,20 +222,45 @@ class PredictedSeconds:
     def _target_s(
         self, parts: Sequence[PassPart], besides: float, prompts: Prompts | None
     ) -> float:
-        tokens = sum(part.tokens for part in parts)
-        alone = self.table.target(parts) * self._ratio(_TARGET, tokens)
+        row_s = self.table.target.row_s
+        rows_s = sum(part.context * row_s(part.tokens / part.rows) for part in parts)
+        return self.pass_s(sum(part.tokens for part in parts), rows_s, besides, prompts)
+
+    def pass_s(
+        self, tokens: float, rows_s: float, besides: float = 0.0, prompts: Prompts | None = None
+    ) -> float:
+        """Seconds by which groups make one pass of the target longer, by what they add up to.
+
+        Args:
+            tokens: of the groups, above 0.
+            rows_s: seconds of their committed rows, by the table.
+            besides: seconds of the iteration besides this pass.
+            prompts: see `iteration`.
+        """
+        tokens_s, ratio = self._sized(tokens)
+        alone = (tokens_s + rows_s) * ratio
         if not self.shares_pass:
             return alone
         prompts = self._lately(besides + alone) if prompts is None else prompts
         if not prompts.share:
             return alone
-        prompt = PassPart(1, prompts.tokens, 0.0)
-        added = self.table.target((prompt, *parts)) - self.table.target((prompt,))
-        added *= self._ratio(_TARGET, tokens + prompt.tokens)
+        more_s, ratio = self._sized(tokens + prompts.tokens)
+        added = (more_s + rows_s - self.table.target.tokens_s(prompts.tokens)) * ratio
         return (1 - prompts.share) * alone + prompts.share * added
+
+    def _sized(self, tokens: float) -> tuple[float, float]:
+        """Seconds of a target's pass over so many tokens by the table, and their ratio."""
+        found = self._sizes.get(tokens)
+        if found is None:
+            if len(self._sizes) >= _MOST_SIZES:
+                self._sizes.clear()
+            found = self.table.target.tokens_s(tokens), self._ratio(_TARGET, tokens)
+            self._sizes[tokens] = found
+        return found
 
     def _observe(self, key: str, size: float, predicted: float, measured: float) -> None:
         self._ratios.setdefault(key, LatencyCorrection()).observe(size, predicted, measured)
+        self._sizes.clear()
 
     def _ratio(self, key: str, size: float) -> float:
         """Of what was never measured: that of the target, which tells how fast the machine is."""

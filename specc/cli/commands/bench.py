@@ -21,7 +21,8 @@ def bench(
     shapes: ShapesOptions,
     options: Annotated[BenchOptions, Fields(plot={"help": "Draw tokens/s."})],
     args: Annotated[
-        EngineArgs, Fields("num_threads", "verify", "rank_timeout_s", "oversubscribes")
+        EngineArgs,
+        Fields("num_threads", "verify", "offload_weights", "rank_timeout_s", "oversubscribes"),
     ],
     engine: Annotated[
         Path | None,
@@ -57,7 +58,13 @@ def bench_serve(
     args: Annotated[
         EngineArgs,
         Fields(
-            "max_num_seqs", "num_threads", "backend", "verify", "rank_timeout_s", "oversubscribes"
+            "max_num_seqs",
+            "num_threads",
+            "backend",
+            "verify",
+            "offload_weights",
+            "rank_timeout_s",
+            "oversubscribes",
         ),
     ],
     engine: Annotated[

@@ -18,7 +18,15 @@ def chat(
     engine: EngineArgument,
     args: Annotated[
         EngineArgs,
-        Fields("plan", "policy", "num_threads", "backend", "rank_timeout_s", "oversubscribes"),
+        Fields(
+            "plan",
+            "policy",
+            "num_threads",
+            "backend",
+            "offload_weights",
+            "rank_timeout_s",
+            "oversubscribes",
+        ),
     ],
     sampling: Annotated[SamplingOptions, Fields("temperature", "top_p", "top_k", "seed")],
     system: Annotated[

@@ -21,7 +21,14 @@ def run(
     args: Annotated[
         EngineArgs,
         Fields(
-            "plan", "policy", "verify", "num_threads", "backend", "rank_timeout_s", "oversubscribes"
+            "plan",
+            "policy",
+            "verify",
+            "num_threads",
+            "backend",
+            "offload_weights",
+            "rank_timeout_s",
+            "oversubscribes",
         ),
     ],
     prompt: Annotated[

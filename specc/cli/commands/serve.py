@@ -28,6 +28,7 @@ def serve(
             "verify",
             "num_threads",
             "backend",
+            "offload_weights",
             "rank_timeout_s",
             "oversubscribes",
             policy={

@@ -26,7 +26,7 @@ def tune(
         ),
     ],
     options: TuneOptions,
-    args: Annotated[EngineArgs, Fields("num_threads")],
+    args: Annotated[EngineArgs, Fields("num_threads", "offload_weights")],
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -36,13 +36,16 @@ def tune(
     plans that the engine has are run as whole steps beside plain decoding. The fastest one for
     each batch size is what the engine then uses by itself; where none beats plain decoding, that
     is off. Its other plans stay in it, for --plan, unless --prune is given. What was measured is
-    written to the engine's profile.json.
+    written to the engine's profile.json. With --skip auto it searches for layers to leave out
+    instead, and changes nothing.
 
     \b
     Examples:
       specc tune engine/ --prompts prompts.jsonl
       specc tune engine/ --prompts prompts.jsonl --batch-size 1 --batch-size 8 --max-nodes 64
       specc tune engine/ --prompts prompts.jsonl --temperature 0.8
+      specc tune engine/ --prompts prompts.jsonl --offload-weights 4GB
+      specc tune engine/ --prompts prompts.jsonl --skip auto
     """  # noqa: D301
     from specc.cli.tune import run_tune
 

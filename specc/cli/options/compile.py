@@ -144,6 +144,18 @@ class CompileOptions:
         "How many ranks share each draft model: 1, which is rank 0, or as many as share the"
         " target.",
     )
+    draft_ranks: int = option(
+        1,
+        "How many ranks the draft models are spread over, in turn: several then draft at the same"
+        " time, each on its own rank. 1 is rank 0.",
+    )
+    segments: bool = option(
+        False,
+        "Compile the target as segments, layer by layer: equal layers are one program, so deep"
+        " models compile in a fraction of the time and memory, and run a little slower. Such"
+        " engines take --offload-weights.",
+        "--segments",
+    )
     allow_nonfinite_weights: bool = option(
         False,
         "Compile weights that are NaN or infinite, or too large for --dtype; without it they are"

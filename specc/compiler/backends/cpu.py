@@ -5,15 +5,19 @@ from __future__ import annotations
 from specc.artifact.backends import facts_of
 from specc.artifact.manifest_entries import NativeEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
+from specc.compiler.compiled_model import CompiledModel
 from specc.passes.lower.cpu import lower as lower_cpu
 from specc.passes.pipeline import Phases
+from specc.passes.program import Program
 
 
 class CpuBackend(CompilerBackend):
     """Compiles each program without its weights, and brings the operators that it calls."""
 
     facts = facts_of("cpu")
-    options = ("tensor_parallel_size", "draft_tensor_parallel_size", "quantize")
+    options = (
+        "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments", "quantize",
+    )  # fmt: skip
 
     def check_machine(self) -> None:
         if (missing := lower_cpu.missing_compiler()) is not None:
@@ -24,7 +28,7 @@ class CpuBackend(CompilerBackend):
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
         library = lower_cpu.LIBRARY_FILE
-        programs = [(model.program, model.entry.package_file) for model in engine.models]
+        programs = [item for model in engine.models for item in _programs(model)]
         programs += [(draft.program, draft.entry.package_file) for draft in engine.self_drafts]
         packages = [
             lower_cpu.CpuPackage(program, engine.writer.path(file)) for program, file in programs
@@ -34,6 +38,17 @@ class CpuBackend(CompilerBackend):
                 packages, engine.writer.path(library), engine.dump, advance
             )
         return Emitted(native=NativeEntry(library, isa_flags), records=records)
+
+
+def _programs(model: CompiledModel) -> list[tuple[Program, str]]:
+    """Programs to compile, and their files: one, or one of each kind of segment."""
+    if model.segments is None:
+        return [(model.program, model.entry.package_file)]
+    kinds = dict.fromkeys(item.kind for item in model.segments)
+    return [
+        (model.segments[kind].program, model.entry.segment_package(i))
+        for i, kind in enumerate(kinds)
+    ]
 
 
 BACKEND = CpuBackend()

@@ -17,7 +17,9 @@ class EagerBackend(CompilerBackend):
 
     facts = facts_of("eager")
     aliases = ("torch",)
-    options = ("tensor_parallel_size", "draft_tensor_parallel_size", "quantize")
+    options = (
+        "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments", "quantize",
+    )  # fmt: skip
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
         super().check_config(config, dtypes)

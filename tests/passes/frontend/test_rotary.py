@@ -32,10 +32,16 @@ _MIXED = {
     "full_attention": _DYNAMIC,
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
+# of as many layers as there are kinds of them: a trace takes a second for each
+_ONE = {"num_hidden_layers": 1}
+_BOTH = {"num_hidden_layers": 2, "layer_types": list(_MIXED)}
 MODELS = {
-    "dynamic": ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": ORIGINAL}),
-    "longrope": ("phi3", {"rope_parameters": _LONGROPE | _ORIGINAL, **_ORIGINAL}),
-    "layer-types": ("gemma3", {"rope_parameters": _MIXED, "max_position_embeddings": ORIGINAL}),
+    "dynamic": ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": ORIGINAL} | _ONE),
+    "longrope": ("phi3", {"rope_parameters": _LONGROPE | _ORIGINAL, **_ORIGINAL} | _ONE),
+    "layer-types": (
+        "gemma3",
+        {"rope_parameters": _MIXED, "max_position_embeddings": ORIGINAL} | _BOTH,
+    ),
 }
 kinds = pytest.mark.parametrize("kind", MODELS)
 

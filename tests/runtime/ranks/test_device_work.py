@@ -17,6 +17,8 @@ from tests.runtime.ranks.test_orders import INPUTS, same
 
 PASS = PassWork(4, 2, 1, 3, 2, False)
 CAUSAL = PassWork(7, 1, -1, 3, 0, True)
+VOTES = PASS._replace(votes=3, columns=5)
+MASS = torch.arange(15.0).view(3, 5)
 COMMIT = CommitWork(2, 3, 5)
 
 
@@ -44,17 +46,20 @@ def test_sizes_are_those_of_the_inputs() -> None:
     with even_tokens():
         causal = [*INPUTS[:5], None, *INPUTS[6:]]
         assert PassWork.of(causal) == PASS._replace(words=-1, is_even=True)
+    assert PassWork.of((*INPUTS, MASS)) == VOTES
 
 
 def test_a_table_says_what_is_to_be_done() -> None:
-    works = [PASS, CAUSAL, COMMIT, PASS]
+    works = [PASS, CAUSAL, COMMIT, VOTES, PASS]
     assert works_of(table_of(works)) == works
     assert [type(work) for work in works_of(table_of(works))] == [*map(type, works)]
 
 
 @pytest.mark.parametrize("has_ancestors", [True, False])
-def test_values_arrive_where_they_belong(sent, has_ancestors: bool) -> None:
+@pytest.mark.parametrize("more", [(), (MASS,)], ids=["no votes", "votes"])
+def test_values_arrive_where_they_belong(sent, has_ancestors: bool, more: tuple) -> None:
     inputs = [None if i == 5 and not has_ancestors else x for i, x in enumerate(INPUTS)]
+    inputs += more
     give(inputs)
     assert sent().dtype == torch.uint8
     found = take(PassWork.of(inputs).specs, torch.device("cpu"))
@@ -74,7 +79,7 @@ def test_what_lies_apart_in_memory_arrives(sent) -> None:
 
 
 def changed(row: int, column: int, value: int) -> torch.Tensor:
-    table = table_of([PASS, COMMIT])
+    table = table_of([PASS, COMMIT, VOTES])
     table[row, column] = value
     return table
 
@@ -85,7 +90,7 @@ def changed(row: int, column: int, value: int) -> torch.Tensor:
         None,
         torch.zeros(1, 8, dtype=torch.int32),
         torch.zeros(8, dtype=torch.int64),
-        torch.ones(1, 7, dtype=torch.int64),
+        torch.ones(1, 9, dtype=torch.int64),
         changed(0, 0, 2),
         *(changed(0, column, 0) for column in (1, 2, 3, 4)),
         changed(0, 3, -2),
@@ -97,6 +102,9 @@ def changed(row: int, column: int, value: int) -> torch.Tensor:
         *(changed(1, column, 0) for column in (1, 2, 3)),
         changed(1, 4, -1),
         changed(1, 5, 1),
+        # fewer rows of votes than sequences, and none of which there are columns
+        changed(2, 8, 1),
+        *(changed(2, column, 0) for column in (8, 9)),
     ],
     ids=lambda table: "none" if table is None else None,
 )

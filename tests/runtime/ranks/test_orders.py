@@ -59,6 +59,22 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
 
 
+MASS = torch.tensor([[3.0, 2.0], [-1.0, -1.0]])
+
+
+def test_votes_begin_at_nothing() -> None:
+    """Of rank 0's mass a rank takes who votes, and nothing that is counted already."""
+    own = torch.tensor([[0.0, 0.0], [-1.0, -1.0]])
+    inputs = pass_inputs(received(encode(Message(Kind.PASS, (*INPUTS, MASS), 0, 9))))
+    assert all(map(same, inputs, (*INPUTS, own)))
+    draws, inputs = drawn_inputs(received(encode(Message(Kind.DRAW, (*INPUTS, *DRAWS, MASS)))))
+    assert all(map(same, inputs, (*INPUTS, own)))
+    assert all(map(same, draws, DRAWS))
+    for mass in (MASS[:1], MASS[0], MASS.long()):
+        with pytest.raises(FaultError):
+            pass_inputs(received(encode(Message(Kind.PASS, (*INPUTS, mass)))))
+
+
 DRAWS = (torch.tensor([0.0, 0.5]), torch.tensor([-3, 1 << 40]), torch.tensor([7, 9]))
 
 

@@ -2,101 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
-import types
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from specc.artifact.manifest import Manifest
-from specc.cli.render import cache_room, rotary_lines
 from specc.compiler.build import build
 from specc.compiler.engine_plans import engine_plans
-from specc.config import CompileConfig
 from specc.errors import (
     ConfigError,
     ModelNotFoundError,
     NotCausalLMError,
     OutputError,
-    TreeError,
-    UnsupportedRotaryError,
     VocabMismatchError,
     WeightError,
 )
-from specc.runtime.engine import Engine
-from specc.runtime.llm import LLM
-from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
-from tests.models import build_model, save_tiny
-
-PROMPTS = [[5, 17, 3, 99, 41, 7, 7], [64]]
-NUM_TOKENS = 20
-TREE = SpecPlan.from_widths((2, 2, 1))
-
-
-def options(*plans, **changes):
-    fields = {"max_batch_size": 2, "max_seq_len": 64, "prefill_chunk": 4, "probe": False}
-    return CompileConfig(plans=plans, **(fields | changes))
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Directories of Llamas of one layer."""
-    root = tmp_path_factory.mktemp("models")
-    changes = {"num_hidden_layers": 1}
-    save_tiny("llama", root / "target", **changes)
-    save_tiny("llama", root / "draft", noise=0.1, **changes)
-    return root
-
-
-class Custom(nn.Module):
-    """A language model of somebody's own: learned positions, grouped heads, no configuration."""
-
-    def __init__(self, seed: int = 0, vocab: int = 128, window: int = 100) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.window = window
-        self.tokens, self.places = nn.Embedding(vocab, 32), nn.Embedding(64, 32)
-        self.qkv = nn.Linear(32, 64)
-        self.out, self.head = nn.Linear(32, 32), nn.Linear(32, vocab, bias=False)
-        self.register_buffer("gain", torch.linspace(0.5, 3, 32))
-        self.head.weight.data *= 4
-
-    def forward(self, input_ids, position_ids):
-        x = self.tokens(input_ids) + self.places(position_ids)
-        q, k, v = self.qkv(F.layer_norm(x, (32,))).split([32, 16, 16], -1)
-        q, k, v = (item.unflatten(-1, (-1, 8)).transpose(1, 2) for item in (q, k, v))
-        distance = position_ids[0][:, None] - position_ids[0][None]
-        mask = (distance >= 0) & (distance < self.window)
-        x = x + self.out(
-            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-            .transpose(1, 2)
-            .flatten(2)
-        )
-        return self.head(x * self.gain)
-
-
-def near(model, noise=0.02):
-    """A draft that is mostly right: the model, disturbed."""
-    draft = copy.deepcopy(model)
-    with torch.no_grad():
-        draft.out.weight += noise * torch.randn_like(draft.out.weight)
-    return draft
-
-
-def greedy(logits_of, prompt, count=NUM_TOKENS):
-    """Plain greedy decoding by whole passes."""
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + count:
-        ids = torch.tensor([tokens])
-        with torch.no_grad():
-            logits = logits_of(ids, torch.arange(len(tokens))[None])
-        tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+from tests.models import build_model
+from tests.specc.compiler.builds import (
+    NUM_TOKENS,
+    PROMPTS,
+    TREE,
+    Custom,
+    generate,
+    greedy,
+    near,
+    options,
+    refused,
+)
 
 
 def hf_logits(directory):
@@ -104,13 +38,6 @@ def hf_logits(directory):
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return lambda ids, positions: model(input_ids=ids, position_ids=positions).logits
-
-
-def generate(engine, plan=None, prompts=PROMPTS):
-    llm = LLM(engine, plan=plan)
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    outputs = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
-    return outputs, llm.get_metrics()
 
 
 @pytest.fixture(scope="module")
@@ -295,201 +222,6 @@ def test_probe_gets_a_finished_engine(models, tmp_path):
 # bad input: each is refused with its numbers and leaves nothing behind
 
 
-def refused(error, tmp_path, *args, **kwargs):
-    output = tmp_path / "out" / "engine"
-    output.parent.mkdir()
-    with pytest.raises(error) as caught:
-        build(args[0], args[1], output, args[2], **kwargs)
-    assert list(output.parent.iterdir()) == []
-    assert caught.value.needed
-    assert caught.value.do
-    return caught.value.found
-
-
-def test_tree_as_deep_as_the_window(tmp_path):
-    plan = SpecPlan.from_widths((1,) * 4)
-    found = refused(TreeError, tmp_path, Custom(window=4), Custom(), options(plan))
-    assert found.startswith("plan chain-4 of depth 4; layer ")
-    assert found.endswith(" of target has a sliding window of 4")
-
-
-def test_window_of_the_draft_counts_too(tmp_path):
-    plan = SpecPlan.from_widths((1,) * 4)
-    found = refused(TreeError, tmp_path, Custom(), Custom(window=4), options(plan))
-    assert found.endswith(" of draft_0 has a sliding window of 4")
-
-
-def test_tree_just_within_the_window(tmp_path):
-    target = Custom(window=4)
-    build(target, near(target), tmp_path / "engine", options(SpecPlan.from_widths((2, 1, 1))))
-    outputs, stats = generate(tmp_path / "engine")
-    assert outputs == [greedy(target, prompt) for prompt in PROMPTS]
-    assert stats.mean_acceptance_length > 1.5
-
-
-VIEW = SpecPlan.from_widths((1, 1), ("self_w32_s4",))
-
-
-@pytest.mark.parametrize(
-    ("window", "sink", "changes", "found"),
-    [
-        (15, 4, {}, "--draft self:window=15,sink=4, and blocks of 16 rows"),
-        (64, 4, {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
-        (16, 60, {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
-        (64, 4, {"block_size": 0}, "and --block-size 0"),
-        (64, 4, {"backend": "onnx"}, "and the backend onnx"),
-        (64, 4, {"backend": "tensorrt"}, "and the backend tensorrt"),
-    ],
-)
-def test_views_that_cannot_be(models, tmp_path, window, sink, changes, found):
-    plan = SpecPlan.from_widths((1, 1), (f"self_w{window}_s{sink}",))
-    config = options(plan, **{"max_seq_len": 200, "block_size": 16} | changes)
-    assert found in refused(ConfigError, tmp_path, models / "target", None, config)
-
-
-def test_a_view_that_just_fits(models, tmp_path):
-    """One block, and a budget one block below the longest sequence."""
-    for window, length in ((16, 200), (48, 65)):
-        plan = SpecPlan.from_widths((1, 1), (f"self_w{window}_s4",))
-        config = options(plan, max_seq_len=length, block_size=16, backend="eager")
-        manifest = build(models / "target", None, tmp_path / str(window), config).manifest
-        assert [model.name for model in manifest.models] == ["target"]
-        assert manifest.default_plan == plan.name
-
-
-BLOCKS = SpecPlan.from_widths((1, 1, 1), ("self_w4_s0_b8",))
-
-
-@pytest.mark.parametrize(
-    ("view", "changes", "found"),
-    [
-        ("self_w16_s0_b15", {}, "--draft self:blocks=15,window=16,sink=0, and blocks of 16 rows"),
-        ("self_w16_s4_b48", {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
-        ("self_w16_s4_b16", {"backend": "onnx"}, "and the backend onnx"),
-        ("self_w16_s4_b16", {"tensor_parallel_size": 2}, "and --tensor-parallel-size 2"),
-    ],
-)
-def test_chosen_blocks_that_cannot_be(models, tmp_path, view, changes, found):
-    config = options(
-        SpecPlan.from_widths((1, 1), (view,)),
-        **{"max_seq_len": 200, "block_size": 16} | changes,
-    )
-    assert found in refused(ConfigError, tmp_path, models / "target", None, config)
-
-
-def test_only_engines_that_choose_blocks_ask_for_votes(models, tmp_path):
-    """In all layers of the target, not in a draft; programs of other engines are what they were."""
-    programs = {}
-    chain = SpecPlan.from_widths((1,))
-    kinds = {"off": (chain,), "window": (chain, VIEW), "blocks": (chain, VIEW, BLOCKS)}
-    for name, plans in kinds.items():
-        config = options(*plans, max_seq_len=64, block_size=4, backend="eager")
-        manifest = build(models / "target", models / "draft", tmp_path / name, config).manifest
-        for model in manifest.models:
-            programs[name, model.name] = (tmp_path / name / model.program_file).read_text()
-    for model in ("target", "draft_0"):
-        assert programs["window", model] == programs["off", model]
-    assert programs["blocks", "draft_0"] == programs["off", "draft_0"]
-    found = json.loads(programs["blocks", "target"])
-    inputs = [(entry["name"], entry["kind"]) for entry in found["inputs"]]
-    place = inputs.index(("mass", "input"))
-    assert inputs[place - 1] == ("logit_rows", "input")
-    assert {kind for _, kind in inputs[place + 1 :]} == {"cache"}
-    calls = [node.get("target") for node in found["graph"]["nodes"]]
-    assert calls.count("specc.block_mass.default") == calls.count("specc.tree_attention.default")
-    before = json.loads((tmp_path / "window" / f"steps/{VIEW.name}.json").read_text())
-    after = json.loads((tmp_path / "blocks" / f"steps/{VIEW.name}.json").read_text())
-    assert before == after
-
-
-def test_an_engine_that_chooses_blocks(models, tmp_path):
-    """Compiled and as graphs: the same tokens as without, from the same drafts."""
-    config = options(BLOCKS, max_seq_len=64, block_size=4, backend="cpu")
-    build(models / "target", None, tmp_path / "engine", config)
-    prompts = [[5, 17, 3, 99, 41, 7, 7] * 3, [64], list(range(1, 30))]
-    params = SamplingParams(max_tokens=34, ignore_eos=True)
-    found = {}
-    for backend in ("cpu", "eager"):
-        engine = Engine.load(tmp_path / "engine", backend=backend)
-        for plan in ("off", BLOCKS.name):
-            llm = LLM(engine, plan=plan, shares_prefixes=False)
-            outputs = llm.generate(prompts, [params] * 3)
-            stats = llm.get_metrics()
-            tokens = [output.outputs[0].token_ids for output in outputs]
-            found[backend, plan] = tokens, stats.num_spec_steps, stats.num_accepted_tokens
-    for backend in ("cpu", "eager"):
-        assert found[backend, BLOCKS.name][0] == found[backend, "off"][0] == found["cpu", "off"][0]
-    assert found["cpu", BLOCKS.name] == found["eager", BLOCKS.name]
-
-
-def test_a_view_of_a_sliding_window(tmp_path):
-    """A second program, unless no sequence outgrows the window."""
-    config = options(VIEW, max_seq_len=64, block_size=16, backend="eager")
-    for window, names in ((63, ["self_w32_s4"]), (64, [])):
-        path = tmp_path / str(window)
-        manifest = build(Custom(window=window), None, path, config).manifest
-        assert [entry.name for entry in manifest.self_drafts] == names
-        assert (path / "self-w32-s4" / "program.json").exists() == bool(names)
-        assert ("self_drafts" in json.loads((path / "manifest.json").read_text())) == bool(names)
-    found = refused(ConfigError, tmp_path, Custom(window=32), None, config)
-    assert found.startswith("--draft self:window=32,sink=4; no layer of the target sees more than")
-
-
-@pytest.mark.parametrize(
-    ("draft", "changes", "found"),
-    [
-        ("self_l0to2", {}, "--draft self:layers=0-2, and a target of 2 layers"),
-        ("self_x2", {}, "--draft self:skip=2, and a target of 2 layers"),
-        ("self_x0to1", {}, "--draft self:skip=0-1, and a target of 2 layers"),
-        ("self_l0to1", {}, "--draft self:layers=0-1, all 2 layers of the target"),
-        ("self_l0_w8_s4", {}, "--draft self:layers=0,window=8,sink=4, and blocks of 16 rows"),
-        (
-            "self_l0_w64_s4",
-            {},
-            "--draft self:layers=0,window=64,sink=4, in sequences of at most 64",
-        ),
-        ("self_l0", {"block_size": 0}, "--draft self:layers=0 and --block-size 0"),
-        ("self_l0", {"tensor_parallel_size": 2}, "and --tensor-parallel-size 2"),
-        ("self_l0", {"backend": "onnx"}, "--draft self:layers=0 and the backend onnx"),
-    ],
-)
-def test_self_drafts_that_cannot_be(two_layers, tmp_path, draft, changes, found):
-    plan = SpecPlan.from_widths((1, 1), (draft,))
-    config = options(plan, **{"block_size": 16, "backend": "eager"} | changes)
-    assert found in refused(ConfigError, tmp_path, two_layers, None, config)
-
-
-@pytest.fixture(scope="module")
-def two_layers(tmp_path_factory):
-    path = tmp_path_factory.mktemp("two") / "target"
-    save_tiny("llama", path)
-    return path
-
-
-def test_longer_than_the_models_positions(models, tmp_path):
-    config = options(max_seq_len=257)
-    found = refused(ConfigError, tmp_path, models / "target", None, config)
-    assert found == "--max-seq-len 257; the target model has 256 positions"
-
-
-def test_longer_than_the_drafts_positions(models, tmp_path):
-    draft = build_model("llama", num_hidden_layers=1, max_position_embeddings=32)
-    config = options(SpecPlan.from_widths((1,)), max_seq_len=33)
-    found = refused(ConfigError, tmp_path, models / "target", draft, config)
-    assert "the draft 0 model has 32 positions" in found
-
-
-@pytest.mark.parametrize(("positions", "length"), [(40, 40), (100_000, 64), (None, 64)])
-def test_max_seq_len_defaults_to_the_models_positions(tmp_path, positions, length):
-    """Custom has a table of 64 positions, whatever a config says."""
-    target = Custom()
-    if positions:
-        target.config = types.SimpleNamespace(max_position_embeddings=positions)
-    config = options(max_seq_len=None)
-    limits = build(target, None, tmp_path / "engine", config).manifest.limits
-    assert limits.max_seq_len == length
-
-
 def test_absent_target(models, tmp_path):
     refused(ModelNotFoundError, tmp_path, tmp_path / "nowhere", models / "draft", options(TREE))
 
@@ -547,72 +279,6 @@ def test_missing_tensor(models, tmp_path):
     save_file(tensors, other / "model.safetensors")
     found = refused(WeightError, tmp_path, other, None, options())
     assert "model.layers.0.mlp.up_proj.weight" in found
-
-
-def test_dynamic_rotary_of_a_module(models, tmp_path):
-    target = build_model("llama", num_hidden_layers=1)
-    target.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    found = refused(UnsupportedRotaryError, tmp_path, target, None, options(max_seq_len=300))
-    assert "LlamaForCausalLM: rotary scaling dynamic" in found
-
-
-def test_one_rotary_length_for_every_position(tmp_path):
-    """Beyond a model's own length: said aloud, in the manifest, and the same with a draft."""
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    changes = {"rope_parameters": rope, "num_hidden_layers": 1, "max_position_embeddings": 32}
-    target = save_tiny("llama", tmp_path / "model", **changes)
-    config = options(TREE, backend="eager", max_seq_len=96, rope_length=128)
-    compilation = build(target, target, tmp_path / "engine", config)
-    assert sum("--rope-length 128" in text for text in compilation.warnings) == 2
-    models = Manifest.from_json(compilation.manifest.to_json()).models
-    assert [(model.rope_length, model.max_position) for model in models] == [(128, 128)] * 2
-    assert "pass of 128 tokens" in rotary_lines(compilation.manifest)[0]
-    engine = Engine.load(tmp_path / "engine")
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    plain, tree = (
-        [output.outputs[0].token_ids for output in LLM(engine, plan=plan).generate(PROMPTS, params)]
-        for plan in ("off", TREE.name)
-    )
-    assert plain == tree
-    assert all(len(tokens) == 40 for tokens in plain)
-
-
-def test_a_cache_of_fewer_tokens(models, tmp_path):
-    """Said at compile: planned, loaded and shown; a load may still say another size."""
-    config = options(backend="eager", kv_cache_tokens=53)
-    manifest = build(models / "target", None, tmp_path / "engine", config).manifest
-    worst = build(models / "target", None, tmp_path / "worst", options(backend="eager")).manifest
-    assert Manifest.from_json(manifest.to_json()).limits.kv_cache_tokens == 53
-    # blocks of 16: three of them, where two sequences of 64 tokens need five each
-    assert worst.memory_plan["target"].cache * 3 == manifest.memory_plan["target"].cache * 10
-    assert manifest.memory_of((0,)) == manifest.total_memory
-    assert manifest.memory_of((0,), kv_cache_tokens=1000) == worst.total_memory
-    assert manifest.memory_of((0,), max_num_seqs=1) == manifest.total_memory
-    assert "caches hold 48 tokens" in cache_room(manifest)
-    assert cache_room(worst) == ""
-    for kv_cache_tokens, num_blocks in ((None, 3), (16, 1), (160, 10)):
-        engine = Engine.load(tmp_path / "engine", kv_cache_tokens=kv_cache_tokens)
-        assert engine.cache.shape.num_blocks == num_blocks
-    llm, other = LLM(Engine.load(tmp_path / "engine")), LLM(Engine.load(tmp_path / "worst"))
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    found, expected = (
-        [output.outputs[0].token_ids for output in item.generate(PROMPTS, params)]
-        for item in (llm, other)
-    )
-    assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"kv_cache_tokens": 15}, "--kv-cache-tokens 15"),
-        ({"kv_cache_tokens": 161}, "--kv-cache-tokens 161"),
-        ({"kv_cache_tokens": 64, "block_size": 0}, "a cache of one block a sequence"),
-    ],
-)
-def test_caches_that_cannot_be(models, tmp_path, changes, found):
-    config = options(backend="eager", **changes)
-    assert found in refused(ConfigError, tmp_path, models / "target", None, config)
 
 
 def test_existing_output(tmp_path):
@@ -685,39 +351,3 @@ def test_nothing_is_probed_without_a_tokenizer(tmp_path):
 )
 def test_engine_plans(plans, has_draft, names):
     assert [plan.name for plan in engine_plans(options(*plans), has_draft)] == names
-
-
-def test_a_window_is_no_longer_than_the_drafts_positions(models, tmp_path):
-    draft = build_model("llama", num_hidden_layers=1, max_position_embeddings=32)
-    config = options(SpecPlan.from_widths((1,)), max_seq_len=64, draft_kv=("window=33",))
-    found = refused(ConfigError, tmp_path, models / "target", draft, config)
-    assert found == "--draft-kv window=33,sink=4; the draft 0 model has 32 positions"
-    config = options(SpecPlan.from_widths((1,)), max_seq_len=64, draft_kv=("window=32",))
-    limits = build(models / "target", draft, tmp_path / "engine", config).manifest.limits
-    assert limits.max_seq_len == 64
-
-
-def test_a_window_does_not_lengthen_a_table_of_positions(tmp_path):
-    """Custom has 64 learned positions, and no row for another one."""
-    config = options(SpecPlan.from_widths((1,)), max_seq_len=65, draft_kv=("window=8",))
-    target = build_model("llama")
-    found = refused(ConfigError, tmp_path, target, Custom(), config)
-    assert found == "--max-seq-len 65; the draft 0 model has 64 positions"
-
-
-def test_a_window_as_long_as_sequences(models, tmp_path):
-    config = options(SpecPlan.from_widths((1,)), max_seq_len=64, draft_kv=("window=60",))
-    found = refused(ConfigError, tmp_path, models / "target", models / "draft", config)
-    assert found == "--draft-kv window=60,sink=4, in sequences of at most 64 tokens"
-
-
-def test_a_window_where_masks_have_no_sink(models, tmp_path):
-    config = options(SpecPlan.from_widths((1,)), draft_kv=("window=8",), backend="onnx")
-    found = refused(ConfigError, tmp_path, models / "target", models / "draft", config)
-    assert found.startswith("--draft-kv window=8,sink=4 and the backend onnx")
-
-
-def test_a_window_without_a_draft(models, tmp_path):
-    config = options(draft_kv=("window=8",))
-    found = refused(ConfigError, tmp_path, models / "target", None, config)
-    assert found == "1 times --draft-kv, and 0 draft models"

@@ -40,6 +40,7 @@ class Case:
     dtype: str
     ways: tuple[tuple[int, int], ...]
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    plans: tuple[SpecPlan, ...] = ()
 
 
 CASES = {
@@ -52,6 +53,21 @@ CASES = {
     "tied": Case("gemma3-tied", "bfloat16", ((1, 2),)),
     # the model fuses its projections, and columns of logits are padded for four
     "padded": Case("phi3", "float32", ((4, 2), (2, 4)), {"vocab_size": 126}),
+    # drafts with second programs, and with blocks that passes vote on
+    "self-drafts": Case(
+        "llama",
+        "float32",
+        ((2, 1), (1, 2)),
+        {"num_hidden_layers": 3},
+        tuple(SpecPlan.from_widths((1, 1), (x,)) for x in ("self_l0to1", "self_w16_s0_b16")),
+    ),
+    "windows": Case(
+        "gemma3",
+        "float32",
+        ((2, 1), (1, 2)),
+        {"num_hidden_layers": 3},
+        (SpecPlan.from_widths((1, 1), ("self_w16_s4",)),),
+    ),
 }
 ROUTES = [
     pytest.param(
@@ -121,7 +137,8 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path
     @cache
     def engine(name: str, num_ranks: int) -> Path:
         path = root / f"{name}-{num_ranks}"
-        config = config_for(num_ranks, backend="cpu", dtype=CASES[name].dtype)
+        case = CASES[name]
+        config = config_for(num_ranks, backend="cpu", dtype=case.dtype, plans=case.plans)
         with shared_traces():
             build(checkpoint(name), None, path, config)
         return path

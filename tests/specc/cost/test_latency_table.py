@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 
 import pytest
 
+from specc.cost.critical_length import critical_length
 from specc.cost.latency_table import (
     LatencyTable,
     PassPart,
@@ -18,6 +21,8 @@ from specc.cost.roofline import LLAMA_1B, LLAMA_8B, Device, roofline
 from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, EngineError
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
+from specc.speculation.tree import TokenTree
+from specc.speculation.views import View
 
 CHAIN = SpecPlan.from_widths((1, 1, 1))
 TREE = SpecPlan.from_widths((3, 2))
@@ -171,3 +176,47 @@ def test_a_view_reads_of_each_sequence_what_it_has_up_to_its_budget():
     assert known.draft_s(StepShape.of(CHAIN, lengths)) == known.draft_s(
         StepShape(CHAIN, 4, sum(lengths))
     )
+
+
+def test_votes_cost_what_a_step_shares_of_them():
+    """Of a plan that chooses blocks; as often as steps that accept all come by so many rows."""
+    votes = PassSeconds({1: 0.0, 16: 15e-4}, {1: 1e-6, 4: 4e-6}, "votes")
+    table = LatencyTable(LatencyTable.neutral([]).target, votes=votes)
+    plain = dataclasses.replace(table, votes=None)
+    window, blocks = (
+        SpecPlan.from_widths((1, 1, 1), (name,)) for name in ("self_w64_s4", "self_w64_s4_b64")
+    )
+    shape = StepShape.of(blocks, [1000, 3000])
+    share = 4 / 64
+    expected = share * (table.votes.tokens_s(8) + 4000 * 4e-6)
+    assert table.draft_s(shape) - plain.draft_s(shape) == pytest.approx(expected)
+    assert table.draft_s(shape, with_votes=False) == plain.draft_s(shape)
+    assert table.draft_s(shape._replace(plan=window)) == plain.draft_s(shape._replace(plan=window))
+    # goodput counts the rows of each request apart
+    assert dict(table.draft_rows(blocks))[math.inf] == pytest.approx(share * 4e-6)
+    assert math.inf not in dict(plain.draft_rows(blocks))
+    # of a window of 8, nodes vote every 32 rows; of 1024, every 256
+    for name, every in (("self_w8_s0_b8", 32), ("self_w1024_s4_b64", 256)):
+        own = SpecPlan.from_widths((1, 1, 1), (name,))
+        found = table.draft_s(StepShape(own, 1, 0.0)) - plain.draft_s(StepShape(own, 1, 0.0))
+        assert found == pytest.approx(4 / every * table.votes.tokens_s(4))
+    assert LatencyTable.from_json(table.to_json()).to_json() == table.to_json()
+    assert table.scaled(2.0).draft_s(shape) == pytest.approx(2 * table.draft_s(shape))
+
+
+def test_votes_count_where_plans_are_chosen():
+    votes = PassSeconds({1: 2e-3}, {1: 1e-6}, "votes")
+    table = LatencyTable(LatencyTable.neutral([]).target, votes=votes)
+    plain = dataclasses.replace(table, votes=None)
+    tree = TokenTree.chain(3)
+    for name, counts in (("self_w64_s4", False), ("self_w64_s4_b64", True)):
+        slow, fast = (StepSeconds(one, name, 2, 500).of(tree) for one in (table, plain))
+        assert (slow > fast) == counts
+        view = View.named(name)
+        longer, shorter = (critical_length(one, view, tree, 3.0, 2) for one in (table, plain))
+        assert (longer > shorter) == counts
+        if not counts:
+            continue
+        # at that length, tokens at the price of plain decoding cost what the step costs
+        off = StepSeconds(table, None, 2, longer).off
+        assert StepSeconds(table, name, 2, longer).of(tree) == pytest.approx(3.0 * off, rel=1e-6)

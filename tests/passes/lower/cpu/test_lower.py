@@ -16,7 +16,11 @@ from specc.system.child_processes import ChildProcesses
 from specc.system.file_cache import FileCache
 from tests.file_limits import file_size_limit
 
-PROGRAM: dict[str, Any] = {"name": "target", "inputs": [], "graph": "x" * 9000}
+PROGRAM: dict[str, Any] = {
+    "name": "target",
+    "inputs": [],
+    "graph": {"nodes": [], "output": "x" * 9000},
+}
 # a compiler that is new enough and writes 9000 bytes where -o says
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "g++ (x) 12.1.0"; exit 0; fi

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,33 @@ def test_the_cache_knows_all_that_a_package_is_made_of(program, monkeypatch, tmp
         monkeypatch.setenv("CXX", f"{compiler} {flags}")
         keys.add(_content_key(program, lower_aot_inductor.native.find_compiler()))
     assert len(keys | {key}) == 3
+
+
+def test_names_of_nodes_are_no_part_of_the_code(program) -> None:
+    """They depend on what else the process has traced; which node reads which does not."""
+    compiler = lower_aot_inductor.native.find_compiler()
+    key, graph = _content_key(program, compiler), program["graph"]
+    names = [node["name"] for node in graph["nodes"]]
+    new = {name: f"other_{len(names) - i}" for i, name in enumerate(names)}
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [renamed(item) for item in value]
+        if isinstance(value, dict):
+            return {k: new[v] if k == "node" else renamed(v) for k, v in value.items()}
+        return value
+
+    nodes = [renamed(node) | {"name": new[node["name"]], "val": "?"} for node in graph["nodes"]]
+    other = {"nodes": nodes, "output": renamed(graph["output"])}
+    assert json.dumps(other) != json.dumps(graph)
+    assert key == _content_key(program | {"graph": other}, compiler)
+    # each reference of its own: to the node before it
+    keys, texts = {key}, [json.dumps(graph)]
+    for name in {name for name in names if f'{{"node": "{name}"}}' in texts[0]}:
+        before = names[names.index(name) - 1]
+        texts.append(texts[0].replace(f'{{"node": "{name}"}}', f'{{"node": "{before}"}}', 1))
+        keys.add(_content_key(program | {"graph": json.loads(texts[-1])}, compiler))
+    assert len(keys) == len(texts) > 50
 
 
 @pytest.mark.slow  # compiles twice

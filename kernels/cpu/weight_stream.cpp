@@ -1,0 +1,248 @@
+#include "weight_stream.h"
+
+#include <ATen/ops/from_blob.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+namespace specc {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// One read of the system: what a stopped device is noticed by, and enough for it to be busy.
+constexpr int64_t kReadBytes = int64_t{8} << 20;
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+int64_t page_end(int64_t byte) {
+  return (byte + WeightStream::kPage - 1) / WeightStream::kPage * WeightStream::kPage;
+}
+
+struct Piece {
+  int64_t offset, size;
+
+  int64_t first_page() const { return offset / WeightStream::kPage * WeightStream::kPage; }
+  int64_t lead() const { return offset - first_page(); }
+  // Bytes that are read, whole pages; a file may end within the last one.
+  int64_t span() const { return page_end(offset + size) - first_page(); }
+};
+
+struct Slot {
+  std::shared_ptr<char> data;
+  int64_t held = -1;    // the piece that lies in it, -1: none
+  int64_t wanted = -1;  // the piece that is to be read next
+  bool is_used = false, is_read = false;  // between acquire and release; being read
+};
+
+}  // namespace
+
+struct WeightStream::State {
+  std::string path;
+  int descriptor = -1;
+  bool is_direct = false, is_over = false;
+  std::vector<Piece> pieces;
+  Slot slots[kSlots];
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::string failure;  // of the last read, until somebody was told
+  int64_t next = 0;     // the piece that is acquired next
+  int64_t bytes_read = 0;
+  double patience = 8.0, reading = 0, waiting = 0;
+
+  ~State() {
+    if (descriptor >= 0) close(descriptor);
+  }
+
+  Slot& slot_of(int64_t piece) { return slots[piece % kSlots]; }
+
+  // The piece that this slot holds after `piece`, in the circle of passes.
+  int64_t after(int64_t piece) const {
+    const int64_t count = static_cast<int64_t>(pieces.size());
+    return piece + kSlots < count ? piece + kSlots : piece % kSlots;
+  }
+
+  // Passes until a piece is needed, in pieces.
+  int64_t distance(int64_t piece) const {
+    const int64_t count = static_cast<int64_t>(pieces.size());
+    return (piece - next + count) % count;
+  }
+
+  // The slot to read into now: free, and needed first.
+  Slot* free_slot() {
+    Slot* best = nullptr;
+    for (Slot& slot : slots) {
+      if (slot.is_used || slot.wanted < 0 || slot.held == slot.wanted) continue;
+      if (best == nullptr || distance(slot.wanted) < distance(best->wanted)) best = &slot;
+    }
+    return best;
+  }
+
+  void read(const Piece& piece, char* data, std::string& error);
+  void work();
+};
+
+void WeightStream::State::read(const Piece& piece, char* data, std::string& error) {
+  const int64_t needed = piece.lead() + piece.size;
+  for (int64_t done = 0; done < needed;) {
+    const int64_t count = std::min(kReadBytes, piece.span() - done);
+    const ssize_t found = pread(descriptor, data + done, count, piece.first_page() + done);
+    if (found < 0 && errno == EINTR) continue;
+    if (found < 0) {
+      error = path + " cannot be read at byte " + std::to_string(piece.first_page() + done) + ": " +
+              std::strerror(errno);
+      return;
+    }
+    // past the cache only the end of a file is no whole page
+    const bool ends = found == 0 || (is_direct && found % kPage != 0);
+    if (ends && done + found < needed) {
+      error = path + " ends at byte " + std::to_string(piece.first_page() + done + found) +
+              ", within the weights: it was cut while the engine was using it";
+      return;
+    }
+    done += found;
+    const std::lock_guard<std::mutex> guard(mutex);
+    bytes_read += found;
+    changed.notify_all();  // whoever waits sees that the device answers
+  }
+  if (!is_direct) posix_fadvise(descriptor, piece.first_page(), piece.span(), POSIX_FADV_DONTNEED);
+}
+
+void WeightStream::State::work() {
+  std::unique_lock<std::mutex> lock(mutex);
+  while (!is_over) {
+    Slot* slot = failure.empty() ? free_slot() : nullptr;
+    if (slot == nullptr) {
+      changed.wait(lock);
+      continue;
+    }
+    const int64_t index = slot->wanted;
+    slot->held = -1;
+    slot->is_read = true;
+    lock.unlock();
+    std::string error;
+    const auto begin = Clock::now();
+    read(pieces[index], slot->data.get(), error);
+    const double took = seconds_since(begin);
+    lock.lock();
+    reading += took;
+    slot->is_read = false;
+    if (error.empty()) {
+      slot->held = index;
+    } else {
+      failure = error;
+    }
+    changed.notify_all();
+  }
+}
+
+WeightStream::WeightStream(const std::string& path, std::vector<int64_t> offsets,
+                           std::vector<int64_t> sizes, bool direct)
+    : state_(std::make_shared<State>()) {
+  State& state = *state_;
+  TORCH_CHECK(!offsets.empty() && offsets.size() == sizes.size(), "an offset and a size of each");
+  state.path = path;
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    TORCH_CHECK(offsets[i] >= 0 && sizes[i] > 0, "a piece of one byte or more");
+    state.pieces.push_back({offsets[i], sizes[i]});
+  }
+  if (direct) state.descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+  state.is_direct = state.descriptor >= 0;
+  if (!state.is_direct) state.descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  TORCH_CHECK(state.descriptor >= 0, path, ": ", std::strerror(errno));
+  const int64_t count = static_cast<int64_t>(state.pieces.size());
+  for (int64_t i = 0; i < std::min(kSlots, count); ++i) {
+    int64_t bytes = 0;
+    for (int64_t k = i; k < count; k += kSlots) bytes = std::max(bytes, state.pieces[k].span());
+    char* data = static_cast<char*>(std::aligned_alloc(kPage, page_end(bytes)));
+    TORCH_CHECK(data != nullptr, "no memory for a buffer of ", bytes, " bytes");
+    state.slots[i].data = std::shared_ptr<char>(data, [](char* old) { std::free(old); });
+    state.slots[i].wanted = i;
+  }
+  std::thread([state = state_] { state->work(); }).detach();
+}
+
+WeightStream::~WeightStream() {
+  const std::lock_guard<std::mutex> guard(state_->mutex);
+  state_->is_over = true;
+  state_->changed.notify_all();
+}
+
+at::Tensor WeightStream::piece(int64_t index) {
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(state_->pieces.size()), "piece ", index);
+  const Piece& piece = state_->pieces[index];
+  std::shared_ptr<char> data = state_->slot_of(index).data;
+  char* begin = data.get() + piece.lead();
+  return at::from_blob(begin, {piece.size}, [data](void*) {}, at::kByte);
+}
+
+void WeightStream::acquire(int64_t index) {
+  State& state = *state_;
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(state.pieces.size()), "piece ", index);
+  std::unique_lock<std::mutex> lock(state.mutex);
+  Slot& slot = state.slot_of(index);
+  const auto begin = Clock::now();
+  auto heard = begin;
+  int64_t known = state.bytes_read;
+  state.next = index;
+  state.failure.clear();  // of reading ahead: tried once more
+  // after a pass that ended early another piece may be on its way here
+  slot.wanted = index;
+  state.changed.notify_all();
+  while (slot.is_read || slot.held != index) {
+    if (!state.failure.empty()) {
+      std::string text;
+      text.swap(state.failure);
+      TORCH_CHECK(false, text);
+    }
+    state.changed.wait_for(lock, std::chrono::milliseconds(200));
+    if (state.bytes_read != known) {
+      known = state.bytes_read;
+      heard = Clock::now();
+    }
+    TORCH_CHECK(seconds_since(heard) < state.patience || slot.held == index, state.path,
+                ": no byte of the weights was read for ", state.patience,
+                " seconds: the device does not answer");
+  }
+  slot.is_used = true;
+  state.waiting += seconds_since(begin);
+}
+
+void WeightStream::release(int64_t index) {
+  const std::lock_guard<std::mutex> guard(state_->mutex);
+  Slot& slot = state_->slot_of(index);
+  slot.is_used = false;
+  slot.wanted = state_->after(index);
+  state_->next = (index + 1) % static_cast<int64_t>(state_->pieces.size());
+  state_->changed.notify_all();
+}
+
+bool WeightStream::is_direct() const { return state_->is_direct; }
+
+void WeightStream::set_patience(double seconds) {
+  const std::lock_guard<std::mutex> guard(state_->mutex);
+  state_->patience = seconds;
+}
+
+int64_t WeightStream::bytes_read() {
+  const std::lock_guard<std::mutex> guard(state_->mutex);
+  return state_->bytes_read;
+}
+
+std::vector<double> WeightStream::seconds() {
+  const std::lock_guard<std::mutex> guard(state_->mutex);
+  return {state_->reading, state_->waiting};
+}
+
+}  // namespace specc

@@ -1,0 +1,85 @@
+"""An engine with weights in a file, on a disk that stops: run in a process of its own.
+
+    LD_PRELOAD=shim.so BROKEN_DISK=FILE python broken_disk.py ENGINE BUDGET
+
+The shim (`SHIM`) lets reads past the page cache fail where FILE holds an `e`, and never return
+where it holds an `h`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+static char state(void) {
+  char found = 0;
+  int file = open(getenv("BROKEN_DISK"), O_RDONLY);
+  if (file < 0) return 0;
+  if (read(file, &found, 1) != 1) found = 0;
+  close(file);
+  return found;
+}
+
+ssize_t pread(int file, void *data, size_t count, off_t offset) {
+  static ssize_t (*real)(int, void *, size_t, off_t);
+  if (!real) real = dlsym(RTLD_NEXT, "pread");
+  if (fcntl(file, F_GETFL) & O_DIRECT) {
+    char found = state();
+    if (found == 'e') { errno = EIO; return -1; }
+    if (found == 'h') for (;;) pause();
+  }
+  return real(file, data, count, offset);
+}
+
+ssize_t pread64(int file, void *data, size_t count, off_t offset) {
+  return pread(file, data, count, offset);
+}
+"""
+
+
+def main(engine_dir: str, budget: str) -> None:
+    """Print what became of requests before, while and after the disk is broken."""
+    from specc.runtime.engine import Engine
+    from specc.runtime.llm import LLM
+    from specc.sampling.params import SamplingParams
+
+    engine = Engine.load(engine_dir, offload_weights=int(budget))
+    switch = Path(os.environ["BROKEN_DISK"])
+
+    def tokens() -> list[int]:
+        llm = LLM(engine, plan="tree-3-2-1")
+        params = SamplingParams(max_tokens=24, temperature=0)
+        return list(llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids)
+
+    report: dict[str, object] = {"direct": engine.target.stream.is_direct()}  # type: ignore[attr-defined]
+    wanted = tokens()
+    for kind in ("e", "h"):
+        switch.write_text(kind)
+        begin = time.monotonic()
+        try:
+            tokens()
+            report[kind] = "no error"
+        except Exception as error:
+            report[kind] = f"{type(error).__name__}: {error}"
+        report[f"{kind}_s"] = time.monotonic() - begin
+        switch.write_text("")
+        if kind == "e":
+            report["after"] = tokens() == wanted
+    print(json.dumps(report), flush=True)
+    # a read that never returns is no reason to stay
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

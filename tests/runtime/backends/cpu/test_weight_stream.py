@@ -1,0 +1,120 @@
+"""Pieces of a file, read in a circle into two buffers while others are used."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specc.artifact.offload import PAGE, Piece
+from specc.kernels import native
+from specc.runtime.backends.cpu.compiled_segments import open_stream
+
+# offsets that are no pages, sizes from a part of a page to several reads
+SIZES = (5 * PAGE + 12, 100, 9 * 1024 * 1024 + 4, 3 * PAGE, 77 * PAGE + 64)
+START = 2 * PAGE + 520
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    native.load(native.build())
+
+
+def make(path: Path, sizes: tuple[int, ...]) -> tuple[np.ndarray, list[Piece]]:
+    generator = np.random.default_rng(3)
+    data = generator.integers(0, 256, START + sum(sizes), dtype=np.uint8)
+    path.write_bytes(data.tobytes())
+    pieces, offset = [], START
+    for number, size in enumerate(sizes):
+        pieces.append(Piece(number, offset, size, ()))
+        offset += size
+    return data, pieces
+
+
+def use(stream: Any, data: np.ndarray, piece: Piece) -> None:
+    stream.acquire(piece.segment)
+    wanted = torch.from_numpy(data[piece.offset : piece.offset + piece.size])
+    # long enough for the thread to read whatever it may
+    time.sleep(0.005)
+    assert torch.equal(stream.piece(piece.segment), wanted), piece
+    stream.release(piece.segment)
+
+
+def use_all(stream: Any, data: np.ndarray, pieces: list[Piece]) -> None:
+    for piece in pieces:
+        use(stream, data, piece)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("direct", [True, False])
+def test_each_piece_is_there_whenever_it_is_used(tmp_path: Path, count: int, direct: bool) -> None:
+    data, pieces = make(tmp_path / "weights", SIZES[:count])
+    stream = open_stream(tmp_path / "weights", pieces, direct)
+    addresses = [stream.piece(piece.segment).data_ptr() for piece in pieces]
+    for _ in range(4):
+        for piece in pieces:
+            use(stream, data, piece)
+    assert addresses == [stream.piece(piece.segment).data_ptr() for piece in pieces]
+    # what has a buffer of its own is read once; else each pass reads all, and two pieces ahead
+    whole = sum(piece.span for piece in pieces)
+    if count <= 2:
+        assert stream.bytes_read() <= whole
+    else:
+        assert 3 * whole < stream.bytes_read() <= 5 * whole
+    assert stream.is_direct() or not direct or not _takes_direct(tmp_path)
+
+
+def _takes_direct(directory: Path) -> bool:
+    try:
+        os.close(os.open(directory / "weights", os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_pass_that_ended_early_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The next one begins with the first piece, whatever was read ahead."""
+    data, pieces = make(tmp_path / "weights", SIZES)
+    stream = open_stream(tmp_path / "weights", pieces)
+    for last in range(len(pieces)):
+        for piece in pieces[: last + 1]:
+            use(stream, data, piece)
+    for piece in pieces:
+        use(stream, data, piece)
+
+
+def test_a_file_that_is_cut_is_named_and_read_again_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    data, pieces = make(path, SIZES)
+    stream = open_stream(path, pieces)
+    for piece in pieces:
+        use(stream, data, piece)
+    os.truncate(path, pieces[2].offset + 5 * PAGE)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"weights ends at byte .* it was cut while"):
+        use_all(stream, data, pieces * 2)
+    assert time.monotonic() - begin < 5
+    with open(path, "r+b") as file:
+        file.write(data.tobytes())
+    for piece in pieces:
+        use(stream, data, piece)
+
+
+def test_reading_goes_on_while_a_piece_is_used(tmp_path: Path) -> None:
+    """The next piece is there without a wait, if the one before is used for long enough."""
+    data, pieces = make(tmp_path / "weights", (SIZES[2],) * 4)
+    stream = open_stream(tmp_path / "weights", pieces)
+    for piece in pieces:
+        use(stream, data, piece)
+    _, before = stream.seconds()
+    for piece in pieces * 2:
+        stream.acquire(piece.segment)
+        time.sleep(0.1)
+        stream.release(piece.segment)
+    reading, waited = stream.seconds()
+    assert waited - before < 0.05, (reading, waited - before)

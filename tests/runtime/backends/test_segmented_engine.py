@@ -1,0 +1,222 @@
+"""Engines whose target is segments: the same tokens, whatever stays in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specc.artifact.manifest import Manifest
+from specc.config import CompileConfig
+from specc.errors import ConfigError, EngineError
+from specc.runtime.engine import Engine
+from specc.runtime.engine_args import EngineArgs
+from specc.runtime.llm import LLM
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import SpecPlan
+from specc.system.json_file import read_json
+from tests import models
+from tests.engines import build
+from tests.runtime.backends import broken_disk
+
+PROMPTS = models.prompts()[1:4]
+PLAN = SpecPlan.from_widths((3, 2, 1))
+# of the six layers of the tiny target two buffers and two layers fit
+BUDGET = 500_000
+
+
+def make(root: Path, backend: str, **options: object) -> Path:
+    """An engine of segments, and in `whole` the same without."""
+    checkpoints = [root / "target", root / "draft"]
+    models.save_tiny("qwen3", checkpoints[0], num_hidden_layers=6)
+    models.save_tiny("qwen3", checkpoints[1], noise=models.DRAFT_NOISE["qwen3"])
+    config = CompileConfig(
+        plans=(PLAN,),
+        max_seq_len=models.MAX_SEQ_LEN,
+        max_batch_size=4,
+        backend=backend,
+        probe=False,
+        segments=True,
+        **options,  # type: ignore[arg-type]
+    )
+    return build(checkpoints[0], checkpoints[1], root / "engine", config)
+
+
+def tokens(engine: Engine, plan: str, **params: object) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=32, **{"temperature": 0, **params})  # type: ignore[arg-type]
+    return [
+        list(out.outputs[0].token_ids) for out in LLM(engine, plan=plan).generate(PROMPTS, sampling)
+    ]
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("eager"), "eager")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("cpu"), "cpu")
+
+
+def whole_of(path: Path, root: Path) -> Path:
+    """The same engine, whose manifest knows of no segments: eager then runs the whole graph."""
+    import shutil
+
+    copy = root / "whole"
+    shutil.copytree(path, copy)
+    data = json.loads((copy / "manifest.json").read_text())
+    del data["segments"]
+    (copy / "manifest.json").write_text(json.dumps(data))
+    return copy
+
+
+def test_an_eager_engine_runs_its_segments(eager: Path, tmp_path: Path) -> None:
+    whole = Engine.load(whole_of(eager, tmp_path))
+    engine = Engine.load(eager)
+    assert type(engine.target).__name__ == "SegmentedProgram"
+    assert type(whole.target).__name__ == "ModelProgram"
+    for plan in ("off", PLAN.name):
+        assert tokens(engine, plan) == tokens(whole, plan)
+    sampled = {"temperature": 1.0, "seed": 3}
+    assert tokens(engine, PLAN.name, **sampled) == tokens(whole, PLAN.name, **sampled)
+
+
+def test_the_manifest_counts_segments_and_kinds(eager: Path) -> None:
+    manifest = Manifest.from_json(read_json(eager / "manifest.json", EngineError, "", ""))
+    assert manifest.segments is not None
+    assert (manifest.segments.num_segments, manifest.segments.num_kinds) == (8, 3)
+    assert "target/segments.json" in manifest.required_files
+
+
+def test_only_the_backend_cpu_reads_weights_from_files(eager: Path) -> None:
+    with pytest.raises(ConfigError, match="--offload-weights with backend eager"):
+        Engine.load(eager, offload_weights=BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [("700M", 700 << 20), ("1.5GiB", 3 << 29), ("4 GB", 4 << 30), ("auto", "auto"), (77, 77)],
+)
+def test_budgets_are_read_as_people_write_them(given: str | int, parsed: str | int) -> None:
+    assert EngineArgs("engine", offload_weights=given).offload_weights == parsed
+
+
+@pytest.mark.parametrize("given", ["much", "-3M", "0", "4X", 0, -1, True])
+def test_other_budgets_are_refused(given: str | int) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--offload-weights {given}")):
+        EngineArgs("engine", offload_weights=given)
+
+
+@pytest.mark.slow
+def test_offloaded_weights_give_the_same_tokens(compiled: Path) -> None:
+    """Greedy and sampled, off and with trees, with all, some and none of the layers in memory."""
+    wanted = Engine.load(compiled, backend="eager")
+    plans = ("off", PLAN.name)
+    sampled = {"temperature": 1.0, "seed": 3}
+    kept = []
+    for budget in (None, "auto", BUDGET, 300_000):
+        engine = Engine.load(compiled, offload_weights=budget)
+        for plan in plans:
+            assert tokens(engine, plan) == tokens(wanted, plan), budget
+            assert tokens(engine, plan, **sampled) == tokens(wanted, plan, **sampled), budget
+        offload = engine.target.offload  # type: ignore[attr-defined]
+        if offload is not None:
+            kept.append((len(offload.kept), len(offload.streamed)))
+    assert kept[0] == (7, 0)
+    assert kept[-1] == (0, 7)
+    assert 0 < kept[1][0] < 7
+
+
+@pytest.mark.slow
+def test_a_pass_reads_what_stays_in_the_file_once(compiled: Path) -> None:
+    engine = Engine.load(compiled, offload_weights=300_000)
+    target = engine.target
+    tokens(engine, "off")
+    steps, before = 50, target.stream.bytes_read()  # type: ignore[attr-defined]
+    inputs = _pass(engine)
+    for _ in range(steps):
+        target(*inputs)
+    read = (target.stream.bytes_read() - before) / steps  # type: ignore[attr-defined]
+    offload = target.offload  # type: ignore[attr-defined]
+    assert read == pytest.approx(offload.bytes_per_pass, rel=0.02)
+    assert offload.memory_bytes <= 300_000
+
+
+def _pass(engine: Engine) -> tuple:
+    import torch
+
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    one = torch.zeros(1, dtype=torch.int32)
+    start = torch.tensor([0, 1], dtype=torch.int32)
+    words = torch.ones(1, 1, dtype=torch.int64)
+    return (one.long(), one.long(), start, one, one, words, table, one.long())
+
+
+@pytest.mark.slow
+def test_a_budget_below_two_buffers_is_refused(compiled: Path) -> None:
+    with pytest.raises(ConfigError, match=r"at least 2\d\d\.\d KiB: two buffers for segments"):
+        Engine.load(compiled, offload_weights=100_000)
+
+
+@pytest.mark.slow
+def test_a_file_that_is_cut_ends_open_requests_and_nothing_else(compiled: Path) -> None:
+    """Named, and when the file is whole again the next request runs."""
+    engine = Engine.load(compiled, offload_weights=300_000)
+    wanted = tokens(engine, PLAN.name)
+    file = compiled / "target" / "weights.safetensors"
+    data = file.read_bytes()
+    piece = engine.target.offload.streamed[3]  # type: ignore[attr-defined]
+    os.truncate(file, piece.offset)
+    try:
+        with pytest.raises(EngineError, match=r"weights\.safetensors was cut|ends at byte"):
+            tokens(engine, PLAN.name)
+    finally:
+        with open(file, "r+b") as opened:
+            opened.write(data)
+    assert tokens(engine, PLAN.name) == wanted
+
+
+@pytest.mark.slow
+def test_a_disk_that_fails_or_stops_is_named_within_ten_seconds(
+    compiled: Path, tmp_path: Path
+) -> None:
+    """An error of a read, and one that never returns; after the first the engine goes on."""
+    source, shim = tmp_path / "shim.c", tmp_path / "shim.so"
+    source.write_text(broken_disk.SHIM)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+    script = [sys.executable, "-P", broken_disk.__file__, str(compiled), "300000"]
+    switch = tmp_path / "switch"
+    extra = {"LD_PRELOAD": str(shim), "BROKEN_DISK": str(switch)}
+    done = subprocess.run(
+        script, env=os.environ | extra, stdout=subprocess.PIPE, text=True, check=True, timeout=120
+    )
+    report = json.loads(done.stdout.splitlines()[-1])
+    if not report["direct"]:
+        pytest.skip("the file system of temporary files takes no O_DIRECT")
+    assert "Error" in report["e"]
+    assert re.search(r"weights.safetensors cannot be read at byte \d+: Input/output", report["e"])
+    assert report["after"]
+    assert re.search(r"no byte of the weights was read for 8 seconds", report["h"])
+    assert report["e_s"] < 5
+    assert report["h_s"] < 10
+
+
+@pytest.mark.slow
+def test_ranks_read_their_own_parts(tmp_path: Path) -> None:
+    """Two ranks, each with some of its layers in memory: the tokens of both with all of them."""
+    engine_dir = make(tmp_path, "cpu", tensor_parallel_size=2)
+    found = []
+    for budget in (None, 200_000):
+        engine = Engine.load(engine_dir, offload_weights=budget, oversubscribes=True)
+        try:
+            found.append([tokens(engine, plan) for plan in ("off", PLAN.name)])
+        finally:
+            engine.close()
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][1]
