@@ -149,8 +149,8 @@ class ModelSource:
             shape = cuts[weight.key].shape if weight.key in cuts else weight.shape
             # what is quantized is not rounded to the engine's type before that
             dtype = weight.dtype if weight.quantized is None else torch.float32
-            layout = {"in_blocks": weight.in_blocks, "quantized": weight.quantized}
-            specs.append(WeightSpec(weight.key, dtype, shape, sources, **layout))
+            layout = weight.in_blocks, weight.quantized
+            specs.append(WeightSpec(weight.key, dtype, shape, sources, None, *layout))
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
         if checkpoint is not None:
