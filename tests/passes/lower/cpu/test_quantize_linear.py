@@ -85,8 +85,8 @@ def test_parameters_are_counted_once() -> None:
 def test_an_embedding_keeps_the_weight_that_the_head_is_tied_to() -> None:
     program, _ = compiled("gemma3-tied")
     found = layouts(program)
-    assert found["model.embed_tokens.weight"] == "rows"
-    assert found["model.embed_tokens.weight:int8"] == "blocks-int8"
+    assert found["lm_head.weight"] == "rows"
+    assert found["lm_head.weight:int8"] == "blocks-int8"
     (embedding,) = program.calls(aten.embedding.default)
     assert program.weights[embedding.args[0].target].quantized is None
 
