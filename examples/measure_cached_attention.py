@@ -14,6 +14,10 @@ in pages of 4 KB, as slabs were allocated then. torch's SDPA gets
 contiguous K and V of each head without paging, and either repeats rows (enable_gqa) or has the
 query rows that share a KV head packed into one matrix. OpenVINO, where it can be imported, gets the
 latter through its operator ScaledDotProductAttention.
+
+`int8` and `int8-bf16` are caches of int8, a scale in each row, under queries in float32 and bf16.
+Neither torch nor OpenVINO takes such rows here: compare milliseconds of a call with theirs over
+rows of the queries' type.
 """
 
 from __future__ import annotations
@@ -36,12 +40,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from specc.artifact.kv_rows import AUTO, INT8, stored_row
 from specc.kernels import native
+from specc.kernels.reference.kv_rows import read_rows, store_rows
 from specc.runtime.scheduling.kv_cache import zeroed_slab
 
 BLOCK_SIZE = 16
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+# of queries; those that begin with int8 have other rows
+DTYPES = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32,
+    "int8-bf16": torch.bfloat16,
+}  # fmt: skip
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "int8": 2e-4, "int8-bf16": 2e-2}
+# of kernel sources; those of earlier commits lack the last
+SOURCES = ("tree_attention.cpp", "bandwidth.cpp", "tree_attention_int8.cpp", "kv_rows.cpp")
 ATTENTION = "_ZN5specc14tree_attentionERKNS_13TreeAttentionEi"
 SUM = "_ZN5specc10sum_floatsEPKfli"
 
@@ -50,7 +62,7 @@ class TreeAttention(ctypes.Structure):
     """The struct of that name in kernels/cpu/kernels.h."""
 
     _fields_ = (
-        [("dtype", ctypes.c_int32)]
+        [("dtype", ctypes.c_int32), ("holds_int8", ctypes.c_bool)]
         + [
             (name, ctypes.c_int64)
             for name in (
@@ -86,7 +98,7 @@ class Kernels:
 
     def __init__(self, sources: Path, scratch: Path) -> None:
         library = scratch / f"attention-{len(list(scratch.iterdir()))}.so"
-        files = [str(sources / name) for name in ("tree_attention.cpp", "bandwidth.cpp")]
+        files = [str(sources / name) for name in SOURCES if (sources / name).exists()]
         flags = [flag for flag in native._FLAGS if flag != "-fvisibility=hidden"]
         root = Path(torch.__file__).parent
         command = [native.find_compiler(), *flags, "-shared", *files, "-o", str(library)]
@@ -115,7 +127,25 @@ class Case:
     def layer_bytes(self) -> int:
         """Of the rows of K and V that one call reads."""
         rows = self.length + self.num_tokens
-        return 2 * rows * self.kv_heads * self.dim * DTYPES[self.dtype].itemsize
+        return 2 * rows * self.kv_heads * self.columns * self.stored.itemsize
+
+    @property
+    def holds_int8(self) -> bool:
+        return self.dtype.startswith(INT8)
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row in the cache."""
+        return self._row[0]
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Of a row in the cache."""
+        return self._row[1]
+
+    @property
+    def _row(self) -> tuple[int, torch.dtype]:
+        return stored_row(self.dim, DTYPES[self.dtype], INT8 if self.holds_int8 else AUTO)
 
 
 class Problem:
@@ -126,9 +156,9 @@ class Problem:
         count, size = case.num_tokens, case.length + case.num_tokens
         self.layers = case.layers or max(2, -(-cold_bytes // case.layer_bytes))
         blocks = -(-size // BLOCK_SIZE)
-        shape = (self.layers, 2, blocks, BLOCK_SIZE, case.kv_heads, case.dim)
-        self.slab = zeroed_slab(shape, dtype)
-        self.slab[:] = torch.randn(shape[2:]).to(dtype)
+        shape = (self.layers, 2, blocks, BLOCK_SIZE, case.kv_heads)
+        self.slab = zeroed_slab((*shape, case.columns), case.stored)
+        self.slab[:] = store_rows(torch.randn(*shape[2:], case.dim), case.stored)
         self.plain = self.slab.clone() if keep_plain else self.slab
         self.table = torch.randperm(blocks).int()
         self.q = torch.randn(count, case.heads, case.dim).to(dtype)
@@ -151,12 +181,14 @@ class Problem:
 
     def _arguments(self, layer: Tensor) -> TreeAttention:
         case, count = self.case, self.case.num_tokens
-        strides = (BLOCK_SIZE * case.kv_heads * case.dim, case.kv_heads * case.dim, case.dim)
+        row = case.kv_heads * case.columns
+        strides = (BLOCK_SIZE * row, row, case.columns)
         k_cache, v_cache = (part.data_ptr() for part in layer)
         k, v = (part.data_ptr() for part in self.kv)
         token = case.kv_heads * case.dim
         return TreeAttention(
-            int(case.dtype == "bf16"), case.heads, case.kv_heads, count, case.dim, case.dim, 1,
+            int(DTYPES[case.dtype] == torch.bfloat16), case.holds_int8,
+            case.heads, case.kv_heads, count, case.dim, case.dim, 1,
             self.q.data_ptr(), case.dim, case.heads * case.dim,
             k, case.dim, token, v, case.dim, token,
             k_cache, *strides, v_cache, *strides,
@@ -236,7 +268,7 @@ class Problem:
     def check(self, call: Callable[[int], None]) -> None:
         """A claim of speed needs equal numbers."""
         call(0)
-        rows = self.slab[0][:, self.table.long()].flatten(1, 2).float()
+        rows = read_rows(self.slab[0][:, self.table.long()].flatten(1, 2))
         k, v = (part[: self.case.length + self.case.num_tokens].transpose(0, 1) for part in rows)
         mask = torch.full((self.case.num_tokens, k.shape[1]), float("-inf"))
         expected = sdpa(
@@ -255,7 +287,7 @@ def measure(
     read: Callable[[], float],
     seconds: float,
 ) -> dict[str, dict[str, float]]:
-    """Of each call: GB/s of K and V, and that over what can be read, medians of the rounds.
+    """Of each call, medians of the rounds: GB/s of rows, that over what is read, ms a layer.
 
     Args:
         calls: by name; each computes one layer.
@@ -264,6 +296,7 @@ def measure(
         seconds: that all rounds take, at least three.
     """
     rates: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     machine, layers = [], problem.layers
     for call in calls.values():
         call(0)
@@ -275,12 +308,14 @@ def measure(
             for layer in range(layers):
                 call(layer)
             taken = time.perf_counter() - start
+            times[name].append(1000 * taken / layers)
             rates[name].append(problem.case.layer_bytes * layers / taken / 1e9)
     result = {"read": {"GB/s": round(statistics.median(machine), 2)}}
     for name, values in rates.items():
         ratios = [rate / most for rate, most in zip(values, machine, strict=True)]
         result[name] = {
             "GB/s": round(statistics.median(values), 2),
+            "ms": round(statistics.median(times[name]), 4),
             "of read": round(statistics.median(ratios), 3),
         }
     return result
@@ -303,7 +338,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--before", type=Path, help="kernels/cpu of another commit")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=DTYPES)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[8, 4, 2, 1])
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128])
@@ -319,6 +354,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         kernels = {"specc": Kernels(native.SOURCE_DIR, Path(scratch))}
         if arguments.before:
+            if any(name.startswith(INT8) for name in arguments.dtypes):
+                parser.error("--before: earlier kernels have no rows of int8")
             kernels["before"] = Kernels(arguments.before, Path(scratch))
         print("GB/s of K and V, and that over what the machine reads")
         for threads in arguments.threads:
@@ -339,12 +376,12 @@ def main() -> None:
                 }
                 for call in calls.values():
                     problem.check(call)
-                if not arguments.no_torch:
+                if not arguments.no_torch and not case.holds_int8:
                     calls |= problem.torch_calls()
                     calls |= problem.openvino_calls(threads)
                 found = measure(calls, problem, read, arguments.seconds)
                 cells = [
-                    f"{name} {x['GB/s']:5.1f} {x.get('of read', 1):5.2f}"
+                    f"{name} {x['GB/s']:5.1f} {x.get('of read', 1):5.2f} {x.get('ms', 0):7.3f} ms"
                     for name, x in found.items()
                 ]
                 shape = f"H {case.heads}/{case.kv_heads} D {case.dim} L {case.length}"

@@ -33,12 +33,14 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specc.artifact.kv_rows import AUTO, KV_CACHE_DTYPES
 from specc.bench.dice import SyntheticAcceptance
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.cost.dice import StepEnds
 from specc.cost.latency_table import LatencyTable, StepShape
 from specc.draw.svg import check_picture, svg_plot
+from specc.kernels.reference.kv_rows import store_rows
 from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of, sampling_rows
@@ -63,6 +65,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--acceptance", type=float, default=0.9)
     parser.add_argument("--heads", type=int, default=8, help="query heads, of 2 KV heads")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kv-cache-dtype", default=AUTO, choices=KV_CACHE_DTYPES)
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a plan in a round")
@@ -95,6 +98,7 @@ def make_engine(options: argparse.Namespace, plans: Sequence[SpecPlan], director
             max_batch_size=max(options.batches),
             max_seq_len=longest,
             backend=options.backend,
+            kv_cache_dtype=options.kv_cache_dtype,
             probe=False,
         ),
     )
@@ -103,7 +107,8 @@ def make_engine(options: argparse.Namespace, plans: Sequence[SpecPlan], director
     slabs = [slab.unflatten(2, (shape.max_num_seqs, -1)) for slab in engine.cache.slabs["target"]]
     for slab in slabs:
         for layer in slab:
-            layer[:, 0].normal_()
+            wide = torch.randn(*layer[:, 0].shape[:-1], _DIM)
+            layer[:, 0] = store_rows(wide, layer.dtype)
             layer[:, 1:] = layer[:, :1]
     return engine
 
@@ -258,6 +263,7 @@ def main() -> None:
         "acceptance": options.acceptance,
         "shape": {"layers": _LAYERS, "heads": options.heads, "kv_heads": _KV_HEADS, "dim": _DIM},
         "dtype": options.dtype,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "backend": options.backend,
         "rounds": options.rounds,
         "steps": options.steps,

@@ -56,7 +56,8 @@ _EXACT_FLAGS = (
     "-ffp-contract=off",
 )
 _EXACT_SOURCES = (
-    "accept.cpp", "column_winners.cpp", "draft_children.cpp", "filters.cpp", "linear_q.cpp",
+    "accept.cpp", "column_winners.cpp", "draft_children.cpp", "filters.cpp", "kv_rows.cpp",
+    "linear_q.cpp",
     "node_winners.cpp", "noise.cpp", "penalties.cpp", "ranks_math.cpp",
 )  # fmt: skip
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc

@@ -50,6 +50,11 @@ def attention_is_a_tree(program: Program) -> bool:
     return count > 0 and count == len(program.layers) and len(program.caches) == 2 * count
 
 
+def caches_are_int8(program: Program) -> bool:
+    """Every cache holds rows of int8."""
+    return all(program.placeholder(x).meta["val"].dtype == torch.int8 for x in program.caches)
+
+
 def attention_is_cached(program: Program) -> bool:
     """Every layer attends through an operator of specc with caches of its own."""
     calls = program.calls(ops.tree_attention, ops.masked_attention)

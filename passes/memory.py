@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from specc.artifact.backends import NATIVE, SPLIT, WHOLE
+from specc.artifact.kv_rows import AUTO, INT8, row_bytes
 from specc.kernels import ops
 from specc.passes.program import Program, bind_args, is_view
 
@@ -74,19 +75,21 @@ def plan_memory(
 
     Args:
         program: after its last phase.
-        dtype: of weights and caches.
+        dtype: of weights, and of caches unless they hold int8.
         cache_rows: cache rows of all sequences.
         shapes: the largest passes: prefill and step. The workspace is the largest of theirs.
         num_kept: rows of logits that several passes leave alive, where one makes fewer.
         attention: see `specc.artifact.backends.BackendFacts`.
     """
-    row = sum(2 * layer.num_kv_heads * layer.head_dim for layer in program.layers)
+    rows = (program.placeholder(name).meta["val"].dtype for name in program.caches)
+    kind = INT8 if torch.int8 in rows else AUTO
+    row = sum(2 * x.num_kv_heads * row_bytes(x.head_dim, dtype, kind) for x in program.layers)
     constants = sum(value.nbytes for value in program.constants.values())
-    rows = max(num_kept, *(shape.num_rows for shape in shapes))
+    num_rows = max(num_kept, *(shape.num_rows for shape in shapes))
     return ModelMemory(
         weights=_stored_bytes(program, dtype) + constants,
-        cache=row * cache_rows * dtype.itemsize,
-        logits=rows * logit_row_bytes(program),
+        cache=row * cache_rows,
+        logits=num_rows * logit_row_bytes(program),
         workspace=max(peak_bytes(program, shape, attention) for shape in shapes),
     )
 

@@ -55,6 +55,7 @@ def compile(
     draft_kv: str | Sequence[str] = (),
     quantize: str | None = None,
     quantize_group: int | None = None,
+    kv_cache_dtype: str = "auto",
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
     """Compile a target and a draft into an engine directory.
@@ -103,6 +104,8 @@ def compile(
         quantize: `int8` or `int4`: bits of the weights of projections, of all models; None keeps
             them in `dtype`.
         quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
+        kv_cache_dtype: `auto`, rows of K and V in the type of the model, or `int8`, with a scale
+            for each token and KV head; of the backends cpu and eager.
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.
@@ -129,6 +132,7 @@ def compile(
         tensor_parallel_size=tensor_parallel_size,
         draft_tensor_parallel_size=draft_tensor_parallel_size,
         draft_ranks=draft_ranks,
+        kv_cache_dtype=kv_cache_dtype,
         draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
         quantize=quantize,
         quantize_group=quantize_group,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from specc.artifact.kv_rows import AUTO as AS_MODEL
+from specc.artifact.kv_rows import KV_CACHE_DTYPES
 from specc.errors import ConfigError
 from specc.speculation.kv_window import FULL, KVWindow
 from specc.speculation.plans import SpecPlan
@@ -31,7 +33,8 @@ _QUANTIZE_GROUPS = (32, 64, 128)
 # say which they take
 BACKEND_OPTIONS = {
     "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
-    "draft_tensor_parallel_size": 1, "draft_ranks": 1, "segments": False, "quantize": None,
+    "draft_tensor_parallel_size": 1, "draft_ranks": 1, "segments": False,
+    "kv_cache_dtype": AS_MODEL, "quantize": None,
 }  # fmt: skip
 
 
@@ -75,6 +78,8 @@ class CompileConfig:
         quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
         segments: compile the target as segments, one program for each kind of layer; such engines
             can run with weights in files, see `--offload-weights`.
+        kv_cache_dtype: how caches hold K and V of all models: `auto`, in the type of the model, or
+            `int8`, with a scale for each token and KV head.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -103,11 +108,19 @@ class CompileConfig:
     quantize: str | None = None
     quantize_group: int | None = None
     segments: bool = False
+    kv_cache_dtype: str = AS_MODEL
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
         drafts = tuple(parse_dtype(dtype, "--draft-dtype") for dtype in self.draft_dtypes)
         object.__setattr__(self, "draft_dtypes", drafts)
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"--kv-cache-dtype {self.kv_cache_dtype}",
+                " or ".join(KV_CACHE_DTYPES),
+                f"pass --kv-cache-dtype {KV_CACHE_DTYPES[-1]}, or leave it out: rows are then in"
+                " the type of the model",
+            )
         for text in self.draft_kv:
             KVWindow.parse(text)
         for name, low, high in _RANGES:

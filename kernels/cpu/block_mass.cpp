@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "kv_rows.h"
 #include "refusal.h"
 #include "vec.h"
 
@@ -58,8 +59,8 @@ bool is_visible(const TreeAttention& a, int64_t length, int64_t token, int64_t c
   return word >> (node % 64) & 1;
 }
 
-// Votes of all heads of a group, into sums [blocks].
-template <class T>
+// Votes of all heads of a group, into sums [blocks]; T of queries, S of rows in the cache.
+template <class T, class S>
 class Unit {
  public:
   Unit(const BlockMass& a, const Sequence& sequence, int64_t head, float* sums)
@@ -98,10 +99,10 @@ class Unit {
     const float scale = a_.scale * 1.44269504088896f;  // log2(e)
     std::fill(scores_.begin(), scores_.end(), kNothing);
     for (int64_t i = 0; i < sequence_.length; ++i) {
-      const T* key = static_cast<const T*>(a_.k_cache) +
+      const S* key = static_cast<const S*>(a_.k_cache) +
                      table[i / a_.block_size] * a_.k_block_stride +
                      i % a_.block_size * a_.k_row_stride + head_ * a_.k_cache_head_stride;
-      for (int64_t d = 0; d < a_.head_dim; ++d) key_[d] = to_float(key[d]);
+      read_row(key, a_.head_dim, key_.data());
       for (int64_t r = 0; r < count; ++r) {
         if (!is_visible(a_, committed, voter(first + r), i)) continue;
         const float* q = queries_.data() + r * a_.head_dim;
@@ -139,14 +140,14 @@ class Unit {
   std::vector<float> queries_, key_, scores_;
 };
 
-template <class T>
+template <class T, class S = T>
 void run(const BlockMass& a, const std::vector<Sequence>& sequences, int num_threads) {
   const int64_t heads = a.pass.num_kv_heads;
   const int64_t units = heads * static_cast<int64_t>(sequences.size());
   std::vector<float> sums(units * a.columns);
 #pragma omp parallel for schedule(dynamic) num_threads(std::max(num_threads, 1))
   for (int64_t i = 0; i < units; ++i)
-    Unit<T>(a, sequences[i / heads], i % heads, sums.data() + i * a.columns).run();
+    Unit<T, S>(a, sequences[i / heads], i % heads, sums.data() + i * a.columns).run();
   for (int64_t i = 0; i < units; ++i) {
     float* mass = a.mass + sequences[i / heads].index * a.row_stride;
     for (int64_t c = 0; c < a.columns; ++c) mass[c] += sums[i * a.columns + c];
@@ -161,7 +162,11 @@ void block_mass(const BlockMass& a, int num_threads) {
   if (!is_any) return;
   check_bounds(a.pass);
   const std::vector<Sequence> sequences = find_sequences(a);
-  if (a.pass.dtype == DType::kFloat32)
+  if (a.pass.dtype == DType::kFloat32 && a.pass.holds_int8)
+    run<float, int8_t>(a, sequences, num_threads);
+  else if (a.pass.holds_int8)
+    run<BFloat16, int8_t>(a, sequences, num_threads);
+  else if (a.pass.dtype == DType::kFloat32)
     run<float>(a, sequences, num_threads);
   else
     run<BFloat16>(a, sequences, num_threads);

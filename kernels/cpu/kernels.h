@@ -12,7 +12,8 @@ enum class DType : int32_t { kFloat32, kBFloat16 };
 
 // specc::tree_attention; semantics: kernels/reference/core.py, tree_attention_reference.
 struct TreeAttention {
-  DType dtype;               // of q, k, v, out and of both caches
+  DType dtype;               // of q, k, v, out and of both caches, unless those hold int8
+  bool holds_int8;           // rows of the caches are as kv_rows.h has them
   int64_t num_heads;         // H
   int64_t num_kv_heads;      // HK, divides H
   int64_t num_tokens;        // Nt
@@ -25,9 +26,9 @@ struct TreeAttention {
   int64_t k_head_stride, k_token_stride;
   const void* v;             // [HK, Nt, DV]
   int64_t v_head_stride, v_token_stride;
-  void* k_cache;             // [blocks, block_size, HK, D]
+  void* k_cache;             // [blocks, block_size, HK, D], of int8 D + 4
   int64_t k_block_stride, k_row_stride, k_cache_head_stride;
-  void* v_cache;             // [blocks, block_size, HK, DV]
+  void* v_cache;             // [blocks, block_size, HK, DV], of int8 DV + 4
   int64_t v_block_stride, v_row_stride, v_cache_head_stride;
   int64_t num_blocks, block_size;
   const int32_t* q_start;    // [B + 1]

@@ -10,6 +10,7 @@
 
 #include "bus_errors.h"
 #include "kernels.h"
+#include "kv_rows.h"
 #include "shims.h"
 #include "tensors.h"
 #include "threads.h"
@@ -18,6 +19,13 @@ using torch::stable::Tensor;
 using namespace specc::tensors;
 
 namespace {
+
+// Columns of a head in a cache; -1 where it holds int8 and they are too many for it.
+int64_t columns_of(const View& cache) {
+  if (cache.dtype != aoti_torch_dtype_int8()) return cache.sizes[3];
+  const int64_t columns = cache.sizes[3] - specc::kScaleBytes;
+  return columns <= specc::kMostInt8Columns ? columns : -1;
+}
 
 // What says which tokens of a pass are whose, and where they stand.
 void set_tokens(specc::TreeAttention& a, const View& q_start, const View& position,
@@ -63,22 +71,24 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
       slot(slot_handle), cache_len(cache_len_handle), block_table(block_table_handle);
   check(q.dim == 3 && k.dim == 3 && v.dim == 3, "q, k and v have 3 dimensions");
   check(k_cache.dim == 4 && v_cache.dim == 4, "caches have 4 dimensions");
-  for (const View* x : {&q, &k, &v, &k_cache, &v_cache}) {
+  for (const View* x : {&q, &k, &v, &k_cache, &v_cache})
     check(x->is_dense_row(), "the last dimension of q, k, v and the caches is contiguous");
-    check(x->dtype == q.dtype, "q, k, v and the caches have one dtype");
-  }
+  check(k.dtype == q.dtype && v.dtype == q.dtype && k_cache.dtype == v_cache.dtype &&
+            (k_cache.dtype == q.dtype || k_cache.dtype == aoti_torch_dtype_int8()),
+        "q, k, v and the caches have one dtype, or both caches int8");
   const int64_t heads = q.sizes[0], tokens = q.sizes[1], kv_heads = k.sizes[0];
   check(heads > 0 && kv_heads > 0 && heads % kv_heads == 0,
         "the number of KV heads divides that of heads");
   check(q.sizes[2] > 0 && v.sizes[2] > 0, "heads have 1 element or more");
   check(window >= 0 && sink >= 0, "window and sink are 0 or more");
   check(k.sizes[1] == tokens && v.sizes[1] == tokens && v.sizes[0] == kv_heads, "q, k and v agree");
-  check(k.sizes[2] == q.sizes[2] && k_cache.sizes[3] == q.sizes[2] &&
-            v_cache.sizes[3] == v.sizes[2] && k_cache.sizes[2] == kv_heads &&
+  check(k.sizes[2] == q.sizes[2] && columns_of(k_cache) == q.sizes[2] &&
+            columns_of(v_cache) == v.sizes[2] && k_cache.sizes[2] == kv_heads &&
             v_cache.sizes[2] == kv_heads && k_cache.sizes[1] == v_cache.sizes[1],
         "the caches fit k and v");
   specc::TreeAttention a{};
   a.dtype = to_dtype(q);
+  a.holds_int8 = k_cache.dtype != q.dtype;
   a.num_heads = heads;
   a.num_kv_heads = kv_heads;
   a.num_tokens = tokens;
@@ -135,13 +145,15 @@ void block_mass(AtenTensorHandle q_handle, AtenTensorHandle k_cache_handle,
   check(q.dim == 3 && k_cache.dim == 4, "q has 3 dimensions, and the cache 4");
   check(q.is_dense_row() && k_cache.is_dense_row(),
         "the last dimension of q and the cache is contiguous");
-  check(q.dtype == k_cache.dtype, "q and the cache have one dtype");
-  check(q.sizes[2] > 0 && k_cache.sizes[3] == q.sizes[2], "the cache fits q");
+  check(q.dtype == k_cache.dtype || k_cache.dtype == aoti_torch_dtype_int8(),
+        "q and the cache have one dtype, or the cache int8");
+  check(q.sizes[2] > 0 && columns_of(k_cache) == q.sizes[2], "the cache fits q");
   check(q.sizes[0] > 0 && k_cache.sizes[2] > 0 && q.sizes[0] % k_cache.sizes[2] == 0,
         "the number of KV heads divides that of heads");
   specc::BlockMass a{};
   specc::TreeAttention& pass = a.pass;
   pass.dtype = to_dtype(q);
+  pass.holds_int8 = k_cache.dtype != q.dtype;
   pass.num_heads = q.sizes[0];
   pass.num_kv_heads = k_cache.sizes[2];
   pass.num_tokens = q.sizes[1];

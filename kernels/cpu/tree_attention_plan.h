@@ -75,7 +75,7 @@ inline void Plan::build(const TreeAttention& a, int threads) {
   live.clear();
   items.clear();
   cost = max_rows = max_unit_rows = 0;
-  const int64_t item_size = a.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t item_size = a.holds_int8 ? 1 : a.dtype == DType::kFloat32 ? 4 : 2;
   const int64_t head_bytes = kTile * (a.head_dim + a.value_dim) * item_size;
   const int64_t group = a.num_heads / a.num_kv_heads;
   const int64_t tokens_per_item = std::max<int64_t>(1, kMaxRows / group);

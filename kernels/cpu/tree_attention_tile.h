@@ -229,4 +229,126 @@ void add_values(const float* weights, int64_t num_rows, const T* const* rows, in
   }
 }
 
+// Sizes of a call that a tile's scratch memory depends on.
+struct TileSizes {
+  int64_t head_dim, value_dim;
+  int64_t max_rows, max_unit_rows;  // query rows of one KV head, and of a unit
+};
+
+inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// The products of a tile whose rows lie in the cache as floats or bfloat16. A worker knows of it
+// that rows are elements `Stored`, and how it orders columns of values.
+template <class S>
+class FloatTile {
+ public:
+  using Stored = S;
+  using Key = KeyOf<S>;
+  static constexpr bool kPairs = std::is_same_v<Key, vec::Pair>;
+  // elements of values that load_values takes at once; other numbers are converted to float
+  static constexpr int kValueUnit = std::is_same_v<S, float> ? vec::kWidth : 2 * vec::kWidth;
+
+  explicit FloatTile(const TileSizes& sizes)
+      : dim_(sizes.head_dim),
+        value_dim_(sizes.value_dim),
+        depth_(kPairs ? (dim_ + 1) / 2 : dim_),
+        width_(width(value_dim_)),
+        convert_(value_dim_ % kValueUnit != 0) {
+    parts_[0] = kPanel * depth_;
+    parts_[1] = round_up(sizes.max_unit_rows * depth_, 16);
+    parts_[2] = convert_ ? kTile * width_ : 0;
+  }
+  // Elements of a cache's row.
+  static int64_t row_size(int64_t dim) { return dim; }
+  // Columns of sums for values of this many.
+  static int64_t width(int64_t value_dim) { return round_up(value_dim, vec::kWidth); }
+  // Floats of scratch memory, which begins at a multiple of 64 bytes.
+  int64_t scratch() const { return parts_[0] + parts_[1] + parts_[2]; }
+  void bind(float* p) {
+    panel_ = reinterpret_cast<Key*>(p);
+    queries_ = reinterpret_cast<Key*>(p + parts_[0]);
+    floats_ = p + parts_[0] + parts_[1];
+  }
+
+  // Take the query rows of a head of a unit, the rows before which are those of `first` others.
+  // In blocks of rows as score_block takes them: queries_[block][d][row].
+  template <class Q>
+  void load_queries(int64_t first, const Q* const* queries, int64_t rows) {
+    const int64_t blocks = num_blocks(rows, kScoreRows);
+    Key* to = queries_ + first * depth_;
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t begin = block_start(rows, blocks, block);
+      const int64_t count = block_start(rows, blocks, block + 1) - begin;
+      for (int64_t i = 0; i < count; ++i) {
+        const Q* q = queries[begin + i];
+        for (int64_t d = 0; d < depth_; ++d) {
+          Key& key = to[d * count + i];
+          if constexpr (kPairs) {
+            const uint32_t high = 2 * d + 1 < dim_ ? q[2 * d + 1].bits : 0;
+            key.bits = q[2 * d].bits | high << 16;
+          } else {
+            key = vec::to_float(q[d]);
+          }
+        }
+      }
+      to += count * depth_;
+    }
+  }
+
+  // scores[r][i] of a head's rows with `count` keys, up to a whole register; all kTile pointers are
+  // rows. ahead(i) asks for what is read in the place of key i after this tile.
+  template <class Ahead>
+  void score(int64_t first_row, int64_t rows, const S* const* keys, int64_t count, float* scores,
+             Ahead ahead) {
+    const int64_t blocks = num_blocks(rows, kScoreRows);
+    const Key* queries = queries_ + first_row * depth_;
+    for (int64_t column = 0; column < count; column += kPanel) {
+      const int64_t columns = std::min<int64_t>(round_up(count - column, vec::kWidth), kPanel);
+      transpose_keys(keys + column, columns, dim_, panel_, [&](int64_t i) { ahead(column + i); });
+      with_constant<kScoreCols>(columns / vec::kWidth, [&](auto cols) {
+        for (int64_t block = 0; block < blocks; ++block) {
+          const int64_t first = block_start(rows, blocks, block);
+          const int64_t height = block_start(rows, blocks, block + 1) - first;
+          with_constant<kScoreRows>(height, [&](auto h) {
+            score_block<decltype(h)::value, decltype(cols)::value>(
+                queries + first * depth_, panel_, kPanel, depth_, scores + first * kTile + column,
+                kTile);
+          });
+        }
+      });
+    }
+  }
+
+  // sums[r] += sum_i weights[r][i] * values[i]; weights after the last key are 0.
+  template <class Ahead>
+  void add(const float* weights, int64_t rows, const S* const* values, int64_t count, float* sums,
+           Ahead ahead) {
+    if (!convert_) {
+      add_values(weights, rows, values, count, sums, width_, ahead);
+      return;
+    }
+    const float* floats[kTile];
+    for (int64_t i = 0; i < count; ++i) {
+      float* row = floats_ + i * width_;
+      for (int64_t j = 0; j < value_dim_; ++j) row[j] = vec::to_float(values[i][j]);
+      for (int64_t j = value_dim_; j < width_; ++j) row[j] = 0;
+      floats[i] = row;
+    }
+    add_values(weights, rows, floats, count, sums, width_, ahead);
+  }
+
+  // Where column d of the values is among the sums: as load_values orders them.
+  int64_t place(int64_t d) const {
+    if (std::is_same_v<S, float> || convert_) return d;
+    return d / kValueUnit * kValueUnit + d % 2 * vec::kWidth + d % kValueUnit / 2;
+  }
+
+ private:
+  const int64_t dim_, value_dim_, depth_, width_;
+  const bool convert_;  // values to float; `floats_` holds a tile of them
+  int64_t parts_[3];
+  Key *panel_, *queries_;
+  float* floats_;
+};
+
 }  // namespace specc::attention

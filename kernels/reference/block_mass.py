@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.reference.core import _cache_rows
+from specc.kernels.reference.kv_rows import read_rows
 from specc.speculation.tree import WORD_BITS
 
 # queries of a sequence that vote, at most
@@ -34,7 +35,7 @@ def block_mass_reference(
 
     Args:
         q: [H, Nt, D] queries.
-        k_cache: [blocks, block_size, HK, D].
+        k_cache: [blocks, block_size, HK, D], or of int8 with D + 4 columns.
         q_start: [B + 1] int32.
         position: [Nt] int64.
         slot: [Nt] int32, -1 is a dead token, which does not vote.
@@ -59,9 +60,8 @@ def block_mass_reference(
         return
     if mass.shape[0] < len(cache_len):
         raise ValueError(f"found {mass.shape[0]} rows of mass, needed {len(cache_len)}")
-    num_kv_heads, head_dim = k_cache.shape[2:]
-    size = k_cache.shape[1]
-    flat = k_cache.view(-1, num_kv_heads, head_dim)
+    size, num_kv_heads = k_cache.shape[1:3]
+    flat = k_cache.view(-1, *k_cache.shape[2:])
     for b, (first, last) in enumerate(itertools.pairwise(q_start.tolist())):
         live = torch.arange(first, last)[(slot[first:last] >= 0).cpu()].tolist()
         if not live or not mass[b, 0] >= 0:
@@ -80,7 +80,7 @@ def block_mass_reference(
             node = (columns - cache_len[b]).clamp(min=0)
             bits = ancestors[voters][:, node // WORD_BITS] >> (node % WORD_BITS)
             allowed = (columns < cache_len[b]) | (bits & 1).bool()
-        keys = flat[_cache_rows(block_table[b], columns, size)].float()
+        keys = read_rows(flat[_cache_rows(block_table[b], columns, size)])
         keys = keys.permute(1, 2, 0).repeat_interleave(q.shape[0] // num_kv_heads, dim=0)
         scores = (q[:, voters].float() @ keys) * scale  # [H, voters, length]
         votes = torch.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.weight_layout import from_blocks
+from specc.kernels.reference.kv_rows import columns_of, read_rows, store_rows
 from specc.speculation.tree import WORD_BITS
 
 # scores of a sequence that exist at one time, of all heads: 256 MiB, and as much of probabilities
@@ -40,8 +41,9 @@ def tree_attention_reference(
         q: [H, Nt, D] queries of the in-flight tokens of all B sequences, flat.
         k: [HK, Nt, D] keys; HK divides H.
         v: [HK, Nt, D] values.
-        k_cache: [blocks, block_size, HK, D], mutated.
-        v_cache: [blocks, block_size, HK, D], mutated.
+        k_cache: [blocks, block_size, HK, D], mutated; of int8 [blocks, block_size, HK, D + 4], see
+            `store_rows`. All tokens, those of this pass, too, are read as they are stored.
+        v_cache: likewise, mutated.
         q_start: [B + 1] int32; sequence b owns tokens q_start[b] … q_start[b + 1] - 1.
         position: [Nt] int64 position of each token in its sequence (what rotary embedding used).
         slot: [Nt] int32 row of its sequence's cache that each token is written to; -1 is a dead
@@ -94,8 +96,8 @@ def write_kv_reference(
         slots = slot[first:last].long()
         live = slots >= 0
         rows = _cache_rows(block_table[b], slots[live], k_cache.shape[1])
-        flat_k[rows] = k[:, first:last][:, live].transpose(0, 1).to(flat_k.dtype)
-        flat_v[rows] = v[:, first:last][:, live].transpose(0, 1).to(flat_v.dtype)
+        flat_k[rows] = store_rows(k[:, first:last][:, live].transpose(0, 1), flat_k.dtype)
+        flat_v[rows] = store_rows(v[:, first:last][:, live].transpose(0, 1), flat_v.dtype)
 
 
 def rows_at_once(num_heads: int, length: int) -> int:
@@ -127,7 +129,7 @@ def attend_reference(
     group = num_heads // num_kv_heads
     flat_k = k_cache.view(-1, *k_cache.shape[2:])
     flat_v = v_cache.view(-1, *v_cache.shape[2:])
-    out = q.new_zeros(num_tokens, num_heads, v_cache.shape[-1]).transpose(0, 1)
+    out = q.new_zeros(num_tokens, num_heads, columns_of(v_cache)).transpose(0, 1)
     starts = q_start.tolist()
     lens = cache_len.tolist()
     for b, (first, last) in enumerate(itertools.pairwise(starts)):
@@ -138,8 +140,8 @@ def attend_reference(
             continue
         columns = torch.arange(length, device=q.device)
         rows = _cache_rows(block_table[b], columns, k_cache.shape[1])
-        keys = flat_k[rows].permute(1, 2, 0).float()  # [HK, D, S]
-        own_values = flat_v[rows].float()
+        keys = read_rows(flat_k[rows]).permute(1, 2, 0)  # [HK, D, S]
+        own_values = read_rows(flat_v[rows])
         step = rows_at_once(num_heads, length)
         for begin in range(first, last, step):
             end = min(begin + step, last)
@@ -348,7 +350,7 @@ def commit_kv_reference(slab: Tensor, source: Tensor, target: Tensor, block_tabl
     """Move accepted rows of all layers to the end of the committed prefix.
 
     Args:
-        slab: [L, 2, blocks, block_size, HK, D], mutated.
+        slab: [L, 2, blocks, block_size, HK, D], mutated; rows of int8 move with their scales.
         source: [B, P] int64 slot to read of each move, -1 for none.
         target: [B, P] int64 slot to write of each move, -1 for none.
         block_table: [B, n] int32.

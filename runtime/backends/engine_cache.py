@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.cache_rows import CacheRows
+from specc.artifact.kv_rows import stored_row
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import ModelEntry
 from specc.errors import ConfigError
@@ -57,11 +58,13 @@ def make_cache(
     elif limits.kv_cache_tokens is not None:
         num_blocks = limits.cache_rows(max_num_seqs) // limits.block_size
         shape = dataclasses.replace(shape, pool_blocks=num_blocks)
-    specs = {
-        model.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.slabs]
-        for model in manifest.models
-    }
-    dtypes = {model.name: DTYPES[model.dtype] for model in manifest.models}
+    specs: dict[str, list[tuple[int, int, int]]] = {model.name: [] for model in manifest.models}
+    dtypes = {}
+    for model in manifest.models:
+        for slab in model.slabs:
+            kind = (DTYPES[model.dtype], manifest.kv_cache_dtype)
+            columns, dtypes[model.name] = stored_row(slab.head_dim, *kind)
+            specs[model.name].append((slab.num_layers, slab.num_kv_heads, columns))
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
     return KVCache(shape, specs, dtypes, device, rows, grows, has_mass)
 

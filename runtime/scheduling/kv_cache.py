@@ -89,7 +89,8 @@ class KVCache:
 
     Args:
         shape: rows and blocks.
-        slab_specs: model name → (num_layers, num_kv_heads, head_dim) of each of its slabs.
+        slab_specs: model name → (num_layers, num_kv_heads, columns) of each of its slabs; columns
+            are those of a row as it is stored, see `specc.artifact.kv_rows`.
         dtype: of the rows; or model name → its rows' own.
         device: that they lie on.
         rows: of a sequence, where heads come before rows: [layers, 2, sequences, HK, L, D];

@@ -45,6 +45,7 @@ class BackendFacts:
         takes_ranks: several processes may run an engine together, each with a part of the target.
         voting_dims: type → largest heads whose queries can vote on blocks in it, where there is a
             limit.
+        takes_int8_rows: its caches may hold K and V as int8.
     """
 
     name: str
@@ -63,6 +64,7 @@ class BackendFacts:
     runs_all: bool = False
     takes_ranks: bool = False
     voting_dims: tuple[tuple[str, int], ...] = ()
+    takes_int8_rows: bool = False
 
     def most_voting_dim(self, dtype: str) -> int | None:
         """Largest heads whose queries can vote on blocks in this type; None is any."""
@@ -122,7 +124,7 @@ register(
     BackendFacts(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
         model_files=("package_file",), by_default=True, takes_views=True, takes_ranks=True,
-        attention=NATIVE,
+        attention=NATIVE, takes_int8_rows=True,
     )
 )  # fmt: skip
 register(
@@ -135,6 +137,7 @@ register(
     BackendFacts(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
         by_default=True, takes_views=True, runs_all=True, takes_ranks=True, attention=SPLIT,
+        takes_int8_rows=True,
     )
 )  # fmt: skip
 register(

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.artifact.backends import facts_of
+from specc.artifact.kv_rows import AUTO
 from specc.artifact.manifest_checks import (
     check_backend,
     check_cache_rows,
     check_choice,
     check_files,
+    check_kv_rows,
     check_models,
     check_parallel,
     check_plans,
@@ -58,6 +60,7 @@ class Manifest:
         tensorrt: of engines for TensorRT; else None.
         self_drafts: programs that self-drafts run beside the target's own.
         segments: of the target, which then has no compiled program of its own; else None.
+        kv_cache_dtype: how caches hold rows, see `specc.artifact.kv_rows`.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
@@ -80,6 +83,7 @@ class Manifest:
     parallel: ParallelEntry | None = None
     self_drafts: tuple[SelfDraftEntry, ...] = ()
     segments: SegmentsEntry | None = None
+    kv_cache_dtype: str = AUTO
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -134,6 +138,8 @@ class Manifest:
             del data["self_drafts"]
         if self.segments is None:
             del data["segments"]
+        if self.kv_cache_dtype == AUTO:
+            del data["kv_cache_dtype"]
         return data
 
     @classmethod
@@ -165,8 +171,11 @@ class Manifest:
         if not isinstance(memory, dict) or "total" not in memory:
             raise invalid("memory_plan has no total", "an object with a total")
         models_memory = {name: entry for name, entry in memory.items() if name != "total"}
-        # engines of one rank do not say so, nor those whose drafts need no program of their own
-        absent: dict[str, Any] = {"parallel": None, "self_drafts": [], "segments": None}
+        # engines of one rank do not say so, nor those whose drafts need no program of their own, or
+        # whose rows are in the type of the model
+        absent: dict[str, Any] = {
+            "parallel": None, "self_drafts": [], "segments": None, "kv_cache_dtype": AUTO,
+        }  # fmt: skip
         if isinstance(data.get("parallel"), dict):
             absent["parallel"] = {"draft_ranks": 1} | data["parallel"]
             data = {name: value for name, value in data.items() if name != "parallel"}
@@ -188,6 +197,7 @@ class Manifest:
         check_models(self.models)
         check_backend(self.backend, self.native, self.rectangle, self.tensorrt)
         check_cache_rows(self.rectangle, self.limits)
+        check_kv_rows(self.kv_cache_dtype, self.backend)
         check_plans(self.plans, self.models, self.limits)
         check_self_drafts(self.self_drafts, self.models[0], self.plans)
         check_choice(self.default_plan, self.policy, self.plans)

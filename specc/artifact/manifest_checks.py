@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
+from specc.artifact.kv_rows import AUTO, KV_CACHE_DTYPES
 from specc.artifact.manifest_entries import (
     MAY_BE_ABSENT,
     CacheRowsEntry,
@@ -100,6 +101,17 @@ def check_cache_rows(rectangle: CacheRowsEntry | None, limits: LimitsEntry) -> N
             f"rectangle.slots is {rectangle.slots}, limits.block_size is {limits.block_size}",
             f"{needed} slots, max_seq_len and max_nodes together, and dense caches",
         )
+
+
+def check_kv_rows(kv_cache_dtype: str, backend: str) -> None:
+    """How caches hold rows.
+
+    Raises:
+        EngineError: no type that this version knows, or one that the backend does not read.
+    """
+    known = KV_CACHE_DTYPES if facts_of(backend).takes_int8_rows else (AUTO,)
+    if kv_cache_dtype not in known:
+        raise invalid(f"kv_cache_dtype is {kv_cache_dtype!r}", " or ".join(known))
 
 
 def check_plans(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from specc.artifact.graph_io import graph_from_json
+from specc.artifact.kv_rows import AUTO, row_bytes
 from specc.artifact.manifest import Manifest
 from specc.kernels import native, ops
 from specc.runtime.backends.program_files import read_json
@@ -69,11 +70,12 @@ class LayerCache(Protocol):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What counting needs of a model: its `program.json`, attention layers, and caches' dtype."""
+    """What counting needs of a model: its `program.json`, attention layers, and how caches are."""
 
     program: Mapping[str, Any]
     layers: Sequence[LayerCache]
     dtype: str
+    kv_cache_dtype: str = AUTO
 
 
 @dataclass(frozen=True)
@@ -97,15 +99,16 @@ def step_bytes(
         sequences: that take part in a step, on average.
     """
     entry = next(item for item in manifest.plans if item.name == plan.name)
-    models = {
-        model.name: ModelShape(read_json(directory / model.program_file), model.layers, model.dtype)
-        for model in manifest.models
-    }
+    rows = manifest.kv_cache_dtype
+    models = {}
+    for model in manifest.models:
+        program = read_json(directory / model.program_file)
+        models[model.name] = ModelShape(program, model.layers, model.dtype, rows)
     target = manifest.models[0]
     for draft in manifest.self_drafts:
         layers = [target.layers[number] for number in draft.layers]
         program = read_json(directory / draft.program_file)
-        models[draft.name] = ModelShape(program, layers, target.dtype)
+        models[draft.name] = ModelShape(program, layers, target.dtype, rows)
     step = read_json(directory / entry.file)
     return count_step_bytes(step, models, plan, context, sequences)
 
@@ -141,7 +144,11 @@ def count_step_bytes(
         if passes[name]:
             embeddings += own.row * num_tokens["view" if draft else kind] * sequences
         rows = _rows_seen(draft, context) if draft else context
-        cache += passes[name] * sequences * cache_bytes(model.layers, model.dtype, rows)
+        cache += (
+            passes[name]
+            * sequences
+            * cache_bytes(model.layers, model.dtype, rows, model.kv_cache_dtype)
+        )
     drafts = [draft for draft in plan.self_drafts if draft.name not in models]
     if drafts:
         target, drafted = models[_TARGET], drafting[_TARGET]
@@ -150,7 +157,9 @@ def count_step_bytes(
         embeddings += model_bytes(target.program).row * fed * sequences
         # all have the shape of the plan, and so as many passes
         for draft in drafts:
-            seen = cache_bytes(target.layers, target.dtype, _rows_seen(draft, context))
+            seen = cache_bytes(
+                target.layers, target.dtype, _rows_seen(draft, context), target.kv_cache_dtype
+            )
             cache += drafted / len(drafts) * sequences * seen
     return StepBytes(weights[_TARGET], weights["draft"], round(embeddings), round(cache))
 
@@ -179,11 +188,16 @@ def model_bytes(program: Mapping[str, Any]) -> ModelBytes:
     )
 
 
-def cache_bytes(layers: Sequence[LayerCache], dtype: str, context: float) -> float:
+def cache_bytes(
+    layers: Sequence[LayerCache], dtype: str, context: float, kv_cache_dtype: str = AUTO
+) -> float:
     """Bytes of K and V of one sequence; a sliding window cuts its layers."""
-    itemsize = getattr(torch, dtype).itemsize
+    kind = (getattr(torch, dtype), kv_cache_dtype)
     return sum(
-        2 * layer.num_kv_heads * layer.head_dim * itemsize * min(context, layer.window or context)
+        2
+        * layer.num_kv_heads
+        * row_bytes(layer.head_dim, *kind)
+        * min(context, layer.window or context)
         for layer in layers
     )
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from specc.artifact.kv_rows import AUTO
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
@@ -224,11 +225,14 @@ def memory_table(manifest: Manifest) -> Table:
 
 
 def cache_room(manifest: Manifest) -> str:
-    """What the caches hold, where that is less than the longest sequences can need together."""
+    """What the caches hold, where that is less than the longest sequences can need together, and
+    how, where it is not in the type of the model.
+    """
     limits = manifest.limits
+    rows = "" if manifest.kv_cache_dtype == AUTO else f"; rows of {manifest.kv_cache_dtype}"
     if limits.kv_cache_tokens is None:
-        return ""
-    return f"; caches hold {limits.cache_rows()} tokens of all sequences together"
+        return rows
+    return f"{rows}; caches hold {limits.cache_rows()} tokens of all sequences together"
 
 
 def probe_line(probe: dict[str, Any]) -> str:

@@ -158,12 +158,12 @@ def _compile(
     lowering = (*quantize_phases(config.quantization), *backend.phases(limits.max_seq_len))
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
-        sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks
+        sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks, config.kv_cache_dtype
     )
     # of modules without a configuration it is not known earlier
     dims = [layer.head_dim for layer in models[0].entry.layers]
     check_voters(plans, dims, models[0].entry.dtype, backend.facts)
-    sizes = (plans, limits.max_seq_len, lowering, phases, dump)
+    sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
     drafts, told = self_draft_programs(models[0], *sizes)
     records += told
     for model in models:
@@ -228,6 +228,7 @@ def _describe(
         parallel=_parallel(engine),
         self_drafts=tuple(item.entry for item in engine.self_drafts),
         segments=_segments(engine),
+        kv_cache_dtype=engine.config.kv_cache_dtype,
     )
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specc.artifact.kv_rows import AUTO, INT8
 from specc.artifact.manifest_entries import ModelEntry
 from specc.compiler.checks import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
@@ -17,6 +18,7 @@ from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, program_to_json
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
+from specc.passes.rewrite.store_int8 import StoreInt8
 from specc.passes.rewrite.window_attention import WindowAttention
 from specc.passes.segments.cut_segments import Segment
 from specc.passes.shard.shard import Shard
@@ -24,9 +26,9 @@ from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
-# phases that not every model has: what fits a draft to its target, what bounds the rows that it
-# attends to, and what cuts a target
-VOCABULARY, WINDOW, CUT = "vocabulary", "window", "shard"
+# phases that not every model has: how caches hold rows, what fits a draft to its target, what
+# bounds the rows that it attends to, and what cuts a target
+CACHE, VOCABULARY, WINDOW, CUT = "cache", "vocabulary", "window", "shard"
 # what asks a target's attention for the blocks that it looks at
 VOTES = "votes"
 
@@ -61,6 +63,7 @@ def compile_models(
     dump: Path | None = None,
     num_ranks: int = 1,
     num_draft_ranks: int = 1,
+    kv_cache_dtype: str = AUTO,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     """Trace and rewrite the models of an engine; no weight is read.
 
@@ -73,6 +76,7 @@ def compile_models(
         dump: directory that gets each program's graph after each phase, or None.
         num_ranks: that share the target.
         num_draft_ranks: that share each draft.
+        kv_cache_dtype: see `specc.artifact.kv_rows`.
     Returns:
         the models, and what each pass did.
     Raises:
@@ -85,7 +89,8 @@ def compile_models(
         with phases.phase(f"trace {source.name}"), advice_for(author):
             program = trace(source.module, source.name, source.rope_length)
             source.position_rows = position_limit(program)
-        layout, ranks = PHASES, num_ranks if source.name == TARGET else num_draft_ranks
+        layout = (*PHASES, *cache_phases(kv_cache_dtype))
+        ranks = num_ranks if source.name == TARGET else num_draft_ranks
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size
             layout = (*layout, (VOCABULARY, (partial(FitVocabulary, num_ids),)))
@@ -122,3 +127,8 @@ def compile_models(
         models.append(model)
         check_windows(entry, plans)
     return models, records
+
+
+def cache_phases(kv_cache_dtype: str) -> Phases:
+    """What lets caches hold rows of this type."""
+    return ((CACHE, (StoreInt8,)),) if kv_cache_dtype == INT8 else ()

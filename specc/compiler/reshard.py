@@ -30,6 +30,7 @@ from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import Compilation, plan_engine_memory, probe_staged
 from specc.compiler.compiled_model import (
+    CACHE,
     CUT,
     VOCABULARY,
     VOTES,
@@ -222,6 +223,7 @@ def _config_of(manifest: Manifest, backend: CompilerBackend, num_ranks: int) -> 
         policy=manifest.policy,
         max_logits_mb=limits.max_logits_mb,
         kv_cache_tokens=limits.kv_cache_tokens,
+        kv_cache_dtype=manifest.kv_cache_dtype,
         allow_nonfinite_weights=target.nonfinite_weights > 0,
         tensor_parallel_size=num_ranks,
         segments=manifest.segments is not None,
@@ -378,5 +380,5 @@ def _earlier_passes(engine: Path) -> list[dict[str, Any]]:
     if not (engine / _REPORT).is_file():
         return []
     report = _read(engine / _REPORT)
-    before = {name for name, _ in PHASES} | {VOCABULARY, WINDOW, DERIVE}
+    before = {name for name, _ in PHASES} | {CACHE, VOCABULARY, WINDOW, DERIVE}
     return [record for record in report.get("passes", ()) if record.get("phase") in before]

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from specc.artifact.engine_writer import EngineWriter
+from specc.artifact.kv_rows import AUTO
 from specc.artifact.manifest_entries import SelfDraftEntry
-from specc.compiler.compiled_model import CUT, CompiledModel
+from specc.compiler.compiled_model import CUT, CompiledModel, cache_phases
 from specc.errors import ConfigError
 from specc.passes.base import Pass
 from specc.passes.pipeline import FUSE, PHASES, PassError, PassRecord, Phases, Pipeline
@@ -47,6 +48,7 @@ def self_draft_programs(
     lowering: Phases,
     phases: PhaseTimer,
     dump: Path | None = None,
+    kv_cache_dtype: str = AUTO,
 ) -> tuple[list[SelfDraftProgram], list[PassRecord]]:
     """Derive the programs that self-drafts of some plans run beside the target's own.
 
@@ -60,6 +62,7 @@ def self_draft_programs(
         lowering: phases of the backend.
         phases: tells the listener how far this is.
         dump: directory that gets each program's graph after each phase, or None.
+        kv_cache_dtype: of the target's caches.
     Returns:
         programs that read the target's weights by their keys, and what each pass did.
     Raises:
@@ -80,7 +83,7 @@ def self_draft_programs(
             chosen.append(partial(WindowAttention, rows))
         rest = PHASES[[name for name, _ in PHASES].index(FUSE) :]
         with phases.phase(f"rewrite {draft.name}"):
-            layout: Phases = ((DERIVE, tuple(chosen)), *rest)
+            layout: Phases = ((DERIVE, tuple(chosen)), *rest, *cache_phases(kv_cache_dtype))
             found = SelfDraftProgram(program, entry)
             records += cut_and_lower(found, target, layout, lowering, dump)
         made.append(found)

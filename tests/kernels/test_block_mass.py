@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from specc.kernels.reference.kv_rows import read_rows, store_rows
 from tests.kernels.test_tree_attention import (
     BUSHY,
     CHAIN,
@@ -224,3 +225,16 @@ def test_threads(native_operators: Any) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(found[0], mass) for mass in found[1:])
+
+
+@pytest.mark.parametrize("head_dim", [3, 16, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_int8(block_mass: Any, dtype: torch.dtype, head_dim: int) -> None:
+    """Votes are those of the values that codes and scales stand for."""
+    tokens = [tree_tokens(BUSHY, 30), tree_tokens(CHAIN, 7)]
+    made = Pass([30, 7], tokens, dtype=dtype, dim=head_dim)
+    world = made.world
+    world.caches[0] = store_rows(world.caches[0], torch.int8)
+    for b, slot in world.rows:
+        world.rows[b, slot] = [read_rows(world.caches[0][world.place(b, slot)]).tolist()]
+    made.check(block_mass, [0, 1])

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from specc.artifact.directory import torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.graph_io import graph_to_json
+from specc.artifact.kv_rows import AUTO, stored_row
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import (
     LayerEntry,
@@ -158,16 +159,18 @@ def build_engine(
     plans: Sequence[SpecPlan | tuple[int, ...]] = PLANS,
     dtype: torch.dtype = torch.float32,
     eos: tuple[int, ...] = (),
+    kv_cache_dtype: str = AUTO,
 ) -> Engine:
     """An engine of the tiny models; noise 0 is a draft that equals the target."""
     spec_plans = [p if isinstance(p, SpecPlan) else SpecPlan.from_widths(p) for p in plans]
     names = sorted({"draft_0", *(model for plan in spec_plans for model in plan.models)})
     max_nodes = max(plan.num_rows for plan in spec_plans)
     shape = CacheShape(max_seq_len, max_nodes, block_size, max_num_seqs)
-    slab = (LAYERS, KV_HEADS, HEAD_DIM)
+    columns, stored = stored_row(HEAD_DIM, dtype, kv_cache_dtype)
+    slab = (LAYERS, KV_HEADS, columns)
     has_mass = any(plan.chooses_blocks for plan in spec_plans)
     specs = {name: [slab] for name in ("target", *names)}
-    cache = KVCache(shape, specs, dtype, has_mass=has_mass)
+    cache = KVCache(shape, specs, stored, has_mass=has_mass)
     target = TinyModel(dtype=dtype)
     drafts = [
         TinyModel(draft_seed, noise, dtype, noise_seed=draft_seed + 1 + i)

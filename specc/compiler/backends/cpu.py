@@ -16,7 +16,8 @@ class CpuBackend(CompilerBackend):
 
     facts = facts_of("cpu")
     options = (
-        "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments", "quantize",
+        "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments",
+        "kv_cache_dtype", "quantize",
     )  # fmt: skip
 
     def check_machine(self) -> None:

@@ -18,7 +18,8 @@ class EagerBackend(CompilerBackend):
     facts = facts_of("eager")
     aliases = ("torch",)
     options = (
-        "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments", "quantize",
+        "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments",
+        "kv_cache_dtype", "quantize",
     )  # fmt: skip
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:

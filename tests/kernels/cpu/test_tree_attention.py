@@ -16,13 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from specc.artifact.kv_rows import SCALE_BYTES
 from specc.kernels.reference.core import tree_attention_reference
+from specc.kernels.reference.kv_rows import store_rows
 from tests.native_library import load_native
 
 NAN = float("nan")
 CANARY = 12345.0
 # the oracle computes in float32 and rounds the output, as the kernel does
 TOLERANCE = {torch.float32: (1e-5, 2e-6), torch.bfloat16: (1e-2, 1e-3)}
+# queries and weights of int8 caches have 15 and 16 bits, see int8_tile.h
+INT8_TOLERANCE = (2e-4, 2e-4)
 FREE_BLOCKS = 2
 
 
@@ -58,6 +62,7 @@ class Problem:
     threads: int = 1
     seed: int = 0
     poison_what_is_cut: bool = False  # by the window, for all tokens
+    int8: bool = False  # what caches hold
 
     def check(self) -> None:
         """Call the kernel and the oracle; compare outputs and caches."""
@@ -74,11 +79,14 @@ class Problem:
         assert out.shape == expected.shape
         assert out.dtype == self.dtype
         for cache, wanted in zip(caches, expected_caches, strict=True):
-            as_bits = torch.int32 if self.dtype == torch.float32 else torch.int16
-            assert torch.equal(cache.view(as_bits), wanted.view(as_bits))
+            assert torch.equal(cache.view(torch.int8), wanted.view(torch.int8))
         rtol, atol = TOLERANCE[self.dtype]
+        if self.int8:
+            rtol, atol = max(rtol, INT8_TOLERANCE[0]), max(atol, INT8_TOLERANCE[1])
         torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
-        if self.dtype == torch.bfloat16:  # almost all outputs round to the same number
+        if (
+            self.dtype == torch.bfloat16 and not self.int8
+        ):  # almost all outputs round to the same number
             assert (out != expected).sum() <= 2 + 0.02 * out.numel()
         dead = rest[2] < 0
         assert not out[:, dead].any()
@@ -155,8 +163,17 @@ class Problem:
                 if self.poison_what_is_cut:
                     rows[self.sink : length - self.window + 1] = NAN
                 cache[blocks_of, slots % block_size] = rows
-            caches.append(cache.to(self.dtype))
+            caches.append(self._stored(cache))
         return caches, table.int()
+
+    def _stored(self, cache: Tensor) -> Tensor:
+        """Rows as the cache holds them; poison keeps its codes, not only its scale."""
+        if not self.int8:
+            return cache.to(self.dtype)
+        rows = store_rows(cache, torch.int8)
+        is_poison = cache.isnan().all(dim=-1)
+        rows[..., :-SCALE_BYTES][is_poison] = 101
+        return rows
 
 
 def random_tree(num_nodes: int, seed: int = 0) -> tuple[int, ...]:
@@ -193,6 +210,7 @@ def problems(draw) -> Problem:
         strided=draw(st.booleans()),
         unowned=draw(st.sampled_from([0, 0, 3])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        int8=draw(st.booleans()),
         seed=seed,
     )
 
@@ -213,6 +231,7 @@ def test_threads_share_sequences(threads, dtype, lengths):
     parents = tuple(random_tree(8, seed=b) for b in range(len(lengths)))
     Problem(4, 1, 64, 64, 16, lengths, parents, dtype=dtype, threads=threads).check()
     Problem(4, 2, 64, 48, 16, lengths, parents, dtype=dtype, threads=threads, dead=0.3).check()
+    Problem(4, 2, 64, 48, 16, lengths, parents, dtype=dtype, threads=threads, int8=True).check()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -241,11 +260,14 @@ def test_trees_of_several_words(count, length):
 @pytest.mark.parametrize("dim", [31, 100, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_head_sizes(dim, dtype):
-    Problem(8, 2, dim, dim, 16, (70, 3), (random_tree(5), random_tree(1)), dtype=dtype).check()
+    for int8 in (False, True):
+        trees = (random_tree(5), random_tree(1))
+        Problem(8, 2, dim, dim, 16, (70, 3), trees, dtype=dtype, int8=int8).check()
 
 
-def test_more_query_heads_than_an_item_has_rows():
-    Problem(260, 1, 8, 8, 16, (70, 3), (random_tree(5), random_tree(2))).check()
+@pytest.mark.parametrize("int8", [False, True])
+def test_more_query_heads_than_an_item_has_rows(int8):
+    Problem(260, 1, 8, 8, 16, (70, 3), (random_tree(5), random_tree(2)), int8=int8).check()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -254,22 +276,25 @@ def test_more_query_heads_than_an_item_has_rows():
 def test_units_of_several_heads(kv_heads, count, dtype, threads):
     """A tile serves one KV head after another; their number need not divide into equal units."""
     trees = (random_tree(count), random_tree(3))
-    Problem(
-        2 * kv_heads, kv_heads, 64, 96, 16, (700, 65), trees, dtype=dtype, threads=threads
-    ).check()
+    for int8 in (False, True):
+        sizes = (2 * kv_heads, kv_heads, 64, 96, 16, (700, 65))
+        Problem(*sizes, trees, dtype=dtype, threads=threads, int8=int8).check()
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["rows", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(8, 8, 64), (8, 2, 128), (8, 1, 80), (6, 2, 33)]
 )
-def test_bits_of_a_token_do_not_depend_on_the_pass(heads, kv_heads, dim, dtype):
+def test_bits_of_a_token_do_not_depend_on_the_pass(heads, kv_heads, dim, dtype, int8):
     """Eight tokens in one pass and one after the other: one thread gives the same bits."""
     torch.manual_seed(0)
     length, count, block_size = 301, 8, 16
     blocks = -(-(length + count) // block_size)
     table = torch.randperm(blocks).int()[None]
     caches = torch.randn(2, blocks, block_size, kv_heads, dim).to(dtype)
+    if int8:
+        caches = store_rows(caches, torch.int8)
     q = torch.randn(heads, count, dim).to(dtype)
     k, v = torch.randn(2, kv_heads, count, dim).to(dtype)
     slots = torch.arange(length, length + count)
@@ -325,3 +350,31 @@ def test_scores_that_move_the_maximum(slope):
         for function in (torch.ops.specc_cpu.tree_attention, tree_attention_reference)
     )
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_bytes_of_rows(dtype):
+    """Codes and scales of any row are those of the oracle: ties, zeros, tiny, huge and bad ones."""
+    torch.manual_seed(5)
+    rows = torch.randn(400, 33) * torch.logspace(-38, 38, 400)[:, None]
+    rows[:40] = torch.randint(-127, 128, (40, 33)) / 2  # ties where the largest is 127 / 2 or 127
+    rows[:20, 0], rows[20:40, 0] = 63.5, 127.0
+    rows[40], rows[41, 3], rows[42, 4], rows[43, 5] = 0, NAN, float("inf"), -float("inf")
+    rows[44] = -rows[45]
+    rows = rows.to(dtype)
+    k = rows[None].contiguous()
+    caches = [torch.full((25, 16, 1, 33 + SCALE_BYTES), 7, dtype=torch.int8) for _ in range(2)]
+    wanted = [cache.clone() for cache in caches]
+    slots = torch.arange(400)
+    rest = (
+        torch.tensor([0, 400], dtype=torch.int32), slots, slots.int(),
+        torch.zeros(1, dtype=torch.int32), None, torch.arange(25).int()[None],
+    )  # fmt: skip
+    torch.ops.specc_cpu.tree_attention(k, k, k, *caches, *rest, scale=1.0)
+    tree_attention_reference(k, k, k, *wanted, *rest, scale=1.0)
+    scales = [c[..., 33:].contiguous().view(torch.float32) for c in (caches[0], wanted[0])]
+    torch.testing.assert_close(*scales, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(caches[0][..., :33], wanted[0][..., :33])
+    assert torch.equal(caches[0][..., :33], caches[1][..., :33])
+    # a row with NaN or infinity reads as such
+    assert not scales[0].flatten()[41:44].isfinite().any()

@@ -56,7 +56,6 @@ BLOCKS = SpecPlan.from_widths((1, 1, 1), ("self_w4_s0_b8",))
         ("self_w16_s0_b15", {}, "--draft self:blocks=15,window=16,sink=0, and blocks of 16 rows"),
         ("self_w16_s4_b48", {"max_seq_len": 80}, "in sequences of at most 80 tokens"),
         ("self_w16_s4_b16", {"backend": "onnx"}, "and the backend onnx"),
-        ("self_w16_s4_b16", {"tensor_parallel_size": 2}, "and --tensor-parallel-size 2"),
     ],
 )
 def test_chosen_blocks_that_cannot_be(models, tmp_path, view, changes, found):
@@ -147,7 +146,6 @@ def two_layers(tmp_path_factory):
         ),
         ("self_l0", {"block_size": 0}, "--draft self:layers=0 and --block-size 0"),
         ("self_l0_w16_s4_b16", {}, "--draft self:layers=0,blocks=16,window=16,sink=4: blocks, and"),
-        ("self_l0", {"tensor_parallel_size": 2}, "and --tensor-parallel-size 2"),
         ("self_l0", {"backend": "onnx"}, "--draft self:layers=0 and the backend onnx"),
     ],
 )

@@ -1,0 +1,146 @@
+"""Rows of int8: what is stored of a row, and what attention and votes read of it.
+
+Bytes are decoded by `struct`, one row at a time; expected outputs are loops over Python floats.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from torch import Tensor
+
+from specc.artifact.kv_rows import AUTO, INT8, SCALE_BYTES, row_bytes, stored_row
+from specc.kernels import ops
+from specc.kernels.reference.kv_rows import read_rows, store_rows
+
+DIM, HEADS, KV_HEADS, BLOCK = 5, 4, 2, 3
+# slots 0 … 6 are committed, then a tree of five nodes
+PARENTS = (-1, 0, 0, 1, 2)
+LENGTH = 7
+
+
+def decode(row: Tensor) -> list[float]:
+    data = bytes(x & 0xFF for x in row.tolist())
+    (scale,) = struct.unpack("=f", data[-4:])
+    return [code * scale for code in struct.unpack(f"{len(data) - 4}b", data[:-4])]
+
+
+def test_values_are_as_near_as_codes_can_be() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(300, 17) * torch.logspace(-20, 20, 300)[:, None]
+    for row, stored in zip(rows, store_rows(rows, torch.int8), strict=True):
+        scale = float(row.abs().max()) / 127
+        assert max(abs(code) for code in stored[:-SCALE_BYTES].tolist()) == 127
+        for x, found in zip(row.tolist(), decode(stored), strict=True):
+            assert abs(x - found) <= 0.5001 * scale
+    assert torch.equal(store_rows(-rows, torch.int8)[:, :17], -store_rows(rows, torch.int8)[:, :17])
+
+
+def test_ties_go_to_even_codes() -> None:
+    row = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49, -126.5])
+    assert store_rows(row, torch.int8)[:9].tolist() == [127, 0, 2, 2, 0, -2, -2, 0, -126]
+
+
+def test_zeros_and_bad_rows() -> None:
+    rows = torch.tensor([[0.0, 0.0], [1e-35, -1e-36], [1.0, math.nan], [math.inf, 2.0]])
+    stored = store_rows(rows, torch.int8)
+    assert [decode(row) for row in stored[:2]] == [[0.0, 0.0]] * 2
+    assert all(math.isnan(x) for row in stored[2:] for x in decode(row))
+    assert read_rows(stored)[2:].isnan().all()
+
+
+def test_rows_are_read_as_they_are_stored() -> None:
+    rows = store_rows(torch.randn(2, 3, 4, 6), torch.int8)
+    found = read_rows(rows).view(-1, 6).tolist()
+    for row, values in zip(rows.view(-1, 10), found, strict=True):
+        assert values == pytest.approx(decode(row), rel=1e-6)
+
+
+def test_sizes() -> None:
+    assert stored_row(64, torch.bfloat16, INT8) == (68, torch.int8)
+    assert stored_row(64, torch.bfloat16, AUTO) == (64, torch.bfloat16)
+    assert row_bytes(64, torch.float32, INT8) == 68
+    assert row_bytes(64, torch.float32, AUTO) == 256
+
+
+class Pass:
+    """A tree after some committed rows, with caches of int8 in blocks of any order."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        self.blocks = [4, 1, 3, 2]
+        self.caches = [
+            store_rows(torch.randn(6, BLOCK, KV_HEADS, DIM), torch.int8) for _ in range(2)
+        ]
+        self.q = torch.randn(HEADS, 5, DIM)
+        self.k, self.v = torch.randn(2, KV_HEADS, 5, DIM) * 3
+        self.paths = []
+        for node, parent in enumerate(PARENTS):
+            self.paths.append([*(self.paths[parent] if parent >= 0 else []), node])
+        slots = torch.arange(LENGTH, LENGTH + 5)
+        depths = torch.tensor([len(path) - 1 for path in self.paths])
+        self.rest = (
+            torch.tensor([0, 5], dtype=torch.int32), LENGTH + depths, slots.int(),
+            torch.tensor([LENGTH], dtype=torch.int32),
+            torch.tensor([[sum(1 << node for node in path)] for path in self.paths]),
+            torch.tensor([self.blocks], dtype=torch.int32),
+        )  # fmt: skip
+
+    def row(self, part: int, slot: int, head: int) -> list[float]:
+        return decode(self.caches[part][self.blocks[slot // BLOCK], slot % BLOCK, head])
+
+    def weights(self, node: int, head: int) -> dict[int, float]:
+        """Slot → weight; every row, the tree's own, too, is what the cache holds of it."""
+        query = self.q[head, node].tolist()
+        seen = [*range(LENGTH), *(LENGTH + other for other in self.paths[node])]
+        scores = {
+            slot: sum(x * y for x, y in zip(query, self.row(0, slot, head // 2), strict=True))
+            for slot in seen
+        }
+        powers = {slot: math.exp(score) for slot, score in scores.items()}
+        return {slot: power / sum(powers.values()) for slot, power in powers.items()}
+
+
+def test_attention_reads_the_rows_of_its_own_pass_as_they_are_stored() -> None:
+    made = Pass()
+    out = ops.tree_attention(made.q, made.k, made.v, *made.caches, *made.rest, scale=1.0)
+    for node in range(5):
+        for head in range(HEADS):
+            wanted = [0.0] * DIM
+            for slot, weight in made.weights(node, head).items():
+                for d, value in enumerate(made.row(1, slot, head // 2)):
+                    wanted[d] += weight * value
+            assert out[head, node].tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    # what was stored is what was given, to half a code
+    for part, given in enumerate((made.k, made.v)):
+        for node in range(5):
+            for head in range(KV_HEADS):
+                row = given[head, node]
+                found = torch.tensor(made.row(part, LENGTH + node, head))
+                assert (found - row).abs().max() <= 0.5001 * row.abs().max() / 127
+
+
+def test_votes_read_values() -> None:
+    made = Pass()
+    ops.tree_attention(made.q, made.k, made.v, *made.caches, *made.rest, scale=1.0)
+    mass = torch.zeros(1, 4)
+    ops.block_mass(made.q, made.caches[0], *made.rest, mass, scale=1.0)
+    wanted = [0.0] * 4
+    for node in range(5):
+        for head in range(HEADS):
+            for slot, weight in made.weights(node, head).items():
+                wanted[slot // BLOCK] += weight
+    assert mass[0].tolist() == pytest.approx(wanted, rel=1e-4)
+
+
+def test_rows_move_with_their_scales() -> None:
+    made = Pass()
+    slab = torch.stack(made.caches)[None]
+    wanted = [made.row(part, 9, head) for part in range(2) for head in range(KV_HEADS)]
+    source, target = torch.tensor([[9]]), torch.tensor([[2]])
+    ops.commit_kv(slab, source, target, made.rest[-1])
+    made.caches = list(slab[0])
+    assert [made.row(part, 2, head) for part in range(2) for head in range(KV_HEADS)] == wanted
