@@ -87,7 +87,7 @@ def plan_memory(
     constants = sum(value.nbytes for value in program.constants.values())
     num_rows = max(num_kept, *(shape.num_rows for shape in shapes))
     return ModelMemory(
-        weights=_stored_elements(program) * dtype.itemsize + constants,
+        weights=_stored_bytes(program, dtype) + constants,
         cache=row * cache_rows,
         logits=num_rows * logit_row_bytes(program),
         workspace=max(peak_bytes(program, shape, attention) for shape in shapes),
@@ -104,10 +104,13 @@ def logit_row_bytes(program: Program) -> int:
     return columns * logits.dtype.itemsize
 
 
-def _stored_elements(program: Program) -> int:
-    """Elements of the weight file, padding of blocks included; tied ones count once."""
-    shapes = {weight.key: weight.stored_shape for weight in program.weights.values()}
-    return sum(math.prod(shape) for shape in shapes.values())
+def _stored_bytes(program: Program, dtype: torch.dtype) -> int:
+    """Bytes of the weight file, padding of blocks included; tied weights count once."""
+    unique = {weight.key: weight for weight in program.weights.values()}.values()
+    items = [1 if weight.quantized is not None else dtype.itemsize for weight in unique]
+    return sum(
+        math.prod(weight.stored_shape) * item for weight, item in zip(unique, items, strict=True)
+    )
 
 
 def peak_bytes(program: Program, shape: PassShape, attention: str = WHOLE) -> int:

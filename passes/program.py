@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from specc.artifact.graph_io import graph_to_json
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import blocks_shape
 from specc.errors import UnsupportedGraphError
 from specc.sharding.shard_plan import ShardPlan
@@ -43,22 +44,38 @@ class Weight:
         dtype: of the input.
         shape: of the concatenation.
         in_blocks: whether the engine's file holds it in blocks; see `specc.artifact.weight_layout`.
+        quantized: how it holds it as integers, in blocks of their own.
     """
 
     parameters: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
     in_blocks: bool = False
+    quantized: QuantizedLayout | None = None
 
     @property
     def key(self) -> str:
-        """Name in the engine's weight file."""
-        return self.parameters[0] if len(self.parameters) == 1 else "+".join(self.parameters)
+        """Name in the engine's weight file, which may hold a quantized copy beside the weight."""
+        return "+".join(self.parameters) + (f":{self.quantized.name}" if self.quantized else "")
+
+    @property
+    def layout(self) -> str:
+        """`rows`, `blocks`, `blocks-int8`, `blocks-int4-g64`, …"""
+        if self.quantized is not None:
+            return f"blocks-{self.quantized.name}"
+        return "blocks" if self.in_blocks else "rows"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape in the engine's weight file."""
+        if self.quantized is not None:
+            return self.quantized.stored_shape(self.shape)
         return blocks_shape(self.shape, self.dtype) if self.in_blocks else self.shape
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Type of the elements in the engine's weight file."""
+        return self.dtype if self.quantized is None else torch.uint8
 
 
 @dataclass(frozen=True)
@@ -146,10 +163,10 @@ class Program:
     @property
     def num_parameters(self) -> int:
         """Parameters, each counted once where models tie them."""
-        unique = {weight.key: weight.shape for weight in self.weights.values()}
+        unique = {weight.parameters: weight.shape for weight in self.weights.values()}
         if self.shard is not None:
             # a rank's part of a model says nothing about the model
-            unique = {cut.key: cut.shape for cut in self.shard.weights}
+            unique = {(cut.key,): cut.shape for cut in self.shard.weights}
         return sum(torch.Size(shape).numel() for shape in unique.values())
 
     @property
@@ -273,8 +290,10 @@ def program_to_json(program: Program) -> dict[str, Any]:
         entry: dict[str, Any] = {"name": name}
         if name in program.weights:
             weight = program.weights[name]
-            entry |= {"kind": "weight", "key": weight.key, "dtype": _dtype(weight.dtype)}
+            entry |= {"kind": "weight", "key": weight.key, "dtype": _dtype(weight.stored_dtype)}
             entry["shape"] = list(weight.stored_shape)
+            if weight.quantized is not None:
+                entry |= {"layout": weight.layout, "quantized_of": list(weight.shape)}
             if weight.in_blocks:
                 entry["blocks_of"] = list(weight.shape)
         elif name in program.constants:
@@ -297,9 +316,10 @@ def program_to_json(program: Program) -> dict[str, Any]:
                 # the number of tokens is the runtime's choice
                 entry["shape"] = [n if isinstance(n, int) else None for n in value.shape]
         inputs.append(entry)
+    layouts = {weight.layout for weight in program.weights.values()}
     return {
-        # a specc that knows no blocks is to refuse the program, not to misread its weights
-        "schema_version": 2 if any(w.in_blocks for w in program.weights.values()) else 1,
+        # a specc that does not know these is to refuse the program, not to misread its weights
+        "schema_version": 3 if layouts - {"rows", "blocks"} else 2 if "blocks" in layouts else 1,
         "name": program.name,
         "inputs": inputs,
         "graph": graph_to_json(program.graph),

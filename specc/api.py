@@ -53,6 +53,8 @@ def compile(
     draft_tensor_parallel_size: int = 1,
     draft_ranks: int = 1,
     draft_kv: str | Sequence[str] = (),
+    quantize: str | None = None,
+    quantize_group: int | None = None,
     kv_cache_dtype: str = "auto",
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
@@ -99,6 +101,9 @@ def compile(
         draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`,
             once for all of them or once for each; a draft with a window may have fewer positions
             than max_seq_len.
+        quantize: `int8` or `int4`: bits of the weights of projections, of all models; None keeps
+            them in `dtype`.
+        quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
         kv_cache_dtype: `auto`, rows of K and V in the type of the model, or `int8`, with a scale
             for each token and KV head; of the backends cpu and eager.
         listen: called as phases begin, advance and end.
@@ -129,6 +134,8 @@ def compile(
         draft_ranks=draft_ranks,
         kv_cache_dtype=kv_cache_dtype,
         draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
+        quantize=quantize,
+        quantize_group=quantize_group,
     )
     return compile_with(
         target,

@@ -29,12 +29,13 @@ _RANGES = (
     ("kv_cache_tokens", 1, 1 << 40), ("draft_ranks", 1, 256),
 )  # fmt: skip
 DEFAULT_MAX_LOGITS_MB = 512
+_QUANTIZE_GROUPS = (32, 64, 128)
 # options that not every backend takes, and what says that nobody gave them; the compiler's backends
 # say which they take
 BACKEND_OPTIONS = {
     "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
     "draft_tensor_parallel_size": 1, "draft_ranks": 1, "segments": False,
-    "kv_cache_dtype": AS_MODEL, "pipeline_parallel_size": 1,
+    "kv_cache_dtype": AS_MODEL, "pipeline_parallel_size": 1, "quantize": None,
 }  # fmt: skip
 
 
@@ -75,6 +76,9 @@ class CompileConfig:
             depend on length and it is longer than the model's own; None serves that at most.
         kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case of
             `max_batch_size` sequences.
+        quantize: bits of the weights of projections, `int8` or `int4`, of all models; None keeps
+            them in `dtype`.
+        quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
         segments: compile the target as segments, one program for each kind of layer; such engines
             can run with weights in files, see `--offload-weights`.
         kv_cache_dtype: how caches hold K and V of all models: `auto`, in the type of the model, or
@@ -105,6 +109,8 @@ class CompileConfig:
     draft_ranks: int = 1
     rope_length: int | None = None
     kv_cache_tokens: int | None = None
+    quantize: str | None = None
+    quantize_group: int | None = None
     segments: bool = False
     kv_cache_dtype: str = AS_MODEL
 
@@ -136,6 +142,48 @@ class CompileConfig:
             )
 
         self._check_ranks()
+        self._check_quantization()
+
+    @property
+    def quantization(self) -> str | None:
+        """How projections are stored, `int8` or `int4-g64`; None in the engine's dtype."""
+        if self.quantize != "int4":
+            return self.quantize
+        return f"int4-g{self.quantize_group or _QUANTIZE_GROUPS[1]}"
+
+    def _check_quantization(self) -> None:
+        if self.quantize not in (None, "int8", "int4"):
+            raise ConfigError(
+                f"--quantize {self.quantize}",
+                "int8 or int4",
+                "choose one of them, or leave out --quantize",
+            )
+        if self.quantize_group is not None and self.quantize != "int4":
+            raise ConfigError(
+                f"--quantize-group {self.quantize_group}"
+                + (f" and --quantize {self.quantize}" if self.quantize else ""),
+                "--quantize int4: weights of 8 bits have one scale for each output",
+                "leave out --quantize-group",
+            )
+        if self.quantize_group not in (None, *_QUANTIZE_GROUPS):
+            raise ConfigError(
+                f"--quantize-group {self.quantize_group}",
+                "32, 64 or 128",
+                "choose one of them, or leave it out for 64",
+            )
+        others = (
+            ("--tensor-parallel-size", self.tensor_parallel_size > 1),
+            ("--pipeline-parallel-size", self.pipeline_parallel_size > 1),
+            ("--draft-ranks", self.draft_ranks > 1),
+            ("--segments", self.segments),
+        )
+        for option, is_given in others:
+            if self.quantize is not None and is_given:
+                raise ConfigError(
+                    f"--quantize {self.quantize} and {option}",
+                    "one rank and whole programs: no other engine reads quantized weights yet",
+                    "leave out one of the two",
+                )
 
     def _check_stages(self) -> None:
         """Raises ConfigError: what a target in stages does not go with."""
@@ -241,5 +289,7 @@ def parse_dtype(text: str, option: str) -> str:
     raise ConfigError(
         f"{option} {text}",
         f"one of {', '.join((*DTYPES, AUTO))}",
-        f"pass {option} {meant}" if meant else "choose one of them; specc does not quantize",
+        f"pass {option} {meant}"
+        if meant
+        else "choose one of them; weights of 8 or 4 bits are --quantize int8 or int4",
     )

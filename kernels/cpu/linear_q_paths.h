@@ -49,7 +49,7 @@ template <int bits>
 struct VnniPath {
   static constexpr int kLanes = 16;
   static constexpr int kAtOnce = 2;                     // registers of outputs
-  static constexpr int kTileRows = bits == 16 ? 6 : 4;  // 24 sums, 4 columns and operands of 32
+  static constexpr int kTileRows = bits == 16 ? 4 : 2;  // measured: with more, sums are spilled
   static constexpr int kInts = bits / 8;                // of a row's quad
   using Int = __m512i;
   using Float = __m512;

@@ -147,9 +147,10 @@ class ModelSource:
         for weight in program.weights.values():
             sources = tuple(s for name in weight.parameters for s in sources_of(name))
             shape = cuts[weight.key].shape if weight.key in cuts else weight.shape
-            specs.append(
-                WeightSpec(weight.key, weight.dtype, shape, sources, in_blocks=weight.in_blocks)
-            )
+            # what is quantized is not rounded to the engine's type before that
+            dtype = weight.dtype if weight.quantized is None else torch.float32
+            layout = weight.in_blocks, weight.quantized
+            specs.append(WeightSpec(weight.key, dtype, shape, sources, None, *layout))
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
         if checkpoint is not None:

@@ -250,18 +250,20 @@ class _Proof:
     def _product(self, node: fx.Node, name: str) -> Any:
         """Contract over static dims; tokens in both factors only as a common batch dimension."""
         bound = bind_args(node)
-        names = {"linear": ("input", "weight"), "addmm": ("mat1", "mat2")}
+        is_linear = name in ("linear", "linear_q")
+        names = dict.fromkeys(("linear", "linear_q"), ("input", "weight"))
+        names |= {"addmm": ("mat1", "mat2")}
         names |= {"baddbmm": ("batch1", "batch2"), "matmul": ("self", "other")}
         first, second = (bound[key] for key in names.get(name, ("self", "mat2")))
         a, b = self._states[first], self._states[second]
         # dims that are summed over, from the right
-        summed = -1 if name == "linear" or second.meta["val"].dim() == 1 else -2
+        summed = -1 if is_linear or second.meta["val"].dim() == 1 else -2
         for state, dim in ((a, -1), (b, summed)):
             if isinstance(state, Tokens) and state.right == dim:
                 raise self._mixes(node)
         if a is not None and b is not None and a.right > -3:
             raise self._mixes(node)
-        bias = bound.get("bias") if name == "linear" else bound.get("self")
+        bias = bound.get("bias") if is_linear else bound.get("self")
         if bias is not None and bias not in (first, second) and self._states[bias] is not None:
             raise self._mixes(node)
         like = self._merge(node) if a is not None and b is not None else a or b

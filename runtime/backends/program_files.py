@@ -20,8 +20,8 @@ from specc.speculation.plans import SpecPlan
 from specc.system import json_file
 
 STEP_SCHEMA_VERSIONS = (2,)
-# 2: weights may be stored in blocks
-PROGRAM_SCHEMA_VERSIONS = (1, 2)
+# 2: weights may be stored in blocks; 3: as integers
+PROGRAM_SCHEMA_VERSIONS = (1, 2, 3)
 _DO = "compile the engine again"
 
 

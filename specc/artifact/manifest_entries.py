@@ -52,6 +52,7 @@ class ModelEntry:
         nonfinite_weights: weights that are NaN or infinite, which the user has allowed.
         rope_length: length whose rotary frequencies every position has, where the scaling depends
             on length and the engine is for more than it was trained for.
+        quantization: how weights of projections are stored, `int8` or `int4-g64`; None in `dtype`.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ModelEntry:
     unread_tensors: tuple[str, ...] = ()
     nonfinite_weights: int = 0
     rope_length: int | None = None
+    quantization: str | None = None
 
     @property
     def checkpoint(self) -> str:

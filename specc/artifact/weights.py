@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specc.artifact.nonfinite import NonFinite, Report, find_nonfinite, refuse, watch
+from specc.artifact.quantized_layout import QuantizedLayout, quantized_stream
 from specc.artifact.safetensors_io import (
     CHUNK_BYTES,
     Buffer,
@@ -60,6 +61,7 @@ class WeightSpec:
         sources: where the bytes come from; empty for a constant.
         constant: a small tensor in memory (rotary frequencies) in place of sources.
         in_blocks: write a matrix in blocks; see `specc.artifact.weight_layout`.
+        quantized: write a matrix as integers; `dtype` is then what it is rounded from.
     """
 
     key: str
@@ -68,6 +70,7 @@ class WeightSpec:
     sources: tuple[Source, ...] = ()
     constant: Tensor | None = field(default=None, compare=False)
     in_blocks: bool = False
+    quantized: QuantizedLayout | None = None
 
     @classmethod
     def from_tensor(cls, key: str, tensor: Tensor) -> WeightSpec:
@@ -77,7 +80,14 @@ class WeightSpec:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape in the engine's file."""
+        if self.quantized is not None:
+            return self.quantized.stored_shape(self.shape)
         return blocks_shape(self.shape, self.dtype) if self.in_blocks else self.shape
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Type of the elements in the engine's file."""
+        return self.dtype if self.quantized is None else torch.uint8
 
 
 class MemoryReader:
@@ -193,10 +203,15 @@ def write_weights(
             raise ValueError(f"two different weights are called {spec.key}")
     for spec in unique.values():
         check_spec(spec, reader)
-    # larger items first keep every tensor aligned to its items, which a memory-mapped load needs
-    ordered = sorted(unique.values(), key=lambda spec: -spec.dtype.itemsize)
+    # larger items first keep every tensor aligned to its items, which a memory-mapped load needs;
+    # quantized weights are whole cache lines, and before the others they begin with one
+    ordered = sorted(
+        unique.values(), key=lambda spec: (spec.quantized is None, -spec.dtype.itemsize)
+    )
     tensors = [
-        OutputTensor(spec.key, spec.dtype, spec.stored_shape, _spec_chunks(spec, reader, nonfinite))
+        OutputTensor(
+            spec.key, spec.stored_dtype, spec.stored_shape, _spec_chunks(spec, reader, nonfinite)
+        )
         for spec in ordered
     ]
     return write_safetensors(path, tensors, progress)
@@ -286,6 +301,8 @@ def _spec_chunks(spec: WeightSpec, reader: TensorReader, nonfinite: Report) -> I
     rows = itertools.chain.from_iterable(
         _source_chunks(source, spec, reader, nonfinite) for source in spec.sources
     )
+    if spec.quantized is not None:
+        return quantized_stream(rows, spec.shape, spec.dtype, spec.quantized)
     return blocks_of_stream(rows, spec.shape, spec.dtype) if spec.in_blocks else rows
 
 

@@ -113,6 +113,12 @@ def weight_lines(manifest: Manifest) -> list[str]:
     """What is unusual about the weights: such that are not finite, and tensors nobody reads."""
     lines = []
     for model in manifest.models:
+        if model.quantization:
+            size = format_bytes(manifest.memory_plan[model.name].weights)
+            lines.append(
+                f"{model.name} has weights of projections in {model.quantization}, the rest in"
+                f" {model.dtype}: {size}"
+            )
         if model.nonfinite_weights:
             lines.append(
                 f"{model.name} holds {model.nonfinite_weights} weights that are not finite"

@@ -46,6 +46,7 @@ from specc.compiler.tokenizer import TokenizerFiles
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
 from specc.passes.frontend.model_source import ModelSource
+from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord
 from specc.passes.segments.cut_segments import cut_segments
@@ -157,7 +158,7 @@ def _compile(
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
-    lowering = backend.phases(limits.max_seq_len)
+    lowering = (*quantize_phases(config.quantization), *backend.phases(limits.max_seq_len))
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
         sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks, config.kv_cache_dtype
@@ -168,6 +169,8 @@ def _compile(
     sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
     drafts, told = self_draft_programs(models[0], *sizes)
     records += told
+    for model in models:
+        model.entry = dataclasses.replace(model.entry, quantization=config.quantization)
     # the graphs may hold fewer positions
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     typed = [(model.program, model.source.dtype) for model in models]

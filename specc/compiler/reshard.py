@@ -195,6 +195,12 @@ def _check(
             f"one for {' or '.join(takers)}, which run several ranks",
             f"compile it with --backend {takers[0]} --tensor-parallel-size {num_ranks}",
         )
+    if quantized := next((m.quantization for m in manifest.models if m.quantization), None):
+        raise ConfigError(
+            f"{engine}, an engine of weights in {quantized}",
+            "one that was compiled without --quantize: quantized weights are not cut",
+            f"compile the model with --tensor-parallel-size {num_ranks}, without --quantize",
+        )
     stages = max(1, len(manifest.stages))
     if stages > 1:
         raise ConfigError(

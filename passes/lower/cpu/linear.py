@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -35,20 +37,31 @@ class LowerLinear(Pass):
                 if user.target is aten.embedding.default:
                     _lower_embedding(user, weight.shape[0])
                 else:
-                    _lower_linear(user, weight.shape[0])
+                    replace_linear(user, ops.linear, node, weight.shape[0])
                     result.rewrites += 1
         for node in program.calls(aten.linear.default):
             result.decline(node.name, "its weight is not in blocks")
         return result
 
 
-def _lower_linear(node: fx.Node, out_features: int) -> None:
+def replace_linear(
+    node: fx.Node, operator: Any, weight: fx.Node, out_features: int, *more: Any
+) -> None:
+    """Put a projection of flattened rows, `operator(x, weight, bias, N, *more)`, in place of one.
+
+    Args:
+        node: an `aten.linear`.
+        operator: takes rows [M, K] and returns [M, N].
+        weight: the input that it reads.
+        out_features: N.
+        more: further arguments.
+    """
     graph, bound = node.graph, bind_args(node)
     x = bound["input"]
     shape = x.meta["val"].shape
     with graph.inserting_before(node):
         rows = emit_call(graph, aten.reshape.default, x, [-1, shape[-1]])
-        out = emit_call(graph, ops.linear, rows, bound["weight"], bound["bias"], out_features)
+        out = emit_call(graph, operator, rows, weight, bound["bias"], out_features, *more)
         if len(shape) != 2:
             # the dynamic dimension, the number of tokens, is what the others leave
             leading = [size if isinstance(size, int) else -1 for size in shape[:-1]]

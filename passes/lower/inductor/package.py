@@ -222,7 +222,7 @@ def _content_key(program: Mapping[str, Any], compiler: str) -> str:
     parts += [json.dumps(_compiled_part(program), sort_keys=True)]
     parts += [Path(__file__).read_text(encoding="utf-8")]
     # Inductor takes the layouts of results from the fakes, and the C functions make them
-    made = ("ranks_operators.cpp", "register.cpp", "tensors.h")
+    made = ("quantized_operators.cpp", "ranks_operators.cpp", "register.cpp", "tensors.h")
     sources = [Path(ops.__file__), *(native.SOURCE_DIR / name for name in made)]
     if Path(compiler).is_relative_to(FileCache().root):
         sources.append(Path(compiler))  # a script that holds the arguments of CXX

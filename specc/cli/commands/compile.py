@@ -50,6 +50,8 @@ def compile_(
       specc compile --target T/ --draft D/ --num-speculative-tokens 4 -o engine/
       specc compile --target T/ --draft D/ --tree 3,2,1 --tree 2,2,1,1 -o engine/
       specc compile --target T/ --draft D/ --dtype bfloat16 --max-seq-len 2048 -o engine/
+      specc compile --target T/ --draft D/ --quantize int8 -o engine/
+      specc compile --target T/ --dtype bfloat16 --quantize int4 --quantize-group 32 -o engine/
       specc compile --target T/ --max-seq-len 131072 --rope-length 131072 -o engine/
       specc compile --target T/ --draft D/ --dtype float32 --draft-dtype bfloat16 -o engine/
       specc compile --target T/ --draft D/ --max-seq-len 8192 --draft-kv window=512 -o engine/

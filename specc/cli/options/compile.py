@@ -72,6 +72,18 @@ class CompileOptions:
         "--draft-kv",
         metavar="window=W",
     )
+    quantize: str | None = option(
+        None,
+        "Store the weights of projections as integers of 8 or 4 bits, which a step reads that much"
+        " faster: int8, with a scale for each output, or int4, with one for each group of columns."
+        " Outputs are those of the rounded weights. For the backends cpu and eager.",
+        metavar="int8|int4",
+    )
+    quantize_group: int | None = option(
+        None,
+        "How many columns share a scale, with --quantize int4: 32, 64 or 128. Smaller groups are"
+        " more exact and larger. The default is 64.",
+    )
     max_batch_size: int = option(8, "How many sequences can decode together.")
     max_seq_len: int | None = option(
         None,

@@ -53,6 +53,8 @@ def test_where_bytes_lie() -> None:
     assert stored[0, :128].view(torch.float32).tolist() == [2.0 * n for n in range(32)]
     assert stored[0, second : second + 128].view(torch.float32).tolist()[:2] == [1.0, 3.0]
     assert stored[0, 128:192].view(torch.int16).tolist() == [2 * n for n in range(32)]
+    second_zeros = stored[0, second + 128 : second + 192].view(torch.int16)
+    assert second_zeros.tolist() == [2 * n + 1 for n in range(32)]
     for output, column in ((0, 0), (0, 3), (5, 4), (31, 15), (7, 31)):
         unit, place = column // 8, column % 8
         byte = int(stored[0, first + 128 * unit + 4 * output + place % 4])

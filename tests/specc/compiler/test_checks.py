@@ -65,7 +65,7 @@ def test_spellings_of_dtypes(text, name):
 
 @pytest.mark.parametrize(
     ("text", "do"),
-    [("bflaot16", "bfloat16"), ("fp61", "float16"), ("int8", "does not quantize")],
+    [("bflaot16", "bfloat16"), ("fp61", "float16"), ("int8", "--quantize int8")],
 )
 def test_unknown_dtypes(text, do):
     with pytest.raises(ConfigError) as caught:

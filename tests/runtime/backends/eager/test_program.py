@@ -93,8 +93,8 @@ def test_wrong_weights_are_named(program, saved_engine, change, message) -> None
 
 
 def test_other_schema_versions_are_refused(program, saved_engine) -> None:
-    with pytest.raises(EngineError, match="schema 3"):
-        ModelProgram(program | {"schema_version": 3}, saved_engine.weights, make_caches())
+    with pytest.raises(EngineError, match="schema 4"):
+        ModelProgram(program | {"schema_version": 4}, saved_engine.weights, make_caches())
     with pytest.raises(EngineError, match="schema None"):
         EagerStep({}, {})
     # 1 knew one draft and greedy steps

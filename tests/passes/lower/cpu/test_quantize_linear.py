@@ -1,0 +1,121 @@
+"""Projections that read quantized weights: which ones, with which layout, and what else stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.errors import UnsupportedGraphError
+from specc.kernels import ops
+from specc.passes.frontend.trace import trace
+from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
+from specc.passes.lower.cpu.quantize_linear import QuantizeLinear, quantize_phases
+from specc.passes.pipeline import PHASES, Pipeline
+from specc.passes.program import Program, program_to_json
+from specc.passes.proof.verify_tokenwise import verify_tokenwise
+from tests.models import build_model
+from tests.passes.lower.cpu.test_linear import make_program, numbers
+from tests.passes.modules import aten
+
+INT4 = QuantizedLayout(4, 32)
+
+
+def compiled(name: str, layout: str = "int4-g32", **changes) -> tuple[Program, Pipeline]:
+    pipeline = Pipeline((*PHASES, *quantize_phases(layout), *LAYOUT_PHASES))
+    program = trace(build_model(name, **changes), "target")
+    pipeline.run(program)
+    return program, pipeline
+
+
+def layouts(program: Program) -> dict[str, str]:
+    return {weight.key: weight.layout for weight in program.weights.values()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("shape", [(6,), (5, 6), (1, 5, 6), (0, 6)], ids=str)
+def test_computes_with_the_weight_that_blocks_stand_for(shape, has_bias, dtype) -> None:
+    x, weight, bias = numbers(*shape, dtype=dtype), torch.randn(40, 6).to(dtype), numbers(40)
+    values = (x, weight, bias.to(dtype)) if has_bias else (x, weight)
+    program = make_program(*values, is_packed=False)
+    assert QuantizeLinear(INT4).run(program).rewrites == 1
+    program.graph.lint()
+    (call,) = program.calls(ops.linear_q)
+    assert list(program.weights) == [call.args[1].target]
+    (stored,) = program.weights.values()
+    # the only projection is the head
+    assert (stored.layout, stored.key) == ("blocks-int8", "w:int8")
+    packed = quantize(weight, stored.quantized)
+    assert call.args[1].meta["val"].shape == packed.shape == stored.stored_shape
+    found = fx.Interpreter(program.graph_module).run(x, packed, *values[2:])
+    exact = dequantize(packed, (40, 6), stored.quantized)
+    want = torch.nn.functional.linear(x.float(), exact, bias if has_bias else None)
+    assert (found.shape, found.dtype) == (want.shape, dtype)
+    bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(found.float(), want, rtol=bound, atol=bound)
+
+
+def test_every_projection_and_a_head_of_8_bits() -> None:
+    program, _ = compiled("llama", num_hidden_layers=1)
+    found = layouts(program)
+    q, k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+    # fused rows are those of q, then k, then v, quantized as one weight
+    assert found[f"{q}+{k}+{v}:int4-g32"] == "blocks-int4-g32"
+    assert found["lm_head.weight:int8"] == "blocks-int8"
+    assert found["model.embed_tokens.weight"] == "rows"
+    assert sorted(found.values()).count("blocks-int4-g32") == 4
+    assert program.calls(aten.linear.default) == []
+    verify_tokenwise(program, "quantize")
+    Pipeline(CPU_PHASES).run(program)
+    entries = program_to_json(program)
+    assert entries["schema_version"] == 3
+    (head,) = [x for x in entries["inputs"] if x.get("key") == "lm_head.weight:int8"]
+    assert (head["dtype"], head["layout"]) == ("uint8", "blocks-int8")
+    assert head["quantized_of"] == [128, 64]
+
+
+def test_parameters_are_counted_once() -> None:
+    plain = trace(build_model("gemma3-tied"), "target")
+    program, _ = compiled("gemma3-tied")
+    assert program.num_parameters == plain.num_parameters
+
+
+def test_an_embedding_keeps_the_weight_that_the_head_is_tied_to() -> None:
+    program, _ = compiled("gemma3-tied")
+    found = layouts(program)
+    assert found["lm_head.weight"] == "rows"
+    assert found["lm_head.weight:int8"] == "blocks-int8"
+    (embedding,) = program.calls(aten.embedding.default)
+    assert program.weights[embedding.args[0].target].quantized is None
+
+
+def test_few_outputs_stay() -> None:
+    program = make_program(numbers(5, 6), numbers(31, 6), is_packed=False)
+    result = QuantizeLinear(INT4).run(program)
+    assert result.rewrites == 0
+    assert [item.reason for item in result.declined] == ["31 outputs, fewer than a block has"]
+    mixture, pipeline = compiled("mixtral", num_hidden_layers=1)
+    # the router of 4 experts, and the experts, which are grouped products
+    assert len(mixture.calls(aten.linear.default)) == 1
+    assert any(layout == "rows" and "experts" in key for key, layout in layouts(mixture).items())
+    (record,) = [r for r in pipeline.records if r.name == "QuantizeLinear"]
+    assert [item.reason for item in record.declined] == ["4 outputs, fewer than a block has"]
+
+
+def test_a_product_that_mixes_tokens_is_still_found() -> None:
+    """The specification knows the operator: tokens as its columns are refused."""
+    program, _ = compiled("llama", num_hidden_layers=1)
+    call = program.calls(ops.linear_q)[0]
+    rows: fx.Node = call.args[0]
+    with program.graph.inserting_before(call):
+        turned = program.graph.call_function(aten.t.default, (rows,))
+        turned.meta["val"] = rows.meta["val"].t()
+    call.update_arg(0, turned)
+    with pytest.raises(UnsupportedGraphError, match="mixes tokens"):
+        verify_tokenwise(program, "quantize")
+
+
+def test_nothing_without_the_option() -> None:
+    assert quantize_phases(None) == ()

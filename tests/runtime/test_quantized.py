@@ -1,0 +1,236 @@
+"""Engines of quantized weights: every plan has the tokens of off, and those of transformers.
+
+The reference is the model of transformers with the float32 weights that the engine's integers stand
+for, read from the engine's own file by the module's names: a scale, zero point or row of a fused
+weight in the wrong place is another model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.compiler.backends.registry import check_options, compiler_backend
+from specc.compiler.reshard import reshard_engine
+from specc.config import CompileConfig
+from specc.errors import ConfigError
+from specc.runtime.backends.program_files import read_json
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import SpecPlan
+from tests import engines, models
+
+PLANS = tuple(
+    SpecPlan.from_widths(*plan)
+    for plan in (((),), ((1, 1, 1, 1),), ((2, 2, 1),), ((1, 1), ("self_x0",)))
+)
+NUM_TOKENS = 40
+# of float32: largest error of logits over their spread: integers of rows, and the order of sums
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """(checkpoint, engine) of a tiny model with its noisy draft."""
+    made: dict[Any, tuple[Path, Path]] = {}
+
+    def make_one(name: str, quantize: str, group: int | None = None, **options: Any):
+        key = (name, quantize, group, *options.items())
+        if key not in made:
+            root = tmp_path_factory.mktemp("quantized")
+            target = models.save_tiny(name, root / "target")
+            draft = models.save_tiny(name, root / "draft", 0, models.DRAFT_NOISE[name])
+            config = CompileConfig(
+                plans=PLANS, max_seq_len=models.MAX_SEQ_LEN, quantize=quantize,
+                quantize_group=group, probe=False, **({"backend": "eager"} | options),
+            )  # fmt: skip
+            made[key] = target, engines.build(target, draft, root / "engine", config)
+        return made[key]
+
+    return make_one
+
+
+def stored_weights(checkpoint: Path, engine: Path) -> dict[str, Tensor]:
+    """The checkpoint's tensors, with those that the engine quantizes as its integers have them."""
+    whole, held = (
+        load_file(checkpoint / "model.safetensors"),
+        load_file(engine / "target" / "weights.safetensors"),
+    )
+    found = dict(whole)
+    for entry in read_json(engine / "target" / "program.json")["inputs"]:
+        if "quantized_of" not in entry:
+            continue
+        names, _, layout = entry["key"].rpartition(":")
+        assert entry["layout"] == f"blocks-{layout}"
+        value = dequantize(held[entry["key"]], entry["quantized_of"], QuantizedLayout.named(layout))
+        parts = names.split("+")
+        sizes = [whole[name].shape[0] for name in parts if name in whole]
+        for name, part in zip(parts, value.split(sizes or value.shape[0]), strict=True):
+            found[name] = part.contiguous()
+    return found
+
+
+def reference_model(checkpoint: Path, engine: Path, directory: Path) -> Any:
+    """Plain transformers on the float32 weights that the engine's integers stand for."""
+    from transformers import AutoModelForCausalLM
+
+    directory.mkdir()
+    for file in checkpoint.iterdir():
+        if file.name != "model.safetensors":
+            (directory / file.name).write_bytes(file.read_bytes())
+    save_file(stored_weights(checkpoint, engine), directory / "model.safetensors", {"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def generate(engine: Engine, plan: str, prompts: Sequence[Sequence[int]], **options: Any):
+    llm = LLM(engine, plan=plan)
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **options)
+    outputs = llm.generate([list(prompt) for prompt in prompts], params)
+    return [output.outputs[0].token_ids for output in outputs], llm.get_metrics()
+
+
+def check_plans(path: Path) -> None:
+    """All plans, batched and alone, greedy and drawn, give what off gives alone."""
+    engine, prompts = Engine.load(path), models.prompts()
+    plain = [generate(engine, "off", [prompt])[0][0] for prompt in prompts]
+    assert len(set(plain[0])) > 3
+    for plan in PLANS:
+        found, stats = generate(engine, plan.name, prompts)
+        assert found == plain, plan.name
+        assert plan.name == "off" or stats.mean_acceptance_length > 1
+    drawn = {"temperature": 0.8, "seed": 3}
+    first, _ = generate(engine, "off", prompts[:2], **drawn)
+    assert generate(engine, "chain-4", prompts[:2], **drawn)[0] == first
+
+
+def check_logits(path: Path, model: Any, dtype: str) -> None:
+    """One pass over a prompt, each row with the logits of transformers."""
+    engine, tokens = Engine.load(path), torch.tensor(models.prompts()[-1])
+    count = len(tokens)
+    with torch.inference_mode():
+        want = model(tokens[None]).logits[0]
+        found = engine.target(
+            tokens,
+            torch.arange(count),
+            torch.tensor([0, count], dtype=torch.int32),
+            torch.arange(count, dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+            None,
+            torch.arange(count // 16 + 1, dtype=torch.int32)[None],  # blocks of the engine's cache
+            torch.arange(count),
+        )
+    bound = TOLERANCE
+    if dtype == "bfloat16":
+        # everything between the projections is in bfloat16: what that costs transformers itself
+        with torch.inference_mode():
+            rounded = copy.deepcopy(model).bfloat16()(tokens[None]).logits[0].float()
+        bound = 2 * float((rounded - want).abs().max() / want.std())
+    error = float((found.float() - want).abs().max() / want.std())
+    assert error < bound, (error, bound)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantize", "group", "dtype"),
+    [
+        ("llama", "int4", 32, "float32"),
+        ("llama", "int8", None, "bfloat16"),
+        # biases
+        pytest.param("phi", "int4", None, "float32", marks=pytest.mark.slow),
+        pytest.param("phi3", "int4", 128, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("gemma3", "int8", None, "float32", marks=pytest.mark.slow),
+        pytest.param("mixtral", "int4", None, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_plans_and_logits(make, tmp_path, name, quantize, group, dtype) -> None:
+    checkpoint, engine = make(name, quantize, group, dtype=dtype)
+    check_logits(engine, reference_model(checkpoint, engine, tmp_path / "rounded"), dtype)
+    check_plans(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("quantize", "group", "dtype"),
+    [("int4", 32, "float32"), ("int8", None, "float32"), ("int4", None, "bfloat16")],
+)
+def test_compiled_engines(make, tmp_path, quantize, group, dtype) -> None:
+    """The C++ operator in compiled programs; and its weights are those of an eager engine."""
+    checkpoint, engine = make("llama", quantize, group, dtype=dtype, backend="cpu")
+    check_logits(engine, reference_model(checkpoint, engine, tmp_path / "rounded"), dtype)
+    check_plans(engine)
+    _, eager = make("llama", quantize, group, dtype=dtype)
+    one, other = (load_file(path / "target" / "weights.safetensors") for path in (engine, eager))
+    quantized = [key for key in one if ":int" in key]
+    assert len(quantized) == 9
+    assert all(torch.equal(one[key], other[key]) for key in quantized)
+
+
+def test_integers_are_rounded_from_the_checkpoint(make) -> None:
+    """Once: the engine's own type is not between them. Fused rows are in the order of the names."""
+    checkpoint, engine = make("llama", "int8", None, dtype="bfloat16")
+    whole, held = (
+        load_file(checkpoint / "model.safetensors"),
+        load_file(engine / "target" / "weights.safetensors"),
+    )
+    q, k, v = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
+    for names in (("model.layers.0.mlp.down_proj.weight",), (q, k, v)):
+        want = quantize(torch.cat([whole[name] for name in names]), QuantizedLayout(8))
+        assert torch.equal(held["+".join(names) + ":int8"], want)
+    assert "lm_head.weight" not in held
+    assert held["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+def test_bytes_are_told(make) -> None:
+    """The manifest's plan of memory is the file's tensors; inspect says the layout."""
+    from specc.artifact.directory import read_manifest
+    from specc.cli.render import weight_lines
+
+    _, engine = make("llama", "int4", 32, dtype="float32")
+    manifest = read_manifest(engine)
+    assert manifest.models[0].quantization == "int4-g32"
+    held = load_file(engine / "target" / "weights.safetensors")
+    assert manifest.memory_plan["target"].weights == sum(item.nbytes for item in held.values())
+    (line, _) = weight_lines(manifest)
+    assert line.startswith("target has weights of projections in int4-g32, the rest in float32: ")
+
+
+def test_engines_of_several_ranks_are_refused(make, tmp_path) -> None:
+    _, engine = make("llama", "int4", 32, dtype="float32")
+    with pytest.raises(ConfigError, match="weights in int4-g32"):
+        reshard_engine(engine, tmp_path / "cut", 2)
+
+
+@pytest.mark.parametrize("backend", ["onnx", "tensorrt", "cuda"])
+def test_other_backends_are_refused_before_anything_is_read(tmp_path, backend) -> None:
+    backend = compiler_backend(backend)
+    config = CompileConfig(quantize="int4", backend=backend.name)
+    with pytest.raises(ConfigError) as caught:
+        check_options(config, backend)
+    assert caught.value.found == f"--quantize with backend {backend.name}"
+    assert caught.value.needed == "the backend cpu or eager, which it is for"
+    assert "--backend cpu" in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"quantize": "int5"}, "--quantize int5"),
+        ({"quantize": "int8", "quantize_group": 32}, "--quantize-group 32 and --quantize int8"),
+        ({"quantize_group": 64}, "--quantize-group 64"),
+        ({"quantize": "int4", "quantize_group": 48}, "--quantize-group 48"),
+        ({"quantize": "int4", "tensor_parallel_size": 2}, "--quantize int4 and --tensor-parallel"),
+        ({"quantize": "int4", "segments": True}, "--quantize int4 and --segments"),
+    ],
+)
+def test_options_that_are_refused(options, found) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CompileConfig(**options)
+    assert caught.value.found.startswith(found)
