@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.directory import available_memory_bytes
 from specc.artifact.manifest import Manifest
 from specc.artifact.offload import OffloadPlan, plan_offload, read_pieces
@@ -25,17 +26,18 @@ def check_offload(manifest: Manifest, backend: str, offload_weights: int | str |
     """Refuse what cannot be, before anything is loaded.
 
     Raises:
-        ConfigError: another backend than cpu, an engine without segments, or one whose drafts are
-            programs of the target.
+        ConfigError: a backend that keeps weights in memory, an engine without segments, or one
+            whose drafts are programs of the target.
     """
     if offload_weights is None:
         return
     found = "--offload-weights"
-    if backend != "cpu":
+    if not facts_of(backend).offloads_weights:
+        takers = [name for name in backend_names() if facts_of(name).offloads_weights]
         raise ConfigError(
             f"{found} with backend {backend}",
-            "backend cpu, whose programs read weights from files",
-            "leave it out, or compile with --backend cpu --segments",
+            f"backend {' or '.join(takers)}, whose programs read weights from files",
+            f"leave it out, or compile with --backend {takers[0]} --segments",
         )
     if manifest.segments is None:
         raise ConfigError(

@@ -46,6 +46,7 @@ class BackendFacts:
         voting_dims: type → largest heads whose queries can vote on blocks in it, where there is a
             limit.
         takes_int8_rows: its caches may hold K and V as int8.
+        offloads_weights: its programs may read weights of segments from files, pass by pass.
     """
 
     name: str
@@ -65,6 +66,7 @@ class BackendFacts:
     takes_ranks: bool = False
     voting_dims: tuple[tuple[str, int], ...] = ()
     takes_int8_rows: bool = False
+    offloads_weights: bool = False
 
     def most_voting_dim(self, dtype: str) -> int | None:
         """Largest heads whose queries can vote on blocks in this type; None is any."""
@@ -124,7 +126,7 @@ register(
     BackendFacts(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
         model_files=("package_file",), by_default=True, takes_views=True, takes_ranks=True,
-        attention=NATIVE, takes_int8_rows=True,
+        attention=NATIVE, takes_int8_rows=True, offloads_weights=True,
     )
 )  # fmt: skip
 register(

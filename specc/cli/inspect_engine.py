@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest, torch_version
 from specc.artifact.manifest import PROFILE_FILE
 from specc.artifact.offload import least_budget, read_pieces
@@ -168,7 +169,7 @@ def _segment_lines(manifest: Manifest, engine: Path) -> list[str]:
     ]
     target = manifest.models[0]
     file = engine / manifest.weights_file(target)
-    if manifest.backend != "cpu" or not file.is_file():
+    if not facts_of(manifest.backend).offloads_weights or not file.is_file():
         return lines
     pieces, _ = read_pieces(SegmentedModel.read(engine / target.segments_file), file)
     least = least_budget(pieces)
