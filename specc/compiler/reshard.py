@@ -11,21 +11,15 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.directory import check_hashes, open_engine, read_manifest, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
-from specc.artifact.manifest_entries import ModelEntry, SelfDraftEntry
-from specc.artifact.weights import Source, WeightSpec
 from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import Compilation, plan_engine_memory, probe_staged, ranks_of
@@ -42,32 +36,25 @@ from specc.compiler.engine_plans import check_views, tile_plans
 from specc.compiler.model_entries import cache_layout
 from specc.compiler.self_drafts import (
     DERIVE,
-    SelfDraftProgram,
     cut_and_lower,
     write_self_drafts,
 )
 from specc.compiler.stages import cut_stages
+from specc.compiler.stored_models import in_rows, open_models, read_self_draft, read_stored
 from specc.compiler.weights import write_model_weights
 from specc.compiler.whole_graph import WholeGraph
 from specc.config import CompileConfig
-from specc.errors import ConfigError, EngineError
-from specc.passes.frontend.model_source import ModelSource
-from specc.passes.frontend.read_program import read_program
+from specc.errors import ConfigError
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
-from specc.passes.program import Program, constant_key
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
-from specc.sharding.rank_reader import RankReader
-from specc.sharding.shard_plan import ShardPlan
-from specc.system.json_file import read_json
 from specc.version import __version__
 
-_AGAIN = "compile or copy the engine again"
 _REPORT = "report.json"
 
 
@@ -106,7 +93,7 @@ def reshard_engine(
         num_stages = max(1, len(old.stages)) if num_stages is None else num_stages
         config = _config_of(old, backend, num_ranks, num_stages)
         check_views(config.plans, config, backend.facts)
-        with _open_models(engine, old, phases) as models:
+        with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
             cut = [m for m in models if m.name == TARGET or old.is_cut(m.entry)]
             records = []
@@ -121,7 +108,7 @@ def reshard_engine(
             lowering, own = backend.phases(old.limits.max_seq_len), []
             for draft in old.self_drafts:
                 with phases.phase(f"rewrite {draft.name}"):
-                    own.append(_read_self_draft(engine, old, draft, models[0]))
+                    own.append(read_self_draft(engine, old, draft, models[0]))
                     records += cut_and_lower(own[-1], models[0], (), lowering)
             plans = [dataclasses.replace(entry.plan, tile=None) for entry in old.plans]
             plans = tile_plans(plans, [model.program for model in models], config)
@@ -266,124 +253,11 @@ def _draft_ranks(old: Manifest, num_ranks: int) -> int:
     return min(num_ranks, old.parallel.draft_ranks if old.parallel else 1)
 
 
-class _StoredSource(ModelSource):
-    """A model whose graph is read from an engine: there is no module, and weights have its keys."""
-
-    def weight_specs(self, program: Program) -> list[WeightSpec]:
-        """What to write for each weight and constant of a program, whole where it is cut."""
-        cuts = program.shard.by_key if program.shard else {}
-        specs = [
-            WeightSpec(
-                weight.key,
-                weight.dtype,
-                cuts[weight.key].shape if weight.key in cuts else weight.shape,
-                (Source(weight.key),),
-                in_blocks=weight.in_blocks,
-            )
-            for weight in program.weights.values()
-        ]
-        constants = program.constants.items()
-        return [*specs, *(WeightSpec.from_tensor(constant_key(n), value) for n, value in constants)]
-
-
-@contextmanager
-def _open_models(
-    engine: Path, manifest: Manifest, phases: PhaseTimer
-) -> Iterator[list[CompiledModel]]:
-    """The models of an engine with their graphs, the target whole; files are closed in the end."""
-    models: list[CompiledModel] = []
-    try:
-        for entry in manifest.models:
-            with phases.phase(f"read {entry.name}"):
-                models.append(read_model(engine, manifest, entry))
-        yield models
-    finally:
-        for model in models:
-            model.source.reader.close()  # type: ignore[attr-defined]
-
-
-def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledModel:
-    """A model of an engine, whole, by its graph and the files that it was written to.
-
-    The caller closes the reader of its source.
-
-    Raises:
-        EngineError: a file that cannot be read.
-    """
-    program_json = _read(engine / entry.program_file)
-    blocks = {
-        item["key"]: tuple(item["blocks_of"])
-        for item in program_json["inputs"]
-        if "blocks_of" in item
-    }
-    plan, whole_json = None, program_json
-    if manifest.is_cut(entry) and manifest.tensor_parallel_size > 1:
-        plan = ShardPlan.read(engine / entry.shard_file)
-        whole_json = _read(engine / entry.whole_file)
-    ranks = range(manifest.num_ranks if plan else 1)
-    reader = RankReader(
-        [engine / manifest.weights_file(entry, rank) for rank in ranks],
-        plan.by_key if plan else {},
-        blocks,
-    )
-    constants = _constants(whole_json, reader)
-    keys = [*(plan.by_key if plan else ()), *reader.keys(), *constants]
-    program = read_program(
-        whole_json,
-        constants,
-        [(layer.name, layer.window) for layer in entry.layers],
-        list(dict.fromkeys(keys)),
-    )
-    dtype = getattr(torch, entry.dtype)
-    source = _StoredSource(entry.name, entry.source, dtype, nn.Module(), None, None, reader)
-    return CompiledModel(source, program, entry)
-
-
-def _read_self_draft(
-    engine: Path, manifest: Manifest, entry: SelfDraftEntry, target: CompiledModel
-) -> SelfDraftProgram:
-    """A second program of the target, whole; it reads the target's weights."""
-    is_cut = manifest.is_cut(manifest.models[0])
-    data = _read(engine / (entry.whole_file if is_cut else entry.program_file))
-    reader = target.source.reader
-    keys = [item["key"] for item in data["inputs"] if item["kind"] in ("weight", "constant")]
-    layers = [manifest.models[0].layers[number] for number in entry.layers]
-    program = read_program(
-        data,
-        _constants(data, reader),
-        [(layer.name, layer.window) for layer in layers],
-        list(dict.fromkeys(keys)),
-    )
-    return SelfDraftProgram(_in_rows(program), entry)
-
-
-def _constants(data: Mapping[str, Any], reader: Any) -> dict[str, Tensor]:
-    """Constants of a stored graph by key: see `WholeGraph` for those that no file has."""
-    return {
-        item["key"]: torch.tensor(item["value"], dtype=getattr(torch, item["dtype"]))
-        if "value" in item
-        else reader.tensor(item["key"])
-        for item in data["inputs"]
-        if item["kind"] == "constant"
-    }
-
-
-def _in_rows(program: Program) -> Program:
-    """Forget what the backend did to weights; the program itself."""
-    for name, weight in program.weights.items():
-        program.weights[name] = dataclasses.replace(weight, in_blocks=False)
-    return program
-
-
-def _read(path: Path) -> Any:
-    return read_json(path, EngineError, "a program", _AGAIN)
-
-
 def _cut_anew(
     model: CompiledModel, backend: CompilerBackend, config: CompileConfig, max_seq_len: int
 ) -> list[PassRecord]:
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
-    program, layout = _in_rows(model.program), backend.phases(max_seq_len)
+    program, layout = in_rows(model.program), backend.phases(max_seq_len)
     if config.tensor_parallel_size > 1:
         whole = WholeGraph(program)
         layout = ((CUT, (partial(Shard, config.tensor_parallel_size),)), *layout)
@@ -422,6 +296,6 @@ def _earlier_passes(engine: Path) -> list[dict[str, Any]]:
     """What was done to the models before they were cut; nothing, where no report is."""
     if not (engine / _REPORT).is_file():
         return []
-    report = _read(engine / _REPORT)
+    report = read_stored(engine / _REPORT)
     before = {name for name, _ in PHASES} | {CACHE, VOCABULARY, WINDOW, DERIVE}
     return [record for record in report.get("passes", ()) if record.get("phase") in before]

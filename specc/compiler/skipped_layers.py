@@ -11,7 +11,7 @@ from typing import Any
 
 from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.manifest import Manifest
-from specc.compiler.reshard import read_model
+from specc.compiler.stored_models import read_model
 from specc.errors import ConfigError
 from specc.passes.program import program_to_json
 from specc.passes.residual import layer_regions

@@ -1,0 +1,146 @@
+"""Models of an engine, read back from its files: graphs before they were cut, and their weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specc.artifact.manifest import Manifest
+from specc.artifact.manifest_entries import ModelEntry, SelfDraftEntry
+from specc.artifact.weights import Source, WeightSpec
+from specc.compiler.compiled_model import CompiledModel
+from specc.compiler.self_drafts import SelfDraftProgram
+from specc.errors import EngineError
+from specc.passes.frontend.model_source import ModelSource
+from specc.passes.frontend.read_program import read_program
+from specc.passes.program import Program, constant_key
+from specc.progress import PhaseTimer
+from specc.sharding.rank_reader import RankReader
+from specc.sharding.shard_plan import ShardPlan
+from specc.system.json_file import read_json
+
+_AGAIN = "compile or copy the engine again"
+
+
+class _StoredSource(ModelSource):
+    """A model whose graph is read from an engine: there is no module, and weights have its keys."""
+
+    def weight_specs(self, program: Program) -> list[WeightSpec]:
+        """What to write for each weight and constant of a program, whole where it is cut."""
+        cuts = program.shard.by_key if program.shard else {}
+        specs = [
+            WeightSpec(
+                weight.key,
+                weight.dtype,
+                cuts[weight.key].shape if weight.key in cuts else weight.shape,
+                (Source(weight.key),),
+                in_blocks=weight.in_blocks,
+            )
+            for weight in program.weights.values()
+        ]
+        constants = program.constants.items()
+        return [*specs, *(WeightSpec.from_tensor(constant_key(n), value) for n, value in constants)]
+
+
+@contextmanager
+def open_models(
+    engine: Path, manifest: Manifest, phases: PhaseTimer
+) -> Iterator[list[CompiledModel]]:
+    """The models of an engine with their graphs, the target whole; files are closed in the end."""
+    models: list[CompiledModel] = []
+    try:
+        for entry in manifest.models:
+            with phases.phase(f"read {entry.name}"):
+                models.append(read_model(engine, manifest, entry))
+        yield models
+    finally:
+        for model in models:
+            model.source.reader.close()  # type: ignore[attr-defined]
+
+
+def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledModel:
+    """A model of an engine, whole, by its graph and the files that it was written to.
+
+    The caller closes the reader of its source.
+
+    Raises:
+        EngineError: a file that cannot be read.
+    """
+    program_json = read_stored(engine / entry.program_file)
+    blocks = {
+        item["key"]: tuple(item["blocks_of"])
+        for item in program_json["inputs"]
+        if "blocks_of" in item
+    }
+    plan, whole_json = None, program_json
+    if manifest.is_cut(entry) and manifest.tensor_parallel_size > 1:
+        plan = ShardPlan.read(engine / entry.shard_file)
+        whole_json = read_stored(engine / entry.whole_file)
+    ranks = range(manifest.num_ranks if plan else 1)
+    reader = RankReader(
+        [engine / manifest.weights_file(entry, rank) for rank in ranks],
+        plan.by_key if plan else {},
+        blocks,
+    )
+    constants = _constants(whole_json, reader)
+    keys = [*(plan.by_key if plan else ()), *reader.keys(), *constants]
+    program = read_program(
+        whole_json,
+        constants,
+        [(layer.name, layer.window) for layer in entry.layers],
+        list(dict.fromkeys(keys)),
+    )
+    dtype = getattr(torch, entry.dtype)
+    source = _StoredSource(entry.name, entry.source, dtype, nn.Module(), None, None, reader)
+    return CompiledModel(source, program, entry)
+
+
+def read_self_draft(
+    engine: Path, manifest: Manifest, entry: SelfDraftEntry, target: CompiledModel
+) -> SelfDraftProgram:
+    """A second program of the target, whole; it reads the target's weights."""
+    is_cut = manifest.is_cut(manifest.models[0])
+    data = read_stored(engine / (entry.whole_file if is_cut else entry.program_file))
+    reader = target.source.reader
+    keys = [item["key"] for item in data["inputs"] if item["kind"] in ("weight", "constant")]
+    layers = [manifest.models[0].layers[number] for number in entry.layers]
+    program = read_program(
+        data,
+        _constants(data, reader),
+        [(layer.name, layer.window) for layer in layers],
+        list(dict.fromkeys(keys)),
+    )
+    return SelfDraftProgram(in_rows(program), entry)
+
+
+def _constants(data: Mapping[str, Any], reader: Any) -> dict[str, Tensor]:
+    """Constants of a stored graph by key: see `WholeGraph` for those that no file has."""
+    return {
+        item["key"]: torch.tensor(item["value"], dtype=getattr(torch, item["dtype"]))
+        if "value" in item
+        else reader.tensor(item["key"])
+        for item in data["inputs"]
+        if item["kind"] == "constant"
+    }
+
+
+def in_rows(program: Program) -> Program:
+    """Forget what the backend did to weights; the program itself."""
+    for name, weight in program.weights.items():
+        program.weights[name] = dataclasses.replace(weight, in_blocks=False)
+    return program
+
+
+def read_stored(path: Path) -> Any:
+    """A file of an engine that holds a program or what was said of it.
+
+    Raises:
+        EngineError: there is none, or it is no JSON.
+    """
+    return read_json(path, EngineError, "a program", _AGAIN)
