@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specc.compiler.build import Compilation, build
 from specc.compiler.checks import ModelLike
 from specc.compiler.reshard import reshard_engine
-from specc.config import CompileConfig
+from specc.config import DEFAULT_MAX_LOGITS_MB, CompileConfig
 from specc.progress import ProgressEvent
 from specc.speculation.choose_plans import Tree, choose_plans, policy_of, split_drafts
 
@@ -37,21 +37,27 @@ def compile(
     num_speculative_tokens: int | None = None,
     combine: str | None = None,
     dtype: str | torch.dtype = "float32",
+    draft_dtype: str | Sequence[str] = (),
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
     rope_length: int | None = None,
     block_size: int = 16,
     kv_cache_tokens: int | None = None,
     prefill_chunk: int | None = None,
+    max_logits_mb: int = DEFAULT_MAX_LOGITS_MB,
     tokenizer: str | Path | None = None,
     force: bool = False,
     dump_graphs: str | Path | None = None,
     backend: str | None = None,
+    compute_capability: str | None = None,
+    decomposable_attention: bool = False,
     probe: bool = True,
     allow_nonfinite_weights: bool = False,
     tensor_parallel_size: int = 1,
     draft_tensor_parallel_size: int = 1,
     draft_ranks: int = 1,
+    pipeline_parallel_size: int = 1,
+    segments: bool = False,
     draft_kv: str | Sequence[str] = (),
     quantize: str | None = None,
     quantize_group: int | None = None,
@@ -78,7 +84,9 @@ def compile(
         combine: of several drafts: `merge` verifies all that they propose as one tree, `vote` the
             chain that most of them agree on, `best` asks for every sequence the model or the
             lookup, whichever promises more. None is merge.
-        dtype: float32 or bfloat16, of both models.
+        dtype: of the target: float32, bfloat16, for other backends than cpu and eager float16, or
+            `auto`, that of the checkpoint.
+        draft_dtype: of the draft models: one for all or one for each; none is the target's.
         max_batch_size: sequences that decode together.
         max_seq_len: tokens of prompt and output together.
         rope_length: rotary frequencies of this length at every position, for models whose scaling
@@ -86,11 +94,16 @@ def compile(
         block_size: rows of a KV cache block; 0 is dense.
         kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case.
         prefill_chunk: tokens of one prefill pass; None is 2048 for cuda and 512 for others.
+        max_logits_mb: MiB of logits that a step may hold at a time; trees that need more are
+            verified in tiles.
         tokenizer: directory or tokenizer.json, where the target is a module.
         force: replace an existing engine.
         dump_graphs: directory that gets each program's graph after each phase.
         backend: `cpu`, code compiled for this machine; `eager`, torch operator by operator; None is
             cpu where there is a C++ compiler.
+        compute_capability: of the GPU that TensorRT engines are for, `8.9`; None is every GPU that
+            the builder supports, or the one that it finds.
+        decomposable_attention: let TensorRT take attention apart where it has no fused kernel.
         probe: generate a few dozen tokens at the end and report acceptance.
         allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`;
             otherwise they are refused.
@@ -98,6 +111,10 @@ def compile(
         draft_tensor_parallel_size: ranks that share each draft model: as many as the target has, or
             1, rank 0 alone.
         draft_ranks: ranks that the draft models are spread over, in turn; several draft at once.
+        pipeline_parallel_size: stages of the target, each with some of its layers and
+            `tensor_parallel_size` ranks of its own.
+        segments: compile the target layer by layer, one program for each kind of layer: what
+            offloading its weights takes.
         draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`,
             once for all of them or once for each; a draft with a window may have fewer positions
             than max_seq_len.
@@ -120,18 +137,24 @@ def compile(
         plans=chosen,
         policy=policy_of(combine),
         dtype=str(dtype).removeprefix("torch."),
+        draft_dtypes=(draft_dtype,) if isinstance(draft_dtype, str) else tuple(draft_dtype),
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
         rope_length=rope_length,
         block_size=block_size,
         kv_cache_tokens=kv_cache_tokens,
         prefill_chunk=prefill_chunk,
+        max_logits_mb=max_logits_mb,
         backend=backend,
+        compute_capability=compute_capability,
+        decomposable_attention=decomposable_attention,
         probe=probe,
         allow_nonfinite_weights=allow_nonfinite_weights,
         tensor_parallel_size=tensor_parallel_size,
         draft_tensor_parallel_size=draft_tensor_parallel_size,
         draft_ranks=draft_ranks,
+        pipeline_parallel_size=pipeline_parallel_size,
+        segments=segments,
         kv_cache_dtype=kv_cache_dtype,
         draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
         quantize=quantize,

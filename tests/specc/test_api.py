@@ -1,0 +1,59 @@
+"""`specc.compile` takes what the command line takes, and hands it on."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import specc
+from specc import api
+from specc.config import CompileConfig
+
+# of each field a value that is not its default, and valid together with the others
+GIVEN = {
+    "dtype": "bfloat16", "draft_dtype": "float32", "draft_kv": "window=64,sink=4",
+    "max_batch_size": 3, "max_seq_len": 96, "block_size": 8, "prefill_chunk": 32,
+    "max_logits_mb": 7, "backend": "eager", "compute_capability": "8.9",
+    "decomposable_attention": True, "probe": False, "allow_nonfinite_weights": True,
+    "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "draft_tensor_parallel_size": 2,
+    "draft_ranks": 2, "rope_length": 512, "kv_cache_tokens": 128, "quantize": "int4",
+    "quantize_group": 32, "segments": True, "kv_cache_dtype": "int8",
+}  # fmt: skip
+# fields that have another name, or take several values
+LISTS = {"draft_dtype": "draft_dtypes", "draft_kv": "draft_kv"}
+FOUND_BY_OTHERS = {"plans", "policy"}  # by tree, num_speculative_tokens, combine
+
+
+class Built(Exception):
+    """The configuration that would have been built."""
+
+
+def refuse(target, drafts, output, config, **options):
+    raise Built(config)
+
+
+def test_every_option_is_a_parameter():
+    names = {LISTS.get(name, name) for name in GIVEN}
+    fields = {field.name for field in dataclasses.fields(CompileConfig)} - FOUND_BY_OTHERS
+    assert names == fields
+    assert set(GIVEN) <= set(inspect.signature(specc.compile).parameters)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_every_option_arrives(name, monkeypatch):
+    monkeypatch.setattr(api, "build", refuse)
+    # those that are refused alone
+    needed = {
+        "quantize_group": ("quantize",),
+        "draft_tensor_parallel_size": ("tensor_parallel_size",),
+        "draft_ranks": ("tensor_parallel_size",),
+    }.get(name, ())
+    given = {key: GIVEN[key] for key in (name, *needed)}
+    with pytest.raises(Built) as caught:
+        specc.compile("target", "draft", "engine", **given)
+    (config,) = caught.value.args
+    value = (GIVEN[name],) if name in LISTS else GIVEN[name]
+    assert getattr(config, LISTS.get(name, name)) == value
+    assert value != getattr(CompileConfig(), LISTS.get(name, name))
