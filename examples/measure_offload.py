@@ -8,9 +8,9 @@ r"""Measure an engine whose weights do not fit: bytes read, time of a step, and 
 
 Each budget runs in a process of its own: `VmHWM` is its peak of resident memory, `read_bytes` of
 /proc/self/io what it has read from disk. Of a step the bound is the longer of two times, both
-measured here: to read the offloaded weights with nothing else to do, and the same plan's step with
-all weights in memory. `--tune` also lets `specc tune` choose plans, in memory and with the first
-budget, in copies of the engine.
+measured here: to read the offloaded weights with nothing else to do, in turn with the plans, and
+the same plan's step with all weights in memory. `--tune` also lets `specc tune` choose plans, in
+memory and with the first budget, in copies of the engine.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import os
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -62,7 +63,6 @@ def measure(engine_dir: Path, budget: str, arguments: argparse.Namespace) -> dic
             "bytes_per_pass": plan.bytes_per_pass,
             "buffer_bytes": plan.buffer_bytes,
             "is_direct": target.stream is not None and target.stream.is_direct(),
-            "read_s": read_alone(target.stream, len(plan.streamed)),
         }
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()[: arguments.num_prompts]
     prompts = [json.loads(line)["prompt"] for line in lines]
@@ -70,11 +70,16 @@ def measure(engine_dir: Path, budget: str, arguments: argparse.Namespace) -> dic
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for name in names:
         run(engine, name, prompts[:1], 4)
+    alone: list[float] = []
     # in turn, so that a slow minute of the machine is not one plan's
     for _ in range(arguments.rounds):
         for name in names:
+            if target.offload is not None:
+                alone.append(read_alone(target.stream, len(target.offload.streamed)))
             count = arguments.off_tokens if name == "off" else arguments.tokens
             runs[name].append(run(engine, name, prompts, count))
+    if alone:
+        found |= {"read_s": statistics.median(alone), "read_spread_s": [min(alone), max(alone)]}
     found["plans"] = {name: summary(items) for name, items in runs.items()}
     off = found["plans"]["off"]["tokens_per_s"]
     for item in found["plans"].values():
