@@ -171,7 +171,9 @@ void commit_kv(Tensor slab_tensor, Tensor source_tensor, Tensor target_tensor,
         "source and target are [B, P]");
   const std::vector<int64_t> from = slots_of(source, "source is contiguous, of int32 or int64"),
                              to = slots_of(target, "target is contiguous, of int32 or int64");
-  const int64_t item = to_dtype(slab) == specc::DType::kFloat32 ? 4 : 2;
+  // rows of int8 move as they are, with their scales
+  const bool is_int8 = slab.dtype == aoti_torch_dtype_int8();
+  const int64_t item = is_int8 ? 1 : to_dtype(slab) == specc::DType::kFloat32 ? 4 : 2;
   const specc::CommitKV a{slab.data, slab.sizes[0] * slab.sizes[1], slab.sizes[2], slab.sizes[3],
                           slab.sizes[4] * slab.sizes[5] * item, table.sizes[0], source.sizes[1],
                           from.data(), to.data(), table.as<int32_t>(), table.sizes[1]};

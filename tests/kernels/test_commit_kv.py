@@ -35,8 +35,8 @@ def make_slab(
     random.Random(3).shuffle(blocks)
     shape = (LAYERS, 2, batch * per_sequence + 3, block_size, KV_HEADS, DIM)
     count = torch.Size(shape).numel()
-    if dtype == torch.bfloat16:
-        # all 2**16 patterns would hold NaN; neighbouring integers up to 256 are exact
+    if dtype != torch.float32:
+        # all 2**16 patterns of bfloat16 would hold NaN; integers up to 256 are exact
         slab = (torch.arange(count) % 251).to(dtype).view(shape)
     else:
         slab = torch.arange(count, dtype=dtype).view(shape)
@@ -151,7 +151,9 @@ def test_dead_moves_do_nothing(commit_kv, moves):
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int8], ids=["fp32", "bf16", "int8"]
+)
 def test_dtypes(commit_kv, dtype, index_dtype):
     check(
         commit_kv, [path_moves(5, [0, 2, 3, 7], 5), path_moves(2, [0, 3], 5)], 4, dtype, index_dtype
