@@ -20,6 +20,9 @@ class SegmentedProgram(nn.Module):
             `hidden`.
     """
 
+    # key → tensor, as of `ModelProgram`: of the whole model
+    weights: Mapping[str, Tensor]
+
     def __init__(self, name: str, segments: Sequence[ModelProgram]) -> None:
         super().__init__()
         self.name = name
@@ -47,7 +50,9 @@ class SegmentedProgram(nn.Module):
             # copies of what several of them read are shared
             like = segments[0] if segments else None
             segments.append(ModelProgram(model.program(number), weights, own, like=like))
-        return cls(model.name, segments)
+        made = cls(model.name, segments)
+        made.weights = weights
+        return made
 
     @classmethod
     def load(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ from tests import engines, models
 
 LAYERS = 4
 DRAFT = "self_x1_3"
+CONFIG = CompileConfig(
+    plans=(SpecPlan.from_widths((1, 1), (DRAFT,)),),
+    max_seq_len=96,
+    max_batch_size=2,
+    block_size=16,
+    backend="eager",
+    probe=False,
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +43,7 @@ def engine_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An engine that has such a draft, too: its program is what a search would try."""
     root = tmp_path_factory.mktemp("skips")
     models.save_tiny("qwen3", root / "target", num_hidden_layers=LAYERS)
-    plans = (SpecPlan.from_widths((1, 1), (DRAFT,)),)
-    config = CompileConfig(
-        plans=plans, max_seq_len=96, max_batch_size=2, block_size=16, backend="eager", probe=False
-    )
-    return engines.build(root / "target", [], root / "engine", config)
+    return engines.build(root / "target", [], root / "engine", CONFIG)
 
 
 def judged(worth: dict[int, float], asked: list[tuple[int, ...]]):
@@ -82,8 +87,16 @@ def test_targets_of_few_and_of_many_layers(count: int) -> None:
 
 
 @torch.inference_mode()
-def test_what_is_tried_is_what_would_be_compiled(engine_path: Path) -> None:
+@pytest.mark.parametrize("segments", [False, True], ids=["whole", "segments"])
+def test_what_is_tried_is_what_would_be_compiled(
+    engine_path: Path, tmp_path: Path, segments: bool
+) -> None:
     """The same logits, over the same caches, as the second program of the engine."""
+    if segments:
+        models.save_tiny("qwen3", tmp_path / "target", num_hidden_layers=LAYERS)
+        engine_path = engines.build(
+            tmp_path / "target", [], tmp_path / "engine", replace(CONFIG, segments=True)
+        )
     engine = Engine.load(engine_path)
     manifest = open_engine(engine_path, None)
     layers = SkippedLayers(engine_path, manifest)
