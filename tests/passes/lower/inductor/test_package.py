@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from specc.kernels import fakes
 from specc.passes.lower.inductor import package as lower_aot_inductor
 from specc.passes.lower.inductor.package import BoundProgram, _content_key
 from specc.runtime.backends.program_files import read_json
@@ -50,6 +51,13 @@ def test_the_cache_knows_all_that_a_package_is_made_of(program, monkeypatch, tmp
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "2.13.1")
         assert key != _content_key(program, compiler)
+    # the code takes the layouts of results for granted
+    for module in (lower_aot_inductor.ops, fakes):
+        changed = tmp_path / Path(str(module.__file__)).name
+        changed.write_text(Path(str(module.__file__)).read_text() + "# a change\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "__file__", str(changed))
+            assert key != _content_key(program, compiler), module.__name__
     # options that Inductor takes from the environment, but for the directory of its files
     for name, is_part in (("TORCHINDUCTOR_CACHE_DIR", False), ("AOT_INDUCTOR_DEBUG_COMPILE", True)):
         with monkeypatch.context() as patch:
