@@ -31,6 +31,7 @@ from specc.kernels import ops as _ops  # noqa: F401
 from specc.kernels.ranks import rank_error
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.captured.device_models import DeviceRanks
+from specc.runtime.backends.offload_budget import least_of
 from specc.runtime.backends.program_files import load_operators
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.ranks.channel import Channel
@@ -304,6 +305,8 @@ def open_part(path: Path, setup: Mapping[str, Any]) -> Manifest:
             backend=setup["backend"],
             backends=backend_names(),
             max_num_seqs=setup["max_num_seqs"],
+            kv_cache_tokens=setup["kv_cache_tokens"],
+            weights_budget=least_of(setup["offload_weights"]),
         )
         if manifest.parallel is not None:
             # collectives are among them

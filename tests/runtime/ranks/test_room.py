@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from specc.artifact import directory
 from specc.artifact.directory import read_manifest
 from specc.errors import ConfigError, EngineError
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import EngineArgs
-from specc.runtime.ranks import launch, room
+from specc.runtime.ranks import follower, launch, room
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.ranks.room import check_cores, check_memory, threads_of_rank
 from specc.system import machine
@@ -132,3 +133,26 @@ def test_too_little_memory_for_all(
     assert caught.value.found == f"{format_bytes(both - 1)} of memory available"
     assert caught.value.needed.startswith(f"{format_bytes(both)} for 2 of 2 ranks on this machine")
     assert "more machines" in caught.value.do
+
+
+def test_a_rank_that_follows_takes_what_it_is_told_to(
+    cut_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rank 0 counts it: with fewer rows, and with weights that stay in their file."""
+    manifest = read_manifest(cut_path)
+    rows, budget = manifest.limits.max_seq_len, 4096
+    setup = {
+        "backend": "eager", "verify": False, "max_num_seqs": 1, "kv_cache_tokens": None,
+        "offload_weights": None,
+    }  # fmt: skip
+    for told in ({}, {"kv_cache_tokens": rows}, {"offload_weights": budget}):
+        sizes = (1, told.get("kv_cache_tokens"), told.get("offload_weights"))
+        needed = manifest.memory_of((1,), *sizes)
+        assert not told or needed < manifest.memory_of((1,), 1)
+        for available, fits in ((needed, True), (needed - 1, False)):
+            monkeypatch.setattr(directory, "available_memory_bytes", lambda n=available: n)
+            if fits:
+                follower.open_part(cut_path, setup | told)
+                continue
+            with pytest.raises(EngineError, match="of memory available"):
+                follower.open_part(cut_path, setup | told)
