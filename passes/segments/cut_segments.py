@@ -70,7 +70,7 @@ class Segment:
     def weight_bytes(self) -> int:
         """Of its weights and constants, as the engine stores them; tied ones count once."""
         program = self.program
-        found = {w.key: (w.stored_shape, w.dtype) for w in program.weights.values()}
+        found = {w.key: (w.stored_shape, w.stored_dtype) for w in program.weights.values()}
         sizes = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found.values())
         return sum(sizes) + sum(value.nbytes for value in program.constants.values())
 

@@ -81,7 +81,8 @@ def _scan(program: Program) -> tuple[list[Place], int]:
         for weight in _weights_of(program, node):
             if weight.key not in seen:
                 seen.add(weight.key)
-                read += torch.Size(weight.stored_shape).numel() * weight.dtype.itemsize
+                count = torch.Size(weight.stored_shape).numel()
+                read += count * weight.stored_dtype.itemsize
         if node not in free and last_use.get(node, -1) > index:
             alive.add(node)
         if len(alive) != 1:

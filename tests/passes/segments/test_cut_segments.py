@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from functools import cache, partial
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from specc.errors import ConfigError, UnsupportedGraphError
+from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import constant_key
 from specc.passes.proof.verify_graph import verify_graph
@@ -122,6 +124,23 @@ def test_stages_are_the_best_that_there_are() -> None:
 
     pairs = [(a, b) for i, a in enumerate(places) for b in places[i + 1 :]]
     assert squares(stage_places(program, 3)) == min(map(squares, pairs))
+
+
+def test_quantized_weights_count_as_they_are_stored() -> None:
+    """A byte an integer, not the size of what it stands for."""
+    program = by_layers("qwen3").program.copy("target")
+    Pipeline(quantize_phases("int8")).run(program)
+    stored = {
+        w.key: math.prod(w.stored_shape) * w.stored_dtype.itemsize for w in program.weights.values()
+    }
+    segments = cut_segments(program, layer_places(program))
+    for segment in segments:
+        constants = sum(value.nbytes for value in segment.program.constants.values())
+        own = {weight.key for weight in segment.program.weights.values()}
+        assert segment.weight_bytes == constants + sum(stored[key] for key in own)
+    first = layer_places(program)[1]
+    own = {w.key for s in segments[:2] for w in s.program.weights.values()}
+    assert first.weight_bytes == sum(stored[key] for key in own)
 
 
 def test_more_stages_than_places_are_refused() -> None:
