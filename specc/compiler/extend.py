@@ -13,6 +13,7 @@ from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
 from specc.artifact.manifest_entries import MemoryEntry, PlanEntry
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.engine_files import step_file, write_steps
+from specc.passes.step.step_graph import TARGET
 from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
 from specc.speculation.plans import SpecPlan
 
@@ -49,10 +50,14 @@ class EngineExtension:
         self._plans: list[SpecPlan] = []
         self._entries: tuple[PlanEntry, ...] = ()
         before = [entry.plan for entry in manifest.plans]
+        logits = {name: entry.logits for name, entry in manifest.memory_plan.items()}
+        if manifest.stages:
+            # the stage that takes the most may be one that has none
+            logits[TARGET] = max(stage.memory.logits for stage in manifest.stages)
         # bytes of a row of logits, as the memory plan has counted them
         self._row_bytes = {
-            name: entry.logits // (manifest.limits.max_batch_size * _most(logit_rows, before, name))
-            for name, entry in manifest.memory_plan.items()
+            name: count // (manifest.limits.max_batch_size * _most(logit_rows, before, name))
+            for name, count in logits.items()
         }
 
     @property
@@ -109,16 +114,28 @@ class EngineExtension:
         limits = self._manifest.limits
         nodes = max(max_nodes, *(plan.num_rows for plan in plans))
         nodes = self._backend.extended_nodes(self._manifest, plans, nodes)
+        sizes = (plans, max_nodes, nodes)
+        memory = {
+            name: self._memory_for(name, entry, *sizes)
+            for name, entry in self._manifest.memory_plan.items()
+        }
+        parallel = self._manifest.parallel
+        if parallel is not None and parallel.stages:
+            stages = tuple(
+                dataclasses.replace(stage, memory=self._memory_for(TARGET, stage.memory, *sizes))
+                for stage in parallel.stages
+            )
+            parallel = dataclasses.replace(parallel, stages=stages)
+            # no rank has more
+            memory[TARGET] = max((stage.memory for stage in stages), key=lambda m: m.total)
         return dataclasses.replace(
             self._manifest,
             plans=self._entries,
             default_plan=plans[0].name,
             policy=policy,
             limits=dataclasses.replace(limits, max_nodes=nodes),
-            memory_plan={
-                name: self._memory_for(name, entry, plans, max_nodes, nodes)
-                for name, entry in self._manifest.memory_plan.items()
-            },
+            memory_plan=memory,
+            parallel=parallel,
             files={},
         )
 
@@ -138,7 +155,7 @@ class EngineExtension:
         return MemoryEntry(
             entry.weights,
             int(entry.cache * max(1.0, held)),
-            limits.max_batch_size * rows * self._row_bytes[name],
+            limits.max_batch_size * rows * self._row_bytes[name] if entry.logits else 0,
             int(entry.workspace * max(1.0, widest / before)),
         )
 
