@@ -7,6 +7,7 @@ passed on when the other side is there: a sender waits for that.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 
@@ -85,11 +86,13 @@ class Link:
         return values
 
     def abort(self, reason: str) -> None:
-        """End all waits on it, on both sides; the first reason stays."""
+        """End all waits on it, on both sides; the first reason stays. Not if it is closed."""
         if self._is_open:
-            ranks.abort_link(
-                self._number, RankError(reason, "all ranks at work", "start the ranks again")
-            )
+            # another thread may close it at this moment, which ends all waits, too
+            with contextlib.suppress(RankError):
+                ranks.abort_link(
+                    self._number, RankError(reason, "all ranks at work", "start the ranks again")
+                )
 
     def close(self) -> None:
         """Let go of it: the other side fails. More than once is once."""

@@ -208,13 +208,14 @@ class StageGroups:
     def abort(self, reason: str) -> None:
         """See `RankGroup.abort`; of the stage and all links of this rank."""
         self.group.abort(reason)
-        for link in self._links.values():
+        # a thread may be about to open more of them
+        for link in list(self._links.values()):
             link.abort(reason)
 
     def close(self) -> None:
         """Let go of all of them."""
         self.group.close()
-        for link in self._links.values():
+        for link in list(self._links.values()):
             link.close()
         if self._has_joined:
             from specc.runtime.ranks.gloo import leave_all

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import RankError
+from specc.kernels import ranks
 from specc.runtime.ranks.group import SLOT_BYTES
 from specc.runtime.ranks.links import Link
 from specc.runtime.scheduling.kv_cache import zeroed_slab
@@ -83,6 +84,15 @@ def test_an_abort_ends_a_wait(ends: tuple[Link, Link]) -> None:
     with pytest.raises(RankError, match="rank 1 is gone"):
         ends[1].receive((2,), torch.float32)
     assert time.monotonic() - begin_s < 5
+
+
+def test_an_abort_of_a_link_that_another_thread_closes(ends: tuple[Link, Link]) -> None:
+    """A job that ends has more to do than this: its other ranks are killed after it."""
+    sender, _ = ends
+    ranks.close_link(sender._number)
+    sender.abort("rank 1 is gone")
+    with pytest.raises(RankError, match="which is closed"):
+        sender.send(torch.zeros(1))
 
 
 def test_a_side_that_closes_fails_the_other(ends: tuple[Link, Link]) -> None:

@@ -37,6 +37,25 @@ def test_ranks_of_a_stage_are_neighbours() -> None:
     assert dict(places[2].own()).keys() == {"stage 1", "link 0 to 2", "link 2 to 4"}
 
 
+def test_a_job_fails_while_links_are_opened() -> None:
+    """By the thread that watches the ranks; the one that opens links goes on meanwhile."""
+    groups = StageGroups(StagePlace(0, 1, 3), range(3), 1.0)
+    ended: list[str] = []
+
+    class Opened:
+        def abort(self, reason: str) -> None:
+            ended.append(reason)
+            groups._links["results"] = self  # type: ignore[assignment]
+
+        def close(self) -> None:
+            groups._links.pop("results", None)
+
+    groups._links["link 0 to 1"] = groups._links["link 1 to 2"] = Opened()  # type: ignore[assignment]
+    groups.abort("rank 1 is gone")
+    assert ended == ["rank 1 is gone"] * 2
+    groups.close()
+
+
 def test_more_stages_than_layers_are_refused() -> None:
     program = trace_once(models.build_model("llama"), "target")
     Pipeline(PHASES).run(program)
