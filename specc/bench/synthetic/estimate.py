@@ -37,7 +37,8 @@ def make_estimate(
         on_plan: called with the name of each plan before it is counted.
     """
     launches = Launches(recorded, KERNELS)
-    nodes, filtered = {}, {}
+    nodes: dict[str, list[Node]] = {}
+    filtered: dict[str, list[Node]] = {}
     for plan in programs.plans:
         on_plan(plan.name)
         for found, is_filtered in ((nodes, False), (filtered, True)):

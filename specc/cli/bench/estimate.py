@@ -81,8 +81,10 @@ def print_estimate(report: dict[str, Any]) -> None:
     )
     print_lines(console, lines)
     console.print()
-    columns = ("nodes", "reads", "floor ms", "estimate ms", "× floor", "draft", "verify", "rest")
-    columns += ("filtered", "× floor")
+    columns = (
+        "nodes", "reads", "floor ms", "estimate ms", "× floor", "draft", "verify", "rest",
+        "filtered", "× floor",
+    )  # fmt: skip
     table = render.make_table(("step", *columns), columns)
     for name, plan in report["plans"].items():
         parts = [

@@ -196,6 +196,17 @@ def test_a_pass_is_shared_until_rounds_run_out(device, monkeypatch):
         assert (states[entered] == after_entry.value).all()
 
 
+def test_swor_renormalizes_q_after_each_rejection(device):
+    """A sibling of the same row has twice its probability once half of the mass was tried."""
+    target = log([0.02, 0.4, 0.2, 0.38]).repeat(3, 1)
+    drafts = [log([0.5, 0.3, 0.1, 0.1])]
+    inputs = cases.given_tree(Rule.SWOR, [0, 0, 1], [-1, 0, 0], target, drafts, [-1, 0, 0], 24)
+    path, _ = cases.check_accept(inputs, device)
+    entered = path[:, 1].tolist()
+    assert entered.count(2) > 4
+    assert entered.count(-1) > 4
+
+
 def test_swor_keeps_sums_of_rows_apart(device):
     """A proposal that is left out was to be tried next: the sum that is there is of its row."""
     target = log([0.02, 0.3, 0.2, 0.48]).repeat(4, 1)
