@@ -1,12 +1,13 @@
-"""`specc::accept`: seven launches, eleven where proposals were drawn from drafts' logits.
+"""`specc::accept`: three launches where rows are known to be unfiltered, else nine and more.
 
 What each program has to do it reads from its row's sampling options, so one captured graph serves
 all requests: programs of greedy rows compare logits, and leave every other launch at once.
 
 1. `tree_context`: depths of nodes; counts of tokens, for rows with penalties.
 2. `row_filters` of the target, four launches: rows with filters, and MSS and SWOR rows.
-3. The same of the drafts: MSS and SWOR rows.
-4. `node_best`: best tokens of parts of all rows. 5. `accept_walk`.
+3. The same of the drafts, where proposals were drawn from their logits: MSS and SWOR rows.
+4. `node_best`: best tokens of parts of all rows.
+5. `accept_walk`: one launch, and those of passes that MSS and SWOR rows wait for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda.accept_walk import accept_walk
+from specc.kernels.cuda.launch import is_unfiltered
 from specc.kernels.cuda.node_best import node_best
 from specc.kernels.cuda.row_filters import row_filters
 from specc.kernels.cuda.row_options import check_options
@@ -45,7 +47,7 @@ def accept(
 
     Where `q_rows` is given, draft logits of several levels are copied into one tensor [B * G, V]:
     2 * B * G * V elements are moved once a step, whatever the rules of its rows. Those of one
-    level, and those that no column was drawn from, are not.
+    level, and those that no column was drawn from, are not; none are where rows are `unfiltered`.
     """
     check_trees("accept", logits, tokens, parents)
     batch, num_nodes = tokens.shape
@@ -69,14 +71,16 @@ def accept(
     tried_rules: tuple[Rule, ...] = TRIED_RULES if is_tried else ()
     stats = row_filters(logits, *rows, filtered=walked, weighed=tried_rules, tree=tree)
     drafts = draft_stats = None
-    if q_rows is not None and draft_logits and is_tried:
+    if is_unfiltered():
+        image = q_rows = None
+    elif q_rows is not None and draft_logits and is_tried:
         drafts = _one_tensor(draft_logits, batch, logits.shape[1])
         draft_stats = row_filters(drafts, *rows, filtered=(), weighed=tried_rules)
     best = node_best(logits, *rows, stats, tree, all_rules=not is_tried)
     return accept_walk(
         best, logits, tokens, parents, max_depth, image, q_rows, drafts,
         (stats, draft_stats), *rows, counts,
-        is_tried=is_tried,
+        is_tried=is_tried and not is_unfiltered(),
     )  # fmt: skip
 
 

@@ -64,3 +64,25 @@ def even_tokens(is_even: bool = True) -> Iterator[None]:
         yield
     finally:
         _is_even.reset(token)
+
+
+_is_unfiltered: ContextVar[bool] = ContextVar("specc_is_unfiltered", default=False)
+
+
+def is_unfiltered() -> bool:
+    """Whether no row of a launch has anything that `row_filters` finds out."""
+    return _is_unfiltered.get()
+
+
+@contextlib.contextmanager
+def unfiltered(is_unfiltered: bool = True) -> Iterator[None]:
+    """Say of launches of this thread that no row is filtered or tries its proposals one by one.
+
+    See `specc.kernels.reference.processing.are_unfiltered`. What would find that out by itself, row
+    by row, is not launched.
+    """
+    token = _is_unfiltered.set(is_unfiltered)
+    try:
+        yield
+    finally:
+        _is_unfiltered.reset(token)

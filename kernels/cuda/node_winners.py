@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.accept import check_history, check_trees
-from specc.kernels.cuda.accept_walk import PARTS
+from specc.kernels.cuda.accept_walk import KEYS
 from specc.kernels.cuda.node_best import node_best
 from specc.kernels.cuda.row_filters import row_filters
 from specc.kernels.cuda.row_options import check_options
@@ -80,7 +80,7 @@ def row_winners(best: Tensor, depths: Tensor, vocab: int) -> Tensor:
     winners = torch.empty(num_rows, dtype=torch.int64, device=best.device)
     winners_kernel[(num_rows,)](
         best, depths, winners, vocab, num_parts,
-        BS=max(PARTS, triton.next_power_of_2(num_parts)),
+        BS=max(KEYS, triton.next_power_of_2(num_parts)),
         num_warps=1,
     )  # fmt: skip
     return winners
@@ -95,7 +95,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
             "best": "*i64", "depths": "*i32", "winners": "*i64",
             **dict.fromkeys(("vocab", "num_parts"), "i32"),
         },
-        constexprs={"BS": PARTS},
+        constexprs={"BS": KEYS},
         num_warps=1,
         num_stages=3,
         divisible=("best", "depths", "winners"),

@@ -1,6 +1,7 @@
 """What filters leave of a row of logits: one number, the cut, and the tokens no less than it.
 
 Four launches of several programs a row; nothing is sorted, and rows that need none leave at once.
+Where it is known before that no row does (`launch.unfiltered`), nothing is launched.
 
 1. Best, least and mass of parts of rows.
 2. Numbers and masses of tokens above sixteen pivots, evenly between what bounds the cut and best.
@@ -21,6 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specc.kernels.cuda.launch import is_unfiltered
 from specc.kernels.cuda.row_cut import row_cut_kernel
 from specc.kernels.cuda.row_options import Bounded
 from specc.kernels.cuda.row_parts import (
@@ -80,7 +82,7 @@ def row_filters(
     tree: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     first_node: int = 0,
 ) -> Tensor:
-    """What filters leave of rows of logits, in four launches.
+    """What filters leave of rows of logits, in four launches; in none where rows are `unfiltered`.
 
     Args:
         logits: [B * F, V].
@@ -100,6 +102,9 @@ def row_filters(
     """
     num_rows, vocab = logits.shape
     device = logits.device
+    stats = torch.empty(num_rows, NUM_STATS, dtype=torch.float32, device=device)
+    if is_unfiltered():
+        return stats
     sizes = config(num_rows, vocab, logits.dtype)
     num_parts = sizes["num_parts"]
     # scratch of the caller's pool: a replay finds it where the capture had it
@@ -111,7 +116,6 @@ def row_filters(
     masses = torch.empty(shape, dtype=torch.float32, device=device)
     listed = torch.empty(num_rows, sizes["BC"], dtype=torch.float32, device=device)
     arrived = torch.empty(num_rows, dtype=torch.int32, device=device)
-    stats = torch.empty(num_rows, NUM_STATS, dtype=torch.float32, device=device)
     depths, counts, tokens, parents = tree or (None, None, None, None)
     rows = (logits, values, words, cache_len, depths, counts, tokens, parents)
     numbers_of_rows = (

@@ -8,7 +8,7 @@ import triton.language as tl
 from specc.kernels.cuda.row_noise import first_of_four, raise_best
 from specc.kernels.cuda.sampling import LANES
 from specc.kernels.cuda.tree_context import scores_at
-from specc.kernels.cuda.tree_expand import NO_KEY, token_of
+from specc.kernels.cuda.tree_expand import NO_KEY
 
 
 @triton.jit
@@ -48,15 +48,15 @@ def draft_probs(o_t, token, draft, row, num_tried, HAS_DRAFTS: tl.constexpr):
 
 
 @triton.jit
-def sample_rest(target, rest_sum, vocab, seed, offset, BQ: tl.constexpr):
-    """argmax(log P + token noise)."""
+def sample_part(target, rest_sum, first, num_blocks, seed, offset, BQ: tl.constexpr):
+    """Key of argmax(log P + token noise) among some blocks of 4 * BQ tokens."""
     key = tl.full([], NO_KEY, tl.int64)
-    for start in range(0, vocab, 4 * BQ):
-        o_q = start // 4 + tl.arange(0, BQ)
+    for i in range(num_blocks):
+        o_q = first // 4 + i * BQ + tl.arange(0, BQ)
         o_t = first_of_four(o_q)
         b_0 = tl.log(target_probs(o_t, target, rest_sum))
         b_1 = tl.log(target_probs(o_t + LANES, target, rest_sum))
         b_2 = tl.log(target_probs(o_t + 2 * LANES, target, rest_sum))
         b_3 = tl.log(target_probs(o_t + 3 * LANES, target, rest_sum))
         key = raise_best(key, b_0, b_1, b_2, b_3, o_q, seed, offset)
-    return tl.minimum(token_of(key), vocab - 1)
+    return key

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.reference.sampling import MIN_TEMPERATURE
-from specc.sampling.rows import Value, Word
+from specc.sampling.rows import Rule, Value, Word
 
 
 def process_reference(logits: Tensor, values: Tensor, words: Tensor) -> Tensor:
@@ -44,6 +44,22 @@ def process_reference(logits: Tensor, values: Tensor, words: Tensor) -> Tensor:
     last = descending.gather(1, in_prefix.sum(dim=1, keepdim=True).clamp(min=1) - 1)
     keep &= (scores >= last) | (top_p >= 1.0)
     return torch.where(keep | ~is_sampled[:, None], scores, -torch.inf)
+
+
+def are_unfiltered(values: Tensor, words: Tensor) -> bool:
+    """Whether no row needs more than its logits, penalties and noise.
+
+    Rows are greedy, or coupled or delta with the whole distribution: no weight of a token is
+    compared with those of others, and no proposal is tried by its probability.
+
+    Args:
+        values: [R, 6], see `specc.sampling.rows.Value`, on the CPU.
+        words: [R, 4], see `specc.sampling.rows.Word`, on the CPU.
+    """
+    is_sampled = values[:, Value.TEMPERATURE] >= MIN_TEMPERATURE
+    is_cut = (values[:, Value.TOP_P] < 1.0) | (values[:, Value.MIN_P] > 0.0)
+    is_cut |= (words[:, Word.TOP_K] > 0) | (words[:, Word.RULE] > Rule.DELTA)
+    return not bool((is_sampled & is_cut).any())
 
 
 def penalize_reference(logits: Tensor, context: Tensor, num_prompt: int, values: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,13 @@ from specc.runtime.scheduling.kv_cache import KVCache
 
 
 class CapturedBackend(RuntimeBackend):
-    """Loads the models of an engine; its steps are captured."""
+    """Loads the models of an engine; its steps are captured.
+
+    `skips_filters`: batches without filters have graphs of their own, see `CapturedStep`; not
+    where ranks follow, which would capture each pass of theirs twice.
+    """
+
+    skips_filters: ClassVar[bool] = False
 
     def take_device(self, local_rank: int, num_local: int) -> None:
         """See `RuntimeBackend.take_device`: a GPU for each rank of this machine."""
@@ -61,10 +67,13 @@ class CapturedBackend(RuntimeBackend):
             graphs, models = limits.ranks.join(graphs, models)
         # a rank that follows has none
         steps = (
-            load_steps(path, manifest, models.within, cache, graphs, capture, models.adapt)
+            load_steps(
+                path, manifest, models.within, cache, graphs, capture, models.adapt,
+                skips_filters=self.skips_filters and limits.ranks is None,
+            )
             if manifest.plans
             else {}
-        )
+        )  # fmt: skip
         return LoadedPrograms(
             {name: DeviceModel(model, graphs) for name, model in models.between.items()},
             dict(steps),

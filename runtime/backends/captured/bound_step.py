@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.kernels.cuda.launch import even_tokens
+from specc.kernels.cuda.launch import even_tokens, unfiltered
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.backends.program_files import last_used
 
@@ -32,6 +32,8 @@ class BoundStep:
         results: [B, 2 + P + drafts] int64, written by the last stage: num_accepted,
             output_tokens, next_cache_len, then the length of each draft.
         draft_lens: names of these lengths.
+        is_filtered: some row may have filters, or try proposals one by one; without, what finds out
+            which is not launched.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class BoundStep:
         inputs: Mapping[str, Tensor],
         results: Tensor,
         draft_lens: Iterable[str] = (),
+        is_filtered: bool = True,
     ) -> None:
+        self._is_filtered = is_filtered
         # name → value; what a stage that was captured by itself has put here keeps its address
         self.environment: dict[str, Any] = {**constants, **inputs}
         self._results = results
@@ -77,8 +81,9 @@ class BoundStep:
             OperatorError: an operator failed.
         """
         try:
-            for part in self.parts:
-                part()
+            with unfiltered(not self._is_filtered):
+                for part in self.parts:
+                    part()
         finally:
             # nobody reads it after the step, and captured memory would stay taken for it
             for name in self.environment.keys() - self._lasting_names:

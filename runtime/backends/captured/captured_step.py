@@ -13,12 +13,18 @@ from torch import Tensor, fx, nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.errors import EngineError
+from specc.kernels.reference.processing import are_unfiltered
 from specc.runtime.backends.captured.bound_step import BoundStep, HookValues
 from specc.runtime.backends.captured.extended_step import ExtendedStep
 from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice
 from specc.runtime.backends.captured.step_bounds import check_step_bounds
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
-from specc.runtime.backends.captured.step_scores import ScoredResults, StepExtras, StepKind
+from specc.runtime.backends.captured.step_scores import (
+    UNFILTERED,
+    ScoredResults,
+    StepExtras,
+    StepKind,
+)
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.backends.program_files import place, plan_of
 from specc.runtime.backends.step import QueuedStep
@@ -76,7 +82,8 @@ class CapturedStep:
 
     A bucket is a number of requests; rows that a batch does not fill are padding, which writes
     nothing. A bucket is captured as one graph, or, while `before_accept` is set, as one graph for
-    each stage; what a step does besides is captured by its kind, see `ExtendedStep`.
+    each stage; what a step does besides is captured by its kind, see `ExtendedStep`. Batches that
+    need no filters have a graph of fewer launches where `skips_filters` is set.
 
     Args:
         program: content of `steps/<plan>.json`.
@@ -88,6 +95,7 @@ class CapturedStep:
         by_block: request b of the models has cache row b, so each goes to the row of its block;
             the cache is dense.
         adapt: called with each stage's graph, which it may change.
+        skips_filters: capture a second graph of each bucket, for batches without filters.
     Raises:
         EngineError: a malformed program.
     """
@@ -102,7 +110,9 @@ class CapturedStep:
         buckets: Sequence[int],
         by_block: bool = False,
         adapt: Callable[[fx.GraphModule], object] = lambda graph: None,
+        skips_filters: bool = False,
     ) -> None:
+        self.skips_filters = skips_filters
         self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
         self.buckets = tuple(buckets)
@@ -130,6 +140,7 @@ class CapturedStep:
         self._captured: dict[tuple[int, bool | StepKind], list[Graph] | None] = {}
         # what the step that was queued last does besides
         self.kind: StepKind | None = None
+        self._is_unfiltered = False
 
     @property
     def staged(self) -> None:
@@ -194,7 +205,8 @@ class CapturedStep:
         )
         bucket = self.bucket_of(rows_of(batch, places))
         self.kind = extras.kind if extras else None
-        self.capture(bucket, self.kind)
+        self._is_unfiltered = are_unfiltered(inputs.sampling_values, inputs.sampling_words)
+        self._capture_all(bucket)
         with self._graphs.active():
             self._buffers.copy_from(inputs, bucket, places)
             if requests:
@@ -205,7 +217,7 @@ class CapturedStep:
         """See `QueuedStep.submit_next`."""
         begin_s = time.perf_counter()
         bucket = self.bucket_of(rows_of(batch, places))
-        self.capture(bucket, self.kind)
+        self._capture_all(bucket)
         with self._graphs.active():
             return self._queue(batch, places, bucket, begin_s)
 
@@ -294,7 +306,7 @@ class CapturedStep:
         begin_s: float,
         extras: StepExtras | None = None,
     ) -> PendingReplay:
-        key = (bucket, self.kind or self.is_split)
+        key = self._replayed_key(bucket)
         bound, captured = self._bound[key], self._captured[key]
         parts: list[Callable[[], object]] = [graph.replay for graph in captured or ()]
         if not parts and not self.kind:
@@ -317,6 +329,19 @@ class CapturedStep:
         else:
             results = self._buffers.read_results()
         return PendingReplay(self, batch, begin_s, results, places)
+
+    def _capture_all(self, bucket: int) -> None:
+        """What the step that is to be queued replays, and what any of its kind does."""
+        self.capture(bucket, self.kind)
+        if self.skips_filters and self._is_unfiltered and not (self.kind or self.is_split):
+            self.capture(bucket, UNFILTERED)
+
+    def _replayed_key(self, bucket: int) -> tuple[int, bool | StepKind]:
+        """Of the graph with the fewest launches that does what is asked for."""
+        can_skip = self._is_unfiltered and not (self.kind or self.is_split)
+        if can_skip and self._captured.get((bucket, UNFILTERED)) is not None:
+            return bucket, UNFILTERED
+        return bucket, self.kind or self.is_split
 
     def _warm_up(self, parts: Sequence[Callable[[], object]], bucket: int) -> None:
         """Run once: this compiles and allocates what the first run does."""
@@ -358,6 +383,8 @@ class CapturedStep:
             inputs[name] = view[:bucket, : widths[name]] if name in widths else view[:bucket]
         results = buffers.results[:bucket]
         own = (self._stages, self._constants, inputs, results, self._drafts.values())
+        if kind == UNFILTERED:
+            return BoundStep(*own, is_filtered=False)
         return ExtendedStep(kind, self._graphs, self.plan, *own) if kind else BoundStep(*own)
 
 

@@ -12,6 +12,7 @@ from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.step_buffers import StepBuffers
+from specc.runtime.backends.captured.step_scores import UNFILTERED
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.execution.batch_rows import last_tokens_of
 from specc.runtime.scheduling.kv_cache import KVCache
@@ -26,6 +27,8 @@ def load_steps(
     graphs: GraphDevice,
     limits: CaptureLimits,
     adapt: Callable[[fx.GraphModule], object] = lambda graph: None,
+    *,
+    skips_filters: bool = False,
 ) -> dict[str, CapturedStep]:
     """The steps of an engine; what is captured at once is up to `limits`.
 
@@ -37,6 +40,7 @@ def load_steps(
         graphs: the device.
         limits: of capturing.
         adapt: called with each stage's graph, which it may change.
+        skips_filters: see `CapturedStep`.
     Raises:
         EngineError: a file is absent or malformed, or a step cannot run.
     """
@@ -52,6 +56,7 @@ def load_steps(
             limits.buckets(cache.shape.max_num_seqs),
             by_block=cache.rows is not None,
             adapt=adapt,
+            skips_filters=skips_filters,
         )
         for entry in manifest.plans
     }
@@ -83,18 +88,17 @@ def capture_within(
 ) -> int:
     """Capture steps, large batches first so that smaller graphs fit into their memory.
 
+    Those for any batch come first, then those for batches without filters.
+
     Returns:
         number of graphs; the remaining ones would exceed the limits and are captured when used.
     """
     seconds, free = 0.0, graphs.free_bytes()
-    count = 0
-    for size in sorted({bucket for step in steps for bucket in step.buckets}, reverse=True):
-        for step in steps:
-            if seconds > limits.max_seconds:
-                return count
-            if free - graphs.free_bytes() > limits.max_bytes:
-                return count
-            if size in step.buckets:
-                seconds += step.capture(size)
-                count += 1
-    return count
+    sizes = sorted({bucket for step in steps for bucket in step.buckets}, reverse=True)
+    every = [(step, size, None) for size in sizes for step in steps if size in step.buckets]
+    fewer = [(step, size, UNFILTERED) for step, size, _ in every if step.skips_filters]
+    for count, (step, size, kind) in enumerate([*every, *fewer]):
+        if seconds > limits.max_seconds or free - graphs.free_bytes() > limits.max_bytes:
+            return count
+        seconds += step.capture(size, kind)
+    return len(every) + len(fewer)

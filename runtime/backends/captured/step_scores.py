@@ -110,12 +110,18 @@ class StepKind(NamedTuple):
         is_masked: masks change the logits that acceptance looks at.
         has_biases: so do biases.
         reads_draft: masks follow from what the device drafts.
+        is_unfiltered: nothing, and no row needs its filters, or tries proposals one by one: see
+            `are_unfiltered`. It is a kind that none of the others goes with.
     """
 
     is_scored: bool = False
     is_masked: bool = False
     has_biases: bool = False
     reads_draft: bool = False
+    is_unfiltered: bool = False
+
+
+UNFILTERED = StepKind(is_unfiltered=True)
 
 
 class StepExtras(NamedTuple):

@@ -28,6 +28,8 @@ _PACKAGES = "packages.json"
 class CudaBackend(CapturedBackend):
     """See `RuntimeBackend`."""
 
+    skips_filters = True
+
     def load_models(
         self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice, rank: int = 0
     ) -> DeviceModels:

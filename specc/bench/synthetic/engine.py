@@ -90,7 +90,9 @@ def make_engine(
     )
     buckets = (limits.max_batch_size,)
     steps: dict[str, Any] = {
-        name: CapturedStep(step, models, cache.environment, buffers, graphs, buckets)
+        name: CapturedStep(
+            step, models, cache.environment, buffers, graphs, buckets, skips_filters=True
+        )
         for name, step in programs.steps.items()
     }
     target, *drafts = models.values()

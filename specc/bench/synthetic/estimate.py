@@ -14,8 +14,7 @@ from specc.kernels.cuda.recorded import recorded
 from specc.kernels.cuda.register import KERNELS
 
 SCHEMA_VERSION = 1
-# operators that choose tokens; their launches are the same for every request, and a greedy one
-# reads less in them than what is counted
+# operators that choose tokens; a request reads less in them than what is counted for the batch
 _DRAWING = ("accept", "draft_children", "node_winners", "accept_winners")
 # what a report calls the models
 LABELS = {"target": "target", "draft_0": "draft"}
@@ -38,10 +37,14 @@ def make_estimate(
         on_plan: called with the name of each plan before it is counted.
     """
     launches = Launches(recorded, KERNELS)
-    nodes = {}
+    nodes: dict[str, list[Node]] = {}
+    filtered: dict[str, list[Node]] = {}
     for plan in programs.plans:
         on_plan(plan.name)
-        nodes[plan.name] = step_nodes(programs, plan, context, launches)
+        for found, is_filtered in ((nodes, False), (filtered, True)):
+            found[plan.name] = step_nodes(
+                programs, plan, context, launches, is_filtered=is_filtered
+            )
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "settings": dict(settings) | {"dtype": programs.dtype},
@@ -49,24 +52,29 @@ def make_estimate(
         "assumptions": costs.assumptions(),
     }
     for model in programs.models:
-        found = Counter(
+        per_layer = Counter(
             count for own in nodes.values() for count in nodes_per_layer(own, model.entry.name)
         )
         report[LABELS[model.entry.name]] = {
             "source": model.entry.source,
             "layers": len(model.entry.layers),
             # of plans that differ the most; `plans` has them one by one
-            "nodes_per_layer": max(found, default=None),
+            "nodes_per_layer": max(per_layer, default=None),
         }
     report["plans"] = {
-        plan.name: _plan(programs, plan.name, nodes[plan.name], context, costs)
+        plan.name: _plan(programs, plan.name, nodes[plan.name], filtered[plan.name], context, costs)
         for plan in programs.plans
     }
     return report
 
 
 def _plan(
-    programs: BenchPrograms, name: str, nodes: Sequence[Node], context: int, costs: GraphCosts
+    programs: BenchPrograms,
+    name: str,
+    nodes: Sequence[Node],
+    filtered: Sequence[Node],
+    context: int,
+    costs: GraphCosts,
 ) -> dict[str, Any]:
     plan = next(plan for plan in programs.plans if plan.name == name)
     shapes = {
@@ -76,7 +84,7 @@ def _plan(
     step = programs.steps[name]
     moved = count_step_bytes(step, shapes, plan, context, programs.limits.max_batch_size)
     floor_ms = costs.floor_ms(moved.total)
-    estimate_ms = sum(costs.node_ms(node.kind, node.num_bytes) for node in nodes)
+    estimate_ms = _total_ms(nodes, costs)
     models = {}
     for model in programs.models:
         own = [node for node in nodes if node.model == model.entry.name]
@@ -88,10 +96,9 @@ def _plan(
             "passes": passes,
             "nodes_per_pass": len(own) / passes,
             "nodes_per_layer": max(per_layer, default=None),
-            "estimate_ms": sum(costs.node_ms(node.kind, node.num_bytes) for node in own),
+            "estimate_ms": _total_ms(own, costs),
         }
     between = [node for node in nodes if not node.model]
-    drawing = [node for node in nodes if node.operator in _DRAWING]
     return {
         "nodes": len(nodes),
         "bytes": moved.total,
@@ -101,13 +108,29 @@ def _plan(
         "models": models,
         "between": {
             "nodes": len(between),
-            "estimate_ms": sum(costs.node_ms(node.kind, node.num_bytes) for node in between),
+            "estimate_ms": _total_ms(between, costs),
         },
         # a part of what lies between passes
-        "sampling": {
-            "nodes": len(drawing),
-            "bytes": sum(node.num_bytes for node in drawing),
-            "estimate_ms": sum(costs.node_ms(node.kind, node.num_bytes) for node in drawing),
+        "sampling": _sampling(nodes, costs),
+        # of a batch with filters, or that tries proposals one by one
+        "filtered": {
+            "nodes": len(filtered),
+            "estimate_ms": _total_ms(filtered, costs),
+            "ratio": _total_ms(filtered, costs) / floor_ms,
+            "sampling": _sampling(filtered, costs),
         },
         "kernels": dict(Counter(node.name for node in nodes).most_common()),
     }
+
+
+def _sampling(nodes: Sequence[Node], costs: GraphCosts) -> dict[str, Any]:
+    drawing = [node for node in nodes if node.operator in _DRAWING]
+    return {
+        "nodes": len(drawing),
+        "bytes": sum(node.num_bytes for node in drawing),
+        "estimate_ms": _total_ms(drawing, costs),
+    }
+
+
+def _total_ms(nodes: Sequence[Node], costs: GraphCosts) -> float:
+    return sum(costs.node_ms(node.kind, node.num_bytes) for node in nodes)

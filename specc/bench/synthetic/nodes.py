@@ -79,7 +79,12 @@ class Launches:
 
 
 def step_nodes(
-    programs: BenchPrograms, plan: SpecPlan, context: int, launches: Launches
+    programs: BenchPrograms,
+    plan: SpecPlan,
+    context: int,
+    launches: Launches,
+    *,
+    is_filtered: bool = True,
 ) -> list[Node]:
     """Nodes of one step, in the order of the graph.
 
@@ -88,6 +93,7 @@ def step_nodes(
         plan: one of theirs.
         context: committed rows of each sequence.
         launches: of the kernels that the programs are lowered to.
+        is_filtered: some request has filters, or tries proposals one by one.
     """
     limits = programs.limits
     shape = CacheShape(
@@ -100,7 +106,7 @@ def step_nodes(
     cache = KVCache(shape, specs, getattr(torch, programs.dtype), META)
     counter = _Counter(context, launches)
     modules = {model.entry.name: _CountedModel(model, cache, counter) for model in programs.models}
-    bound = _bind(programs, plan, cache, modules)
+    bound = _bind(programs, plan, cache, modules, is_filtered)
     with launches.recorded(counter.note), torch.inference_mode(), counter:
         bound.run()
     return counter.nodes
@@ -155,6 +161,7 @@ def _bind(
     plan: SpecPlan,
     cache: KVCache,
     modules: Mapping[str, nn.Module],
+    is_filtered: bool,
 ) -> BoundStep:
     program = programs.steps[plan.name]
     stages = {
@@ -179,7 +186,8 @@ def _bind(
         "chosen_blocks": empty(plan.num_chosen(cache.shape.rows_per_block), dtype=torch.int64),
     }
     results = empty(2 + depth + 1 + len(modules) - 1, dtype=torch.int64)
-    return BoundStep(stages, constants, inputs, results, draft_lens_of(plan).values())
+    lens = draft_lens_of(plan).values()
+    return BoundStep(stages, constants, inputs, results, lens, is_filtered)
 
 
 class _Counter(TorchDispatchMode):

@@ -81,7 +81,10 @@ def print_estimate(report: dict[str, Any]) -> None:
     )
     print_lines(console, lines)
     console.print()
-    columns = ("nodes", "reads", "floor ms", "estimate ms", "× floor", "draft", "verify", "rest")
+    columns = (
+        "nodes", "reads", "floor ms", "estimate ms", "× floor", "draft", "verify", "rest",
+        "filtered", "× floor",
+    )  # fmt: skip
     table = render.make_table(("step", *columns), columns)
     for name, plan in report["plans"].items():
         parts = [
@@ -97,6 +100,8 @@ def print_estimate(report: dict[str, Any]) -> None:
             f"{plan['estimate_ms']:.3f}",
             f"{plan['ratio']:.2f}",
             *(cell(part and part["estimate_ms"], ".3f") for part in parts),
+            str(plan["filtered"]["nodes"]),
+            f"{plan['filtered']['ratio']:.2f}",
         )
     print_table(console, table)
     console.print()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -38,7 +41,11 @@ SMALL = {
     "LISTED": (row_filters, 16),
     "SLICE": (tree_context, 64),
 }
-SMALL_WALK = {"BLOCK": (accept_walk, 256), "COUNTERS": (accept_walk, 128)}
+SMALL_WALK = {
+    "BLOCK": (accept_walk, 256),
+    "COUNTERS": (accept_walk, 128),
+    "NODES": (accept_walk, 4),
+}
 
 
 def run(inputs: Forest, device: torch.device, *, is_small: bool = False) -> list[Tensor]:
@@ -59,6 +66,57 @@ def run(inputs: Forest, device: torch.device, *, is_small: bool = False) -> list
         )  # fmt: skip
     assert torch.equal(before.nan_to_num(7.0), dense[0].nan_to_num(7.0))
     return [output.cpu() for output in outputs]
+
+
+@contextlib.contextmanager
+def counted_launches() -> Iterator[list[str]]:
+    """Names of the kernels that `accept` launches meanwhile, in their order."""
+    names: list[str] = []
+    modules = (accept_walk, node_best, row_filters, tree_context)
+    kernels = {
+        (module, name): kernel
+        for module in modules
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel")
+    }
+
+    class Counted:
+        def __init__(self, kernel: Any) -> None:
+            self._kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            names.append(self._kernel.fn.__name__)
+            return self._kernel[grid]
+
+    try:
+        for (module, name), kernel in kernels.items():
+            setattr(module, name, Counted(kernel))
+        yield names
+    finally:
+        for (module, name), kernel in kernels.items():
+            setattr(module, name, kernel)
+
+
+def states_after_launches(
+    inputs: Forest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> list[Tensor]:
+    """What each row [B] waits for after every launch of its walk."""
+    found: list[Tensor] = []
+    kernel = accept_walk.accept_walk_kernel
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **options: Any) -> None:
+                kernel[grid](*args, **options)
+                place = kernel.arg_names.index("state")
+                found.append(args[place][:, 0].cpu().clone())
+
+            return launch
+
+    with monkeypatch.context() as patched:
+        patched.setattr(accept_walk, "accept_walk_kernel", Watched())
+        run(inputs, device)
+    return found
 
 
 def check_accept(

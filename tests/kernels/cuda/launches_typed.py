@@ -90,16 +90,14 @@ def _node_winners_calls(batch: int, vocab: int) -> Iterator[Any]:
 
 
 def _accept_walk_calls(batch: int, vocab: int) -> Iterator[Any]:
+    for num_nodes in (1, 13, 1024):
+        yield _walk(batch, vocab, torch.bfloat16, num_nodes, num_nodes, 5, 9, is_tried=False)
     # nodes, columns, levels
-    trees = ((13, 13, 5), (60, 60, 7), (60, 120, 7))
+    trees = ((13, 13, 5), (60, 120, 7), (250, 250, 10), (1000, 1024, 63), (1024, 4096, 1023))
     for dtype in _dtypes(vocab):
-        yield _walk(batch, vocab, dtype, 1, 1, 0, None, is_tried=False)
         for num_nodes, num_columns, max_depth in trees:
-            for num_drafts in (9, None) if num_columns == num_nodes else (9,):
+            for num_drafts in (9, None):
                 yield _walk(batch, vocab, dtype, num_nodes, num_columns, max_depth, num_drafts)
-    for num_nodes, max_depth in ((250, 10), (1000, 63), (1024, 1023)):
-        for num_drafts in (9, None):
-            yield _walk(batch, vocab, torch.bfloat16, num_nodes, num_nodes, max_depth, num_drafts)
 
 
 def _walk(
@@ -117,7 +115,7 @@ def _walk(
     _, counts, tokens, parents = _tree(batch, vocab, num_nodes)
     image = None if num_columns == num_nodes else _meta(batch, num_columns, dtype=I32)
     drafts = draft_stats = None
-    if num_drafts is not None:
+    if num_drafts is not None and is_tried:
         drafts = _meta(batch * num_drafts, vocab, dtype=dtype)
         draft_stats = _meta(batch * num_drafts, 3)
     best = _meta(rows, node_best.config(rows, vocab)["num_parts"], dtype=I64)

@@ -5,11 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specc.kernels.cuda import node_best, tree_context
+from specc.kernels.cuda import accept_walk, accept_walk_kernels, node_best, tree_context
 from specc.kernels.cuda.accept import accept
+from specc.kernels.cuda.launch import unfiltered
+from specc.kernels.reference.processing import are_unfiltered
 from specc.sampling.rows import Rule
 from tests.kernels.cuda import cases_accept as cases
-from tests.kernels.cuda.typed_trees import MIXED, PLAIN, Row, forest
+from tests.kernels.cuda.typed_trees import (
+    GREEDY,
+    MIXED,
+    PADDING,
+    PLAIN,
+    Row,
+    forest,
+    options_of,
+)
 
 # the interpreter takes logarithms of 0
 pytestmark = [
@@ -18,6 +28,12 @@ pytestmark = [
 ]
 
 slow = pytest.mark.slow
+# rows whose walks make passes
+TRIED = (
+    Row(Rule.MSS, length=23),
+    Row(Rule.SWOR, 1.1),
+    Row(Rule.SWOR, 0.9, min_p=0.02, presence=0.6, num_prompt=40, length=30),
+)
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -137,6 +153,127 @@ def test_swor_takes_its_tried_tokens_from_its_own_row_alone(device):
         path, _ = cases.check_accept(inputs, device)
         entered |= set(path[:, 1].tolist())
     assert entered == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "widths", "vocab", "options"),
+    [
+        pytest.param(1, (3, 1), 1100, {"noise": 3.0}, id="tree-1"),
+        pytest.param(9, (3, 1), 1100, {"noise": 3.0}, id="tree-9", marks=slow),
+        pytest.param(1, (1, 1, 1), 1700, {"noise": 2.0}, id="chain-1", marks=slow),
+        pytest.param(9, (2,), 530, {"num_sources": 2, "noise": 2.0}, id="merged-9"),
+        pytest.param(1, (2,), 530, {"num_sources": 2, "noise": 2.0}, id="merged-1", marks=slow),
+    ],
+)
+def test_passes_of_parts_and_those_of_one_program(
+    rounds, widths, vocab, options, device, monkeypatch
+):
+    """Walks that need more passes than programs share, and walks that need fewer."""
+    monkeypatch.setattr(accept_walk, "rounds_of", lambda num_columns, max_depth: rounds)
+    inputs = forest(TRIED, widths, vocab, F32, **options)
+    _, accepted = cases.check_accept(inputs, device, is_small=True)
+    assert len(accepted.unique()) > 1
+
+
+def test_a_pass_is_shared_until_rounds_run_out(device, monkeypatch):
+    """What rows wait for after each launch: what a rejection leaves, a draw, nothing."""
+    target = log([0.5, 0.05, 0.45], [0.9, 0.05, 0.05])
+    drafts = [log([0.98, 0.01, 0.01])]
+    inputs = cases.given_tree(Rule.MSS, [0, 0], [-1, 0], target, drafts, [-1, 0], 9)
+    found = cases.states_after_launches(inputs, device, monkeypatch)
+    _, accepted = cases.check_accept(inputs, device)
+    rejected, entered = accepted == 0, accepted == 1
+    assert rejected.any()
+    assert entered.any()
+    kernels = accept_walk_kernels
+    for states, after_rejection, after_entry in zip(
+        found,
+        (kernels.REST, kernels.DRAW, kernels.DONE),
+        (kernels.DRAW, kernels.DONE, kernels.DONE),
+        strict=True,
+    ):
+        assert (states[rejected] == after_rejection.value).all()
+        assert (states[entered] == after_entry.value).all()
+
+
+def test_swor_renormalizes_q_after_each_rejection(device):
+    """A sibling of the same row has twice its probability once half of the mass was tried."""
+    target = log([0.02, 0.4, 0.2, 0.38]).repeat(3, 1)
+    drafts = [log([0.5, 0.3, 0.1, 0.1])]
+    inputs = cases.given_tree(Rule.SWOR, [0, 0, 1], [-1, 0, 0], target, drafts, [-1, 0, 0], 24)
+    path, _ = cases.check_accept(inputs, device)
+    entered = path[:, 1].tolist()
+    assert entered.count(2) > 4
+    assert entered.count(-1) > 4
+
+
+def test_swor_keeps_sums_of_rows_apart(device):
+    """A proposal that is left out was to be tried next: the sum that is there is of its row."""
+    target = log([0.02, 0.3, 0.2, 0.48]).repeat(4, 1)
+    drafts = [log([0.5, 0.3, 0.1, 0.1], [0.04, 0.32, 0.32, 0.32])]
+    inputs = cases.given_tree(
+        Rule.SWOR, [0, 0, 0, 2], [-1, 0, 0, 0], target, drafts, [-1, 0, 0, 1], 24
+    )
+    path, _ = cases.check_accept(inputs, device)
+    entered = path[:, 1].tolist()
+    assert entered.count(3) > 4
+    assert entered.count(-1) > 4
+    assert 2 not in entered
+
+
+@pytest.mark.parametrize("batch", [1, 3, 300, 5000])
+@pytest.mark.parametrize("vocab", [1, 4097, 128256, 151936, 262144])
+def test_parts_of_a_pass_tile_the_vocabulary(batch, vocab):
+    num_parts, num_blocks, total = accept_walk.parts_of(batch, vocab)
+    block = 4 * accept_walk.COUNTERS
+    assert (num_parts - 1) * num_blocks * block < vocab <= num_parts * num_blocks * block
+    assert (total - 1) * block < vocab <= total * block
+    assert num_parts <= accept_walk.MAX_PARTS
+    assert num_parts == 1 or batch * num_parts <= accept_walk.MAX_PROGRAMS
+
+
+def test_chains_share_two_passes():
+    assert accept_walk.rounds_of(5, 4) == 2
+    assert accept_walk.rounds_of(16, 3) == accept_walk.TREE_ROUNDS == 4
+
+
+@pytest.mark.parametrize("widths", [(), (2, 1)], ids=["root", "tree"])
+def test_unfiltered_rows_need_three_launches(widths, device):
+    """The same as with all launches, whatever lies in memory that none of them has written."""
+    rows = [Row(Rule.COUPLED, **GREEDY), Row(), Row(Rule.DELTA, 0.8, repetition=1.3, presence=0.4)]
+    rows += [
+        Row(Rule.SWOR, 0.0, top_p=0.3, top_k=2),
+        Row(Rule.DELTA, length=PADDING),
+        Row(Rule.MSS, 0.0),
+    ]
+    inputs = forest(rows, widths, 600, BF16, noise=0.6)
+    assert are_unfiltered(inputs.values, inputs.words)
+    wanted = cases.run(inputs, device)
+    with cases.counted_launches() as names, unfiltered():
+        found = cases.run(inputs, device)
+    assert names == ["tree_context_kernel", "node_best_kernel", "accept_walk_kernel"]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    cases.check_accept(inputs, device)
+
+
+@pytest.mark.parametrize(
+    ("row", "is_unfiltered"),
+    [
+        (Row(), True),
+        (Row(Rule.DELTA, 0.7, repetition=1.2), True),
+        (Row(top_p=0.99), False),
+        (Row(min_p=0.01), False),
+        (Row(top_k=1000), False),
+        (Row(Rule.MSS), False),
+        (Row(Rule.SWOR), False),
+        (Row(Rule.SWOR, 0.0, top_p=0.5, min_p=0.1, top_k=3), True),
+        (Row(temperature=1e-6, top_p=0.5), True),
+    ],
+)
+def test_which_rows_are_unfiltered(row, is_unfiltered):
+    values, words, _ = options_of([Row(), row, Row(temperature=0.0)], 0)
+    assert are_unfiltered(values, words) == is_unfiltered
 
 
 def test_parents_that_are_none_are_not_followed(device):

@@ -54,7 +54,7 @@ SAMPLED_ODD = (
     "sm_80/row_filters/cut-tree-bf16-odd",
     "sm_90/child_keys/parts-bf16-k4-odd",
     "sm_100/node_best/nodes-bf16-odd",
-    "sm_120/accept_walk/walk-drafts-bf16-nodes16-depth16-odd",
+    "sm_120/accept_walk/walk-drafts-bf16-odd",
 )
 
 # products of half precision besides attention

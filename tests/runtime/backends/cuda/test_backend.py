@@ -20,6 +20,7 @@ from specc.runtime.backends.captured import backend as captured_backend
 from specc.runtime.backends.captured import captured_step
 from specc.runtime.backends.captured.capture_limits import CaptureLimits, fit_device
 from specc.runtime.backends.captured.engine_steps import capture_within
+from specc.runtime.backends.captured.step_scores import UNFILTERED, StepKind
 from specc.runtime.backends.cuda.graphs import cuda_device
 from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.engine import Engine
@@ -84,7 +85,7 @@ def test_replayed_steps_say_the_same(cuda_engine, wanted, plan, device) -> None:
     llm = LLM(cuda_engine, plan=plan)
     assert llm.engine.backend == "cuda"
     captured = len(device.tapes)
-    assert captured == 3 * len((1, 2)), "each plan for each batch size"
+    assert captured == 3 * len((1, 2)) * 2, "each plan for each batch size, and without filters"
     assert generate(llm) == wanted
     assert len(device.tapes) == captured
     # one graph a step: its time is not lost, though no stage has one of its own
@@ -110,7 +111,9 @@ def test_the_kernels_say_the_same(cuda_engine, wanted, plan, device, triton_kern
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         outputs = llm.generate(PROMPTS[:2], params)
         assert [list(o.outputs[0].token_ids) for o in outputs] == [t[:4] for t in wanted[:2]]
-    assert len(device.tapes) == 1
+    # one for all batches, and the one that these greedy requests need
+    assert len(device.tapes) == 2
+    assert {launch.name for launch in launches} >= {"row_parts_kernel", "row_cut_kernel"}
     assert {launch.name for launch in launches} >= {"attend_kernel", "commit_rows_kernel"}
     assert {(launch.name, name) for launch in launches for name in launch.folded} == set()
     # a root is the last column of a step's tokens, and is loaded alone
@@ -208,24 +211,28 @@ def test_capturing_stops_at_the_limits() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
             self.buckets = (1, 2, 4)
+            self.skips_filters = name == "tree"
 
-        def capture(self, bucket: int) -> float:
-            done.append((self.name, bucket))
+        def capture(self, bucket: int, kind: StepKind | None = None) -> float:
+            assert kind in (None, UNFILTERED)
+            done.append((self.name, bucket) if kind is None else (self.name, bucket, "unfiltered"))
             memory.taken += 100
             return 1.0
 
     for limits, count in (
-        (CaptureLimits(), 6),
+        (CaptureLimits(), 9),
+        (CaptureLimits(max_seconds=6.5), 7),
         (CaptureLimits(max_seconds=2.5), 3),
         (CaptureLimits(max_bytes=150), 2),
         (CaptureLimits.lazy(), 0),
     ):
-        done: list[tuple[str, int]] = []
+        done: list[tuple[Any, ...]] = []
         memory = Memory()
         steps: list[Any] = [Step("tree"), Step("off")]
         assert capture_within(limits, steps, memory) == count  # type: ignore[arg-type]
         every = [("tree", 4), ("off", 4), ("tree", 2), ("off", 2), ("tree", 1), ("off", 1)]
-        assert done == every[:count]
+        fewer = [("tree", size, "unfiltered") for size in (4, 2, 1)]
+        assert done == [*every, *fewer][:count]
 
 
 def test_only_capturing_counts_as_capturing(cuda_engine, device, monkeypatch) -> None:
@@ -334,7 +341,10 @@ def test_weights_are_checked_and_moved(cuda_engine, device) -> None:
 
 
 def test_a_probe_captures_what_it_runs(cuda_engine, device) -> None:
-    """Of three plans and two batch sizes, one plan; its graphs serve until the engine goes."""
+    """Of three plans and two batch sizes, one plan; its graphs serve until the engine goes.
+
+    Two for each size: with filters and without.
+    """
     found = probe_engine(cuda_engine)
     assert found["num_spec_steps"] > 0
-    assert 1 <= len(device.tapes) <= 2
+    assert 1 <= len(device.tapes) <= 4

@@ -20,6 +20,7 @@ from specc.bench.synthetic.nodes import Launches, Node, nodes_per_layer, step_no
 from specc.cli.main import app
 from specc.compiler.in_memory import ShapeOptions, compile_shapes
 from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT, GraphCosts
+from specc.kernels.cuda import accept_walk
 from specc.kernels.cuda.act_and_mul import act_and_mul
 from specc.kernels.cuda.recorded import Machine, recorded
 from specc.kernels.cuda.register import KERNELS
@@ -59,8 +60,9 @@ def compiled(backend: str = "cuda", batch_size: int = 1) -> BenchPrograms:
     return compile_shapes("TD"[: len(configs)], configs, options, PhaseTimer())
 
 
-def count(plan: SpecPlan = CHAIN, **options: Any) -> list[Node]:
-    return step_nodes(compiled(**options), plan, CONTEXT, Launches(recorded, KERNELS))
+def count(plan: SpecPlan = CHAIN, is_filtered: bool = False, **options: Any) -> list[Node]:
+    launches = Launches(recorded, KERNELS)
+    return step_nodes(compiled(**options), plan, CONTEXT, launches, is_filtered=is_filtered)
 
 
 def of_model(nodes: list[Node], model: str) -> list[Node]:
@@ -78,13 +80,16 @@ def test_nodes_of_a_llama_layer(tile: int | None, layer: list[str]) -> None:
     assert nodes_per_layer(nodes, "target") == [len(layer)] * 3
 
 
-def test_nodes_of_a_step_besides_layers() -> None:
+@pytest.mark.parametrize("is_filtered", [False, True], ids=["unfiltered", "filtered"])
+def test_nodes_of_a_step_besides_layers(is_filtered: bool) -> None:
     """By name; a layer that grows, or one of these, is a node more in every pass."""
     layer = collections.Counter(LLAMA_LAYER)
     ends = {"embedding": 1, "_embed_norm_rope_write_kernel": 1, "_add_norm_head_kernel": 1}
     # the first layer starts with the embedding
     ends["_add_norm_rope_write_kernel"] = -1
-    filters = collections.Counter(row_parts_kernel=1, row_pivots_kernel=2, row_cut_kernel=1)
+    filters: collections.Counter[str] = collections.Counter()
+    if is_filtered:
+        filters.update(row_parts_kernel=1, row_pivots_kernel=2, row_cut_kernel=1)
     commit = ("commit_rows_kernel", "record_tokens_kernel", "next_tokens_kernel")
     walk = ("tree_context_kernel", "node_best_kernel", "accept_walk_kernel")
     off = filters + collections.Counter((*walk, *commit, "leave_step_kernel", "tree_rows_kernel"))
@@ -94,15 +99,19 @@ def test_nodes_of_a_step_besides_layers() -> None:
         found.update(ends)
         return collections.Counter({name: number * count for name, count in found.items()})
 
-    assert collections.Counter(node.name for node in count(OFF)) == off + passes(1, 4)
+    found = collections.Counter(node.name for node in count(OFF, is_filtered))
+    assert found == off + passes(1, 4)
     level = filters + collections.Counter(("draft_parts_kernel", "draft_merge_kernel"))
     level["tree_rows_kernel"] += 1
     chain = off + passes(1, 4) + passes(4, 3) + filters
     for _ in range(4):
         chain += level
-    # rows of the draft, tokens of the levels side by side, and logits of the levels likewise
-    chain.update({"commit_rows_kernel": 1, "cat": 2})
-    assert collections.Counter(node.name for node in count(CHAIN)) == chain
+    # rows of the draft, and tokens of the levels side by side
+    chain.update({"commit_rows_kernel": 1, "cat": 1})
+    if is_filtered:
+        # logits of the levels likewise; passes of walks that try proposals
+        chain.update({"cat": 1, "accept_walk_kernel": accept_walk.CHAIN_ROUNDS})
+    assert collections.Counter(node.name for node in count(CHAIN, is_filtered)) == chain
 
 
 def test_every_pass_of_the_draft_counts_and_layers_end_with_their_pass() -> None:
@@ -208,14 +217,25 @@ def test_sampling_is_a_part_of_what_lies_between_passes() -> None:
     for name, plan in report["plans"].items():
         assert 0 < found[name]["nodes"] < plan["between"]["nodes"]
         assert 0 < found[name]["estimate_ms"] < plan["between"]["estimate_ms"]
-    # four launches of filters, context, best of each node and the walk; for each level of a draft
-    # six more, and four of filters where its logits are compared
-    assert found["off"]["nodes"] == 7
-    assert found["chain-4"]["nodes"] == 7 + 4 * 6 + 4
-    assert found["tree-3-2-1"]["nodes"] == 7 + 3 * 6 + 4
+    # context, best of each node and the walk; two for each level of a draft
+    assert found["off"]["nodes"] == 3
+    assert found["chain-4"]["nodes"] == 3 + 4 * 2
+    assert found["tree-3-2-1"]["nodes"] == 3 + 3 * 2
+    # four of filters more for each, and for the proposals' logits; passes that programs share
+    filtered = {name: plan["filtered"] for name, plan in report["plans"].items()}
+    more = {"off": 4, "chain-4": 4 + 4 * 4 + 4 + 2, "tree-3-2-1": 4 + 3 * 4 + 4 + 4}
+    for name, plan in report["plans"].items():
+        own = filtered[name]
+        assert own["sampling"]["nodes"] - plan["sampling"]["nodes"] == more[name]
+        # logits of levels are put side by side before they are filtered
+        assert own["nodes"] - plan["nodes"] == more[name] + (name != "off")
+        added = own["sampling"]["estimate_ms"] - plan["sampling"]["estimate_ms"]
+        assert 0 < added <= (own["estimate_ms"] - plan["estimate_ms"]) * (1 + 1e-9)
+        assert own["ratio"] == pytest.approx(own["estimate_ms"] / plan["floor_ms"])
     # a pass over the logits at least for the facts of its rows, pivots, the list and the best
     row = compiled().models[0].entry.vocab_size * 2
-    assert found["off"]["bytes"] >= 5 * row
+    assert filtered["off"]["sampling"]["bytes"] >= found["off"]["bytes"] + 4 * row
+    assert found["off"]["bytes"] >= row
 
 
 def test_the_command(tmp_path) -> None:

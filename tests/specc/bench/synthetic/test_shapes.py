@@ -20,6 +20,7 @@ from specc.compiler.in_memory import ShapeOptions, check_positions, compile_shap
 from specc.errors import ConfigError, EngineError, VocabMismatchError
 from specc.passes.frontend.hf_model import build_on_meta
 from specc.progress import PhaseTimer
+from specc.runtime.backends.captured.step_scores import UNFILTERED
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
@@ -249,8 +250,11 @@ def test_a_device_that_captures_says_the_same(plan):
             found.append((outputs, stats.num_step_passes, stats.accepted_at_depth))
         assert found[0] == found[1]
         assert isinstance(device, SimulatedDevice)
-        # one graph a step, dice included; the last token of a request is decoded plainly
-        assert len(device.tapes) == sum(step.is_captured(2) for step in engine.steps.values())
+        # one graph a step, dice included, and one without filters; the last token of a request is
+        # decoded plainly
+        kinds = (None, UNFILTERED)
+        steps = engine.steps.values()
+        assert len(device.tapes) == sum(step.is_captured(2, k) for step in steps for k in kinds)
         assert engine.steps[plan].is_captured(2)
 
 

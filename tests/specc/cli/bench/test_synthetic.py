@@ -175,10 +175,11 @@ def test_one_graph_a_step(pair, monkeypatch):
     )  # fmt: skip
     whole = [tape for tape in simulated.tapes if "specc.draft_children.default" in tape.operators]
     whole = [tape for tape in whole if "specc.accept.default" in tape.operators]
-    assert len(whole) == 1
+    # with filters, and without
+    assert len(whole) == 2
     assert whole[0].operators.count("aten.index_put_.default") == 1
-    # chain and off as one graph; then their stages: 4 and 2
-    assert len(simulated.tapes) == 2 + 4 + 2
+    # chain and off as one graph, and one without filters; then their stages: 4 and 2
+    assert len(simulated.tapes) == 2 * 2 + 4 + 2
     assert report["runs"][1]["step"]["acceptance_length"] == 3.0
     assert report["engine"]["backend"] == "cuda"
 
