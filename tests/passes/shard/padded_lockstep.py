@@ -38,18 +38,27 @@ class PaddedRanks:
     Args:
         name: of a tiny model.
         num_ranks: that it is cut for.
+        rows: of its caches.
+        dtype: of the model.
         changes: fields of the model's configuration.
     """
 
-    def __init__(self, name: str, num_ranks: int, **changes: Any) -> None:
-        model = models.build_model(name, **changes)
+    def __init__(
+        self,
+        name: str,
+        num_ranks: int,
+        rows: CacheRows = ROWS,
+        dtype: torch.dtype = torch.float32,
+        **changes: Any,
+    ) -> None:
+        model = models.build_model(name, **changes).to(dtype)
         flat = trace_once(model, "target")
         Pipeline(PHASES).run(flat)
         layers = tuple(flat.layers)
         with shared_traces():
-            self.whole, _ = padded_program(model, flat, ROWS.total)
+            self.whole, _ = padded_program(model, flat, rows.total)
             Pipeline((("shard", (partial(Shard, num_ranks),)),)).run(flat)
-            self.cut, _ = padded_program(model, flat, ROWS.total, whole_layers=layers)
+            self.cut, _ = padded_program(model, flat, rows.total, whole_layers=layers)
         assert self.cut.shard is not None
         self.plan: ShardPlan = self.cut.shard
         self.weights = whole_weights(model, self.whole)
