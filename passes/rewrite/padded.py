@@ -6,6 +6,7 @@ masks mean, prove that tokens meet in attention alone, and lay out the weights t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import nn
 from specc.errors import UnsupportedGraphError
 from specc.passes.frontend.trace import trace_padded
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
-from specc.passes.program import Program
+from specc.passes.program import AttentionLayer, Program
 from specc.passes.rewrite.cached_attention import RewriteCachedAttention
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
@@ -22,6 +23,8 @@ from specc.passes.rewrite.fuse_rms_norm import FuseRMSNorm
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
 from specc.passes.rewrite.select_logits import SelectLogits
+from specc.passes.shard.shard import Shard
+from specc.sharding.shard_plan import ShardPlan
 
 
 def padded_program(
@@ -30,33 +33,41 @@ def padded_program(
     cache_rows: int,
     dump: Path | None = None,
     rope_length: int | None = None,
+    whole_layers: Sequence[AttentionLayer] = (),
 ) -> tuple[Program, list[PassRecord]]:
     """Trace and rewrite a model whose flat program went through all phases.
 
     Args:
         module: of the model.
-        flat: its finished flat program.
+        flat: its finished flat program; that of one of several ranks where it was cut.
         cache_rows: L, rows of a sequence's cache.
         dump: directory for the graphs after each phase.
         rope_length: of the flat program, see `specc.passes.frontend.rotary.constant_length`.
+        whole_layers: of the flat program before it was cut, if it was.
     Returns:
-        the program, and what each pass did.
+        the program, cut as the flat one is, and what each pass did.
     Raises:
         UnsupportedAttentionError, UnsupportedGraphError: it computes other things than the flat
-            one.
+            one, or is cut in another way.
     """
+    cut, layers = flat.shard, whole_layers or flat.layers
+    width = logits_width(flat) if cut is None else cut.vocab_size
     program = trace_padded(module, flat.name, rope_length)
     phases: Phases = (
         ("normalize", (Normalize, ReplaceGroupedMM)),
-        ("attention", (partial(RewriteCachedAttention, flat.layers, cache_rows),)),
+        ("attention", (partial(RewriteCachedAttention, layers, cache_rows),)),
         ("logits", (SelectLogits,)),
         ("fuse", (FuseQKV, FuseGateUp)),
         ("norms", (FuseRMSNorm,)),
-        ("vocabulary", (partial(FitVocabulary, logits_width(flat)),)),
+        ("vocabulary", (partial(FitVocabulary, width),)),
     )
+    if cut is not None:
+        phases = (*phases, ("shard", (partial(Shard, cut.num_ranks),)))
     # the proof that tokens meet in attention alone is that of the flat program
     pipeline = Pipeline(phases, dump and dump / "padded", verifies=False)
     records = pipeline.run(program)
+    if cut is not None and program.shard is not None:
+        _require_same_cut(cut, program.shard, flat.name)
     _require_same_weights(flat, program)
     return program, records
 
@@ -78,3 +89,25 @@ def _require_same_weights(flat: Program, program: Program) -> None:
                 "a model that computes the same for both",
                 "compile with --backend cpu or cuda, which take flat tokens",
             )
+
+
+def _require_same_cut(flat: ShardPlan, padded: ShardPlan, name: str) -> None:
+    """Both read the files of the same ranks: the same pieces of weights, and inputs of each rank.
+
+    Sums are compared, too: after as many layers, and of as many bytes.
+    """
+
+    def facts(plan: ShardPlan) -> tuple[object, ...]:
+        held = {
+            cut.key: [cut.held_by(rank) for rank in range(plan.num_ranks)] for cut in plan.weights
+        }
+        sums = [(item.kind, item.layer, item.bytes_per_token) for item in plan.collectives]
+        return held, set(plan.constants), sums, plan.local_vocab_size
+
+    if facts(flat) != facts(padded):
+        raise UnsupportedGraphError(
+            f"{name} is cut in one way where tokens are flat, and in another where they are"
+            " [batch, nodes]",
+            "a model that is cut in one way",
+            "compile with --backend cpu or cuda, which take flat tokens",
+        )

@@ -279,6 +279,37 @@ def _attention(found: Relations, node: fx.Node) -> None:
     found.heads.append(((q, 0), (k, 0)))
 
 
+def _cache_write(found: Relations, node: fx.Node) -> None:
+    """A cache [B, HK, L, D], and rows [B, HK, T, D] that it gets."""
+    cache, update, _ = node.args
+    for item in (update, node):
+        found.same(cache, 1, item, 1)
+    for item in (cache, update, node):
+        for dim in (0, 2, 3):
+            found.block(item, dim, "rows are written as a whole")
+
+
+def _masked_attention(found: Relations, node: fx.Node) -> None:
+    """Queries [B, H, T, D], keys and values [B, HK, L, D]."""
+    q, k, v = node.args[:3]
+    found.same(q, 1, node, 1)
+    found.same(k, 1, v, 1)
+    for item in (q, k, v, node):
+        for dim in (0, 2, 3):
+            found.block(item, dim, "attention goes over it")
+    found.heads.append(((q, 1), (k, 1)))
+
+
+def _rms_norm(found: Relations, node: fx.Node) -> None:
+    x, weight = node.args[:2]
+    last = x.meta["val"].dim() - 1
+    for dim in range(last):
+        found.same(x, dim, node, dim)
+    for item in (x, node):
+        found.block(item, last, "a norm goes over it")
+    found.block_all(weight, "a norm goes over it")
+
+
 def _nothing(found: Relations, node: fx.Node) -> None:
     """Its parts are looked at one by one, see `_getitem`."""
 
@@ -303,4 +334,7 @@ _RULES: Mapping[str, Rule] = VIEW_RULES | {
     "cat": _cat,
     "layer_norm": _layer_norm,
     "tree_attention": _attention,
+    "cache_write": _cache_write,
+    "masked_attention": _masked_attention,
+    "rms_norm": _rms_norm,
 }

@@ -315,7 +315,7 @@ class _Cut:
     def _collectives(self) -> list[Collective]:
         found, layer = [], 0
         for node in self._program.graph.nodes:
-            if node.target is ops.tree_attention:
+            if node.target in (ops.tree_attention, ops.masked_attention):
                 layer += 1
             if node.target is not ops.all_reduce:
                 continue

@@ -105,15 +105,7 @@ def _groups(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[int]
         (i, size_a), (j, size_b) = a.pop(0), b.pop(0)
         left, right, product_a, product_b = [i], [j], size_a, size_b
         while str(product_a) != str(product_b) and (a or b):
-            # tokens and numbers do not compare: whichever side has more to give, gives
-            gives_a = bool(a) and (
-                not b
-                or (
-                    product_a < product_b
-                    if isinstance(product_a, int) and isinstance(product_b, int)
-                    else isinstance(product_a, int) or not isinstance(product_b, int)
-                )
-            )
+            gives_a = bool(a) and (not b or _is_less(product_a, product_b))
             index, size = (a if gives_a else b).pop(0)
             if gives_a:
                 left, product_a = [*left, index], product_a * size
@@ -121,6 +113,22 @@ def _groups(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[int]
                 right, product_b = [*right, index], product_b * size
         groups.append((left, right))
     return groups
+
+
+def _is_less(a: Any, b: Any) -> bool:
+    """Whether the first of two products has to grow to be the other.
+
+    Sequences, tokens of each, and numbers do not compare: a product without what the other has
+    is less, and of others the first is.
+    """
+    if isinstance(a, int) and isinstance(b, int):
+        return a < b
+    symbols_a, symbols_b = _symbols(a), _symbols(b)
+    return symbols_a <= symbols_b or not symbols_b <= symbols_a
+
+
+def _symbols(size: Any) -> set[str]:
+    return set() if isinstance(size, int) else set(map(str, size.node.expr.free_symbols))
 
 
 VIEW_RULES: dict[str, Rule] = {

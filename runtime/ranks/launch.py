@@ -79,7 +79,7 @@ def load_led(
             not enough memory for all ranks of this machine.
         SystemExit: this was another rank than 0, and its work is done.
     """
-    _check_backend(backend)
+    _check_backend(manifest, backend)
     _check_size(manifest, options)
     _check_alone(manifest)
     _check_collectives(manifest, backend)
@@ -279,11 +279,15 @@ def _check_collectives(manifest: Manifest, backend: str) -> None:
         )
 
 
-def _check_backend(backend: str) -> None:
+def _check_backend(manifest: Manifest, backend: str) -> None:
     able = [name for name in backend_names() if facts_of(name).takes_ranks]
     if backend not in able:
         raise ConfigError(
             f"several ranks of an engine of the backend {backend}",
             f"an engine of {' or '.join(able)}",
-            "compile it for one of them, or run it with one rank",
+            "run it with one rank, or compile it for one of them"
+            if manifest.parallel is None
+            else "compile it for one of them"
+            if manifest.native is None
+            else "run its graphs with --backend eager, or compile it for one of them",
         )

@@ -78,6 +78,11 @@ class BackendFacts:
         return self.passes == "padded"
 
     @property
+    def has_files_of_ranks(self) -> bool:
+        """Files of a model name places in its weights: each rank of a cut one has its own."""
+        return self.is_padded
+
+    @property
     def has_plan_files(self) -> bool:
         """Its models are TensorRT engines, which TensorRT calls plans."""
         return "plan_file" in self.model_files

@@ -250,6 +250,10 @@ class Manifest:
         """Whether each rank has a part of this model; else each rank that runs it has all."""
         return self.parallel is not None and model.name in self.parallel.models
 
+    def ranks_of(self, model: ModelEntry) -> tuple[int | None, ...]:
+        """Ranks that have a file of their own of this model; (None,) where there is one file."""
+        return tuple(range(self.num_ranks)) if self.is_cut(model) else (None,)
+
     @property
     def led_models(self) -> tuple[str, ...]:
         """Names of the models that all ranks run, the target first; see `led_programs`."""
@@ -326,9 +330,14 @@ class Manifest:
     @property
     def required_files(self) -> tuple[str, ...]:
         """Files that the runtime opens; each is listed in `files`."""
-        fields = ("program_file", *facts_of(self.backend).model_files)
+        facts = facts_of(self.backend)
+        fields = ("program_file", *facts.model_files)
         programs = (*self.models, *self.self_drafts)
         files = [getattr(program, field) for program in programs for field in fields]
+        for model in self.models if facts.has_files_of_ranks else ():
+            for field in facts.model_files:
+                files.remove(file := getattr(model, field))
+                files += [model.part_of(file, rank) for rank in self.ranks_of(model)]
         if self.segments is not None:
             target = self.models[0]
             files.append(target.segments_file)

@@ -41,6 +41,11 @@ class SlabEntry:
     head_dim: int
 
 
+def rank_prefix(rank: int | None) -> str:
+    """What the name of a file begins with of which each rank has its own; None: there is one."""
+    return "" if rank is None else f"rank-{rank}."
+
+
 @dataclass(frozen=True)
 class ModelEntry:
     """The target or a draft: `dir` holds program.json and weights.safetensors.
@@ -137,9 +142,16 @@ class ModelEntry:
         directory = f"{self.dir}/stage-{number}"
         return dataclasses.replace(self, dir=directory, layers=tuple(own), slabs=slabs)
 
+    def part_of(self, file: str, rank: int | None) -> str:
+        """The file of one rank in the place of a file of the model; None is the file itself."""
+        if rank is None:
+            return file
+        directory, _, name = file.rpartition("/")
+        return f"{directory}/{rank_prefix(rank)}{name}"
+
     def rank_file(self, rank: int) -> str:
         """Weights of one rank, where the model is cut."""
-        return f"{self.dir}/rank-{rank}.weights.safetensors"
+        return self.part_of(self.weights_file, rank)
 
     @property
     def shard_file(self) -> str:

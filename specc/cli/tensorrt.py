@@ -20,7 +20,9 @@ _AGAIN = "compile or copy the engine again"
 
 
 def read_builds(engine: Path, manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """Model name → what the TensorRT builder said, with its layers; empty for other backends.
+    """Model, and rank of one that is cut → what the TensorRT builder said, with its layers.
+
+    It is empty for other backends.
 
     Raises:
         EngineError: a report that is no JSON, or lacks what it should say.
@@ -28,11 +30,12 @@ def read_builds(engine: Path, manifest: Manifest) -> dict[str, dict[str, Any]]:
     if manifest.tensorrt is None:
         return {}
     builds = {}
-    for model in manifest.models:
-        build = _read(engine / model.build_file)
-        layers = _read(engine / model.dir / LAYERS_FILE)
+    for model, rank in [(m, rank) for m in manifest.models for rank in manifest.ranks_of(m)]:
+        build = _read(engine / model.part_of(model.build_file, rank))
+        layers = _read(engine / model.part_of(f"{model.dir}/{LAYERS_FILE}", rank))
         if build and layers:
-            builds[model.name] = build | {"layers": layers}
+            name = model.name if rank is None else f"{model.name}, rank {rank}"
+            builds[name] = build | {"layers": layers}
     return builds
 
 
@@ -77,6 +80,8 @@ def _summary(build: dict[str, Any]) -> str:
         parts.append(f"weights {format_bytes(build['weights_bytes'])}")
     if build["activation_bytes"] is not None:
         parts.append(f"scratch {format_bytes(build['activation_bytes'])}")
+    if build.get("num_sums"):
+        parts.append(f"{build['num_sums']} sums over ranks")
     return ", ".join([*parts, f"built in {build['seconds']:.1f} s"])
 
 

@@ -16,7 +16,7 @@ from specc.compiler.whole_graph import WholeGraph
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace import position_limit, trace
 from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
-from specc.passes.program import Program
+from specc.passes.program import AttentionLayer, Program
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.store_int8 import StoreInt8
@@ -45,6 +45,8 @@ class CompiledModel:
     padded: Program | None = None
     # the program before it was cut for ranks
     whole: dict[str, Any] | None = None
+    # its layers then
+    whole_layers: tuple[AttentionLayer, ...] = ()
     # the target's before projections were fused, where its plans draft with it
     unfused: Program | None = None
     # what the program is cut into, where the engine has segments
@@ -55,6 +57,12 @@ class CompiledModel:
     @property
     def name(self) -> str:
         return self.entry.name
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        """Ranks that have files of their own of the model; (None,) where it is not cut."""
+        plan = self.program.shard
+        return (None,) if plan is None else tuple(range(plan.num_ranks))
 
 
 def compile_models(
@@ -125,7 +133,8 @@ def compile_models(
             records += Pipeline((*layout, *lowering, *last), dump, keep).run(program)
         entry = describe_model(source, program, max_seq_len)
         model = CompiledModel(source, program, entry)
-        model.whole = whole[0].to_json(program) if whole else None
+        if whole:
+            model.whole, model.whole_layers = whole[0].to_json(program), whole[0].layers
         model.unfused = unfused[0] if unfused else None
         models.append(model)
         check_windows(entry, plans)

@@ -218,8 +218,12 @@ def _check(
 
 
 def _takes_ranks(backend: str) -> bool:
-    """Whether engines of a backend are cut."""
-    return "tensor_parallel_size" in compiler_backend(backend).options
+    """Whether engines of a backend can be cut anew.
+
+    Padded programs are traced from a model's module, which engines do not hold.
+    """
+    can_cut = "tensor_parallel_size" in compiler_backend(backend).options
+    return can_cut and not facts_of(backend).is_padded
 
 
 def _config_of(

@@ -20,6 +20,7 @@ class WholeGraph:
     def __init__(self, program: Program) -> None:
         self._data = program_to_json(program)
         self._constants = dict(program.constants)
+        self.layers = tuple(program.layers)
 
     def to_json(self, program: Program) -> dict[str, Any]:
         """JSON-ready data.

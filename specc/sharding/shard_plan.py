@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.artifact.tensor_part import Range
 from specc.errors import EngineError
 from specc.system.json_file import read_json
 
@@ -55,6 +56,22 @@ class Interval:
 
 
 Cut = tuple[Interval, ...]
+
+
+def pieces_of(cut: Cut, rank: int) -> list[Range]:
+    """Indices of a dimension that a rank holds, those that follow each other as one range."""
+    return joined([interval.piece(rank) for interval in cut])
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """Ranges in order, those that meet as one."""
+    found: list[Range] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
 
 
 def local_size(cut: Cut) -> int:
@@ -97,6 +114,12 @@ class WeightCut:
     @property
     def local_shape(self) -> tuple[int, ...]:
         return tuple(local_size(cut) for cut in self.cuts)
+
+    def held_by(self, rank: int) -> tuple[list[Range], ...] | None:
+        """Indices of each dimension that a rank has the values of; None is zeros alone."""
+        if rank and self.is_first_only:
+            return None
+        return tuple(pieces_of(cut, rank) for cut in self.cuts)
 
     @property
     def local_bytes(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from specc.artifact.safetensors_io import TensorReader
 from specc.artifact.tensor_part import Range, TensorPart
 from specc.artifact.weights import Source, WeightSpec
-from specc.sharding.shard_plan import Cut, ShardPlan, WeightCut
+from specc.sharding.shard_plan import Cut, ShardPlan, WeightCut, joined, pieces_of
 
 
 def rank_specs(
@@ -50,7 +50,7 @@ def piece_of(spec: WeightSpec, cut: WeightCut, rank: int, reader: TensorReader) 
         return replace(spec, shape=shape, sources=(Source("", zeros=math.prod(shape)),))
     if not cut.is_cut:
         return spec
-    leading, columns = cut.cuts[:-1], _pieces(cut.cuts[-1], rank)
+    leading, columns = cut.cuts[:-1], pieces_of(cut.cuts[-1], rank)
     vectors = _vector_ranges(leading, cut.shape[:-1], rank)
     sources, done = [], 0
     for segment in spec.sources:
@@ -75,15 +75,11 @@ def piece_of(spec: WeightSpec, cut: WeightCut, rank: int, reader: TensorReader) 
     return replace(spec, shape=shape, sources=tuple(sources))
 
 
-def _pieces(cut: Cut, rank: int) -> list[Range]:
-    return _joined([interval.piece(rank) for interval in cut])
-
-
 def _vector_ranges(leading: Sequence[Cut], shape: Sequence[int], rank: int) -> list[Range]:
     """Of all dimensions but the last, as one: which of its indices a rank holds."""
     ranges = [(0, 1)]
     for cut, size in zip(leading, shape, strict=True):
-        pieces = _pieces(cut, rank)
+        pieces = pieces_of(cut, rank)
         if pieces == [(0, size)]:
             ranges = [(start * size, stop * size) for start, stop in ranges]
         else:
@@ -93,18 +89,7 @@ def _vector_ranges(leading: Sequence[Cut], shape: Sequence[int], rank: int) -> l
                 for index in range(start, stop)
                 for first, last in pieces
             ]
-    return _joined(ranges)
-
-
-def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Ranges in order, those that meet as one."""
-    found: list[Range] = []
-    for start, stop in ranges:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return found
+    return joined(ranges)
 
 
 def _within(ranges: Iterable[Range], first: int, count: int) -> tuple[Range, ...]:

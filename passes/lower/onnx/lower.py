@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,9 +100,37 @@ def lower_onnx(program: Program, path: Path, weights: Path) -> OnnxFile:
     Raises:
         UnsupportedGraphError: an operator that ONNX does not have.
     """
-    import onnx
+    return _write(_translate(program), program, program.constants, path, weights)
+
+
+def lower_ranks(program: Program, files: Sequence[tuple[Path, Path]]) -> OnnxFile:
+    """Write a padded program that was cut, once for each rank: they differ in weights alone.
+
+    Sums over ranks are nodes `DistCollective` of the domain `specc`, see `operators`.
+
+    Args:
+        program: after its last phase; not changed.
+        files: of each rank, the file to write and its weights, in the same directory.
+    Returns:
+        what each of them holds.
+    Raises:
+        UnsupportedGraphError: an operator that ONNX does not have.
+    """
     import onnx_ir
 
+    plan = program.shard
+    assert plan is not None, "it was cut"
+    assert len(files) == plan.num_ranks, "a file of each rank"
+    text = onnx_ir.to_proto(_translate(program))
+    for rank, (path, weights) in enumerate(files):
+        own = {item.name: item.value(rank) for item in plan.constants}
+        model = onnx_ir.from_proto(text)
+        found = _write(model, program, program.constants | own, path, weights)
+    return found
+
+
+def _translate(program: Program) -> onnx_ir.Model:
+    """The program as a model of ONNX, its weights and constants among its inputs."""
     exported = _export(program)
     try:
         with _quiet(), warnings.catch_warnings():
@@ -111,7 +139,9 @@ def lower_onnx(program: Program, path: Path, weights: Path) -> OnnxFile:
                 exported,
                 dynamo=True,
                 opset_version=OPSET,
-                custom_translation_table=translations(),
+                custom_translation_table=translations(
+                    1 if program.shard is None else program.shard.num_ranks
+                ),
                 verbose=False,
             )
     except torch.onnx.OnnxExporterError as error:
@@ -121,9 +151,22 @@ def lower_onnx(program: Program, path: Path, weights: Path) -> OnnxFile:
             "compile with --backend cpu or cuda, and report the architecture",
         ) from error
     assert made is not None
-    model = made.model
-    _name_values(model, program)
-    _bind_weights(model, program, weights)
+    _name_values(made.model, program)
+    return made.model
+
+
+def _write(
+    model: onnx_ir.Model,
+    program: Program,
+    constants: Mapping[str, Tensor],
+    path: Path,
+    weights: Path,
+) -> OnnxFile:
+    """Write what `_translate` has made, with these weights and constants."""
+    import onnx
+    import onnx_ir
+
+    _bind_weights(model, program, constants, weights)
     _describe(model, program)
     onnx_ir.save(model, path)
     # also reads what the initializers point at
@@ -205,7 +248,9 @@ def _name_values(model: onnx_ir.Model, program: Program) -> None:
     logits[0] = "rows"
 
 
-def _bind_weights(model: onnx_ir.Model, program: Program, weights: Path) -> None:
+def _bind_weights(
+    model: onnx_ir.Model, program: Program, constants: Mapping[str, Tensor], weights: Path
+) -> None:
     """Turn weight inputs into initializers that name a place in the engine's weights.
 
     Small constants become initializers with values.
@@ -216,10 +261,10 @@ def _bind_weights(model: onnx_ir.Model, program: Program, weights: Path) -> None
     keys: dict[str, onnx_ir.Value] = {}
     with SafetensorsReader(weights) as reader:
         for value in list(graph.inputs):
-            name = value.name
-            if name in program.constants:
+            name = str(value.name)
+            if name in constants:
                 graph.inputs.remove(value)
-                value.const_value = _small_tensor(program.constants[name], name)
+                value.const_value = _small_tensor(constants[name], name)
                 graph.register_initializer(value)
             elif name in program.weights:
                 graph.inputs.remove(value)

@@ -12,13 +12,24 @@ from specc.kernels import ops
 
 # the first with TensorScatter; Attention came with 23
 OPSET = 24
+# a sum over ranks, as TensorRT's parser takes it in any domain; ONNX has none, so it is in specc's
+DOMAIN, COLLECTIVE = "specc", "DistCollective"
+# its root is refused unless it is -1, and 0 where nobody says
+SUM = {"collective_operation": "all_reduce", "reduce_op": "sum", "root": -1}
 
 
-def translations() -> dict[Any, Callable[..., Any]]:
-    """Operator of specc → function that emits standard nodes; needs onnxscript."""
-    from onnxscript.values import Opset
+def translations(num_ranks: int = 1) -> dict[Any, Callable[..., Any]]:
+    """Operator of specc → function that emits standard nodes, but for sums; needs onnxscript.
 
-    op = Opset("", OPSET)
+    Args:
+        num_ranks: that a program's sums go over.
+    """
+    from onnxscript.values import Op, Opset
+
+    op, total = Opset("", OPSET), Op(Opset(DOMAIN, 1), COLLECTIVE, _collective())
+
+    def all_reduce(x: Any) -> Any:
+        return total(x, **SUM, nb_rank=num_ranks)
 
     def cache_write(cache: Any, update: Any, write_index: Any) -> Any:
         return op.TensorScatter(cache, update, write_index, axis=2, mode="linear")
@@ -51,11 +62,34 @@ def translations() -> dict[Any, Callable[..., Any]]:
         return op.Concat(*parts, op.Expand(nothing, shape), axis=0)
 
     return {
+        ops.all_reduce: all_reduce,
         ops.cache_write: cache_write,
         ops.masked_attention: masked_attention,
         ops.rms_norm: rms_norm,
         ops.grouped_mm: grouped_mm,
     }
+
+
+def _collective() -> Any:
+    """What onnxscript wants to know of an operator that is not of ONNX."""
+    from onnx.defs import OpSchema
+
+    kinds = OpSchema.AttrType
+    types = [f"tensor({name})" for name in ("float", "float16", "bfloat16")]
+    return OpSchema(
+        COLLECTIVE,
+        DOMAIN,
+        1,
+        inputs=[OpSchema.FormalParameter("x", "T")],
+        outputs=[OpSchema.FormalParameter("sum", "T")],
+        type_constraints=[("T", types, "")],
+        attributes=[
+            OpSchema.Attribute("collective_operation", kinds.STRING, ""),
+            OpSchema.Attribute("reduce_op", kinds.STRING, ""),
+            OpSchema.Attribute("root", kinds.INT, ""),
+            OpSchema.Attribute("nb_rank", kinds.INT, ""),
+        ],
+    )
 
 
 # TensorProto.DataType

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from specc.errors import TensorRTError
+from specc.passes.lower.onnx.operators import COLLECTIVE
 from specc.passes.lower.tensorrt.check_network import ParsedAttention, check_trt_network
 from specc.passes.lower.tensorrt.fast_attention import LENGTHS, OPERATORS, use_trt_attention
 from specc.passes.lower.tensorrt.onnx_attention import DecoderForm
@@ -48,6 +49,7 @@ class BuildOptions:
         workspace_bytes: limit of the scratch memory of one layer; None for TensorRT's own.
         timing_cache: file to read and update, for full TensorRT.
         progress: called with (phase, units done, units in all) of every phase of the builder.
+        prefix: what the names of the files beside the plan begin with.
     """
 
     compute_capability: str | None = None
@@ -56,6 +58,7 @@ class BuildOptions:
     workspace_bytes: int | None = None
     timing_cache: Path | None = None
     progress: Callable[[str, int, int], None] | None = None
+    prefix: str = ""
 
 
 @dataclass
@@ -196,11 +199,12 @@ class Builder:
 
     def _parse(self, parser: Any, lane: str) -> None:
         proto = self.proto
+        sums = {COLLECTIVE} if self.form.sums else set()
         if lane == FAST:
-            tensorrt.require_operators(parser, set(OPERATORS))
+            tensorrt.require_operators(parser, sums | OPERATORS)
             proto = use_trt_attention(proto, self.form)
         else:
-            tensorrt.require_operators(parser, {"Attention", "TensorScatter"})
+            tensorrt.require_operators(parser, sums | {"Attention", "TensorScatter"})
         if self.options.decomposable:
             proto = _decomposable(proto)
         # the path is where external weights are looked for

@@ -7,7 +7,12 @@ from types import ModuleType
 from typing import Any
 
 from specc.errors import TensorRTError
-from specc.passes.lower.tensorrt.onnx_attention import Cache, CachedAttention, DecoderForm
+from specc.passes.lower.tensorrt.onnx_attention import (
+    Cache,
+    CachedAttention,
+    DecoderForm,
+    RankSum,
+)
 
 # inputs of IAttentionInputLayer, where they are set
 _K, _V, _MASK, _KV_LENGTHS = 1, 2, 3, 6
@@ -79,10 +84,11 @@ def check_trt_network(
         the attentions in the order of `form`.
     Raises:
         TensorRTError: an attention is not one layer, lost its mask, its lengths or its caches; a
-            cache is not updated in place, exactly once.
+            cache is not updated in place, exactly once; a sum over ranks is missing, or another.
     """
     layers = _Network(trt, network)
     _check_caches(layers, form)
+    _check_sums(layers, form.sums)
     found = {layer.get_output(0).name: layer for layer in layers.of_kind("ATTENTION_OUTPUT")}
     attentions = tuple(
         _check_attention(layers, attention, found.get(attention.output), has_lengths)
@@ -91,6 +97,20 @@ def check_trt_network(
     if len(found) != len(attentions):
         raise _wrong(f"{len(found)} attention layers", f"{len(attentions)}, one for each Attention")
     return attentions
+
+
+def _check_sums(layers: _Network, sums: tuple[RankSum, ...]) -> None:
+    """A sum that is left out, or goes over other ranks, gives wrong numbers without a word.
+
+    What kind of collective a layer is, TensorRT's interface does not say: the file is checked.
+    """
+    found = {layer.get_output(0).name: layer for layer in layers.of_kind("DIST_COLLECTIVE")}
+    if found.keys() != {item.output for item in sums}:
+        raise _wrong(f"{len(found)} sums over ranks", f"{len(sums)}, one for each of the file")
+    for item in sums:
+        layer = found[item.output]
+        if layer.num_ranks != item.num_ranks:
+            raise _wrong(f"{item.node} over {layer.num_ranks} ranks", f"{item.num_ranks} ranks")
 
 
 def _check_caches(layers: _Network, form: DecoderForm) -> None:

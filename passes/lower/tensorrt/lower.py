@@ -49,6 +49,7 @@ class BuildReport:
         seconds: building, both lanes where both were built.
         timing_cache: what became of it, in words; None where none was asked for.
         warnings: of the builder, and of this report.
+        num_sums: over ranks, of the network as parsed.
     """
 
     tensorrt: str
@@ -68,6 +69,7 @@ class BuildReport:
     seconds: float
     timing_cache: str | None
     warnings: tuple[str, ...]
+    num_sums: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -114,12 +116,12 @@ def build_engine(
     ]
     merged = merge_profiles(wanted, form.rows)
     begin = time.perf_counter()
-    with open(plan.with_name(LOG_FILE), "w", encoding="utf-8") as log:
+    with open(plan.with_name(options.prefix + LOG_FILE), "w", encoding="utf-8") as log:
         build = Builder(model, proto, form, merged, options, log)
         built, fallback = build.any_lane()
     seconds = time.perf_counter() - begin
     plan.write_bytes(memoryview(built.plan))
-    layers_file = plan.with_name(LAYERS_FILE)
+    layers_file = plan.with_name(options.prefix + LAYERS_FILE)
     layers_file.write_text(json.dumps(built.layers.to_json(), indent=1), encoding="utf-8")
     return BuildReport(
         tensorrt=facts.title,
@@ -141,6 +143,7 @@ def build_engine(
         seconds=seconds,
         timing_cache=built.timing_cache,
         warnings=(*loosened, *built.warnings()),
+        num_sums=len(form.sums),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specc.errors import TensorRTError
+from specc.passes.lower.onnx.operators import COLLECTIVE, SUM
 
 if TYPE_CHECKING:
     import onnx
@@ -57,10 +58,26 @@ class CachedAttention:
 
 
 @dataclass(frozen=True)
+class RankSum:
+    """One sum over ranks.
+
+    Args:
+        node: name of the ONNX node.
+        output: the tensor that it computes.
+        num_ranks: that it goes over.
+    """
+
+    node: str
+    output: str
+    num_ranks: int
+
+
+@dataclass(frozen=True)
 class DecoderForm:
     """Caches and attentions of a file, in its order.
 
     Args:
+        sums: over ranks, of a file of one of several.
         elem_type: ONNX element type of caches and queries.
         dims: input → its dimensions, a name where one is dynamic.
     """
@@ -69,6 +86,7 @@ class DecoderForm:
     attentions: tuple[CachedAttention, ...]
     elem_type: int
     dims: dict[str, tuple[int | str, ...]]
+    sums: tuple[RankSum, ...] = ()
 
     @property
     def dtype(self) -> str:
@@ -114,7 +132,7 @@ def read_form(model: onnx.ModelProto) -> DecoderForm:
     for cache in caches:
         if cache.output not in read:
             raise _refused(f"{cache.input}, which no Attention reads", "a reader of every cache")
-    return DecoderForm(caches, attentions, elem_types.pop(), dims)
+    return DecoderForm(caches, attentions, elem_types.pop(), dims, tuple(_sums(graph)))
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
@@ -200,6 +218,19 @@ def _attentions(
         head_size = caches[keys].shape[2]
         scale = float(given.get("scale", head_size**-0.5))
         yield CachedAttention(node.name, node.output[0], keys, values, mask, scale)
+
+
+def _sums(graph: Any) -> Iterator[RankSum]:
+    for node in graph.node:
+        if node.op_type != COLLECTIVE:
+            continue
+        where, given = f"{node.name} ({COLLECTIVE})", attributes(node)
+        num_ranks = given.pop("nb_rank", 0)
+        if given != SUM or num_ranks < 2:
+            raise _refused(
+                f"{where} with {given} of {num_ranks} ranks", f"{SUM}, and two ranks or more"
+            )
+        yield RankSum(node.name, node.output[0], num_ranks)
 
 
 def _name_nodes(model: onnx.ModelProto) -> None:

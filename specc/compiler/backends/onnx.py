@@ -11,6 +11,7 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry, NativeEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
+from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.lower.cpu import lower as lower_cpu
@@ -19,6 +20,9 @@ from specc.passes.lower.onnx.operators import OPSET
 from specc.passes.memory import ModelMemory
 from specc.passes.rewrite.padded import padded_program
 from specc.speculation.plans import SpecPlan
+
+# how models are cut for ranks, of each of which they are written
+RANK_OPTIONS = ("tensor_parallel_size", "draft_tensor_parallel_size")
 
 
 class PaddedBackend(CompilerBackend):
@@ -44,16 +48,19 @@ class PaddedBackend(CompilerBackend):
             with engine.phases.phase(f"trace {model.name} padded"):
                 source = model.source
                 sizes = (entry.rows.total, engine.dump, source.rope_length)
-                program, done = padded_program(source.module, model.program, *sizes)
+                program, done = padded_program(
+                    source.module, model.program, *sizes, model.whole_layers
+                )
                 records += [dataclasses.replace(r, phase=f"padded {r.phase}") for r in done]
                 model.padded = program
             with engine.phases.phase(f"write {model.name} onnx"):
-                lower_onnx.lower_onnx(
-                    program,
-                    engine.writer.path(model.entry.onnx_file),
-                    engine.writer.path(model.entry.weights_file),
-                )
+                write_onnx(engine.writer, model)
         return Emitted(rectangle=entry, records=records)
+
+    def probe_refusal(self, manifest: Manifest) -> str | None:
+        if manifest.parallel is not None:
+            return f"sums over ranks are not run by the backend {self.name}, only written for it"
+        return super().probe_refusal(manifest)
 
     def extended_nodes(self, manifest: Manifest, plans: Sequence[SpecPlan], max_nodes: int) -> int:
         """The rows are what they are."""
@@ -70,6 +77,23 @@ class PaddedBackend(CompilerBackend):
         return limits.max_nodes
 
 
+def write_onnx(writer: EngineWriter, model: CompiledModel) -> None:
+    """Write the padded program of a model: a file, or one of each rank that has a part of it."""
+    program, entry = model.padded, model.entry
+    assert program is not None, "it was traced"
+    files = [
+        (
+            writer.path(entry.part_of(entry.onnx_file, rank)),
+            writer.path(entry.part_of(entry.weights_file, rank)),
+        )
+        for rank in model.ranks
+    ]
+    if program.shard is None:
+        lower_onnx.lower_onnx(program, *files[0])
+    else:
+        lower_onnx.lower_ranks(program, files)
+
+
 def cache_rows_of(limits: LimitsEntry, plans: Sequence[SpecPlan]) -> CacheRowsEntry:
     """Rows of the caches of an engine."""
     catch_up = max((plan.catch_up for plan in plans if plan.models), default=1)
@@ -82,6 +106,7 @@ class OnnxBackend(PaddedBackend):
 
     facts = facts_of("onnx")
     aliases = ("onnxruntime",)
+    options = RANK_OPTIONS
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
         return dataclasses.replace(super().emit(engine), native=native_operators(engine.writer))

@@ -7,9 +7,14 @@ from collections.abc import Sequence
 
 from specc.artifact.backends import facts_of
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import LimitsEntry, ModelEntry, TensorRTEntry
+from specc.artifact.manifest_entries import (
+    LimitsEntry,
+    ModelEntry,
+    TensorRTEntry,
+    rank_prefix,
+)
 from specc.compiler.backends.base import Emitted, UnfinishedEngine
-from specc.compiler.backends.onnx import PaddedBackend
+from specc.compiler.backends.onnx import RANK_OPTIONS, PaddedBackend
 from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -26,7 +31,7 @@ class TensorRTBackend(PaddedBackend):
 
     facts = facts_of("tensorrt")
     aliases = ("trt",)
-    options: tuple[str, ...] = ("compute_capability", "decomposable_attention")
+    options: tuple[str, ...] = ("compute_capability", "decomposable_attention", *RANK_OPTIONS)
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
         """Whether the builder that is installed can build these engines.
@@ -51,35 +56,41 @@ class TensorRTBackend(PaddedBackend):
             engine.plans, engine.limits, [model.entry for model in engine.models]
         )
         warnings = []
-        for model in engine.models:
-            with engine.phases.phase(f"build {model.name} engine") as advance:
+        for model, rank in [(m, rank) for m in engine.models for rank in m.ranks]:
+            name = model.name if rank is None else f"{model.name} of rank {rank}"
+            with engine.phases.phase(f"build {name} engine") as advance:
                 options = BuildOptions(
                     compute_capability=engine.config.compute_capability,
                     decomposable=engine.config.decomposable_attention,
                     timing_cache=timing_cache_file(),
                     progress=lambda phase, done, total, advance=advance: advance(done, total),  # type: ignore[misc]
+                    prefix=rank_prefix(rank),
                 )
-                report = self.build_model(engine, model, profiles[model.name], options)
+                report = self.build_model(engine, model, rank, profiles[model.name], options)
                 # the layers are in a file of their own
                 summary = {key: value for key, value in report.to_json().items() if key != "layers"}
-                engine.writer.write_json(model.entry.build_file, summary)
-            warnings += [f"{model.name}: {warning}" for warning in _warnings(report)]
+                engine.writer.write_json(model.entry.part_of(model.entry.build_file, rank), summary)
+            if not rank:
+                # the others are built of the same text
+                warnings += [f"{name}: {warning}" for warning in _warnings(report)]
         return dataclasses.replace(emitted, tensorrt=_builder_of(engine.config), warnings=warnings)
 
     def build_model(
         self,
         engine: UnfinishedEngine,
         model: CompiledModel,
+        rank: int | None,
         profiles: Sequence[ShapeProfile],
         options: BuildOptions,
     ) -> BuildReport:
-        """Build the TensorRT engine of one model; its ONNX file is written.
+        """Build the TensorRT engine of one model, or of a rank of it; its ONNX file is written.
 
         Raises:
             TensorRTError: the builder refuses the model.
         """
-        files = (model.entry.onnx_file, model.entry.plan_file)
-        onnx_file, plan = (engine.writer.path(name) for name in files)
+        entry = model.entry
+        files = (entry.part_of(file, rank) for file in (entry.onnx_file, entry.plan_file))
+        onnx_file, plan = map(engine.writer.path, files)
         return build_engine(onnx_file, plan, profiles, options)
 
     def extended_nodes(self, manifest: Manifest, plans: Sequence[SpecPlan], max_nodes: int) -> int:

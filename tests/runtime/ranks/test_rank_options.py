@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from specc.artifact.directory import read_manifest
 from specc.errors import ConfigError
 from specc.runtime.engine import Engine
 from specc.runtime.ranks.led_model import LedModel
@@ -44,10 +45,12 @@ def test_one_rank_is_led_by_nobody(engine_path: Path) -> None:
     assert not isinstance(engine.target, LedModel)
 
 
-def test_only_programs_of_flat_tokens_have_ranks() -> None:
+def test_only_programs_of_flat_tokens_have_ranks(engine_path: Path) -> None:
     from specc.runtime.ranks.launch import _check_backend
 
-    _check_backend("cpu")
-    _check_backend("eager")
-    with pytest.raises(ConfigError, match="several ranks of an engine of the backend onnx"):
-        _check_backend("onnx")
+    manifest = read_manifest(engine_path)
+    _check_backend(manifest, "cpu")
+    _check_backend(manifest, "eager")
+    with pytest.raises(ConfigError, match="several ranks of an engine of the backend onnx") as told:
+        _check_backend(manifest, "onnx")
+    assert told.value.do == "run it with one rank, or compile it for one of them"

@@ -25,6 +25,7 @@ from specc.artifact.manifest_entries import (
     LimitsEntry,
     MemoryEntry,
     ModelEntry,
+    ParallelEntry,
     PlanEntry,
     SlabEntry,
     TokenizerEntry,
@@ -594,3 +595,21 @@ class TestManifest:
         manifest = open_engine(tmp_path / "engine")
         assert manifest.probe is None
         assert manifest.tokenizer.file is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "names"),
+    [
+        ("eager", ["weights.safetensors"]),
+        ("onnx", ["model.onnx", "weights.safetensors"]),
+        ("tensorrt", ["build.json", "model.onnx", "model.plan", "weights.safetensors"]),
+    ],
+)
+def test_each_rank_has_the_files_that_name_its_weights(backend, names):
+    cut = ParallelEntry(2, ("target",))
+    needed = make_manifest(backend=backend, parallel=cut).required_files
+    of_ranks = [x.removeprefix("target/rank-") for x in needed if x.startswith("target/rank-")]
+    assert sorted(of_ranks) == [f"{rank}.{name}" for rank in (0, 1) for name in names]
+    assert not {f"target/{name}" for name in names} & set(needed)
+    # the draft is whole
+    assert {f"draft-0/{name}" for name in names} <= set(needed)

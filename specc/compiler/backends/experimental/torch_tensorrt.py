@@ -31,11 +31,13 @@ class TorchTensorRTBackend(TensorRTBackend):
         self,
         engine: UnfinishedEngine,
         model: CompiledModel,
+        rank: int | None,
         profiles: Sequence[ShapeProfile],
         options: BuildOptions,
     ) -> BuildReport:
         program = model.padded
         assert program is not None, "it was traced for the ONNX file"
+        assert rank is None, "it does not take the option"
         return torch_tensorrt.build_engine(
             program,
             read_weights(program, engine.writer.path(model.entry.weights_file)),

@@ -5,6 +5,8 @@ The 8B shape is built by examples/measure_tensorrt_builds.py, whose figures are 
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
 from specc.tensorrt import library as trt
 from tests.models import ARCHITECTURES
 from tests.onnx_models import lowered, write_onnx
+from tests.passes.shard.padded_lockstep import PaddedRanks
 
 PROFILES = (
     ShapeProfile("prefill", (1, 1, 1), (1, 32, 64), (1, 1, 1)),
@@ -64,6 +67,22 @@ def test_engines_for_three_gpus(tmp_path, name, dtype):
 @pytest.mark.parametrize("name", [x for x in ARCHITECTURES if x not in ("llama", "qwen3")])
 def test_every_architecture(tmp_path, name):
     check_builds(tmp_path, name, torch.float16, ["8.9"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_one_of_two_ranks_of_every_architecture(tmp_path, name):
+    """Its sums over ranks are layers, and change nothing about attention."""
+    cut = PaddedRanks(name, 2, ROWS, torch.float16)
+    cut.write(tmp_path)
+    plan, options = tmp_path / "rank-1.model.plan", BuildOptions("8.9", prefix="rank-1.")
+    # one of two key heads is left: all queries of one, of which TensorRT-RTX wants two nodes
+    profiles = [dataclasses.replace(x, nodes=(*x.nodes[:2], max(2, x.nodes[2]))) for x in PROFILES]
+    report = build_engine(tmp_path / "rank-1.model.onnx", plan, profiles, options)
+    assert (report.lane, report.fallback) == ("fast", None)
+    assert report.num_sums == len(cut.plan.collectives) > 1
+    assert report.layers.fell_apart == ()
+    assert (tmp_path / "rank-1.layers.json").is_file()
 
 
 @pytest.mark.slow

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from specc.compiler.backends.registry import check_options, compiler_backend
-from specc.config import CompileConfig
-from specc.errors import ConfigError
-
-# what a sum of all ranks is as a node of ONNX, for its parser
-SUM = {"collective_operation": "all_reduce", "reduce_op": "sum", "root": -1}
+from specc.passes.lower.onnx.operators import COLLECTIVE, SUM
 
 
 class Network:
@@ -36,7 +31,7 @@ class Network:
         """Parse a node DistCollective; the first error, or nothing."""
         onnx = pytest.importorskip("onnx")
         helper, half = onnx.helper, onnx.TensorProto.FLOAT16
-        node = helper.make_node("DistCollective", ["x"], ["y"], **attributes)
+        node = helper.make_node(COLLECTIVE, ["x"], ["y"], **attributes)
         values = [helper.make_tensor_value_info(name, half, ["rows", 64]) for name in ("x", "y")]
         graph = helper.make_graph([node], "sum", values[:1], values[1:])
         opset = helper.make_opsetid("", 24)
@@ -89,11 +84,3 @@ def test_the_parser_reads_a_node_that_is_not_of_onnx() -> None:
 def test_a_sum_has_no_root() -> None:
     """Left out it is 0, which is refused."""
     assert "root == -1" in Network().parse(**(SUM | {"root": 0}))
-
-
-@pytest.mark.parametrize("name", ["onnx", "tensorrt"])
-def test_engines_of_ranks_are_refused_for_other_runtimes(name: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        check_options(CompileConfig(tensor_parallel_size=2), compiler_backend(name))
-    assert error.value.found == f"--tensor-parallel-size with backend {name}"
-    assert error.value.needed == "the backend cpu or cuda or eager, which it is for"

@@ -189,6 +189,32 @@ def test_a_network_that_lost_something_is_refused(tmp_path, edit, found):
         check_trt_network(trt, network, form, has_lengths=False)
 
 
+def without_sum(proto):
+    node = next(x for x in proto.graph.node if x.op_type == "DistCollective")
+    node.op_type, node.domain = "Identity", ""
+    del node.attribute[:]
+
+
+def over_more_ranks(proto):
+    node = next(x for x in proto.graph.node if x.op_type == "DistCollective")
+    (ranks,) = (x for x in node.attribute if x.name == "nb_rank")
+    ranks.i = 4
+
+
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [(without_sum, "3 sums over ranks"), (over_more_ranks, "over 4 ranks")],
+)
+def test_a_network_with_other_sums_is_refused(tmp_path, edit, found):
+    path = write_tiny(tmp_path / "model", ranks=2)
+    form = read_form(onnx.load(path, load_external_data=False))
+    trt, network, _keep = parsed(path)
+    check_trt_network(trt, network, form, has_lengths=False)
+    trt, network, _keep = parsed(path, edit)
+    with pytest.raises(TensorRTError, match=found):
+        check_trt_network(trt, network, form, has_lengths=False)
+
+
 def test_a_network_with_other_caches_is_refused(tmp_path):
     path = write_tiny(tmp_path / "model")
     form = read_form(onnx.load(path, load_external_data=False))

@@ -32,6 +32,29 @@ def test_what_a_decoder_has():
     assert form.dims["logit_rows"] == ("rows",)
 
 
+def test_sums_over_ranks():
+    form = read_form(model(ranks=4))
+    assert [item.num_ranks for item in form.sums] == [4] * 4
+    sums = nodes(model(ranks=4), "DistCollective")
+    assert [(x.node, x.output) for x in form.sums] == [(x.name, x.output[0]) for x in sums]
+    assert read_form(model()).sums == ()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "other"),
+    [
+        (1, {}),
+        (2, {"root": 0}),
+        (2, {"reduce_op": "max"}),
+        (2, {"collective_operation": "reduce_scatter"}),
+        (2, {"groups": [0]}),
+    ],
+)
+def test_collectives_that_are_no_sums_are_refused(ranks, other):
+    with pytest.raises(TensorRTError, match="DistCollective"):
+        read_form(model(ranks=ranks, sum=other))
+
+
 def test_nodes_without_a_name_get_one_of_their_own():
     proto = model()
     for node in proto.graph.node:

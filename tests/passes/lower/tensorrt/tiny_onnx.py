@@ -11,6 +11,8 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from specc.passes.lower.onnx.operators import COLLECTIVE, DOMAIN, SUM
+
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = {"fp32": TensorProto.FLOAT, "fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 
@@ -40,7 +42,8 @@ class TinyDecoder:
         shape: sizes.
         options: attributes of every Attention (`softcap=30.0`, …), or `nonpad=True`,
             `cache_mode="circular"`, `dynamic_cache=True`, `hidden_cache=True` (caches that are not
-            outputs), `no_mask=True`: what the builder has to refuse.
+            outputs), `no_mask=True`: what the builder has to refuse. `ranks=2` puts sums over
+            ranks after both branches of a layer, with the attributes of `sum` instead of their own.
     """
 
     def __init__(self, shape: TinyShape, **options: Any) -> None:
@@ -118,7 +121,8 @@ class TinyDecoder:
         out = self.node("Attention", inputs, f"attention_{index}", **extra)
         flat = self.constant("flat", [0, 0, s.hidden_size])
         out = self.node("Reshape", [self.node("Transpose", [out], perm=[0, 2, 1, 3]), flat])
-        x = self.node("Add", [x, self.linear(out, f"l{index}.o", s.hidden_size, s.hidden_size)])
+        out = self.sum(self.linear(out, f"l{index}.o", s.hidden_size, s.hidden_size))
+        x = self.node("Add", [x, out])
         h = self.norm(x, f"l{index}.norm2", s.hidden_size)
         gate = self.linear(h, f"l{index}.gate", s.hidden_size, 2 * s.hidden_size)
         gate = self.node("Mul", [gate, self.node("Sigmoid", [gate])])
@@ -126,7 +130,13 @@ class TinyDecoder:
         down = self.linear(
             self.node("Mul", [gate, up]), f"l{index}.down", 2 * s.hidden_size, s.hidden_size
         )
-        return self.node("Add", [x, down])
+        return self.node("Add", [x, self.sum(down)])
+
+    def sum(self, x: str) -> str:
+        if (ranks := self.options.get("ranks")) is None:
+            return x
+        own = SUM | {"nb_rank": ranks} | self.options.get("sum", {})
+        return self.node(COLLECTIVE, [x], domain=DOMAIN, **own)
 
     def model(self) -> onnx.ModelProto:
         s, options = self.shape, self.options
@@ -167,7 +177,7 @@ class TinyDecoder:
             [helper.make_tensor_value_info(*item) for item in outputs],
             self.weights,
         )
-        opset = [helper.make_operatorsetid("", 24)]
+        opset = [helper.make_operatorsetid("", 24), helper.make_operatorsetid(DOMAIN, 1)]
         return helper.make_model(graph, opset_imports=opset, ir_version=11)
 
 
