@@ -6,6 +6,11 @@ The engine is one that is cut into stages (`specc compile -pp 2`). As many reque
 served together, greedy, of so many tokens each. The two ways take turns, plan by plan and round by
 round, so that whatever else the machine does meets both; what counts is the ratio within a round.
 Tokens of both are compared.
+
+`stage_cpu_ms` is the time of rank 0's thread in a pass of its own stage, the median of passes of as
+many rows as most have: other processes do not count in it. A round of all requests takes one batch
+through all stages, or as many batches, each of a part of them, through one stage: `bound` is what
+is to be gained where stages are alike and have a core each.
 """
 
 from __future__ import annotations
@@ -38,6 +43,30 @@ PROMPTS = [
 ]
 
 
+class Timed:
+    """A program, and the CPU time of its calls.
+
+    Args:
+        program: of a stage.
+    """
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+        self.ms_of_rows: dict[int, list[float]] = {}
+
+    def __call__(self, *inputs: Any, **hidden: Any) -> Any:
+        begin_s = time.thread_time()
+        found = self._program(*inputs, **hidden)
+        ms = 1e3 * (time.thread_time() - begin_s)
+        self.ms_of_rows.setdefault(len(inputs[0]), []).append(ms)
+        return found
+
+    def usual(self) -> dict[str, float]:
+        """Rows and milliseconds of the passes of as many rows as most have."""
+        rows = max(self.ms_of_rows, key=lambda count: len(self.ms_of_rows[count]))
+        return {"rows": rows, "ms": round(statistics.median(self.ms_of_rows[rows]), 2)}
+
+
 def run(
     engine: Engine, plan: str, micro_batches: int | None, num_tokens: int
 ) -> tuple[float, list[Any], int]:
@@ -64,15 +93,20 @@ def main() -> None:
     manifest = engine.manifest
     assert manifest is not None
     assert manifest.stages, "an engine in stages"
+    program = engine.target.program  # type: ignore[attr-defined]
     rows: dict[str, Any] = {}
     for plan in engine.plans:
         speeds: dict[str, list[float]] = {"one": [], "beside": []}
+        timed = {way: Timed(program) for way in speeds}
         num_same = num_compared = num_beside = 0
         # the first round is not counted
         for number in range(args.rounds + 1):
             ways = {"one": 1, "beside": None}
             order = list(ways) if number % 2 else list(ways)[::-1]
-            found = {way: run(engine, plan, ways[way], args.tokens) for way in order}
+            found = {}
+            for way in order:
+                engine.target.program = timed[way]  # type: ignore[attr-defined]
+                found[way] = run(engine, plan, ways[way], args.tokens)
             num_beside += found["beside"][2]
             for mine, other in zip(found["one"][1], found["beside"][1], strict=True):
                 num_same += mine == other
@@ -80,12 +114,15 @@ def main() -> None:
             if number:
                 for way, (speed, *_) in found.items():
                     speeds[way].append(speed)
+        usual = {way: one.usual() for way, one in timed.items()}
         ratios = [b / a for a, b in zip(speeds["one"], speeds["beside"], strict=True)]
         rows[plan] = {
             "one_tokens_per_s": round(statistics.median(speeds["one"]), 1),
             "beside_tokens_per_s": round(statistics.median(speeds["beside"]), 1),
             "ratio": round(statistics.median(ratios), 3),
             "ratios": [round(ratio, 3) for ratio in ratios],
+            "stage_cpu_ms": usual,
+            "bound": round(usual["one"]["ms"] / usual["beside"]["ms"], 3),
             "same_outputs": f"{num_same} of {num_compared}",
             "batches_beside": num_beside,
         }
