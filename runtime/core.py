@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specc.errors import RequestError
+from specc.errors import ConfigError, RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.in_flight import InFlight
 from specc.runtime.policies.base import FixedPolicy, Policy
@@ -26,8 +26,11 @@ class EngineCore:
         policy: picks plans instead; or its name.
         shares_prefixes: look for the rows of a prompt among those of earlier requests.
         max_seq_len: tokens of prompt and output together; None is the engine's limit.
+        micro_batches: batches of disjoint requests in flight, where the target has stages; None is
+            as many as these.
     Raises:
         RequestError: the engine has no such plan, or not the plans that the policy needs.
+        ConfigError: micro-batches of an engine without stages.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class EngineCore:
         *,
         shares_prefixes: bool = True,
         max_seq_len: int | None = None,
+        micro_batches: int | None = None,
     ) -> None:
         own_policy = engine.policy if plan is None and policy is None else "fixed"
         if isinstance(policy, str):
@@ -64,6 +68,7 @@ class EngineCore:
             shares_pass,
             engine.link,
             engine.drawn,
+            engine.staged,
         )
         self.scheduler = Scheduler(
             engine.cache,
@@ -86,7 +91,8 @@ class EngineCore:
                 max_num_seqs=engine.cache.shape.max_num_seqs,
             )
             self.scheduler.use(chosen)
-        self.in_flight = InFlight(self.scheduler, self.runner)
+        num_batches = _batches_of(engine, micro_batches)
+        self.in_flight = InFlight(self.scheduler, self.runner, num_batches)
         is_fixed = policy is None and own_policy == "fixed"
         self.requests = RequestMaker(engine, plan if is_fixed else None, max_seq_len=max_seq_len)
         self.num_iterations = 0
@@ -117,3 +123,16 @@ class EngineCore:
         if self.num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
             self.engine.check_weights()
         return self.in_flight.advance()
+
+
+def _batches_of(engine: Engine, micro_batches: int | None) -> int | None:
+    """Batches of disjoint requests in flight; None where the target has no stages."""
+    if engine.staged is not None:
+        return micro_batches or engine.staged.num_stages
+    if micro_batches is None:
+        return None
+    raise ConfigError(
+        f"--micro-batches {micro_batches}, and an engine without stages",
+        "an engine that was compiled with --pipeline-parallel-size",
+        "leave it out, or compile the engine again with stages",
+    )

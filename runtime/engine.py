@@ -27,7 +27,7 @@ from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.constraints.grammars import Grammars
 from specc.runtime.execution.device_link import DeviceLink, HostLink
-from specc.runtime.execution.draws import DrawnPrograms
+from specc.runtime.execution.draws import DrawnPrograms, StagedModel
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.shared_loop import FairLock
@@ -64,6 +64,7 @@ class Engine:
         directory: that it was loaded from; None for an engine made by hand.
         link: to the device that the programs run on.
         drawn: for batches whose tokens the target draws; None where it cannot.
+        staged: the target, where it has stages.
         self_drafts: name → second program of the target, bound to its weights and caches.
         turn: held for each iteration of the `LLM`s over this engine, in whatever threads.
     """
@@ -88,6 +89,7 @@ class Engine:
     directory: Path | None = None
     link: HostLink | DeviceLink = field(default_factory=HostLink)
     drawn: DrawnPrograms | None = None
+    staged: StagedModel | None = None
     self_drafts: Mapping[str, Model] = field(default_factory=dict)
     turn: FairLock = field(default_factory=FairLock, repr=False, compare=False)
 
@@ -240,6 +242,7 @@ class Engine:
             directory=path,
             link=loaded.link,
             drawn=loaded.drawn,
+            staged=loaded.staged,
             self_drafts=loaded.self_drafts,
         )
 

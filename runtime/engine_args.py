@@ -98,6 +98,12 @@ class EngineArgs:
         "Run more ranks of a sharded engine on this machine than it has cores, which is slow.",
         "--oversubscribe",
     )
+    micro_batches: int | None = option(
+        None,
+        "Batches of different requests that the stages of a pipeline have at once; without it, one"
+        " for each stage. 1 is one after the other.",
+        least=1,
+    )
     backend: str | None = option(
         None, "Run with another backend: eager takes the graphs of any engine."
     )
@@ -228,6 +234,7 @@ class EngineArgs:
             self.policy,
             shares_prefixes=self.shares_prefixes,
             max_seq_len=self.max_model_len,
+            micro_batches=self.micro_batches,
         )
 
     def _check(self, engine: Engine) -> None:

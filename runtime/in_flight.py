@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from specc.runtime.runner import Runner
 from specc.runtime.scheduling.batch import Batch, PendingBatch
+from specc.runtime.scheduling.beside import Beside
 from specc.runtime.scheduling.scheduler import Scheduler
 
 
@@ -35,18 +36,27 @@ class InFlight:
 
     `queued` holds the batches that the device has and whose results nobody has read, in order.
     `num_iterations` counts them, `num_ahead` those that were queued before the results of the one
-    before were read.
+    before were read, `num_beside` those that were queued beside batches of other requests.
+
+    Where the target has stages, batches of disjoint requests are in flight instead, as many as
+    there are stages: while one of these computes a batch, the one before it has the next. A batch
+    has an equal part of all requests that run, and each has steps of its own. Policies that need
+    the results of all steps before they choose have one batch at a time.
 
     Args:
         scheduler: picks batches and commits their results.
         runner: runs or queues them.
+        num_batches: of disjoint requests in flight, of a target in stages; None is another target.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, num_batches: int | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self.num_batches = num_batches
         self.queued: deque[Queued] = deque()
-        self.num_iterations = self.num_ahead = 0
+        self.num_iterations = self.num_ahead = self.num_beside = 0
         # False within a call, and where one ended early
         self._is_whole = True
 
@@ -54,7 +64,7 @@ class InFlight:
         """Bring all requests one iteration further; False where none can run."""
         with self._as_a_whole():
             if not self.queued:
-                batch = self._scheduler.schedule()
+                batch = self._scheduler.schedule(Beside(most=self._most_beside))
                 if not batch.prefill and not batch.groups:
                     return False
                 self.num_iterations += 1
@@ -63,7 +73,10 @@ class InFlight:
                     self._scheduler.postprocess(batch, self._runner.run(batch))
                     return True
                 self._hold(batch, pending)
-            self._queue_ahead()
+            if self.num_batches is None:
+                self._queue_ahead()
+            else:
+                self._queue_beside()
             self._finish_oldest()
             return True
 
@@ -94,12 +107,30 @@ class InFlight:
             self.num_iterations += 1
             self.num_ahead += 1
 
+    def _queue_beside(self) -> None:
+        """Queue batches of requests that have no part in those that are queued."""
+        while len(self.queued) < self._most_beside:
+            in_flight = (queued.batch for queued in self.queued)
+            batch = self._scheduler.schedule(Beside(in_flight, self._most_beside))
+            if not batch.prefill and not batch.groups:
+                return
+            pending = self._runner.queue(batch)
+            assert pending is not None, "a target in stages takes every batch"
+            self._hold(batch, pending)
+            self.num_iterations += 1
+            self.num_beside += 1
+
+    @property
+    def _most_beside(self) -> int:
+        """Batches that may be in flight together, as the policy is now."""
+        return (self.num_batches or 1) if self._scheduler.may_look_ahead else 1
+
     def _hold(self, batch: Batch, pending: PendingBatch) -> None:
         self._scheduler.hold(batch)
         self.queued.append(Queued(batch, pending))
 
     def _finish_oldest(self) -> None:
         batch, pending = self.queued[0]
-        result = self._runner.finish(batch, pending)
+        result = pending.result()
         self.queued.popleft()
         self._scheduler.postprocess(batch, result)

@@ -149,6 +149,7 @@ def run_interleaving(
     draw: Draw = draw_params,
     compare: Compare | None = None,
     policy: Choose = Moody,
+    make_core: Callable[..., EngineCore] = EngineCore,
 ) -> None:
     """Serve random requests in a random order of events; compare those that were not cancelled.
 
@@ -164,9 +165,10 @@ def run_interleaving(
         draw: its options.
         compare: what else is compared.
         policy: chooses plans.
+        make_core: of the engine.
     """
     dice = random.Random(seed)
-    core = EngineCore(engine, policy=policy(list(engine.plans), dice))
+    core = make_core(engine, policy=policy(list(engine.plans), dice))
     _check_tables(core, figures)
     crowd = dice.choice([0.2, 0.5, 0.95])
     engine.cache.allocator.forget_all()
@@ -256,13 +258,15 @@ class NearTies:
             rows = cache.history_rows(again.blocks, 0, len(context))
             cache.record(rows, torch.tensor(context))
             last = torch.tensor([len(context) - 1])
-            logits = runner._causal_pass(runner._target, [Span(again, 0, len(context))], last)
+            logits = runner._prompts.causal_pass(
+                self._core.engine.target, [Span(again, 0, len(context))], last
+            )
             drawn = []
             for sign in (1, -1):
                 moved = logits.clone()
                 moved[0, pair[0]] += sign * self.EPSILON
                 moved[0, pair[1]] -= sign * self.EPSILON
-                drawn += runner._first_tokens(mask_roots(moved, [whole]), [again]).tolist()
+                drawn += runner._prompts.first_tokens(mask_roots(moved, [whole]), [again]).tolist()
         finally:
             cache.allocator.free(again.blocks)
         if tuple(drawn) != pair:

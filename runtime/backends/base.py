@@ -20,7 +20,7 @@ from specc.runtime.backends.captured.device_models import DeviceRanks
 from specc.runtime.backends.program_files import MappedWeights
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.execution.device_link import DeviceLink, HostLink
-from specc.runtime.execution.draws import DrawnPrograms
+from specc.runtime.execution.draws import DrawnPrograms, StagedModel
 from specc.runtime.scheduling.kv_cache import KVCache
 
 
@@ -64,6 +64,7 @@ class LoadedPrograms:
         winners_steps: plan name → the step whose acceptance reads `winners` of the target instead
             of logits, where the engine has one.
         drawn: for batches whose tokens the target draws; None where it cannot.
+        staged: the target, where it has stages.
         self_drafts: name → second program of the target, as passes between steps call it.
     """
 
@@ -75,6 +76,7 @@ class LoadedPrograms:
     mapped_weights: tuple[MappedWeights, ...] = ()
     winners_steps: dict[str, Step] = field(default_factory=dict)
     drawn: DrawnPrograms | None = None
+    staged: StagedModel | None = None
     self_drafts: dict[str, Model] = field(default_factory=dict)
 
 

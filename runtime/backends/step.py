@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -60,6 +60,25 @@ class StagedStep(Step, Protocol):
     def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
         """Run what comes before the target's pass; see `Drafted`."""
         ...
+
+    def another(self) -> StagedStep:
+        """A step of the same plan that can be drafted while this one waits for the target.
+
+        The step itself, where it keeps nothing of what it has drafted.
+        """
+        ...
+
+
+class BegunStep(StagedStep, Protocol):
+    """A step of a `StagedModel`."""
+
+    def begin(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> FinishStep:
+        """Draft, and begin the target's pass."""
+        ...
+
+
+# waits for the target's pass, and runs the rest; given names of values that the caller wants to see
+FinishStep = Callable[[Sequence[str]], StepResult]
 
 
 class QueuedStep(Step, Protocol):

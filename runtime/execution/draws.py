@@ -7,7 +7,7 @@ no penalty and no mask, the token that follows it is the best of all columns' ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,6 +38,26 @@ class DrawingModel(Protocol):
 
     def draw(self, draws: Draws, *inputs: Tensor | None) -> Tensor:
         """[R] int64 tokens after the rows that `inputs` name; see `Model` for these."""
+        ...
+
+
+class StagedModel(DrawingModel, Protocol):
+    """A target in stages, which work on several passes at once: each is begun, and taken later.
+
+    Passes that are in flight together are of disjoint sequences.
+    """
+
+    @property
+    def num_stages(self) -> int:
+        """As many passes as can be worked on at once."""
+        ...
+
+    def begin(self, *inputs: Tensor | None) -> Callable[[], Tensor]:
+        """Begin a pass; what it returns waits for the logits, once."""
+        ...
+
+    def begin_draw(self, draws: Draws, *inputs: Tensor | None) -> Callable[[], Tensor]:
+        """The same of a pass that yields tokens, see `DrawingModel.draw`."""
         ...
 
 

@@ -22,6 +22,9 @@ from specc.speculation.tree import WORD_BITS, TokenTree, pack_bits
 
 _ROOT = TokenTree.chain(0)
 
+# begins a pass over flat tokens; what it returns waits for what the pass yields
+Begin = Callable[..., Callable[[], Tensor]]
+
 
 class FlatTokens(NamedTuple):
     """Tokens of some requests, in the order of a flat pass.
@@ -105,7 +108,6 @@ def logit_rows(spans: Sequence[Span]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-@torch.inference_mode()
 def run_together(
     model: Callable[..., Tensor],
     parts: Sequence[FlatTokens],
@@ -122,6 +124,34 @@ def run_together(
     Returns:
         what the model yields of each part: [R, V] logits.
     """
+    return begin_together(at_once(model), parts, device, mass)()
+
+
+def at_once(model: Callable[..., Tensor]) -> Begin:
+    """A model whose passes are done when they have begun."""
+
+    def begin(*inputs: Tensor | None) -> Callable[[], Tensor]:
+        found = model(*inputs)
+        return lambda: found
+
+    return begin
+
+
+@torch.inference_mode()
+def begin_together(
+    begin: Begin,
+    parts: Sequence[FlatTokens],
+    device: torch.device | str = "cpu",
+    mass: Tensor | None = None,
+) -> Callable[[], list[Tensor]]:
+    """Begin a pass of all parts; arguments as of `run_together`, whose result it returns later.
+
+    Args:
+        begin: a pass of a model; what it returns waits for the result.
+        parts: see there.
+        device: see there.
+        mass: see there.
+    """
     width = max(part.ancestors.shape[1] for part in parts)
     offsets = torch.tensor([0, *(len(part.tokens) for part in parts)]).cumsum(0).tolist()
     counts = torch.tensor([0, *(count for part in parts for count in part.counts)])
@@ -136,8 +166,9 @@ def run_together(
         torch.cat([part.logit_rows + offset for part, offset in zip(parts, offsets, strict=False)]),
     )
     votes = [] if mass is None else [mass]
-    logits = model(*(value.to(device) for value in inputs), *votes)
-    return list(logits.split([len(part.logit_rows) for part in parts]))
+    taken = begin(*(value.to(device) for value in inputs), *votes)
+    rows = [len(part.logit_rows) for part in parts]
+    return lambda: list(taken().split(rows))
 
 
 def accepted_values(plan: SpecPlan, found: Tensor, inputs: StepInputs) -> Mapping[str, Tensor]:

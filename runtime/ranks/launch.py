@@ -206,6 +206,7 @@ def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader)
         models={model.name: models[model.name] for model in manifest.models},
         steps=steps,
         drawn=DrawnPrograms(target, drawn) if drawn else None,
+        staged=target if target.num_stages > 1 else None,
         self_drafts={name: models[name] for name in loaded.self_drafts},
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from specc.runtime.ranks.watch import Watch
 
 # more than `Watch` takes for ranks that do not end
 _JOIN_S = 15.0
+T = TypeVar("T")
 
 
 class Leader:
@@ -63,10 +65,15 @@ class Leader:
         """Raises RankError: a rank is lost."""
         self._job.check()
 
+    @property
+    def num_stages(self) -> int:
+        """Stages of the target; 1 where every rank runs all layers."""
+        return 1 if self._passes is None else self._passes.num_stages
+
     def run_pass(
         self, model: int, inputs: tuple[Tensor | None, ...], run: Callable[..., Tensor]
     ) -> Tensor:
-        """A pass of all ranks.
+        """A pass of all ranks, of a model without stages.
 
         Args:
             model: number of the model.
@@ -78,9 +85,6 @@ class Leader:
             RankError: a rank is lost, this one included.
         """
         with self.ordered(Kind.PASS, inputs, model):
-            if self._passes is not None and not model:
-                self._passes.begin(run, inputs)
-                return self._passes.result(inputs, is_drawn=False)
             logits = self.whole_logits(run(*inputs))
             self.whole_votes(inputs)
             return logits
@@ -105,14 +109,34 @@ class Leader:
             RankError: a rank is lost, this one included.
         """
         group, vocab_size = self._job.group, self._vocab_size
-        tensors = (*inputs[:NUM_INPUTS], *draws, *inputs[NUM_INPUTS:])
-        with self.ordered(Kind.DRAW, tensors, model):
-            if self._passes is not None and not model:
-                self._passes.begin(run, inputs)
-                return self._passes.result(inputs, is_drawn=True)
+        with self.ordered(Kind.DRAW, _drawn(inputs, draws), model):
             tokens = drawn_tokens(group, run(*inputs), draws, vocab_size, self._operators)
             self.whole_votes(inputs)
             return tokens
+
+    def begin_staged(
+        self,
+        inputs: tuple[Tensor | None, ...],
+        run: Callable[..., Tensor],
+        draws: Draws | None = None,
+    ) -> Callable[[], Tensor]:
+        """Begin a pass of the target, which has stages; this rank's own is done when it returns.
+
+        Args:
+            inputs: of its program.
+            run: the program of this rank.
+            draws: of the R rows with logits, where tokens are wanted instead of these.
+        Returns:
+            waits for what the pass yields, once: [R, V] logits, or [R] int64 tokens. Other passes
+            may be begun meanwhile, of sequences that are not in this one.
+        Raises:
+            RankError: a rank is lost, this one included; what is returned raises it, too.
+        """
+        assert self._passes is not None
+        kind, tensors = (Kind.PASS, inputs) if draws is None else (Kind.DRAW, _drawn(inputs, draws))
+        with self.ordered(kind, tensors):
+            pending = self._passes.begin(run, inputs, draws is not None)
+        return functools.partial(self._wait, pending.result)
 
     @contextlib.contextmanager
     def ordered(
@@ -127,13 +151,22 @@ class Leader:
         Raises:
             RankError: a rank is lost, this one included: what fails within fails all.
         """
+        with self._or_lost():
+            self._job.order(kind, tensors, model)
+            yield
+
+    def _wait(self, result: Callable[[], T]) -> T:
+        with self._or_lost():
+            return result()
+
+    @contextlib.contextmanager
+    def _or_lost(self) -> Iterator[None]:
+        """What fails in here fails all: the others have done it, or wait in it."""
         job = self._job
         with uninterrupted():
             try:
-                job.order(kind, tensors, model)
                 yield
             except BaseException as error:
-                # the others have done it, or wait in it: nobody can do it again
                 job.fail(job.fault_of(error))
                 job.check()
                 raise
@@ -161,14 +194,7 @@ class Leader:
         Raises:
             RankError: a rank is lost.
         """
-        job = self._job
-        with uninterrupted():
-            try:
-                return job.answer(rank, order)
-            except BaseException as error:
-                job.fail(job.fault_of(error))
-                job.check()
-                raise
+        return self._wait(lambda: self._job.answer(rank, order))
 
     def commit(self, model: int, commit: Commit) -> None:
         """Have the others keep what a step of this rank has kept, before their next order.
@@ -192,6 +218,11 @@ class Leader:
     def close(self) -> None:
         """End the other ranks, and wait for that."""
         self._end()
+
+
+def _drawn(inputs: tuple[Tensor | None, ...], draws: Draws) -> tuple[Tensor | None, ...]:
+    """Tensors of a DRAW."""
+    return (*inputs[:NUM_INPUTS], *draws, *inputs[NUM_INPUTS:])
 
 
 def end_job(job: Job, watch: Watch) -> None:

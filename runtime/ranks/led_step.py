@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.step import StagedStep
+from specc.runtime.backends.step import FinishStep, StagedStep
 from specc.runtime.backends.step_io import (
     BeforeAccept,
     Drafted,
@@ -19,9 +20,11 @@ from specc.runtime.backends.step_io import (
     slots_of,
 )
 from specc.runtime.execution.shared_pass import (
+    Begin,
     FlatTokens,
     accepted_values,
-    run_together,
+    at_once,
+    begin_together,
     tree_tokens,
 )
 from specc.runtime.ranks.led_model import LedModel
@@ -56,20 +59,14 @@ class LedStep:
         self.plan = step.plan
         self._drafts = drafts
         self._step = step
+        # those that nothing was drafted with, and the target's pass is yet to be done
+        self._free = [step]
+        self.before_accept: BeforeAccept | None = None
         self.target = target
         self._operators = operators
         self._history = history
         self._is_in_place = self.plan.is_in_place
         self._slots = torch.arange(self.plan.num_nodes, dtype=torch.int32)
-
-    @property
-    def before_accept(self) -> BeforeAccept | None:
-        """Called between verification and acceptance; see `Step`."""
-        return self._step.before_accept
-
-    @before_accept.setter
-    def before_accept(self, hook: BeforeAccept | None) -> None:
-        self._step.before_accept = hook
 
     @property
     def staged(self) -> StagedStep | None:
@@ -85,23 +82,41 @@ class LedStep:
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
     ) -> StepResult:
         """See `Step.advance`."""
+        return self.begin(inputs, slabs)(reads)
+
+    def begin(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> FinishStep:
+        """See `BegunStep.begin`; where the target has no stages, its pass is done then."""
         begin_s = time.perf_counter()
         drafted = self.draft(inputs, slabs)
         drafted_s = time.perf_counter()
-        values = self.verify(inputs, drafted, self._mass_of(slabs, len(inputs.rows)))
-        verified_s = time.perf_counter()
-        found = drafted.accept(values, reads)
+        taken = self.begin_verify(inputs, drafted, self._mass_of(slabs, len(inputs.rows)))
         stage_s = {"draft": drafted_s - begin_s} if self.plan.speculates else {}
-        stage_s["verify"] = verified_s - drafted_s
-        stage_s["accept_commit"] = time.perf_counter() - verified_s
-        return found._replace(stage_s=stage_s)
+        begun_s = time.perf_counter() - drafted_s
+
+        def finish(reads: Sequence[str]) -> StepResult:
+            wait_s = time.perf_counter()
+            values = taken()
+            verified_s = time.perf_counter()
+            found = drafted.accept(values, reads)
+            # what other steps did meanwhile is theirs
+            stage_s["verify"] = begun_s + verified_s - wait_s
+            stage_s["accept_commit"] = time.perf_counter() - verified_s
+            return found._replace(stage_s=stage_s)
+
+        return finish
 
     def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
-        """See `StagedStep.draft`; what it returns commits on all ranks."""
+        """See `StagedStep.draft`; what it returns commits on all ranks.
+
+        Others may be drafted before that is called.
+        """
         self.target.leader.check()
-        drafted = self._step.draft(inputs, slabs)
+        step = self._free.pop() if self._free else self._step.another()
+        lease = _Lease(step, self._free)
+        drafted = step.draft(inputs, slabs)
 
         def accept(values: Mapping[str, Tensor], reads: Sequence[str]) -> StepResult:
+            lease.step.before_accept = self.before_accept
             found = drafted.accept(values, (*reads, *({_PATH} - {*reads})))
             self._commit(inputs, drafted, found)
             # the caller takes values for something that it has asked for
@@ -109,21 +124,45 @@ class LedStep:
 
         return Drafted(drafted.values, accept)
 
-    def verify(
+    def another(self) -> StagedStep:
+        """Itself: it has as many steps as are drafted at once."""
+        return self
+
+    def begin_verify(
         self, inputs: StepInputs, drafted: Drafted, mass: Tensor | None = None
-    ) -> Mapping[str, Tensor]:
-        """The target's pass over the trees; returns what acceptance reads of it, by name.
+    ) -> Callable[[], Mapping[str, Tensor]]:
+        """Begin the target's passes over the trees.
 
         Args:
             inputs: of the step.
             drafted: of its drafts.
             mass: of blocks, changed, see `ModelProgram.forward`; None: nobody votes.
+        Returns:
+            waits for what acceptance reads of them, by name.
         """
         nodes = tree_tokens(self.plan, inputs, drafted)
         if self.plan.tile is None:
-            (logits,) = run_together(self.target, [nodes], mass=mass)
-            return accepted_values(self.plan, logits, inputs)
-        return {"winners": self._winners(inputs, drafted, nodes, mass)}
+            taken = begin_together(self._begins(), [nodes], mass=mass)
+            return lambda: accepted_values(self.plan, taken()[0], inputs)
+        batch = len(inputs.rows)
+
+        def begin(tile: tuple[int, int]) -> Callable[[], list[Tensor]]:
+            return begin_together(self._begins(), [part_of(nodes, batch, *tile)], mass=mass)
+
+        first, *others = self.plan.tiles(self.plan.num_nodes)
+        taken = begin(first)
+
+        def passes() -> Iterator[Tensor]:
+            yield from taken()
+            for tile in others:
+                # not before: there is memory for the logits of one tile
+                yield from begin(tile)()
+
+        return lambda: {"winners": self._winners(inputs, drafted, nodes, passes())}
+
+    def _begins(self) -> Begin:
+        """Passes of the target."""
+        return self.target.begin if self.target.num_stages > 1 else at_once(self.target)
 
     def _mass_of(self, slabs: Mapping[str, Tensor], batch: int) -> Tensor | None:
         """What a step's own pass adds votes to; None where none of its sequences votes."""
@@ -132,7 +171,11 @@ class LedStep:
 
     @torch.inference_mode()
     def _winners(
-        self, inputs: StepInputs, drafted: Drafted, nodes: FlatTokens, mass: Tensor | None
+        self,
+        inputs: StepInputs,
+        drafted: Drafted,
+        nodes: FlatTokens,
+        logits_of_tiles: Iterator[Tensor],
     ) -> Tensor:
         """[B, N] tokens that the target wants after each node, tile by tile."""
         batch, count = len(inputs.rows), self.plan.num_nodes
@@ -142,9 +185,7 @@ class LedStep:
         else:
             parents = drafted.values["parents"]
         winners = []
-        for first, last in self.plan.tiles(count):
-            part = part_of(nodes, batch, first, last)
-            (logits,) = run_together(self.target, [part], mass=mass)
+        for (first, last), logits in zip(self.plan.tiles(count), logits_of_tiles, strict=True):
             found = self._operators.node_winners(
                 logits,
                 tokens,
@@ -174,6 +215,19 @@ class LedStep:
         for name, draft in self._drafts.items():
             slots = drafted.values[slots_of(name)]
             self.target.leader.commit(draft.number, commit._replace(slots=slots))
+
+
+class _Lease:
+    """Keeps a step from being drafted with again, as long as somebody may call its `accept`.
+
+    Args:
+        step: that was drafted with.
+        free: where it goes then; also where nobody accepts what it drafted, after a failure.
+    """
+
+    def __init__(self, step: StagedStep, free: list[StagedStep]) -> None:
+        self.step = step
+        weakref.finalize(self, free.append, step).atexit = False
 
 
 def part_of(nodes: FlatTokens, batch: int, first: int, last: int) -> FlatTokens:

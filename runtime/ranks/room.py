@@ -58,17 +58,34 @@ def check_memory(
         available = available_memory_bytes()
     if manifest.parallel is None or available is None:
         return
-    needed = manifest.memory_of(ranks, max_num_seqs, kv_cache_tokens, weights_budget)
+    sizes = max_num_seqs, kv_cache_tokens, weights_budget
+    needed = manifest.memory_of(ranks, *sizes)
     if needed > available:
         limits = manifest.limits
         raise EngineError(
             f"{format_bytes(available)} of memory available",
             f"{format_bytes(needed)} for {len(ranks)} of {manifest.num_ranks} ranks on this"
-            f" machine, max_batch_size {max_num_seqs or limits.max_batch_size} and max_seq_len"
-            f" {limits.max_seq_len}",
+            f" machine{_by_stage(manifest, ranks, sizes)}, max_batch_size"
+            f" {max_num_seqs or limits.max_batch_size} and max_seq_len {limits.max_seq_len}",
             "spread the ranks over more machines, compile with a smaller --max-batch-size or"
             " --max-seq-len, or free memory",
         )
+
+
+def _by_stage(
+    manifest: Manifest, ranks: Collection[int], sizes: tuple[int | None, int | None, int | None]
+) -> str:
+    """What ranks of each stage take here: stages are not alike, and another order may fit."""
+    if manifest.parallel is None or not manifest.stages:
+        return ""
+    own: dict[int, list[int]] = {}
+    for rank in ranks:
+        own.setdefault(manifest.parallel.stage_of(rank), []).append(rank)
+    parts = [
+        f"stage {stage}: {format_bytes(manifest.memory_of(those, *sizes))}"
+        for stage, those in own.items()
+    ]
+    return f" ({', '.join(parts)})"
 
 
 def threads_of_rank(num_local: int) -> int:

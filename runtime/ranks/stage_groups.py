@@ -9,6 +9,7 @@ how: all offer what they have made, and then meet.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from specc.errors import RankError
 from specc.runtime.ranks.group import RankGroup as SharedGroup
 from specc.runtime.ranks.links import Link
 from specc.runtime.ranks.rank_group import Copies, RankGroup
+from specc.runtime.ranks.stage_results import StageResults
 
 # in a ticket, and as that of rank 0 in what the others load
 GLOO, STAGED = "gloo", "stages"
@@ -95,6 +97,9 @@ class StageGroups:
         self._time_limit = time_limit
         self._links: dict[str, Link] = {}
         self._made: dict[str, str] = {}
+        self._results = StageResults(
+            lambda shape, dtype: self._links["results"].receive(shape, dtype)
+        )
         self._waits = 0
         self._has_joined = False
 
@@ -177,9 +182,9 @@ class StageGroups:
         """To rank 0."""
         self._wait(lambda: self._links["results"].send(found))
 
-    def take_results(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """From the last stage; of rank 0."""
-        return self._links["results"].receive(shape, dtype)
+    def expect_results(self, shape: tuple[int, ...], dtype: Any) -> Future[Tensor]:
+        """From the last stage, when they come; of rank 0, in the order of passes."""
+        return self._results.expect(shape, dtype)
 
     def _wait(self, work: Any) -> Any:
         self._waits += 1
@@ -217,6 +222,7 @@ class StageGroups:
         self.group.close()
         for link in list(self._links.values()):
             link.close()
+        self._results.close()
         if self._has_joined:
             from specc.runtime.ranks.gloo import leave_all
 

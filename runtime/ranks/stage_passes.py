@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ class StagePasses:
         self._vocab_size = vocab_size
         self._operators = operators
 
+    @property
+    def num_stages(self) -> int:
+        """Of the target."""
+        return len(self._stages)
+
     def follow(
         self, run: Callable[..., Tensor], inputs: Sequence[Tensor | None], draws: Draws | None
     ) -> None:
@@ -72,26 +78,28 @@ class StagePasses:
         if where.gives_results and len(found):
             groups.give_results(found)
 
-    def begin(self, run: Callable[..., Tensor], inputs: Sequence[Tensor | None]) -> None:
-        """Rank 0's part of a pass, as far as the next stage; see `result`."""
-        self._groups.give_on(run(*inputs))
-
-    def result(self, inputs: Sequence[Tensor | None], is_drawn: bool) -> Tensor:
-        """Wait for what a pass yields; of rank 0, in the order of passes.
+    def begin(
+        self, run: Callable[..., Tensor], inputs: Sequence[Tensor | None], is_drawn: bool
+    ) -> Future[Tensor]:
+        """Rank 0's part of a pass: its own stage.
 
         Args:
+            run: its program.
             inputs: of the pass.
-            is_drawn: tokens were wanted instead of logits.
+            is_drawn: tokens are wanted instead of logits.
         Returns:
-            [R, V] logits, or [R] int64 tokens.
+            what the pass yields, when it comes: [R, V] logits, or [R] int64 tokens. Passes may be
+            begun before those of the passes before them are there.
         Raises:
             RankError: a rank is lost.
         """
         rows = inputs[_ROWS]
         assert rows is not None
-        last = self._stages[-1]
-        dtype = torch.int64 if is_drawn else getattr(torch, last.dtype)
+        dtype = torch.int64 if is_drawn else getattr(torch, self._stages[-1].dtype)
         shape = (len(rows),) if is_drawn else (len(rows), self._vocab_size)
-        if not len(rows):
-            return torch.empty(shape, dtype=dtype)
-        return self._groups.take_results(shape, dtype)
+        self._groups.give_on(run(*inputs))
+        if len(rows):
+            return self._groups.expect_results(shape, dtype)
+        nothing: Future[Tensor] = Future()
+        nothing.set_result(torch.empty(shape, dtype=dtype))
+        return nothing

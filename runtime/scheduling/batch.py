@@ -141,9 +141,15 @@ class PendingPrefill(NamedTuple):
         return replace(self.read(), prefill_s=self.step.seconds_since(self.begin_s))
 
 
+class PendingBatch(NamedTuple):
+    """A batch that was queued, or begun; `result` waits for it, once."""
+
+    result: Callable[[], RunResult]
+
+
 @dataclass(frozen=True)
-class PendingBatch:
-    """A batch that was queued.
+class DeviceBatch:
+    """A batch that was queued on a device.
 
     Args:
         read_prefill: waits for its prompts, and tells what they yield.

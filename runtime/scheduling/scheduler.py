@@ -11,6 +11,7 @@ from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy, check_policy
 from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
+from specc.runtime.scheduling.beside import Beside
 from specc.runtime.scheduling.commit_batch import commit_prefill, commit_steps, commit_votes
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.look_ahead import LookAhead
@@ -22,6 +23,8 @@ from specc.speculation.plans import OFF, SpecPlan
 
 # share of a prefill pass that prompts get however many tokens are decoded beside them
 _LEAST_PREFILL = 8
+# nothing is in flight
+_ALONE = Beside()
 
 
 class Scheduler:
@@ -131,11 +134,16 @@ class Scheduler:
                     "send the request again",
                 )
 
-    def schedule(self) -> Batch:
-        """Pick the work of the next iteration; nothing is in flight."""
-        self._end_late()
+    def schedule(self, beside: Beside = _ALONE) -> Batch:
+        """Pick the work of the next iteration.
+
+        Args:
+            beside: of batches in flight, whose requests have no part in it. Then it may be that
+                nobody can run: blocks may be taken until those are done.
+        """
+        self._end_late(beside)
         self._admit()
-        batch = self._pick(LookAhead())
+        batch = self._pick(LookAhead(), beside)
         assert batch is not None, "all results are known"
         return batch
 
@@ -154,20 +162,21 @@ class Scheduler:
             or positions may run out, a draft has to read tokens that nobody knows yet, the host
             has drafts of its own to bring, or nothing would be sure to be of use.
         """
-        if not self._may_look_ahead or self._late():
+        if not self.may_look_ahead or self._late():
             return None
         self._admit()
-        return self._pick(LookAhead(queued))
+        return self._pick(LookAhead(queued), _ALONE)
 
-    def _pick(self, ahead: LookAhead) -> Batch | None:
-        ready = [s for s in self.running if s.is_prefilled and s.num_tokens_left > ahead.least(s)]
+    def _pick(self, ahead: LookAhead, beside: Beside) -> Batch | None:
+        own = beside.share(self.running)
+        ready = [s for s in own if s.is_prefilled and s.num_tokens_left > ahead.least(s)]
         if ahead and not self._is_worth_it(ready, ahead):
             return None
         plan = self._plans[self.policy.choose(len(ready), self.stats)]
-        if (groups := self._divide(ready, plan, ahead)) is None:
+        if (groups := self._divide(ready, plan, ahead, beside)) is None:
             return None
         num_step_tokens = sum(g.plan.num_nodes * len(g.requests) for g in groups)
-        spans = self._prefill_spans(plan, num_step_tokens, ahead)
+        spans = self._prefill_spans(own, plan, num_step_tokens, ahead)
         self.last_plans = Counter({g.plan.name: len(g.requests) for g in groups})
         return Batch(spans, groups, len(self.running) + len(self.waiting))
 
@@ -178,7 +187,7 @@ class Scheduler:
         )
 
     def _divide(
-        self, ready: list[Request], plan: SpecPlan, ahead: LookAhead
+        self, ready: list[Request], plan: SpecPlan, ahead: LookAhead, beside: Beside
     ) -> list[StepGroup] | None:
         """Which request runs which plan; those that cannot speculate are the last group, plain.
 
@@ -195,10 +204,10 @@ class Scheduler:
             wishes[id(request)] = wish
         granted: Mapping[int, SpecPlan] = wishes
         if not ahead:
-            granted = self._grant(ready, wishes)
+            granted = self._grant(ready, wishes, beside)
         elif not self._blocks.grow_all(ready, wishes, ahead):
             return None
-        if self._looks_ahead and self._may_look_ahead:
+        if self._looks_ahead and self.may_look_ahead:
             self._blocks.take_ahead(ready, granted)
         members: dict[str, list[Request]] = {}
         for request in ready:
@@ -226,7 +235,9 @@ class Scheduler:
             return None
         return plan if does else OFF
 
-    def _grant(self, ready: list[Request], wishes: Mapping[int, SpecPlan]) -> dict[int, SpecPlan]:
+    def _grant(
+        self, ready: list[Request], wishes: Mapping[int, SpecPlan], beside: Beside
+    ) -> dict[int, SpecPlan]:
         """Blocks for everyone's step, by their turns; plainly, or not at all, where they run out.
 
         Returns:
@@ -243,11 +254,12 @@ class Scheduler:
                 continue  # given up for somebody before it
             plan = wishes[id(request)]
             if not blocks.grow(request, plan):
-                for other in self.running:
+                for other in beside.idle(self.running):
                     blocks.trim(other, granted.get(id(other), OFF))
                 plan = plan if blocks.grow(request, plan) else OFF
             while not blocks.grow(request, plan):
-                last = max(reversed(self.running), key=turn_of)
+                if (last := beside.gives_way(request, self.running)) is None:
+                    break
                 self._preempt(last)
                 granted.pop(id(last), None)
                 if last is request:
@@ -257,7 +269,7 @@ class Scheduler:
         return granted
 
     @property
-    def _may_look_ahead(self) -> bool:
+    def may_look_ahead(self) -> bool:
         """The policy chooses without the results of the last iteration, or can do so late."""
         return not self.policy.needs_results or self.policy.chooses_late
 
@@ -327,15 +339,17 @@ class Scheduler:
         everyone = (*self.running, *self.waiting)
         return [s for s in everyone if s.deadline_s is not None and s.deadline_s <= now_s]
 
-    def _end_late(self) -> None:
-        for request in self._late():
+    def _end_late(self, beside: Beside) -> None:
+        for request in beside.idle(self._late()):
             if request in self.waiting:
                 self.waiting.remove(request)
                 self.stats.num_requests += 1
             request.end("timeout")
         self._release_finished()
 
-    def _prefill_spans(self, plan: SpecPlan, num_step_tokens: int, ahead: LookAhead) -> list[Span]:
+    def _prefill_spans(
+        self, own: list[Request], plan: SpecPlan, num_step_tokens: int, ahead: LookAhead
+    ) -> list[Span]:
         spans = []
         budget = self._prefill_chunk
         longest = budget
@@ -343,9 +357,9 @@ class Scheduler:
         if self._shares_pass and num_step_tokens:
             budget = max(budget - num_step_tokens, budget // _LEAST_PREFILL, 1)
             longest = min(budget, self._window or budget)
-        for request in self.running:
-            if request.is_prefilled or budget == 0:
-                continue
+        for request in own:
+            if request.is_prefilled or budget == 0 or not request.blocks:
+                continue  # the last: it has just given them up
             start = ahead.prefilled(request)
             if start == request.prefill_end:
                 continue

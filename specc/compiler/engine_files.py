@@ -11,7 +11,7 @@ from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.stages import staged
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.passes.pipeline import PassRecord
-from specc.passes.program import program_to_json
+from specc.passes.program import constant_key, program_to_json
 from specc.passes.segments.cut_segments import segments_to_json
 from specc.passes.step.fuse_step import fuse_step
 from specc.speculation.plans import SpecPlan
@@ -63,7 +63,12 @@ def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> Non
     Where a model is cut into segments, or into stages, they are written beside its graph.
     """
     for model in models:
-        writer.write_json(model.entry.program_file, program_to_json(model.program))
+        written = program_to_json(model.program)
+        if model.stages:
+            # files of stages do not say in which order that of the whole has them
+            keys = [weight.key for weight in model.program.weights.values()]
+            written["keys"] = [*keys, *map(constant_key, model.program.constants)]
+        writer.write_json(model.entry.program_file, written)
         if model.program.shard is not None:
             writer.write_json(model.entry.shard_file, model.program.shard.to_json())
             writer.write_json(model.entry.whole_file, model.whole)

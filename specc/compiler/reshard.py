@@ -189,16 +189,11 @@ def _check(
             f"compile the model with --tensor-parallel-size {num_ranks}, without --quantize",
         )
     stages = max(1, len(manifest.stages))
-    if stages > 1:
-        raise ConfigError(
-            f"{engine}, an engine of {stages} stages",
-            "an engine of one stage, of which others can be made",
-            "compile the checkpoint again, with --pipeline-parallel-size",
-        )
     if num_ranks == manifest.tensor_parallel_size and (
         keeps_stages or asked.pipeline_parallel_size == stages
     ):
         what = f"an engine of {num_ranks} rank" + "s" * (num_ranks > 1)
+        what += f" in each of {stages} stages" if stages > 1 else ""
         raise ConfigError(
             f"--tensor-parallel-size {num_ranks}, and {engine}, {what}",
             "another number of ranks than the engine has",
@@ -281,6 +276,9 @@ def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
     for model in (m for i, m in enumerate(manifest.models) if i == 0 or manifest.is_cut(m)):
         made |= {model.program_file, model.shard_file, model.whole_file}
         made |= {manifest.weights_file(model, rank) for rank in range(manifest.num_ranks)}
+    for rank in range(manifest.num_ranks if manifest.stages else 0):
+        part = manifest.of_rank(rank).models[0]
+        made |= {part.program_file, part.package_file}
     if manifest.segments is not None:
         target = manifest.models[0]
         kinds = range(manifest.segments.num_kinds)

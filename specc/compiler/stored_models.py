@@ -23,6 +23,7 @@ from specc.passes.program import Program, constant_key
 from specc.progress import PhaseTimer
 from specc.sharding.rank_reader import RankReader
 from specc.sharding.shard_plan import ShardPlan
+from specc.sharding.stages_reader import StagesReader
 from specc.system.json_file import read_json
 
 _AGAIN = "compile or copy the engine again"
@@ -82,14 +83,10 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
     if manifest.is_cut(entry) and manifest.tensor_parallel_size > 1:
         plan = ShardPlan.read(engine / entry.shard_file)
         whole_json = read_stored(engine / entry.whole_file)
-    ranks = range(manifest.num_ranks if plan else 1)
-    reader = RankReader(
-        [engine / manifest.weights_file(entry, rank) for rank in ranks],
-        plan.by_key if plan else {},
-        blocks,
-    )
+    reader = _open_weights(engine, manifest, entry, plan, blocks)
     constants = _constants(whole_json, reader)
-    keys = [*(plan.by_key if plan else ()), *reader.keys(), *constants]
+    order = program_json.get("keys", ())
+    keys = [*order, *(plan.by_key if plan else ()), *reader.keys(), *constants]
     program = read_program(
         whole_json,
         constants,
@@ -99,6 +96,39 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
     dtype = getattr(torch, entry.dtype)
     source = _StoredSource(entry.name, entry.source, dtype, nn.Module(), None, None, reader)
     return CompiledModel(source, program, entry)
+
+
+def _open_weights(
+    engine: Path,
+    manifest: Manifest,
+    entry: ModelEntry,
+    plan: ShardPlan | None,
+    blocks: Mapping[str, tuple[int, ...]],
+) -> RankReader | StagesReader:
+    """What reads the weights of a model whole, from the files of all ranks and stages.
+
+    Raises:
+        EngineError: a file holds something else.
+    """
+    cuts, size = plan.by_key if plan else {}, plan.num_ranks if plan else 1
+
+    def files_of(first: int) -> list[Path]:
+        return [engine / manifest.weights_file(entry, first + place) for place in range(size)]
+
+    if not manifest.stages or entry is not manifest.models[0]:
+        return RankReader(files_of(0), cuts, blocks)
+    stages: list[RankReader] = []
+    try:
+        for first in range(0, manifest.num_ranks, size):
+            part = read_stored(engine / manifest.of_rank(first).models[0].program_file)
+            keys = {item["key"] for item in part["inputs"] if "key" in item}
+            own = {key: cut for key, cut in cuts.items() if key in keys}
+            stages.append(RankReader(files_of(first), own, blocks))
+    except BaseException:
+        for stage in stages:
+            stage.close()
+        raise
+    return StagesReader(stages)
 
 
 def read_self_draft(

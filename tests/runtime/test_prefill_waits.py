@@ -12,6 +12,7 @@ import torch
 from specc.runtime.engine import Engine
 from specc.runtime.execution.device_link import NUM_STAGES, DeviceLink
 from specc.runtime.execution.prompt_ends import PendingEnds
+from specc.runtime.execution.prompts import Prompts
 from specc.runtime.llm import LLM
 from specc.runtime.runner import Runner
 from specc.runtime.scheduling.batch import Span
@@ -119,13 +120,13 @@ def test_nothing_waits_before_the_end(rig, tiny_engine, kind, plan) -> None:
     ],
 )
 def test_the_watch_sees_what_waits(rig, monkeypatch, spoil) -> None:
-    first_tokens = Runner._first_tokens
+    first_tokens = Prompts.first_tokens
 
     def spoilt(runner: Runner, *args: Any) -> Any:
         spoil(rig.engine)
         return first_tokens(runner, *args)
 
-    monkeypatch.setattr(Runner, "_first_tokens", spoilt)
+    monkeypatch.setattr(Prompts, "first_tokens", spoilt)
     LLM(rig.engine, "off").generate(PROMPTS[:1], REQUESTS["plain"][:1])
     (log,) = rig.logs
     assert any(entry.startswith("sync") for entry in log[: log.index("queued")])

@@ -41,6 +41,7 @@ class CompiledStep:
     ) -> None:
         self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
+        self._program, self._models = program, models
         stages = {
             stage["name"]: graph_from_json(stage["graph"], modules=dict.fromkeys(models, _NOTHING))
             for stage in program["stages"]
@@ -118,6 +119,10 @@ class CompiledStep:
             return self._finish(flat_rows, inputs.block_table, self._accept, reads)
 
         return Drafted(self._values, accept)
+
+    def another(self) -> StagedStep:
+        """Another one: what was drafted is kept in the native runner of a step."""
+        return CompiledStep(self._program, self._models)
 
     def _finish(
         self, flat_rows: list[int], block_table: Tensor, first: int, reads: Sequence[str]

@@ -110,6 +110,10 @@ class EagerStep:
 
         return Drafted(environment, torch.inference_mode()(accept))
 
+    def another(self) -> StagedStep:
+        """Itself: each draft has an environment of its own."""
+        return self
+
 
 def _environment(inputs: StepInputs, slabs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What the first stage of a step reads, by name."""

@@ -71,7 +71,7 @@ def run(engine: Engine, is_shared: bool) -> tuple[RunResult, Any]:
                 (core.engine.target, num_rows),
                 (core.engine.drafts[0], request.draft_lens[0]),
             ):
-                core.runner._causal_pass(model, [Span(request, 0, end)])
+                core.runner._prompts.causal_pass(model, [Span(request, 0, end)])
         requests.append(request)
     ends, middle, *ready = requests
     groups = [StepGroup(plan, [s]) for plan, s in zip(PLANS[1:], ready, strict=False)]

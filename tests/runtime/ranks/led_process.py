@@ -77,7 +77,9 @@ def main() -> None:
     if stage == "prefill":
         engine.target.program = paused(stage, 1, engine, engine.target.program)
     elif stage == "verify":
-        engine.target.program = paused(stage, 3, engine, engine.target.program)
+        # of several requests, a batch of trees is in the other stage by then
+        count = 3 if options.get("num_requests", 1) == 1 else 7
+        engine.target.program = paused(stage, count, engine, engine.target.program)
     elif stage == "draft":
         # of a cut engine, the step that draws runs
         for one in (step, *([engine.drawn.steps[PLAN]] if engine.drawn else [])):
@@ -86,7 +88,7 @@ def main() -> None:
         step.before_accept = paused(stage, 2, engine, lambda values: None)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     if options.get("is_service"):
-        serve(engine, params, stage)
+        serve(engine, params, stage, options.get("num_requests", 1))
     say(tokens=generate(engine, params))
     if stage == "idle":
         time.sleep(options.get("idle_s", 0))
@@ -101,8 +103,8 @@ def generate(engine: Engine, params: SamplingParams) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-def serve(engine: Engine, params: SamplingParams, stage: str | None) -> None:
-    """One open request, whose end is said; then a server that waits for others.
+def serve(engine: Engine, params: SamplingParams, stage: str | None, num_requests: int) -> None:
+    """Open requests, whose ends are said; then a server that waits for others.
 
     Where the stage is `idle`, the request ends, and there is another one after the line.
     """
@@ -120,7 +122,8 @@ def serve(engine: Engine, params: SamplingParams, stage: str | None) -> None:
         except SpeccError as error:
             say(error=type(error).__name__, health=service.health.value)
 
-    submit()
+    for _ in range(num_requests):
+        submit()
     if stage == "idle":
         has_ended.wait()
         wait("idle", engine)

@@ -78,7 +78,14 @@ class Loss:
         assert f"rank {self.rank} (pid {self.pid}) {cause}" in self.log, self
 
 
-def lose(engine: Path, num_ranks: int, rank: int, number: signal.Signals, stage: str) -> Loss:
+def lose(
+    engine: Path,
+    num_ranks: int,
+    rank: int,
+    number: signal.Signals,
+    stage: str,
+    num_requests: int = 1,
+) -> Loss:
     """Start an engine that serves a request, and take a rank from it.
 
     Args:
@@ -87,11 +94,13 @@ def lose(engine: Path, num_ranks: int, rank: int, number: signal.Signals, stage:
         rank: that gets the signal.
         number: the signal.
         stage: of the request: one of `STAGES`.
+        num_requests: that are open, all of which have to get the same error.
     Raises:
         AssertionError: a process is left.
     """
     ranks = {"num_ranks": num_ranks, "timeout_s": TIMEOUT_S}
-    with LedProcess(engine, ranks, stage=stage, is_service=True) as led:
+    options = {"stage": stage, "is_service": True, "num_requests": num_requests}
+    with LedProcess(engine, ranks, **options) as led:
         led.expect("at")
         assert len(led.pids) == num_ranks
         begin_s = time.monotonic()
@@ -108,6 +117,8 @@ def lose(engine: Path, num_ranks: int, rank: int, number: signal.Signals, stage:
         log = [line for line in lines if line.startswith(("rank", "found:"))]
     # the first request of an idle one has ended well
     error, health = errors[-1] if errors and rank else (None, None)
+    if rank and stage != "idle":
+        assert errors == [(error, health)] * num_requests, errors
     return Loss(
         num_ranks,
         rank,

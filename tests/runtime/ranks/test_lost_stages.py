@@ -26,33 +26,50 @@ from tests.runtime.ranks.lose_ranks import SIGNALS, STAGES, lose
 from tests.runtime.ranks.test_stages import staged_path
 
 KILL, STOP = SIGNALS
-# the default tier has the last stage, which rank 0 waits for
-USUAL = {((1, 2), 1, KILL, "verify")}
+# the default tier has the last stage, which rank 0 waits for, with a batch in each stage
+USUAL = {((1, 2), 1, KILL, "verify", 4)}
 
 
 def cases() -> list[Any]:
     """Each stage of two, in every phase, and ranks of stages of two."""
     made: list[Any] = [
-        ((1, 2), rank, number, phase) for rank in (0, 1) for number in SIGNALS for phase in STAGES
+        ((1, 2), rank, number, phase, 1)
+        for rank in (0, 1)
+        for number in SIGNALS
+        for phase in STAGES
     ]
-    made += [((2, 2), rank, number, "verify") for rank in (1, 2, 3) for number in SIGNALS]
-    made += [((1, 3), 1, number, phase) for number in SIGNALS for phase in ("prefill", "verify")]
+    made += [((2, 2), rank, number, "verify", 1) for rank in (1, 2, 3) for number in SIGNALS]
+    made += [((1, 3), 1, number, phase, 1) for number in SIGNALS for phase in ("prefill", "verify")]
+    made += [
+        ((1, 2), rank, number, phase, 4)
+        for rank in (0, 1)
+        for number in SIGNALS
+        for phase in ("draft", "verify")
+    ]
     return [
         pytest.param(
             *case,
             marks=[] if case in USUAL else [pytest.mark.slow],
-            id=f"tp-{case[0][0]}-pp-{case[0][1]}-rank-{case[1]}-{case[2].name}-{case[3]}",
+            id=f"tp-{case[0][0]}-pp-{case[0][1]}-rank-{case[1]}-{case[2].name}-{case[3]}"
+            + (f"-of-{case[4]}" if case[4] > 1 else ""),
         )
         for case in made
     ]
 
 
-@pytest.mark.parametrize(("shape", "rank", "number", "phase"), cases())
+@pytest.mark.parametrize(("shape", "rank", "number", "phase", "num_requests"), cases())
 def test_a_rank_of_a_stage_is_lost(
-    zoo: Zoo, shape: tuple[int, int], rank: int, number: signal.Signals, phase: str
+    zoo: Zoo,
+    shape: tuple[int, int],
+    rank: int,
+    number: signal.Signals,
+    phase: str,
+    num_requests: int,
 ) -> None:
-    engine = staged_path(zoo, *shape)
-    lose(engine, shape[0] * shape[1], rank, number, phase).check()
+    """Of several requests, one batch is in each stage: all of them get the error."""
+    # two layers are too few for three stages
+    engine = staged_path(zoo, *shape, name="llama" if shape[1] < 3 else "gemma3")
+    lose(engine, shape[0] * shape[1], rank, number, phase, num_requests).check()
 
 
 def test_a_file_of_a_stage_that_is_missing_or_another_stages(zoo: Zoo, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from specc.system.files import format_bytes
 from tests.lossless import Zoo
 from tests.runtime.ranks.conftest import OPTIONS
 from tests.runtime.ranks.test_sharded_engine import path_of
+from tests.runtime.ranks.test_stages import staged_path
 
 
 @pytest.fixture
@@ -117,6 +118,31 @@ def test_memory_of_ranks_is_the_sum(zoo: Zoo, cut_path: Path) -> None:
     assert manifest.memory_of(range(2), half) == 2 * target + draft - caches[0] - caches[1] // 2
     whole = read_manifest(path_of(zoo, "llama", "eager", 1))
     assert whole.memory_of((0,)) == whole.total_memory
+
+
+def test_memory_of_stages_is_each_ones_own(zoo: Zoo) -> None:
+    """A host has to have room for its own stage, which may be the larger one."""
+    manifest = read_manifest(staged_path(zoo, 1, 2))
+    assert manifest.parallel is not None
+    first, last = (manifest.memory_of((rank,)) for rank in range(2))
+    draft = manifest.memory_plan["draft_0"].total
+    assert [first - draft, last] == [stage.memory.total for stage in manifest.stages]
+    uneven = tuple(
+        replace(stage, memory=replace(stage.memory, weights=stage.memory.weights * factor))
+        for stage, factor in zip(manifest.stages, (1, 9), strict=True)
+    )
+    manifest = replace(manifest, parallel=replace(manifest.parallel, stages=uneven))
+    last = manifest.memory_of((1,))
+    assert last > first
+    check_memory(manifest, (0,), None, available=first)
+    with pytest.raises(EngineError) as caught:
+        check_memory(manifest, (1,), None, available=first)
+    needed = format_bytes(last)
+    wanted = f"{needed} for 1 of 2 ranks on this machine (stage 1: {needed}), "
+    assert caught.value.needed.startswith(wanted)
+    with pytest.raises(EngineError) as caught:
+        check_memory(manifest, range(2), None, available=first + last - 1)
+    assert f"(stage 0: {format_bytes(first)}, stage 1: {needed})" in caught.value.needed
 
 
 def test_too_little_memory_for_all(

@@ -24,6 +24,7 @@ from tests.runtime.ranks.test_led_engine import (
     GREEDY,
     LOGPROBS,
     MSS,
+    NUM_TOKENS,
     PLAN_IDS,
     cases,
     generate,
@@ -100,8 +101,18 @@ def load(zoo: Zoo) -> Iterator[Engines]:
     loaded.close()
 
 
-def assert_same(whole: Engine, staged: Engine, plan: str, given: list[SamplingParams]) -> None:
-    wanted, found = (generate(LLM(engine, plan=plan), given) for engine in (whole, staged))
+def assert_same(
+    whole: Engine,
+    staged: Engine,
+    plan: str,
+    given: list[SamplingParams],
+    micro_batches: int | None = 1,
+) -> None:
+    """One batch at a time is as wide as that of one stage, so rows are the same, too."""
+    wanted = generate(LLM(whole, plan=plan), given)
+    llm = LLM(staged, plan=plan, micro_batches=micro_batches)
+    found = generate(llm, given)
+    assert (llm._in_flight.num_beside > NUM_TOKENS // 8) == (micro_batches != 1)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
     assert len({tuple(tokens) for tokens, _ in wanted}) > 1
     for (_, mine), (_, other) in zip(found, wanted, strict=True):
@@ -150,7 +161,7 @@ def test_requests_that_give_way_and_prefixes_that_are_shared(
     few = {"kv_cache_tokens": 160}
     whole, staged = load.whole(**few), load.staged(shape, **few)
     given = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in range(4)]
-    llm = LLM(staged, plan="tree-3-2-1")
+    llm = LLM(staged, plan="tree-3-2-1", micro_batches=1)
     assert generate(llm, given) == generate(LLM(whole, plan="tree-3-2-1"), given)
     assert llm.get_metrics().num_preemptions > 0
     assert_same_rows(whole, staged)
@@ -172,7 +183,9 @@ def test_compiled_stages(load: Engines, name: str, shape: tuple[int, int]) -> No
     for plan in PLAN_IDS:
         for options in (GREEDY, PLAIN, COUPLED, MSS, LOGPROBS, GRAMMAR):
             if not (plan.startswith("tiles") and options in (LOGPROBS, GRAMMAR)):
-                assert_same(whole, staged, plan, params(3, **rule_of(plan, options)))
+                given = params(3, **rule_of(plan, options))
+                assert_same(whole, staged, plan, given)
+                assert_same(whole, staged, plan, given, micro_batches=None)
 
 
 def test_a_rank_has_its_part_alone(zoo: Zoo) -> None:

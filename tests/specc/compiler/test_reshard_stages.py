@@ -12,13 +12,24 @@ import pytest
 from specc.compiler.build import build
 from specc.compiler.reshard import reshard_engine
 from specc.config import CompileConfig
-from specc.errors import ConfigError
+from specc.errors import ConfigError, SpeccError
 from specc.passes.lower.cpu import lower
 from tests import models
 from tests.specc.compiler.test_reshard import compare, config_for
 from tests.traces import shared_traces
 
 SHAPES = ((1, 1), (1, 2), (2, 2), (2, 1))
+# ranks of a stage, and stages: into stages, out of them, and across
+CHANGES = (
+    ((1, 1), (1, 2)),
+    ((2, 1), (1, 2)),
+    ((1, 1), (2, 2)),
+    ((1, 2), (1, 1)),
+    ((2, 2), (1, 1)),
+    ((2, 2), (1, 2)),
+    ((1, 2), (2, 2)),
+    ((2, 2), (2, 1)),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +58,13 @@ def test_across_stages(tmp_path: Path, name: str, backend: str) -> None:
     """A head that is the embedding is in two stages; blocks are taken apart and made anew."""
     checkpoint = models.save_tiny(name, tmp_path / "checkpoint")
     engines = {shape: compiled(tmp_path, checkpoint, shape, backend) for shape in SHAPES}
-    for before, after in (((1, 1), (1, 2)), ((2, 1), (1, 2)), ((1, 1), (2, 2))):
+    for before, after in CHANGES:
         output = tmp_path / f"from-{before[0]}-{before[1]}-to-{after[0]}-{after[1]}"
         reshard_engine(engines[before], output, after[0], num_stages=after[1])
         compare(output, engines[after])
-    with pytest.raises(ConfigError, match="an engine of 2 stages"):
-        reshard_engine(engines[1, 2], tmp_path / "same", 1, num_stages=1)
+    with pytest.raises(ConfigError, match="an engine of 1 rank in each of 2 stages"):
+        reshard_engine(engines[1, 2], tmp_path / "same", 1)
+    short = engines[2, 2] / "target/stage-1/rank-3.weights.safetensors"
+    short.write_bytes(short.read_bytes()[:-1])
+    with pytest.raises(SpeccError, match=r"rank-3\.weights\.safetensors"):
+        reshard_engine(engines[2, 2], tmp_path / "short", 1, num_stages=1)

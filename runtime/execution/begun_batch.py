@@ -1,0 +1,195 @@
+"""Batches whose steps run stage by stage: begun, and finished when the target's passes are done.
+
+Prompts and all groups have one pass of the target together where they can. Where the target has
+stages, other batches are begun in between, of requests that have no part in this one; so what a
+batch reads of its requests is the same from its beginning to its end.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+from specc.runtime.backends.step import BegunStep, FinishStep, StagedStep, Step
+from specc.runtime.backends.step_io import Drafted, StepInputs
+from specc.runtime.execution.batch_rows import BatchRows
+from specc.runtime.execution.block_votes import BlockVotes, read_votes
+from specc.runtime.execution.can_draw import drawn_step, drawn_steps
+from specc.runtime.execution.device_link import DeviceLink, HostLink
+from specc.runtime.execution.draws import DrawnPrograms, Draws, joined, prompt_draws, tree_draws
+from specc.runtime.execution.hooked_step import hooked, logprobs_after
+from specc.runtime.execution.prompt_ends import PromptEnds, queue_ends
+from specc.runtime.execution.prompts import Prompts, as_drawn
+from specc.runtime.execution.shared_pass import (
+    FlatTokens,
+    accepted_values,
+    begin_together,
+    span_tokens,
+    tree_tokens,
+)
+from specc.runtime.scheduling.batch import Batch, PendingBatch, RunResult, Span, StepGroup
+from specc.runtime.scheduling.kv_cache import KVCache
+
+
+class _Begun(NamedTuple):
+    """A step of a shared pass that has drafted."""
+
+    group: StepGroup
+    step: StagedStep
+    inputs: StepInputs
+    drafted: Drafted
+    draft_s: float
+
+
+class _Own(NamedTuple):
+    """A step with a pass of its own."""
+
+    group: StepGroup
+    step: Step
+    finish: FinishStep
+    catch_up_s: float
+
+
+class BegunBatches:
+    """Begins batches of one engine.
+
+    Args:
+        steps: plan name → step.
+        cache: that all programs are bound to.
+        prompts: feeds the prompts.
+        rows: inputs of steps.
+        votes: on the blocks of requests.
+        link: to the device of the programs.
+        drawn: for batches whose tokens the target draws; None where it cannot.
+    """
+
+    def __init__(
+        self,
+        steps: Mapping[str, Step],
+        cache: KVCache,
+        prompts: Prompts,
+        rows: BatchRows,
+        votes: BlockVotes,
+        link: HostLink | DeviceLink,
+        drawn: DrawnPrograms | None,
+    ) -> None:
+        self._steps = steps
+        self._cache = cache
+        self._prompts = prompts
+        self._rows = rows
+        self._votes = votes
+        self._link = link
+        self._drawn = drawn
+
+    def begin_shared(self, batch: Batch) -> PendingBatch:
+        """All drafts, and one pass of the target for everyone; then acceptance of each group."""
+        drawn = drawn_steps(self._drawn, batch, self._steps)
+        steps = drawn or [self._staged(group) for group in batch.groups]
+        if batch.prefill:
+            self._prompts.before_pass(batch.prefill)
+        parts: list[FlatTokens] = []
+        begun: list[_Begun] = []
+        draws: list[Draws] = []
+        if batch.prefill:
+            if drawn:
+                draws.append(prompt_draws(batch.prefill))
+            table = self._cache.block_table([s.request.blocks for s in batch.prefill])
+            parts.append(span_tokens(batch.prefill, table))
+        for group, step in zip(batch.groups, steps, strict=True):
+            begin_s = time.perf_counter()
+            self._prompts.catch_up(group)
+            inputs = self._inputs(group)
+            drafted = step.draft(inputs, self._cache.environment)
+            begun.append(_Begun(group, step, inputs, drafted, time.perf_counter() - begin_s))
+            parts.append(tree_tokens(group.plan, inputs, drafted))
+            if drawn:
+                draws.append(tree_draws(parts[-1], inputs.sampling_values, inputs.sampling_words))
+        begin_s = time.perf_counter()
+        target = self._prompts.begin_drawn(joined(draws)) if drawn else self._prompts.begin_target
+        voters, num_rows = self._votes.of_batch(batch)
+        mass = self._votes.mass(voters, num_rows)
+        taken = begin_together(target, parts, self._cache.device, mass)
+        begun_s = time.perf_counter() - begin_s
+        num_tokens = sum(len(part.tokens) for part in parts)
+
+        def finish() -> RunResult:
+            wait_s = time.perf_counter()
+            found_rows = taken()
+            # what other batches did meanwhile is theirs
+            pass_s = begun_s + time.perf_counter() - wait_s
+            result = RunResult(prefill_s=pass_s * _length(batch) / num_tokens, pass_s=pass_s)
+            votes = self._votes.fetch(voters, mass)
+            if batch.prefill:
+                draw = as_drawn if drawn else self._prompts.first_tokens
+                ends = queue_ends(batch.prefill, found_rows.pop(0), draw, self._link)
+                result = replace(result, **ends.result()._asdict())
+            for one, rows in zip(begun, found_rows, strict=True):
+                begin_s = time.perf_counter()
+                values = accepted_values(one.group.plan, rows, one.inputs)
+                found = hooked(one.step, one.group, functools.partial(one.drafted.accept, values))
+                verify_s = pass_s * len(rows) / num_tokens
+                accept_s = time.perf_counter() - begin_s
+                stage_s = {"draft": one.draft_s, "verify": verify_s, "accept_commit": accept_s}
+                found = found._replace(stage_s=stage_s)
+                result.steps.append(found)
+                result.logprobs.append(logprobs_after(one.group, found))
+            result.votes.extend(read_votes(votes))
+            return result
+
+        return PendingBatch(finish)
+
+    def begin_apart(self, batch: Batch) -> PendingBatch:
+        """A pass for the prompts and passes of each group, where the target has stages."""
+        prompts = self._begin_prompts(batch.prefill) if batch.prefill else None
+        begun = []
+        for group in batch.groups:
+            begin_s = time.perf_counter()
+            self._prompts.catch_up(group)
+            catch_up_s = time.perf_counter() - begin_s
+            step = drawn_step(self._drawn, group, self._steps) or self._steps[group.plan.name]
+            finish = cast("BegunStep", step).begin(self._inputs(group), self._cache.environment)
+            begun.append(_Own(group, step, finish, catch_up_s))
+
+        def finish_all() -> RunResult:
+            result = RunResult()
+            if prompts is not None:
+                ends, prefill_s = prompts()
+                result = RunResult(**ends._asdict(), prefill_s=prefill_s)
+            for one in begun:
+                found = hooked(one.step, one.group, one.finish)
+                if "draft" in found.stage_s:
+                    found.stage_s["draft"] += one.catch_up_s
+                result.steps.append(found)
+                result.logprobs.append(logprobs_after(one.group, found))
+            return result
+
+        return PendingBatch(finish_all)
+
+    def _begin_prompts(self, spans: list[Span]) -> Callable[[], tuple[PromptEnds, float]]:
+        """Begin the pass of some prompts; returns what waits for it, and for its seconds."""
+        begin_s = time.perf_counter()
+        ends = self._prompts.begin(spans)
+        begun_s = time.perf_counter() - begin_s
+
+        def finish() -> tuple[PromptEnds, float]:
+            wait_s = time.perf_counter()
+            found = ends().result()
+            return found, begun_s + time.perf_counter() - wait_s
+
+        return finish
+
+    def _staged(self, group: StepGroup) -> StagedStep:
+        step = self._steps[group.plan.name].staged
+        assert step is not None, "a pass is shared by steps that have stages"
+        return step
+
+    def _inputs(self, group: StepGroup) -> StepInputs:
+        return self._rows.inputs(group.requests, group.extra, group.ahead)
+
+
+def _length(batch: Batch) -> int:
+    """Tokens of its prompts."""
+    return sum(span.end - span.start for span in batch.prefill)

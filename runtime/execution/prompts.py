@@ -1,0 +1,140 @@
+"""Tokens that are known before a pass: prompts, and what drafts have to catch up with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.runtime.backends.step import Model
+from specc.runtime.backends.step_io import draft_lens_of
+from specc.runtime.execution.block_votes import BlockVotes
+from specc.runtime.execution.can_draw import can_draw_prompts
+from specc.runtime.execution.device_link import DeviceLink, HostLink
+from specc.runtime.execution.draws import DrawnPrograms, Draws, StagedModel, prompt_draws
+from specc.runtime.execution.pass_inputs import PassInputs, causal_inputs, split_spans
+from specc.runtime.execution.prompt_ends import PendingEnds, first_tokens, queue_ends
+from specc.runtime.execution.shared_pass import Begin, at_once, logit_rows
+from specc.runtime.scheduling.batch import Span, StepGroup
+from specc.runtime.scheduling.kv_cache import KVCache
+from specc.runtime.scheduling.request import Request
+
+
+class Prompts:
+    """Feeds prompts to the models of an engine.
+
+    Args:
+        target: the target's program.
+        drafts: programs of the drafts, draft_0 first.
+        cache: that all programs are bound to.
+        prefill_chunk: tokens of a causal pass at most.
+        operators: namespace of the `specc::` operators that run here.
+        link: to the device of the programs.
+        votes: on the blocks of prompts.
+        drawn: for prompts whose first tokens the target draws; None where it cannot.
+        staged: the target, where it has stages.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafts: Sequence[Model],
+        cache: KVCache,
+        prefill_chunk: int,
+        operators: Any,
+        link: HostLink | DeviceLink,
+        votes: BlockVotes,
+        drawn: DrawnPrograms | None,
+        staged: StagedModel | None,
+    ) -> None:
+        self.begin_target: Begin = at_once(target) if staged is None else staged.begin
+        self._drafts = drafts
+        self._cache = cache
+        self._prefill_chunk = prefill_chunk
+        self._operators = operators
+        self._link = link
+        self._votes = votes
+        self._drawn = drawn
+        self._staged = staged
+
+    @torch.inference_mode()
+    def begin(self, spans: list[Span]) -> Callable[[], PendingEnds]:
+        """Begin a pass of the target over spans.
+
+        On a device nothing waits for it until the result; where the target has stages, what this
+        returns waits for it.
+        """
+        with self._link.active():
+            inputs = self.before_pass(spans).of_model
+            voters = self._votes.of_spans(spans)
+            mass = self._votes.mass(voters, len(spans))
+            given = (*inputs, *([] if mass is None else [mass]))
+            is_drawn = self._drawn is not None and can_draw_prompts(spans)
+            begin = self.begin_drawn(prompt_draws(spans)) if is_drawn else self.begin_target
+            taken = begin(*given)
+
+        @torch.inference_mode()
+        def finish() -> PendingEnds:
+            with self._link.active():
+                found = taken()
+                votes = self._votes.fetch(voters, mass)
+                draw = as_drawn if is_drawn else self.first_tokens
+                return queue_ends(spans, found, draw, self._link, votes)
+
+        return finish
+
+    def begin_drawn(self, draws: Draws) -> Begin:
+        """Passes of the target that yield tokens."""
+        if self._staged is not None:
+            return functools.partial(self._staged.begin_draw, draws)
+        assert self._drawn is not None
+        return at_once(functools.partial(self._drawn.target.draw, draws))
+
+    @torch.inference_mode()
+    def before_pass(self, spans: list[Span]) -> PassInputs:
+        """All that prompts need but the target's pass, whose inputs it returns."""
+        inputs = self._send(causal_inputs(spans, self._cache, logit_rows(spans), records=True))
+        with self._link.active():
+            self._cache.record(inputs.history_rows, inputs.tokens)
+        for i, draft in enumerate(self._drafts):
+            mine = [span for span in spans if i in span.drafts]
+            if mine == spans:
+                draft(*inputs.without_logits().of_model)
+            elif mine:
+                self.causal_pass(draft, mine)
+        return inputs
+
+    def first_tokens(self, logits: Tensor, requests: list[Request]) -> Tensor:
+        """What follows each prompt, see `first_tokens`."""
+        return first_tokens(logits, requests, self._cache, self._link, self._operators)
+
+    def catch_up(self, group: StepGroup) -> None:
+        """Feed drafts the committed tokens that their first level does not reach back to.
+
+        A request with a step in flight is left alone: its drafts are in step.
+        """
+        ahead = group.ahead or [0] * len(group.requests)
+        for i in draft_lens_of(group.plan):
+            behind = [
+                Span(s, s.draft_lens[i], s.cache_len)
+                for s, more in zip(group.requests, ahead, strict=True)
+                if not more and s.draft_lens[i] < s.cache_len + 1 - group.plan.catch_up
+            ]
+            for spans in split_spans(behind, self._prefill_chunk):
+                self.causal_pass(self._drafts[i], spans)
+
+    @torch.inference_mode()
+    def causal_pass(self, model: Model, spans: list[Span], rows: Tensor | None = None) -> Tensor:
+        """Feed spans of several requests; returns [R, V] of the tokens that `rows` names."""
+        return model(*self._send(causal_inputs(spans, self._cache, rows)).of_model)
+
+    def _send(self, inputs: PassInputs) -> PassInputs:
+        return PassInputs(*self._link.send(inputs))
+
+
+def as_drawn(tokens: Tensor, requests: Sequence[Request]) -> Tensor:
+    """First tokens, of what is first tokens already."""
+    return tokens
