@@ -44,6 +44,12 @@ _CONVERSIONS = (
     aten.to.device,
     aten._to_copy.default,
 )
+# other names of operators
+_ALIASES = {
+    aten.concat.default: aten.cat.default,
+    aten.concatenate.default: aten.cat.default,
+    aten.broadcast_to.default: aten.expand.default,
+}
 # x.op_(…) → op(x, …), where nothing reads x afterwards
 _FUNCTIONAL = {
     aten.div_.Tensor: aten.div.Tensor,
@@ -85,6 +91,8 @@ class Normalize(Pass):
                 replace(node, node.args[0])
             elif node.target in _CONVERSIONS:
                 _simplify_conversion(node)
+            elif node.target in _ALIASES:
+                node.target = _ALIASES[node.target]
             elif node.target in _FUNCTIONAL:
                 if not _redirect_readers(node):
                     result.decline(node.name, "what it updates in place is read afterwards")

@@ -91,7 +91,6 @@ class RewriteTreeAttention(Pass):
             result.rewrites += 1
         graph.erase_node(geometry)
         graph.eliminate_dead_code()
-        _require_positions(program)
         return result
 
 
@@ -114,24 +113,6 @@ def fold_repeat(node: fx.Node) -> fx.Node | None:
     if value.shape[1] != heads * group or source.meta["val"].shape[1] != heads:
         return None
     return source
-
-
-def _require_positions(program: Program) -> None:
-    """With the mask gone, what still reads the positions is the model's own embedding of them."""
-    shape_only = (aten.unsqueeze.default, aten.to.dtype, *_RESHAPES)
-    stack, readers = [program.placeholder("positions")], set()
-    while stack:
-        for user in stack.pop().users:
-            if user.target in shape_only:
-                stack.append(user)
-            elif user.target not in (aten.sym_size.int, ops.tree_attention):
-                readers.add(user)
-    if not readers:
-        raise UnsupportedAttentionError(
-            "the model does not read position_ids: its positions are places in the pass",
-            "a model that takes position_ids, since tokens of a tree share positions",
-            "choose a model of a supported architecture (see README, What is supported)",
-        )
 
 
 def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, float]:

@@ -204,8 +204,6 @@ class WideValues(NotGrouped):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (NoPositions, "does not read position_ids"),
-        (PositionsInMaskOnly, "does not read position_ids"),
         (WideValues, "key heads of 4 and value heads of 8"),
     ],
 )
@@ -268,6 +266,11 @@ def test_operands_of_other_shapes_are_refused(kind, reason):
     assert reason in caught.value.found
 
 
+def test_a_model_without_positions_has_the_order_of_its_slots():
+    model, program, _ = run(NoPositions)
+    assert_same_numbers_flat(program, model)
+
+
 class PlacesInThePass(Tiny):
     """Reads position_ids, and counts tokens besides."""
 
@@ -275,6 +278,7 @@ class PlacesInThePass(Tiny):
         return super().embed(ids, positions) + self.place(torch.arange(ids.shape[1]))
 
 
-def test_places_in_the_pass_are_refused_beside_positions():
+@pytest.mark.parametrize("kind", [PlacesInThePass, PositionsInMaskOnly])
+def test_places_in_the_pass_are_refused(kind):
     with pytest.raises(UnsupportedGraphError, match="places of tokens in the pass"):
-        compiled(PlacesInThePass())
+        compiled(kind())
