@@ -158,12 +158,63 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}
         | {"alibi": False, "max_position_embeddings": POSITIONS, "ffn_hidden_size": 96},
     ),
+    "gemma2": (
+        "Gemma2Config",
+        _WITH_DIM
+        | _MIXED
+        | _UNTIED
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
+        | {"query_pre_attn_scalar": 16},
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        _WITH_DIM
+        | {"attention_chunk_size": 512, "num_local_experts": 4, "intermediate_size_mlp": 96}
+        | {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
+        | {"moe_layers": [1]},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        _WITH_DIM
+        | _MIXED
+        | {"num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": _YARN},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        COMMON
+        | _ROUTED
+        | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+        | {"topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        COMMON
+        | _ROUTED
+        | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        COMMON
+        | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+        | _UNTIED,
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        COMMON
+        | _ROUTED
+        | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    ),
 }
 
 
 # those of the default tier: no positions at all, buffers that a checkpoint holds and a router by
-# groups, neighbouring places by a list, layers of unequal heads
-COVERING = ("granitemoehybrid", "glm4_moe", "falcon")
+# groups, neighboring places by a list, sinks, a softcap, values narrower than keys
+COVERING = ("granitemoehybrid", "glm4_moe", "falcon", "gpt_oss", "gemma2", "deepseek_v3")
 
 # of those where the noise of the others makes a draft that is always right, or never
 DRAFT_NOISE: dict[str, float] = {}

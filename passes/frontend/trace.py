@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.overrides import TorchFunctionMode
 
 from specc.errors import NotCausalLMError, UnsupportedGraphError
+from specc.passes.frontend.attention_function import registered_attention
 from specc.passes.frontend.rotary import constant_frequencies
 from specc.passes.program import PADDED_INPUTS, RUNTIME_INPUTS, Program, Weight
 
@@ -199,7 +200,7 @@ def trace(model: nn.Module, name: str, rope_length: int | None = None) -> Progra
         name: of the program.
         rope_length: see `rotary.constant_length`.
     """
-    with constant_frequencies(model, rope_length) as frequencies:
+    with registered_attention(model), constant_frequencies(model, rope_length) as frequencies:
         exported = export_flat(model)
         return to_program(exported, model, name, RUNTIME_INPUTS, frequencies)
 
@@ -395,7 +396,7 @@ def trace_padded(model: nn.Module, name: str, rope_length: int | None = None) ->
         "write_index": {0: batch},
         "logit_rows": {0: Dim("rows", min=1, max=1 << 20)},
     }
-    with constant_frequencies(model, rope_length) as frequencies:
+    with registered_attention(model), constant_frequencies(model, rope_length) as frequencies:
         exported = export(_PaddedCall(model), model, inputs, dynamic)
         (tokens,) = exported.graph_module.graph.find_nodes(op="placeholder", target="tokens")
         require_logits(exported, type(model).__name__, batch=str(tokens.meta["val"].shape[0]))

@@ -9,7 +9,12 @@ from torch import fx
 
 from specc.errors import UnsupportedAttentionError, UnsupportedGraphError
 from specc.passes.base import Pass, PassResult
-from specc.passes.facts import has_runtime_inputs, is_flat_call_graph, is_off_meta_device
+from specc.passes.facts import (
+    DENSE_ATTENTION,
+    has_runtime_inputs,
+    is_flat_call_graph,
+    is_off_meta_device,
+)
 from specc.passes.program import (
     Program,
     bind_args,
@@ -20,6 +25,7 @@ from specc.passes.program import (
     replace,
     upstream,
 )
+from specc.passes.rewrite.join_copies import join_copies
 
 aten = torch.ops.aten
 
@@ -102,6 +108,7 @@ class Normalize(Pass):
                 if not _set_device(node):
                     continue
             result.rewrites += 1
+        result.rewrites += join_copies(graph)
         result.rewrites += _drop_dead(graph)
         program.graph_module.delete_all_unused_submodules()
         _refuse_nested(program)
@@ -118,7 +125,7 @@ def _refuse_nested(program: Program) -> None:
     }
     if not nested:
         return
-    for node in program.calls(aten.scaled_dot_product_attention.default):
+    for node in program.calls(*DENSE_ATTENTION):
         mask = bind_args(node)["attn_mask"]
         if isinstance(mask, fx.Node) and not nested.isdisjoint(upstream(mask)):
             raise UnsupportedAttentionError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord
+from specc.passes.rewrite.require_attention import RequireAttention
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
@@ -158,7 +160,8 @@ def _compile(
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
-    lowering = (*quantize_phases(config.quantization), *backend.phases(limits.max_seq_len))
+    refusal = ("backend", (functools.partial(RequireAttention, backend.facts),))
+    lowering = (refusal, *quantize_phases(config.quantization), *backend.phases(limits.max_seq_len))
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
         sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks, config.kv_cache_dtype
