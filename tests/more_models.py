@@ -166,13 +166,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
         | {"query_pre_attn_scalar": 16},
     ),
-    "llama4": (
-        "Llama4TextConfig",
-        _WITH_DIM
-        | {"attention_chunk_size": 512, "num_local_experts": 4, "intermediate_size_mlp": 96}
-        | {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
-        | {"moe_layers": [1]},
-    ),
     "gpt_oss": (
         "GptOssConfig",
         _WITH_DIM

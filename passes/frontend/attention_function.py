@@ -104,7 +104,7 @@ def attention_forward(
     if softcap is None and s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if attention_mask is None and not (
         getattr(module, "is_causal", True) if is_causal is None else is_causal

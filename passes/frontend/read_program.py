@@ -144,9 +144,9 @@ def _add_layers(program: Program, layers: Sequence[tuple[str, int]]) -> None:
         queries, keys, values = (bound[name].meta["val"] for name in ("q", "k", "v"))
         heads, kv_heads, head_dim = (int(x) for x in (queries.shape[0], *keys.shape[::2]))
         own = 0 if values.shape[2] == head_dim else int(values.shape[2])
-        more = own, bound["sink_logits"] is not None, bound["softcap"]
-        sees = window, bound["sink"]
-        program.layers.append(AttentionLayer(name, heads, kv_heads, head_dim, *sees, *more))
+        sizes = name, heads, kv_heads, head_dim, window, bound["sink"], own
+        beside = bound["sink_logits"] is not None
+        program.layers.append(AttentionLayer(*sizes, beside, bound["softcap"]))
 
 
 def _put_in_order(program: Program, keys: Sequence[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -28,11 +30,12 @@ def join_copies(graph: fx.Graph) -> int:
 
 
 def _join(empty: fx.Node) -> bool:
-    parts = {}
+    parts: dict[fx.Node, fx.Node] = {}
     for user in empty.users:
-        (copy,) = user.users if len(user.users) == 1 else (None,)
-        is_filled = copy is not None and copy.target is aten.copy_.default and not copy.users
-        if user.target is aten.slice.Tensor and is_filled and copy.args[0] is user:
+        if user.target is not aten.slice.Tensor or len(user.users) != 1:
+            continue
+        copy = next(iter(user.users))
+        if copy.target is aten.copy_.default and not copy.users and copy.args[0] is user:
             parts[user] = copy
     if not parts:
         return False
@@ -51,7 +54,7 @@ def _join(empty: fx.Node) -> bool:
         anchor = empty.graph.call_function(aten.alias.default, (empty,))
     with empty.graph.inserting_before(anchor):
         for part in sorted(parts, key=lambda item: _piece(item)[1]):
-            source = parts[part].args[1]
+            source: Any = parts[part].args[1]
             value, wanted = source.meta["val"], part.meta["val"]
             if value.dtype != wanted.dtype:
                 source = emit_call(empty.graph, aten.to.dtype, source, wanted.dtype)
