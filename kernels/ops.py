@@ -14,6 +14,7 @@ from specc.kernels import fakes
 from specc.kernels.reference import accept as reference_accept
 from specc.kernels.reference import block_mass as reference_mass
 from specc.kernels.reference import core as reference
+from specc.kernels.reference import dense as reference_dense
 from specc.kernels.reference import fused as reference_fused
 from specc.kernels.reference import padded as reference_padded
 from specc.kernels.reference import products as reference_products
@@ -40,9 +41,17 @@ def _define(schema: str, implementation: Callable, fake: Callable) -> torch._ops
 tree_attention = _define(
     "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
     " Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors,"
-    " Tensor block_table, *, float scale, int window=0, int sink=0) -> Tensor",
+    " Tensor block_table, Tensor? sink_logits=None, *, float scale, int window=0, int sink=0,"
+    " float softcap=0.0) -> Tensor",
     reference.tree_attention_reference,
     fakes.tree_attention,
+)
+# what models call, as torch's, with what that lacks; passes rewrite it
+dense_attention = _define(
+    "dense_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask,"
+    " Tensor? sink_logits, *, float scale, float softcap=0.0) -> Tensor",
+    reference_dense.dense_attention_reference,
+    fakes.dense_attention,
 )
 # how much attention blocks get: what self-drafts choose theirs by
 block_mass = _define(

@@ -8,6 +8,8 @@ from specc.kernels import ops
 from specc.passes.program import Program
 
 aten = torch.ops.aten
+# attention as models call it
+DENSE_ATTENTION = (aten.scaled_dot_product_attention.default, ops.dense_attention)
 
 
 def has_runtime_inputs(program: Program) -> bool:
@@ -33,15 +35,12 @@ def is_off_meta_device(program: Program) -> bool:
 
 def masks_are_classified(program: Program) -> bool:
     """Every attention node has a known window."""
-    return all(
-        node.name in program.windows
-        for node in program.calls(aten.scaled_dot_product_attention.default)
-    )
+    return all(node.name in program.windows for node in program.calls(*DENSE_ATTENTION))
 
 
 def has_no_dense_attention(program: Program) -> bool:
-    """No scaled_dot_product_attention node is left."""
-    return not list(program.calls(aten.scaled_dot_product_attention.default))
+    """No attention node of a model is left."""
+    return not list(program.calls(*DENSE_ATTENTION))
 
 
 def attention_is_a_tree(program: Program) -> bool:

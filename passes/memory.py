@@ -83,7 +83,11 @@ def plan_memory(
     """
     rows = (program.placeholder(name).meta["val"].dtype for name in program.caches)
     kind = INT8 if torch.int8 in rows else AUTO
-    row = sum(2 * x.num_kv_heads * row_bytes(x.head_dim, dtype, kind) for x in program.layers)
+    row = sum(
+        x.num_kv_heads * row_bytes(columns, dtype, kind)
+        for x in program.layers
+        for columns in (x.head_dim, x.columns_of_values)
+    )
     constants = sum(value.nbytes for value in program.constants.values())
     num_rows = max(num_kept, *(shape.num_rows for shape in shapes))
     return ModelMemory(
@@ -197,7 +201,9 @@ class _Sizes:
         if node.target is not ops.tree_attention:
             return 0
         num_heads = int(node.args[0].meta["val"].shape[0])
-        num_kv_heads, head_dim = (int(node.args[1].meta["val"].shape[axis]) for axis in (0, 2))
+        num_kv_heads = int(node.args[1].meta["val"].shape[0])
+        # the wider of keys and values
+        head_dim = max(int(node.args[place].meta["val"].shape[2]) for place in (1, 2))
         if self._attention == NATIVE:
             accumulators = 3 * _NATIVE_ROWS * (head_dim + 2 * _LANES)
             tiles = _NATIVE_TILE * (2 * head_dim + _NATIVE_ROWS) + _NATIVE_ROWS * head_dim

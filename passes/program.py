@@ -88,6 +88,13 @@ class AttentionLayer:
     head_dim: int
     window: int
     sink: int = 0
+    value_dim: int = 0  # columns of a value; 0 is those of a key
+    has_sinks: bool = False  # scores of heads that take a share and have no value
+    softcap: float = 0.0
+
+    @property
+    def columns_of_values(self) -> int:
+        return self.value_dim or self.head_dim
 
 
 @dataclass(frozen=True)

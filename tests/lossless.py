@@ -133,7 +133,7 @@ class Zoo:
         return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
 
     def _checkpoint(self, name: str, draft: str = "target", **changes: Any) -> Path:
-        noise = models.DRAFT_NOISE[name] if draft == "noisy" else 0.0
+        noise = models.draft_noise(name) if draft == "noisy" else 0.0
         return self.once(
             "-".join(map(str, (name, draft, *changes.values()))),
             lambda path: models.save_tiny(name, path, _SEEDS[draft], noise, **changes),

@@ -15,6 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from tests import more_models
+
 VOCAB = 128
 WINDOW = 16
 POSITIONS = 256
@@ -87,6 +89,8 @@ _CONFIGS["gemma3-tied"] = (
     _CONFIGS["gemma3"][1] | {"tie_word_embeddings": True},
 )
 ARCHITECTURES = tuple(name for name in _CONFIGS if "-" not in name)
+MORE_ARCHITECTURES = tuple(more_models.CONFIGS)
+_CONFIGS |= more_models.CONFIGS
 ROTARY_VARIANTS = ("llama-llama3", "llama-linear", "llama-yarn")
 
 # noise on the weights of a draft, relative to each weight's own spread, with which the target
@@ -111,6 +115,11 @@ DRAFT_NOISE = {
 }
 
 
+def draft_noise(name: str) -> float:
+    """Noise on the weights of a draft, as of DRAFT_NOISE."""
+    return DRAFT_NOISE[name] if name in DRAFT_NOISE else more_models.DRAFT_NOISE.get(name, 0.05)
+
+
 def tiny_config(name: str, **changes: Any) -> Any:
     """The Hugging Face configuration of a tiny model; `changes` replace its fields."""
     import transformers
@@ -128,10 +137,13 @@ def build_model(name: str, seed: int = 0, noise: float = 0.0, **changes: Any) ->
     other = torch.Generator().manual_seed(2000 + seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            spread, center = _spread(name, key, parameter)
+            is_known = name in DRAFT_NOISE
+            spread, center = (_spread if is_known else more_models.spread)(name, key, parameter)
             parameter.fill_(center)
             parameter += spread * torch.randn(parameter.shape, generator=generator)
             parameter += noise * spread * torch.randn(parameter.shape, generator=other)
+        if name in more_models.CONFIGS:
+            more_models.draw_buffers(model, generator)
     return model.eval()
 
 

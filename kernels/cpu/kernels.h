@@ -41,6 +41,8 @@ struct TreeAttention {
   int64_t blocks_per_sequence;
   float scale;
   int64_t window, sink;      // 0 = none
+  const void* sink_logits;   // [H] in dtype, or null
+  float softcap;             // 0 = none
   void* out;                 // [H, Nt, DV]
   int64_t out_head_stride, out_token_stride;
 };

@@ -64,8 +64,9 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
                                 AtenTensorHandle position_handle, AtenTensorHandle slot_handle,
                                 AtenTensorHandle cache_len_handle,
                                 AtenTensorHandle ancestors_handle,
-                                AtenTensorHandle block_table_handle, double scale, int64_t window,
-                                int64_t sink) {
+                                AtenTensorHandle block_table_handle,
+                                AtenTensorHandle sink_logits_handle, double scale, int64_t window,
+                                int64_t sink, double softcap) {
   const View q(q_handle), k(k_handle), v(v_handle), k_cache(k_cache_handle),
       v_cache(v_cache_handle), q_start(q_start_handle), position(position_handle),
       slot(slot_handle), cache_len(cache_len_handle), block_table(block_table_handle);
@@ -118,6 +119,15 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
   // no position is beyond that
   a.window = std::min<int64_t>(window, std::numeric_limits<int32_t>::max());
   a.sink = std::min<int64_t>(sink, std::numeric_limits<int32_t>::max());
+  check(softcap >= 0 && softcap <= std::numeric_limits<float>::max(),
+        "softcap is a finite number of 0 or more");
+  a.softcap = static_cast<float>(softcap);
+  if (sink_logits_handle != nullptr) {
+    const View sink_logits(sink_logits_handle);
+    check_index(sink_logits, 1, q.dtype, "sink_logits is [H] in the dtype of q");
+    check(sink_logits.sizes[0] == heads, "sink_logits is [H]");
+    a.sink_logits = sink_logits.data;
+  }
   specc::check_bounds(a);
   // [Nt, H, DV] in memory: what follows is a projection over all heads of a token
   const int64_t out_sizes[] = {heads, tokens, a.value_dim};
@@ -241,11 +251,13 @@ AtenTensorHandle handle_of(const std::optional<Tensor>& tensor) {
 
 Tensor boxed_tree_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache,
                             Tensor q_start, Tensor position, Tensor slot, Tensor cache_len,
-                            std::optional<Tensor> ancestors, Tensor block_table, double scale,
-                            int64_t window, int64_t sink) {
+                            std::optional<Tensor> ancestors, Tensor block_table,
+                            std::optional<Tensor> sink_logits, double scale, int64_t window,
+                            int64_t sink, double softcap) {
   return Tensor(tree_attention(q.get(), k.get(), v.get(), k_cache.get(), v_cache.get(),
                                q_start.get(), position.get(), slot.get(), cache_len.get(),
-                               handle_of(ancestors), block_table.get(), scale, window, sink));
+                               handle_of(ancestors), block_table.get(), handle_of(sink_logits),
+                               scale, window, sink, softcap));
 }
 
 void boxed_block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot,
@@ -272,7 +284,8 @@ STABLE_TORCH_LIBRARY(specc_cpu, library) {
   library.def(
       "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors, "
-      "Tensor block_table, *, float scale, int window=0, int sink=0) -> Tensor");
+      "Tensor block_table, Tensor? sink_logits=None, *, float scale, int window=0, int sink=0, "
+      "float softcap=0.0) -> Tensor");
   library.def(
       "block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot, "
       "Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor(a!) mass, *, float scale) "
@@ -296,12 +309,13 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_tree_attent
     AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle k_cache,
     AtenTensorHandle v_cache, AtenTensorHandle q_start, AtenTensorHandle position,
     AtenTensorHandle slot, AtenTensorHandle cache_len, AtenTensorHandle* ancestors,
-    AtenTensorHandle block_table, double scale, int64_t window, int64_t sink,
-    AtenTensorHandle* result) {
+    AtenTensorHandle block_table, AtenTensorHandle* sink_logits, double scale, int64_t window,
+    int64_t sink, double softcap, AtenTensorHandle* result) {
   return specc::guarded([&] {
     *result = tree_attention(q, k, v, k_cache, v_cache, q_start, position, slot, cache_len,
-                             ancestors == nullptr ? nullptr : *ancestors, block_table, scale,
-                             window, sink);
+                             ancestors == nullptr ? nullptr : *ancestors, block_table,
+                             sink_logits == nullptr ? nullptr : *sink_logits, scale, window, sink,
+                             softcap);
   });
 }
 

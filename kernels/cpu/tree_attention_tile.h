@@ -151,6 +151,19 @@ inline bool softmax(float* scores, uint64_t bits, float factor, float* max, floa
   return now > before;
 }
 
+// Replaces a row's kTile scores by tanh(score * factor).
+inline void squash(float* scores, float factor) {
+  using namespace vec;
+  constexpr float kTwoLog2E = 2.88539008177793f;  // of e^(-2|x|)
+  for (int j = 0; j < kTile; j += kWidth) {
+    const Float x = load(scores + j) * splat(factor);
+    const Float size = vec::max(x, -x);
+    const Float e = exp2_of_nonpositive(size * splat(-kTwoLog2E));
+    const Float y = (1.0f - e) / (1.0f + e);
+    store(scores + j, x < 0.0f ? -y : y);
+  }
+}
+
 // C registers of a row of values from `row` on. Of bfloat16, two registers are 2 * kWidth elements:
 // first those at even places, then those at odd ones, each of which takes one instruction.
 template <int C>

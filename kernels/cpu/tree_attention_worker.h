@@ -107,6 +107,14 @@ class Worker {
   void find_rows(const Item& item, int64_t index, Rows* rows) const;
   void load_queries(const Unit& unit);
   void finish(const Unit& unit, Accumulator from);
+  // What a row's sums are multiplied by, in the end and once, whoever summed which tiles.
+  float share(float max, float sum, int64_t head) const {
+    if (a_.sink_logits == nullptr) return 1 / sum;
+    const float sink = to_float(static_cast<const T*>(a_.sink_logits)[head]) * 1.44269504088896f;
+    const float most = std::max(max, sink);
+    const float own = exp2_of_nonpositive(splat(max - most))[0];
+    return own / (sum * own + exp2_of_nonpositive(splat(sink - most))[0]);
+  }
   Accumulator partial(int64_t thread, int which) const {
     float* p = plan_.partial.data() + (2 * thread + which) * partial_size_;
     return Accumulator(p, plan_.max_unit_rows, width_);
@@ -200,13 +208,15 @@ void Worker<T, Tile>::attend_tile(const Unit& unit, int64_t head, const Rows& ro
   tile_.score((head - unit.head) * unit.rows, unit.rows, rows.keys, keys, scores_, [&](int64_t i) {
     if (i < next.count) prefetch(next.keys[i], Tile::row_size(a_.head_dim));
   });
+  const float factor = a_.softcap != 0 ? a_.softcap : a_.scale;
   for (int64_t r = 0; r < unit.rows; ++r) {
     const uint64_t bits = bits_[r / group_];
     float* row = scores_ + r * kTile;
     float alpha = 1;
+    if (bits && a_.softcap != 0) squash(row, a_.scale / a_.softcap);
     if (!bits) {
       std::memset(row, 0, kTile * sizeof(float));
-    } else if (softmax(row, bits, a_.scale, to.max + r, to.sum + r * kWidth, &alpha)) {
+    } else if (softmax(row, bits, factor, to.max + r, to.sum + r * kWidth, &alpha)) {
       float* values = to.values + r * width_;
       for (int64_t j = 0; j < width_; j += kWidth)
         store(values + j, load(values + j) * splat(alpha));
@@ -261,7 +271,7 @@ void Worker<T, Tile>::finish(const Unit& unit, Accumulator from) {
   for (int64_t r = 0; r < unit.heads * unit.rows; ++r) {
     const int64_t head = (unit.head + r / unit.rows) * group_ + r % group_;
     const int64_t token = plan_.live[unit.item.first + r % unit.rows / group_];
-    const float factor = 1 / vec::sum(load(from.sum + r * kWidth));
+    const float factor = share(from.max[r], vec::sum(load(from.sum + r * kWidth)), head);
     const float* values = from.values + r * width_;
     T* out = static_cast<T*>(a_.out) + head * a_.out_head_stride + token * a_.out_token_stride;
     for (int64_t d = 0; d < a_.value_dim; ++d) from_float(values[tile_.place(d)] * factor, out + d);

@@ -49,12 +49,17 @@ def tree_attention(
     cache_len: Tensor,
     ancestors: Tensor | None,
     block_table: Tensor,
+    sink_logits: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
     sink: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`specc::tree_attention` of graphs that no pass has split: two launches and more."""
+    # refused when a model is compiled: passes/rewrite/require_attention.py
+    assert sink_logits is None, "no sinks on this device"
+    assert not softcap, "no softcap on this device"
     write_kv(k, v, k_cache, v_cache, q_start, slot, block_table)
     return attend(
         q,

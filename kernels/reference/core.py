@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.weight_layout import from_blocks
+from specc.kernels.reference.dense import capped, softmax_beside
 from specc.kernels.reference.kv_rows import columns_of, read_rows, store_rows
 from specc.speculation.tree import WORD_BITS
 
@@ -30,20 +31,22 @@ def tree_attention_reference(
     cache_len: Tensor,
     ancestors: Tensor | None,
     block_table: Tensor,
+    sink_logits: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
     sink: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Write the in-flight K and V to the paged cache, then attend to prefix and tree ancestors.
 
     Args:
         q: [H, Nt, D] queries of the in-flight tokens of all B sequences, flat.
         k: [HK, Nt, D] keys; HK divides H.
-        v: [HK, Nt, D] values.
+        v: [HK, Nt, DV] values.
         k_cache: [blocks, block_size, HK, D], mutated; of int8 [blocks, block_size, HK, D + 4], see
             `store_rows`. All tokens, those of this pass, too, are read as they are stored.
-        v_cache: likewise, mutated.
+        v_cache: likewise with rows of DV, mutated.
         q_start: [B + 1] int32; sequence b owns tokens q_start[b] … q_start[b + 1] - 1.
         position: [Nt] int64 position of each token in its sequence (what rotary embedding used).
         slot: [Nt] int32 row of its sequence's cache that each token is written to; -1 is a dead
@@ -55,8 +58,11 @@ def tree_attention_reference(
         scale: factor of the scores.
         window: keys at positions ≤ position - window are cut; 0 is no limit.
         sink: the first `sink` keys are never cut.
+        sink_logits: [H] in the dtype of q: a score of each head that takes its share of the
+            softmax and has no value, or None.
+        softcap: scores are softcap · tanh(score / softcap), after the scale; 0 is none.
     Returns:
-        [H, Nt, D] in the dtype of q, laid out as [Nt, H, D], which the next projection reads in
+        [H, Nt, DV] in the dtype of q, laid out as [Nt, H, DV], which the next projection reads in
         one piece; softmax and accumulation are in float32.
     Source: tree attention of SpecInfer, arXiv:2305.09781 §4.
     """
@@ -71,9 +77,11 @@ def tree_attention_reference(
         cache_len,
         ancestors,
         block_table,
+        sink_logits,
         scale=scale,
         window=window,
         sink=sink,
+        softcap=softcap,
     )
 
 
@@ -115,10 +123,12 @@ def attend_reference(
     cache_len: Tensor,
     ancestors: Tensor | None,
     block_table: Tensor,
+    sink_logits: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
     sink: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attend to prefix and tree ancestors, all of them in the cache by now.
 
@@ -130,6 +140,7 @@ def attend_reference(
     flat_k = k_cache.view(-1, *k_cache.shape[2:])
     flat_v = v_cache.view(-1, *v_cache.shape[2:])
     out = q.new_zeros(num_tokens, num_heads, columns_of(v_cache)).transpose(0, 1)
+    beside = None if sink_logits is None else sink_logits.view(num_kv_heads, group, 1)
     starts = q_start.tolist()
     lens = cache_len.tolist()
     for b, (first, last) in enumerate(itertools.pairwise(starts)):
@@ -161,10 +172,10 @@ def attend_reference(
             seen = (allowed & live[:, None]).any(dim=0)
             values = own_values.masked_fill(~seen[:, None, None], 0.0).transpose(0, 1)  # [HK, S, D]
             queries = q[:, begin:end].float().reshape(num_kv_heads, -1, head_dim)  # [HK, G·T, D]
-            scores = (queries @ keys) * scale
+            scores = capped((queries @ keys) * scale, softcap)
             scores = scores.view(num_kv_heads, group, end - begin, length)
             scores = scores.masked_fill(~allowed, float("-inf"))
-            probs = torch.softmax(scores, dim=-1).view(num_kv_heads, -1, length)
+            probs = softmax_beside(scores, beside).view(num_kv_heads, -1, length)
             result = (probs @ values).view(num_heads, end - begin, -1)
             out[:, begin:end] = torch.where(live[None, :, None], result, 0.0).to(out.dtype)
     return out
@@ -351,6 +362,7 @@ def commit_kv_reference(slab: Tensor, source: Tensor, target: Tensor, block_tabl
 
     Args:
         slab: [L, 2, blocks, block_size, HK, D], mutated; rows of int8 move with their scales.
+            Of rows that hold K and V the second size is 1.
         source: [B, P] int64 slot to read of each move, -1 for none.
         target: [B, P] int64 slot to write of each move, -1 for none.
         block_table: [B, n] int32.
@@ -366,7 +378,7 @@ def commit_kv_reference(slab: Tensor, source: Tensor, target: Tensor, block_tabl
         return block_table[sequence, slots // block_size].long() * block_size + slots % block_size
 
     # a slab of no layer has no size that could be told from the others
-    flat = slab.view(slab.shape[0], 2, slab.shape[2] * slab.shape[3], *slab.shape[4:])
+    flat = slab.view(*slab.shape[:2], slab.shape[2] * slab.shape[3], *slab.shape[4:])
     flat[:, :, rows(target)] = flat[:, :, rows(source)]
 
 

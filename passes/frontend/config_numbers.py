@@ -75,15 +75,20 @@ def check_heads(config: Any, name: str) -> None:
         NotCausalLMError: KV heads that do not divide the heads, or heads that do not divide the
             width, where nothing else says how wide a head is.
     """
-    heads, width = _int(config, "num_attention_heads"), _int(config, "hidden_size")
-    kv_heads = _int(config, "num_key_value_heads")
+    heads, width = whole_number(config, "num_attention_heads"), whole_number(config, "hidden_size")
+    kv_heads = whole_number(config, "num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         raise NotCausalLMError(
             f"{name}: config.json: {heads} heads and {kv_heads} KV heads",
             "a number of KV heads that divides the number of heads",
             _DO,
         )
-    if heads and width and width % heads and not any(_int(config, key) for key in _HEAD_WIDTHS):
+    if (
+        heads
+        and width
+        and width % heads
+        and not any(whole_number(config, key) for key in _HEAD_WIDTHS)
+    ):
         raise NotCausalLMError(
             f"{name}: config.json: a width of {width} and {heads} heads",
             "a number of heads that divides the width, or a head_dim",
@@ -100,7 +105,7 @@ def check_layers(config: Any, num_tensors: int, name: str) -> None:
     Raises:
         NotCausalLMError: the configuration is that of another model.
     """
-    layers = _int(config, "num_hidden_layers")
+    layers = whole_number(config, "num_hidden_layers")
     if layers and layers > num_tensors:
         raise NotCausalLMError(
             f"{name}: config.json: {layers} layers; the checkpoint has {num_tensors} tensors",
@@ -132,8 +137,12 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _int(config: Any, key: str) -> int:
-    value = getattr(config, key, None)
+def whole_number(config: Any, key: str) -> int:
+    """A number of a configuration, or 0; that of the first layer where each has its own."""
+    try:
+        value = getattr(config, key, None)
+    except RuntimeError:  # layers differ, and the configuration of all of them has no such number
+        value = getattr(config.per_layer_config[0], key, None)
     return value if type(value) is int else 0
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from specc.errors import ModelNotFoundError, NotCausalLMError, SpeccError
 from specc.passes.frontend.config_numbers import check_heads, check_numbers
 from specc.passes.frontend.rotary import check_former, constant_length
+from specc.passes.frontend.text_part import is_wrapper, text_config
 from specc.system.json_file import read_json
 
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
@@ -86,6 +87,8 @@ def load_config(path: Path) -> Any:
             config = AutoConfig.from_pretrained(path)
     except Exception as error:  # whatever the class of this model makes of what it says
         raise NotCausalLMError(f"{path}: config.json: {_reason(error)}", needed, do) from error
+    if (text := text_config(config, names[0] if names else "")) is not None:
+        config, names = text, []
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     is_causal = known is not None and (not names or names[0].endswith(_CAUSAL_SUFFIXES))
     if not is_causal:
@@ -96,6 +99,16 @@ def load_config(path: Path) -> Any:
         )
     check_heads(config, str(path))
     return config
+
+
+def holds_more_than_text(path: Path) -> bool:
+    """Whether a checkpoint is that of a wrapper, see `text_part`, of which `load_config` took text.
+
+    Args:
+        path: directory whose config.json `load_config` has read.
+    """
+    raw = read_json(path / "config.json", NotCausalLMError, "a configuration", "check config.json")
+    return is_wrapper(raw.get("architectures"))
 
 
 def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:

@@ -17,6 +17,7 @@ from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.config_numbers import check_layers
 from specc.passes.frontend.rotary import frozen_length
+from specc.passes.frontend.text_part import TextReader
 from specc.passes.program import Program, constant_key
 from specc.speculation.kv_window import KVWindow
 
@@ -88,11 +89,17 @@ class ModelSource:
         directory = hf_model.resolve_directory(model)
         config = hf_model.load_config(directory)
         # before minutes of tracing: headers say whether the checkpoint can be read
-        reader = SafetensorsReader(directory)
+        reader, warnings = SafetensorsReader(directory), []
+        if hf_model.holds_more_than_text(directory):
+            reader = TextReader(reader)
+            warnings = [
+                f"{name.replace('_', ' ')}: the language model of {model}; images and sound are not"
+                f" taken, and {reader.num_others} tensors are not read"
+            ]
         check_layers(config, len(list(reader.keys())), str(model))
         module = hf_model.build_on_meta(config, dtype)
         _check_embedding(module, reader, str(model))
-        source = cls(name, str(model), dtype, module, directory, config, reader)
+        source = cls(name, str(model), dtype, module, directory, config, reader, warnings)
         source.rope_length = frozen_length(config, rope_length)
         return source
 

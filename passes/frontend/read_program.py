@@ -19,7 +19,15 @@ from specc.artifact.graph_io import describe_value, graph_from_json
 from specc.errors import EngineError
 from specc.kernels import ops
 from specc.passes.frontend.trace import export_flat
-from specc.passes.program import MASS, RUNTIME_INPUTS, AttentionLayer, Program, Weight, constant_key
+from specc.passes.program import (
+    MASS,
+    RUNTIME_INPUTS,
+    AttentionLayer,
+    Program,
+    Weight,
+    bind_args,
+    constant_key,
+)
 
 _GEOMETRY = "geometry"
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
@@ -132,10 +140,13 @@ class _Values:
 def _add_layers(program: Program, layers: Sequence[tuple[str, int]]) -> None:
     calls = program.calls(ops.tree_attention)
     for node, (name, window) in zip(calls, layers, strict=True):
-        queries, keys = (node.args[place].meta["val"] for place in (0, 1))  # type: ignore[union-attr]
+        bound = bind_args(node)
+        queries, keys, values = (bound[name].meta["val"] for name in ("q", "k", "v"))
         heads, kv_heads, head_dim = (int(x) for x in (queries.shape[0], *keys.shape[::2]))
-        sink: Any = node.kwargs.get("sink", 0)
-        program.layers.append(AttentionLayer(name, heads, kv_heads, head_dim, window, sink))
+        own = 0 if values.shape[2] == head_dim else int(values.shape[2])
+        sizes = name, heads, kv_heads, head_dim, window, bound["sink"], own
+        beside = bound["sink_logits"] is not None
+        program.layers.append(AttentionLayer(*sizes, beside, bound["softcap"]))
 
 
 def _put_in_order(program: Program, keys: Sequence[str]) -> None:

@@ -12,15 +12,40 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, InputSpec
+from torch.overrides import TorchFunctionMode
 
 from specc.errors import NotCausalLMError, UnsupportedGraphError
+from specc.passes.frontend.attention_function import registered_attention
 from specc.passes.frontend.rotary import constant_frequencies
 from specc.passes.program import PADDED_INPUTS, RUNTIME_INPUTS, Program, Weight
 
 _WRAPPED = "model"
 aten = torch.ops.aten
 _SAME_VALUES = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.to.dtype)
+
+
+class _RunsAsSlices(TorchFunctionMode):
+    """Index with a list of neighbouring places, `x[..., [-2], :]`, as with a slice.
+
+    torch makes a tensor of the list, on the device of `x`: on the meta device it has no values.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = (args[0], tuple(map(_as_slice, args[1])))
+        return func(*args, **(kwargs or {}))
+
+
+def _as_slice(index: Any) -> Any:
+    is_list = isinstance(index, list) and len(index) > 0
+    if not is_list or not all(type(place) is int for place in index):
+        return index
+    first, last = index[0], index[-1]
+    is_run = index == list(range(first, last + 1)) and (first < 0) == (last < 0)
+    return slice(first, None if last == -1 else last + 1) if is_run else index
 
 
 class ModelCall(nn.Module):
@@ -30,16 +55,20 @@ class ModelCall(nn.Module):
         super().__init__()
         self.model = model
         parameters = inspect.signature(model.forward).parameters
-        self.use_cache = {"use_cache": False} if "use_cache" in parameters else {}
+        # some hand it on among others, and would fill a cache because of their configuration
+        hands_on = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+        is_known = hands_on and hasattr(getattr(model, "config", None), "use_cache")
+        self.use_cache = {"use_cache": False} if "use_cache" in parameters or is_known else {}
         self.names = [name for name in ("input_ids", "position_ids") if name in parameters]
 
     def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         inputs = {"input_ids": tokens, "position_ids": positions}
-        if self.names:
-            named = {name: inputs[name] for name in self.names}
-            output = self.model(**named, **self.use_cache)
-        else:
-            output = self.model(*inputs.values())
+        with _RunsAsSlices():
+            if self.names:
+                named = {name: inputs[name] for name in self.names}
+                output = self.model(**named, **self.use_cache)
+            else:
+                output = self.model(*inputs.values())
         return getattr(output, "logits", output)
 
 
@@ -171,7 +200,7 @@ def trace(model: nn.Module, name: str, rope_length: int | None = None) -> Progra
         name: of the program.
         rope_length: see `rotary.constant_length`.
     """
-    with constant_frequencies(model, rope_length) as frequencies:
+    with registered_attention(model), constant_frequencies(model, rope_length) as frequencies:
         exported = export_flat(model)
         return to_program(exported, model, name, RUNTIME_INPUTS, frequencies)
 
@@ -200,7 +229,7 @@ def to_program(
     buffers: dict[str, str] = {}
     for spec in exported.graph_signature.input_specs:
         placeholder = spec.arg.name
-        if spec.kind is InputKind.PARAMETER:
+        if _is_stored(spec, exported):
             value = exported.state_dict[spec.target]
             path = spec.target.removeprefix(f"{_WRAPPED}.")
             weights[placeholder] = Weight((path,), value.dtype, tuple(value.shape))
@@ -210,6 +239,13 @@ def to_program(
             constants[placeholder] = exported.constants[spec.target]
     program = Program(name, graph_module, weights, constants, runtime_inputs=runtime_inputs)
     _drop_unused_inputs(program, buffers)
+    if lost := [placeholder for placeholder, value in constants.items() if value.is_meta]:
+        raise UnsupportedGraphError(
+            f"{type(model).__name__}: the forward makes tensor {lost[0]} of numbers, on the device"
+            " of its input, which has no values",
+            "a forward that computes with its inputs and its parameters",
+            "pass the loaded module to specc.compile instead of its path",
+        )
     if unread := frequencies.keys() - set(buffers.values()):
         raise UnsupportedGraphError(
             f"rotary frequencies that are not those of {min(unread)}",
@@ -224,6 +260,17 @@ def to_program(
     output.args = (output.args[0][0],)
     graph_module.graph.lint()
     return program
+
+
+def _is_stored(spec: InputSpec, exported: ExportedProgram) -> bool:
+    """Whether an input is a tensor of checkpoints: a parameter, or a buffer that is saved.
+
+    What `_init_weights` puts into such a buffer (the correction bias of a router, say) is where
+    training starts from.
+    """
+    if spec.kind is InputKind.BUFFER and spec.persistent:
+        return exported.state_dict[spec.target].is_floating_point()
+    return spec.kind is InputKind.PARAMETER
 
 
 def buffer_values(model: nn.Module, paths: set[str]) -> dict[str, Tensor]:
@@ -349,7 +396,7 @@ def trace_padded(model: nn.Module, name: str, rope_length: int | None = None) ->
         "write_index": {0: batch},
         "logit_rows": {0: Dim("rows", min=1, max=1 << 20)},
     }
-    with constant_frequencies(model, rope_length) as frequencies:
+    with registered_attention(model), constant_frequencies(model, rope_length) as frequencies:
         exported = export(_PaddedCall(model), model, inputs, dynamic)
         (tokens,) = exported.graph_module.graph.find_nodes(op="placeholder", target="tokens")
         require_logits(exported, type(model).__name__, batch=str(tokens.meta["val"].shape[0]))

@@ -29,8 +29,11 @@ CHOICES = "choices"  # [rows, experts]: whether the row's id is this expert
 CONVERSIONS = frozenset(("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach"))
 VIEWS = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"))
 MOVES = frozenset(
-    ("unsqueeze", "squeeze", "transpose", "permute", "movedim", "swapaxes", "t", "mT", "numpy_T")
-)
+    (
+        "unsqueeze", "squeeze", "transpose", "permute", "movedim", "swapaxes", "t", "mT", "numpy_T",
+        "view_as_complex", "view_as_real",
+    )
+)  # fmt: skip
 SAME = CONVERSIONS | VIEWS | MOVES
 # along dims named by the arguments `dim`, `dims` or `dimension`; without one, along all
 ALONG = frozenset(
@@ -70,7 +73,7 @@ PRODUCTS = frozenset(("linear", "linear_q", "mm", "bmm", "matmul", "addmm", "bad
 # element by element, and yet without the tag; `repeat` of tokens would change their number
 POINTWISE = frozenset(
     (
-        "floor_divide", "hardswish", "log_sigmoid", "__and__", "__or__", "repeat", "stack",
+        "floor_divide", "hardswish", "polar", "log_sigmoid", "__and__", "__or__", "repeat", "stack",
         "zeros_like", "ones_like", "full_like",
         "all_reduce",  # the same element of every rank
     )

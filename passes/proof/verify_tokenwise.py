@@ -282,9 +282,17 @@ class _Proof:
         return self._result(node, self._states[node.args[1]])
 
     def _index(self, node: fx.Node, name: str) -> Any:
-        """Only tables without tokens are read by index; expert routing has its own rules."""
-        if self._states[node.args[0]] is not None:
-            raise self._mixes(node)
+        """Of tokens, constant places along another dimension; tables may be read by token.
+
+        Expert routing has its own rules.
+        """
+        source, indices = self._states[node.args[0]], node.args[1]
+        if source is not None:
+            used = [(i, item) for i, item in enumerate(indices) if item is not None]
+            is_plain = len(used) == 1 and self._states[used[0][1]] is None
+            if not is_plain or used[0][0] == source.dim or used[0][1].meta["val"].dim() != 1:
+                raise self._mixes(node)
+            return self._result(node, source)
         return self._result(node, self._merge(node))
 
     # states
@@ -367,6 +375,9 @@ class _Proof:
                 place, what = ((0, 2), "[tokens, columns]")
             if not is_in_order(state) or (state.dim, state.ndim) != place:
                 raise self._refuse(node, f"{item.name} is not {what}")
+        sinks = bind_args(node).get("sink_logits")
+        if sinks is not None and self._states[sinks] is not None:
+            raise self._mixes(node)
         if node.meta["val"] is None:
             return None
         state = self._states[node.args[0]]

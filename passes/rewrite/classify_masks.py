@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from specc.errors import UnsupportedAttentionError
 from specc.passes.base import Pass, PassResult
-from specc.passes.facts import is_flat_call_graph, masks_are_classified
+from specc.passes.facts import DENSE_ATTENTION, is_flat_call_graph, masks_are_classified
 from specc.passes.program import Program, bind_args, module_path, upstream
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ _SIZES_ONLY = frozenset(
 
 
 class ClassifyMasks(Pass):
-    """Give every scaled_dot_product_attention node a window; 0 is causal without one."""
+    """Give every attention node a window; 0 is causal without one."""
 
     requires = (is_flat_call_graph,)
     ensures = (masks_are_classified,)
@@ -72,7 +72,7 @@ class ClassifyMasks(Pass):
     def run(self, program: Program) -> PassResult:
         result = PassResult()
         known: dict[fx.Node | None, int] = {}
-        nodes = list(program.calls(aten.scaled_dot_product_attention.default))
+        nodes = list(program.calls(*DENSE_ATTENTION))
         if not nodes:
             raise UnsupportedAttentionError(*describe_foreign_attention(program))
         for node in nodes:
@@ -81,10 +81,10 @@ class ClassifyMasks(Pass):
             sizes = [bound[key].meta["val"].shape[-2] for key in ("query", "key")]
             if str(sizes[0]) != str(sizes[1]):
                 raise _error(node, f"{sizes[1]} keys for {sizes[0]} tokens")
-            if bound["dropout_p"]:
+            if bound.get("dropout_p"):
                 raise _error(node, f"dropout {bound['dropout_p']} in attention", "model.eval()")
             if mask is None:
-                if not bound["is_causal"]:
+                if not bound.get("is_causal", True):
                     raise _error(node, "bidirectional attention: no mask and is_causal is False")
                 program.windows[node.name] = 0
             else:

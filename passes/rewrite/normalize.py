@@ -9,7 +9,12 @@ from torch import fx
 
 from specc.errors import UnsupportedAttentionError, UnsupportedGraphError
 from specc.passes.base import Pass, PassResult
-from specc.passes.facts import has_runtime_inputs, is_flat_call_graph, is_off_meta_device
+from specc.passes.facts import (
+    DENSE_ATTENTION,
+    has_runtime_inputs,
+    is_flat_call_graph,
+    is_off_meta_device,
+)
 from specc.passes.program import (
     Program,
     bind_args,
@@ -20,6 +25,7 @@ from specc.passes.program import (
     replace,
     upstream,
 )
+from specc.passes.rewrite.join_copies import join_copies
 
 aten = torch.ops.aten
 
@@ -44,6 +50,12 @@ _CONVERSIONS = (
     aten.to.device,
     aten._to_copy.default,
 )
+# other names of operators
+_ALIASES = {
+    aten.concat.default: aten.cat.default,
+    aten.concatenate.default: aten.cat.default,
+    aten.broadcast_to.default: aten.expand.default,
+}
 # x.op_(…) → op(x, …), where nothing reads x afterwards
 _FUNCTIONAL = {
     aten.div_.Tensor: aten.div.Tensor,
@@ -85,6 +97,8 @@ class Normalize(Pass):
                 replace(node, node.args[0])
             elif node.target in _CONVERSIONS:
                 _simplify_conversion(node)
+            elif node.target in _ALIASES:
+                node.target = _ALIASES[node.target]
             elif node.target in _FUNCTIONAL:
                 if not _redirect_readers(node):
                     result.decline(node.name, "what it updates in place is read afterwards")
@@ -94,6 +108,7 @@ class Normalize(Pass):
                 if not _set_device(node):
                     continue
             result.rewrites += 1
+        result.rewrites += join_copies(graph)
         result.rewrites += _drop_dead(graph)
         program.graph_module.delete_all_unused_submodules()
         _refuse_nested(program)
@@ -110,7 +125,7 @@ def _refuse_nested(program: Program) -> None:
     }
     if not nested:
         return
-    for node in program.calls(aten.scaled_dot_product_attention.default):
+    for node in program.calls(*DENSE_ATTENTION):
         mask = bind_args(node)["attn_mask"]
         if isinstance(mask, fx.Node) and not nested.isdisjoint(upstream(mask)):
             raise UnsupportedAttentionError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as replace_fields
+
 import torch
 from torch import fx
 
@@ -9,6 +11,7 @@ from specc.errors import UnsupportedAttentionError
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import (
+    DENSE_ATTENTION,
     attention_is_a_tree,
     has_no_dense_attention,
     is_off_meta_device,
@@ -38,6 +41,8 @@ _RESHAPES = (
 class RewriteTreeAttention(Pass):
     """`aten.scaled_dot_product_attention(q, k, v, mask)` → `specc.tree_attention(q, k, v, …)`.
 
+    So does `specc.dense_attention`, with its sinks and its softcap.
+
     Repeated key and value heads are followed back to the HK heads that the model computes, so the
     cache holds those. The replaced node is erased by hand: it is tagged nondeterministic and
     would survive dead-code elimination, with the whole mask behind it.
@@ -55,8 +60,10 @@ class RewriteTreeAttention(Pass):
             for name in ("q_start", "positions", "slot", "cache_len", "ancestors", "block_table")
         ]
         last = last_placeholder(graph)
-        for layer, node in enumerate(program.calls(aten.scaled_dot_product_attention.default)):
+        for layer, node in enumerate(program.calls(*DENSE_ATTENTION)):
             q, k, v, scale = attention_operands(node)
+            bound = bind_args(node)
+            sinks, softcap = bound.get("sink_logits"), float(bound.get("softcap", 0.0))
             _check_operands(node, q, k, v)
             folded_k, folded_v = fold_repeat(k), fold_repeat(v)
             if folded_k is not None and folded_v is not None and _same_heads(folded_k, folded_v):
@@ -66,13 +73,17 @@ class RewriteTreeAttention(Pass):
                     node.name, "repeated heads are not a plain repeat_kv: cached as they are"
                 )
             description = _describe(program, node, q, k, v)
+            description = replace_fields(description, softcap=softcap, has_sinks=sinks is not None)
             caches = []
             for part in ("k", "v"):
-                value = _cache_value(geometry, description, k)
+                columns = description.head_dim if part == "k" else description.columns_of_values
+                value = _cache_value(geometry, description, k, columns)
                 last = add_placeholder(program, f"{part}_cache_{layer}", value, last)
                 program.caches[last.target] = (layer, part)
                 caches.append(last)
             with graph.inserting_before(node):
+                if sinks is not None and sinks.meta["val"].dtype != q.meta["val"].dtype:
+                    sinks = emit_call(graph, aten.to.dtype, sinks, q.meta["val"].dtype)
                 flat = [emit_call(graph, aten.squeeze.dim, item, 0) for item in (q, k, v)]
                 attended = emit_call(
                     graph,
@@ -80,8 +91,10 @@ class RewriteTreeAttention(Pass):
                     *flat,
                     *caches,
                     *inputs,
+                    *(() if sinks is None else (sinks,)),
                     scale=scale,
                     window=description.window,
+                    **({"softcap": softcap} if softcap else {}),
                 )
                 output = emit_call(graph, aten.unsqueeze.default, attended, 0)
             attended.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
@@ -91,7 +104,6 @@ class RewriteTreeAttention(Pass):
             result.rewrites += 1
         graph.erase_node(geometry)
         graph.eliminate_dead_code()
-        _require_positions(program)
         return result
 
 
@@ -114,24 +126,6 @@ def fold_repeat(node: fx.Node) -> fx.Node | None:
     if value.shape[1] != heads * group or source.meta["val"].shape[1] != heads:
         return None
     return source
-
-
-def _require_positions(program: Program) -> None:
-    """With the mask gone, what still reads the positions is the model's own embedding of them."""
-    shape_only = (aten.unsqueeze.default, aten.to.dtype, *_RESHAPES)
-    stack, readers = [program.placeholder("positions")], set()
-    while stack:
-        for user in stack.pop().users:
-            if user.target in shape_only:
-                stack.append(user)
-            elif user.target not in (aten.sym_size.int, ops.tree_attention):
-                readers.add(user)
-    if not readers:
-        raise UnsupportedAttentionError(
-            "the model does not read position_ids: its positions are places in the pass",
-            "a model that takes position_ids, since tokens of a tree share positions",
-            "choose a model of a supported architecture (see README, What is supported)",
-        )
 
 
 def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, float]:
@@ -188,23 +182,21 @@ def _describe(
     name = module_path(node) or node.name
     num_heads, head_dim = int(q.meta["val"].shape[1]), int(q.meta["val"].shape[3])
     num_kv_heads, value_dim = int(k.meta["val"].shape[1]), int(v.meta["val"].shape[3])
-    if value_dim != head_dim:
-        raise UnsupportedAttentionError(
-            f"layer {name}: key heads of {head_dim} and value heads of {value_dim}",
-            "keys and values of one head dimension",
-            "choose a model of a supported architecture (see README, What is supported)",
-        )
     if num_heads % num_kv_heads:
         raise UnsupportedAttentionError(
             f"layer {name}: {num_heads} query heads and {num_kv_heads} key heads",
             "a multiple of the key heads",
             "check the model's configuration",
         )
-    return AttentionLayer(name, num_heads, num_kv_heads, head_dim, program.windows[node.name])
+    own = 0 if value_dim == head_dim else value_dim
+    sees = program.windows[node.name]
+    return AttentionLayer(name, num_heads, num_kv_heads, head_dim, sees, value_dim=own)
 
 
-def _cache_value(geometry: fx.Node, layer: AttentionLayer, like: fx.Node) -> torch.Tensor:
-    """Fake [blocks, block_size, HK, D] with the symbolic sizes that `geometry` lends."""
+def _cache_value(
+    geometry: fx.Node, layer: AttentionLayer, like: fx.Node, columns: int
+) -> torch.Tensor:
+    """Fake [blocks, block_size, HK, columns] with the symbolic sizes that `geometry` lends."""
     blocks, block_size = geometry.meta["val"].shape
     value = like.meta["val"]
-    return value.new_empty(blocks, block_size, layer.num_kv_heads, layer.head_dim)
+    return value.new_empty(blocks, block_size, layer.num_kv_heads, columns)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from specc.artifact.cache_rows import CacheRows
-from specc.artifact.kv_rows import stored_row
+from specc.artifact.kv_rows import SCALE_BYTES, stored_row
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import ModelEntry
 from specc.errors import ConfigError
 from specc.runtime.backends.base import LoadLimits
-from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
+from specc.runtime.scheduling.kv_cache import CacheShape, KVCache, SlabShape
 
 DTYPES = {
     "float32": torch.float32,
@@ -58,13 +58,17 @@ def make_cache(
     elif limits.kv_cache_tokens is not None:
         num_blocks = limits.cache_rows(max_num_seqs) // limits.block_size
         shape = dataclasses.replace(shape, pool_blocks=num_blocks)
-    specs: dict[str, list[tuple[int, int, int]]] = {model.name: [] for model in manifest.models}
+    specs: dict[str, list[SlabShape]] = {model.name: [] for model in manifest.models}
     dtypes = {}
     for model in manifest.models:
         for slab in model.slabs:
             kind = (DTYPES[model.dtype], manifest.kv_cache_dtype)
             columns, dtypes[model.name] = stored_row(slab.head_dim, *kind)
-            specs[model.name].append((slab.num_layers, slab.num_kv_heads, columns))
+            parts = 2
+            if slab.value_dim:
+                columns, parts = columns + stored_row(slab.value_dim, *kind)[0], 1
+            shape_of = SlabShape(slab.num_layers, slab.num_kv_heads, columns, parts)
+            specs[model.name].append(shape_of)
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
     return KVCache(shape, specs, dtypes, device, rows, grows, has_mass)
 
@@ -77,8 +81,18 @@ def rows_of(manifest: Manifest) -> CacheRows | None:
 def caches_of(model: ModelEntry, cache: KVCache) -> LayerCaches:
     """A model's layers' k and v caches, as they are now."""
     slabs = cache.slabs[model.name]
-    pairs = [slabs[layer.slab][layer.index] for layer in model.layers]
-    return [(pair[0], pair[1]) for pair in pairs]
+    found = []
+    for layer in model.layers:
+        parts = slabs[layer.slab][layer.index]
+        if not layer.value_dim:
+            found.append((parts[0], parts[1]))
+            continue
+        # a row of int8 ends with its scale
+        scale = 0 if parts.is_floating_point() else SCALE_BYTES
+        columns = (layer.head_dim + scale, layer.value_dim + scale)
+        keys, values = parts[0].split(columns, dim=-1)
+        found.append((keys, values))
+    return found
 
 
 def _shape_of(shape: CacheShape, num_tokens: int) -> CacheShape:

@@ -10,6 +10,7 @@ import functools
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,13 +85,22 @@ class CacheShape:
         return -(-(num_tokens + self.max_nodes) // self.rows_per_block)
 
 
+class SlabShape(NamedTuple):
+    """Layers, heads, columns of a row, and parts of a layer: K and V, or rows that hold both."""
+
+    layers: int
+    heads: int
+    columns: int
+    parts: int = 2
+
+
 class KVCache:
     """Slabs of all models and the allocator of their common blocks.
 
     Args:
         shape: rows and blocks.
-        slab_specs: model name → (num_layers, num_kv_heads, columns) of each of its slabs; columns
-            are those of a row as it is stored, see `specc.artifact.kv_rows`.
+        slab_specs: model name → shape of each of its slabs; columns are those of a row as it is
+            stored, see `specc.artifact.kv_rows`.
         dtype: of the rows; or model name → its rows' own.
         device: that they lie on.
         rows: of a sequence, where heads come before rows: [layers, 2, sequences, HK, L, D];
@@ -102,7 +112,7 @@ class KVCache:
     def __init__(
         self,
         shape: CacheShape,
-        slab_specs: Mapping[str, Sequence[tuple[int, int, int]]],
+        slab_specs: Mapping[str, Sequence[SlabShape | tuple[int, int, int]]],
         dtype: torch.dtype | Mapping[str, torch.dtype],
         device: torch.device | str = "cpu",
         rows: CacheRows | None = None,
@@ -118,11 +128,11 @@ class KVCache:
         self.slabs: dict[str, list[Tensor]] = {
             model: [
                 zeroed_slab(
-                    (layers, 2, shape.num_blocks, *self._block(heads), dim),
+                    (*slab[::3], shape.num_blocks, *self._block(slab.heads), slab.columns),
                     dtype if isinstance(dtype, torch.dtype) else dtype[model],
                     self.device,
                 )
-                for layers, heads, dim in specs
+                for slab in (SlabShape(*spec) for spec in specs)
             ]
             for model, specs in slab_specs.items()
         }

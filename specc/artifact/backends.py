@@ -47,6 +47,8 @@ class BackendFacts:
             limit.
         takes_int8_rows: its caches may hold K and V as int8.
         offloads_weights: its programs may read weights of segments from files, pass by pass.
+        attention_extras: what its attention computes besides masked products of keys and values of
+            one width: `sinks`, `softcap`, `value width`.
     """
 
     name: str
@@ -67,6 +69,7 @@ class BackendFacts:
     voting_dims: tuple[tuple[str, int], ...] = ()
     takes_int8_rows: bool = False
     offloads_weights: bool = False
+    attention_extras: tuple[str, ...] = ()
 
     def most_voting_dim(self, dtype: str) -> int | None:
         """Largest heads whose queries can vote on blocks in this type; None is any."""
@@ -94,6 +97,7 @@ class BackendFacts:
 
 
 _TWO_DTYPES = ("float32", "bfloat16")
+_EXTRAS = ("sinks", "softcap", "value width")
 _DTYPES = (*_TWO_DTYPES, "float16")
 _known: dict[str, BackendFacts] = {}
 
@@ -131,7 +135,7 @@ register(
     BackendFacts(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
         model_files=("package_file",), by_default=True, takes_views=True, takes_ranks=True,
-        attention=NATIVE, takes_int8_rows=True, offloads_weights=True,
+        attention=NATIVE, takes_int8_rows=True, offloads_weights=True, attention_extras=_EXTRAS,
     )
 )  # fmt: skip
 register(
@@ -144,7 +148,7 @@ register(
     BackendFacts(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
         by_default=True, takes_views=True, runs_all=True, takes_ranks=True, attention=SPLIT,
-        takes_int8_rows=True,
+        takes_int8_rows=True, attention_extras=_EXTRAS,
     )
 )  # fmt: skip
 register(

@@ -49,8 +49,8 @@ def check_models(models: Sequence[ModelEntry]) -> None:
                     f"one of {len(model.slabs)} slabs",
                 )
             slab = model.slabs[layer.slab]
-            geometry = (layer.num_kv_heads, layer.head_dim)
-            if (slab.num_kv_heads, slab.head_dim) != geometry or not (
+            geometry = (layer.num_kv_heads, layer.head_dim, layer.value_dim)
+            if (slab.num_kv_heads, slab.head_dim, slab.value_dim) != geometry or not (
                 0 <= layer.index < slab.num_layers
             ):
                 raise invalid(

@@ -19,6 +19,7 @@ class LayerEntry:
     Args:
         window: last rows that it attends to; 0 is no limit.
         sink: first rows, besides those of its window.
+        value_dim: columns of a value where they are not those of a key, else 0.
     """
 
     name: str
@@ -30,15 +31,21 @@ class LayerEntry:
     index: int
     # engines that were written before there were sinks do not say
     sink: int = field(default=0, metadata={MAY_BE_ABSENT: True})
+    value_dim: int = field(default=0, metadata={MAY_BE_ABSENT: True})
 
 
 @dataclass(frozen=True)
 class SlabEntry:
-    """Caches of equal geometry: [num_layers, 2, blocks, block_size, num_kv_heads, head_dim]."""
+    """Caches of equal geometry: [num_layers, 2, blocks, block_size, num_kv_heads, head_dim].
+
+    Where values have a width of their own, `value_dim`, a row is a key and then its value:
+    [num_layers, 1, blocks, block_size, num_kv_heads, head_dim + value_dim].
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int = field(default=0, metadata={MAY_BE_ABSENT: True})
 
 
 def rank_prefix(rank: int | None) -> str:

@@ -65,6 +65,9 @@ class LayerCache(Protocol):
     def head_dim(self) -> int: ...
 
     @property
+    def value_dim(self) -> int: ...
+
+    @property
     def window(self) -> int: ...
 
 
@@ -194,11 +197,9 @@ def cache_bytes(
     """Bytes of K and V of one sequence; a sliding window cuts its layers."""
     kind = (getattr(torch, dtype), kv_cache_dtype)
     return sum(
-        2
-        * layer.num_kv_heads
-        * row_bytes(layer.head_dim, *kind)
-        * min(context, layer.window or context)
+        layer.num_kv_heads * row_bytes(columns, *kind) * min(context, layer.window or context)
         for layer in layers
+        for columns in (layer.head_dim, layer.value_dim or layer.head_dim)
     )
 
 

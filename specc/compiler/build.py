@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,8 @@ from specc.config import CompileConfig
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.lower.inductor.package import inductor_directory
-from specc.passes.pipeline import PassRecord
+from specc.passes.pipeline import PassRecord, Phases
+from specc.passes.rewrite.require_attention import RequireAttention
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
@@ -130,7 +132,8 @@ def build(
             windowed = {item.entry.name for item in engine.self_drafts if item.entry.is_windowed}
             steps = write_steps(writer, engine.plans, slabs, *sizes, is_cut, windowed)
         # before minutes of compiling: what is wrong with a checkpoint is found here
-        warnings = [*checked.warnings, *told, *write_engine_weights(engine)]
+        said = [text for source in sources for text in source.warnings]
+        warnings = [*checked.warnings, *said, *told, *write_engine_weights(engine)]
         emitted = backend.emit(engine)
         records += emitted.records
         warnings += emitted.warnings
@@ -158,7 +161,11 @@ def _compile(
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
-    lowering = (*quantize_phases(config.quantization), *backend.phases(limits.max_seq_len))
+    lowering: Phases = (
+        ("backend", (functools.partial(RequireAttention, backend.facts),)),
+        *quantize_phases(config.quantization),
+        *backend.phases(limits.max_seq_len),
+    )
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
         sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks, config.kv_cache_dtype

@@ -24,6 +24,7 @@ from specc.compiler.engine_plans import check_voters
 from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.passes.frontend.config_numbers import whole_number
 from specc.passes.frontend.model_source import ModelSource
 from specc.speculation.kv_window import KVWindow
 
@@ -144,8 +145,8 @@ def check_ranks(
 
 
 def _size(model: Any, name: str) -> int | None:
-    value = getattr(model, name, None)
-    return value if type(value) is int and value > 0 else None
+    value = whole_number(model, name)
+    return value if value > 0 else None
 
 
 def _indivisible(

@@ -25,15 +25,15 @@ _MOST_UNREAD = 3
 
 def cache_layout(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEntry, ...]]:
     """Layers, and one slab for each geometry among them."""
-    counts: dict[tuple[int, int], int] = {}
+    counts: dict[tuple[int, int, int], int] = {}
     layers = []
     for layer in program.layers:
-        key = (layer.num_kv_heads, layer.head_dim)
+        key = (layer.num_kv_heads, layer.head_dim, layer.value_dim)
         index = counts.get(key, 0)
         counts[key] = index + 1
         slab = list(counts).index(key)
-        sees = (layer.window, slab, index, layer.sink)
-        layers.append(LayerEntry(layer.name, layer.num_heads, *key, *sees))
+        sees = (layer.window, slab, index, layer.sink, layer.value_dim)
+        layers.append(LayerEntry(layer.name, layer.num_heads, *key[:2], *sees))
     return tuple(layers), tuple(SlabEntry(count, *key) for key, count in counts.items())
 
 

@@ -142,6 +142,8 @@ class World:
         dead_value: float = NAN,
         scale: float | None = None,
         atol: float | None = None,
+        sinks: list[float] | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         """Run the operator, check outputs and caches against the oracle, return the outputs."""
         flat = [(b, token) for b, sequence in enumerate(tokens) for token in sequence]
@@ -181,7 +183,9 @@ class World:
                     written.append(cache[block, row].tolist())
                 self.rows[b, token.slot] = written
 
-        out = self.attention(q, k, v, *self.caches, *inputs, scale=scale, window=window, sink=sink)
+        options = {"scale": scale, "window": window, "sink": sink, "softcap": softcap}
+        beside = None if sinks is None else torch.tensor(sinks, dtype=self.dtype)
+        out = self.attention(q, k, v, *self.caches, *inputs, beside, **options)
         assert out.dtype == self.dtype
         assert out.shape == (self.heads, count, self.dims[1])
         for cache, expected in zip(self.caches, expected_caches, strict=True):
@@ -196,7 +200,8 @@ class World:
             if token.is_live:
                 seen = self.visible(b, token, causal, window, sink)
                 for head in range(self.heads):
-                    row = self.attend(b, head, queries[head][index], seen, scale)
+                    own = () if sinks is None else (sinks[head],)
+                    row = self.attend(b, head, queries[head][index], seen, scale, own, softcap)
                     expected[head, index] = torch.tensor(row, dtype=torch.float64)
         rtol, least = TOLERANCE[self.dtype]
         torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol or least)
@@ -217,16 +222,25 @@ class World:
         return seen
 
     def attend(
-        self, b: int, head: int, query: list[float], seen: list[int], scale: float
+        self,
+        b: int,
+        head: int,
+        query: list[float],
+        seen: list[int],
+        scale: float,
+        sinks: tuple[float, ...] = (),
+        softcap: float = 0.0,
     ) -> list[float]:
         kv_head = head * self.kv_heads // self.heads
         scores = []
         for slot in seen:
             key = self.rows[b, slot][0][kv_head]
             scores.append(scale * sum(x * y for x, y in zip(query, key, strict=True)))
-        top = max(scores)
+            if softcap:
+                scores[-1] = softcap * math.tanh(scores[-1] / softcap)
+        top = max(*scores, *sinks) if sinks else max(scores)
         weights = [math.exp(score - top) for score in scores]
-        total = math.fsum(weights)
+        total = math.fsum([*weights, *(math.exp(sink - top) for sink in sinks)])
         result = [0.0] * self.dims[1]
         for slot, weight in zip(seen, weights, strict=True):
             for d, value in enumerate(self.rows[b, slot][1][kv_head]):
@@ -323,6 +337,24 @@ def test_window_and_sink_of_a_tree(attention, window, sink):
     world.call(
         [tree_tokens(t, n) for t, n in zip(trees, lengths, strict=True)], window=window, sink=sink
     )
+
+
+# of heads whose sinks are beside, far above and far below all scores
+SINKS = [0.5, 90.0, -90.0, -2.0]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("softcap", [0.0, 0.7, 30.0], ids="softcap{}".format)
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+def test_sinks_and_softcap(attention, sinks, softcap, dtype, causal):
+    """Scores are large beside the softcap, and the scale is far from 1: their order shows."""
+    world = World(attention, [0, 5, 17], dim=8, value_dim=6, dtype=dtype)
+    if causal:
+        tokens = [causal_tokens(n, n + 5) for n in (0, 5, 17)]
+    else:
+        tokens = [tree_tokens(t, n) for t, n in zip((STAR, BUSHY, CHAIN), (0, 5, 17), strict=True)]
+    world.call(tokens, causal=causal, window=16, sink=1, scale=0.3, sinks=sinks, softcap=softcap)
 
 
 def paths_of(parents: list[int]) -> list[frozenset[int]]:

@@ -142,7 +142,8 @@ def flat_logits(
     program: Program, model: nn.Module, inputs: dict[str, Tensor | None], num_blocks: int
 ) -> Tensor:
     """Run a program on given runtime inputs, with zeroed caches of blocks of one row."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    # and buffers that a checkpoint holds
+    parameters = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
     values: list[Any] = []
     for node in program.graph.find_nodes(op="placeholder"):
         name = node.target
@@ -180,7 +181,9 @@ class Runner:
         self.graph_module = _runnable(program)
         self.caches: dict[str, Tensor] = {}
         self._values: list[Any] = []
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        # and buffers that a checkpoint holds
+        parameters = dict(model.named_buffers())
+        parameters |= dict(model.named_parameters(remove_duplicate=False))
         generator = torch.Generator().manual_seed(11)
         for node in program.graph.find_nodes(op="placeholder"):
             name = node.target

@@ -17,7 +17,7 @@ class WithConstant(Tiny):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("scale", torch.linspace(0.5, 2, 16))
+        self.register_buffer("scale", torch.linspace(0.5, 2, 16), persistent=False)
 
     def after(self, x, positions):
         return x * self.scale

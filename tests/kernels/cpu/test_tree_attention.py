@@ -63,6 +63,8 @@ class Problem:
     seed: int = 0
     poison_what_is_cut: bool = False  # by the window, for all tokens
     int8: bool = False  # what caches hold
+    sinks: float | None = None  # what the sinks of heads are around
+    softcap: float = 0.0
 
     def check(self) -> None:
         """Call the kernel and the oracle; compare outputs and caches."""
@@ -73,9 +75,14 @@ class Problem:
         expected_caches = [cache.clone() for cache in caches]
         q, k, v, *rest = inputs
         options = {"scale": self.dim**-0.5, "window": self.window, "sink": self.sink}
-        expected = tree_attention_reference(q, k, v, *expected_caches, *rest, table, **options)
+        options["softcap"] = self.softcap
+        sinks = None
+        if self.sinks is not None:
+            sinks = (torch.randn(self.heads) + self.sinks).to(self.dtype)
+        table = (table, sinks)
+        expected = tree_attention_reference(q, k, v, *expected_caches, *rest, *table, **options)
         torch.set_num_threads(self.threads)
-        out = torch.ops.specc_cpu.tree_attention(q, k, v, *caches, *rest, table, **options)
+        out = torch.ops.specc_cpu.tree_attention(q, k, v, *caches, *rest, *table, **options)
         assert out.shape == expected.shape
         assert out.dtype == self.dtype
         for cache, wanted in zip(caches, expected_caches, strict=True):
@@ -211,6 +218,8 @@ def problems(draw) -> Problem:
         unowned=draw(st.sampled_from([0, 0, 3])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         int8=draw(st.booleans()),
+        sinks=draw(st.sampled_from([None, None, 0.0, 60.0, -60.0])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 0.5, 20.0])),
         seed=seed,
     )
 
@@ -232,6 +241,17 @@ def test_threads_share_sequences(threads, dtype, lengths):
     Problem(4, 1, 64, 64, 16, lengths, parents, dtype=dtype, threads=threads).check()
     Problem(4, 2, 64, 48, 16, lengths, parents, dtype=dtype, threads=threads, dead=0.3).check()
     Problem(4, 2, 64, 48, 16, lengths, parents, dtype=dtype, threads=threads, int8=True).check()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("sinks", [0.0, 6.0])
+def test_threads_share_sequences_with_sinks(threads, sinks):
+    """Pieces of a sequence are merged; its sinks count once, whoever has which piece."""
+    for lengths in ((3000,), (0, 2500, 64, 700)):
+        parents = tuple(random_tree(8, seed=b) for b in range(len(lengths)))
+        options = {"threads": threads, "sinks": sinks, "softcap": 5.0}
+        Problem(4, 1, 64, 48, 16, lengths, parents, **options).check()
+        Problem(4, 2, 64, 64, 16, lengths, parents, int8=True, **options).check()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -104,6 +106,18 @@ class TupleOutput(Tiny):
         return logits, logits.sum()
 
 
+class HandsOn(Tiny):
+    """Does not name `use_cache`, and does what its configuration says where nobody passes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = types.SimpleNamespace(use_cache=True)
+
+    def forward(self, input_ids, position_ids, **kwargs):
+        logits = super().forward(input_ids, position_ids)
+        return logits * (2.0 if kwargs.get("use_cache", self.config.use_cache) else 1.0)
+
+
 class UseCache(Tiny):
     def forward(self, input_ids, position_ids, use_cache=True):
         logits = super().forward(input_ids, position_ids)
@@ -116,8 +130,9 @@ def test_other_signatures_same_numbers(kind):
     assert_same_numbers(trace(module, "target"), module)
 
 
-def test_use_cache_is_off():
-    module = UseCache().eval()
+@pytest.mark.parametrize("kind", [UseCache, HandsOn])
+def test_use_cache_is_off(kind):
+    module = kind().eval()
     program, tokens = trace(module, "target"), random_tokens()
     with torch.no_grad():
         want = module(tokens[None], torch.arange(len(tokens))[None], use_cache=False)
@@ -194,11 +209,11 @@ def test_untraceable_models_are_refused_by_name(kind):
 
 
 class Unset(Tiny):
-    """A buffer that nothing fills where the model has no values."""
+    """A buffer that nothing fills where the model has no values, and no checkpoint either."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("table", torch.ones(16))
+        self.register_buffer("table", torch.ones(16), persistent=False)
 
     def after(self, x, positions):
         return x * self.table
@@ -210,3 +225,58 @@ def test_buffer_without_value_is_refused():
     with pytest.raises(UnsupportedGraphError) as caught:
         trace(model, "target")
     assert "table has no value on the meta device" in caught.value.found
+
+
+class Stored(Tiny):
+    """A buffer that checkpoints hold, as those of routers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("correction", torch.ones(16))
+
+    def after(self, x, positions):
+        return x * self.correction
+
+    def _init_weights(self, module):
+        if module is self:
+            module.correction.zero_()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_buffer_of_the_checkpoint_is_a_weight(device):
+    with torch.device(device):
+        model = Stored()
+    program = trace(model, "target")
+    assert ("correction",) in {weight.parameters for weight in program.weights.values()}
+    assert not program.constants
+
+
+class NeighboringPlaces(Tiny):
+    """Takes places by lists, which torch makes tensors of, on the device of the model."""
+
+    def after(self, x, positions):
+        parts = x.view(1, -1, 4, 4)
+        taken = parts[:, :, [-1]] + parts[..., [-2], :] + parts[..., [0]]
+        return x + (taken * parts[:, :, [1, 2]].sum(2, keepdim=True)).flatten(2)
+
+
+def test_neighboring_places_are_slices():
+    with torch.device("meta"):
+        on_meta = NeighboringPlaces()
+    model = NeighboringPlaces().eval()
+    assert not trace(on_meta, "target").constants
+    assert_same_numbers(trace(model, "target"), model)
+
+
+class ScatteredPlaces(Tiny):
+    def after(self, x, positions):
+        return x + x[..., [3, 1] * 8]
+
+
+def test_places_without_values_are_refused():
+    with torch.device("meta"):
+        model = ScatteredPlaces()
+    with pytest.raises(UnsupportedGraphError, match="has no values"):
+        trace(model, "target")
+    given = ScatteredPlaces().eval()
+    assert_same_numbers(trace(given, "target"), given)

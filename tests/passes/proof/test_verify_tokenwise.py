@@ -80,6 +80,14 @@ def rows_by_position(self, x, positions):
     return x + x[:, positions[0]]
 
 
+def rows_by_constant(self, x, positions):
+    return x + x[:, torch.tensor([0])]
+
+
+def columns_by_position(self, x, positions):
+    return x + x[..., positions[0] % 16].amax(-1, keepdim=True)
+
+
 def gathered_rows(self, x, positions):
     return x + x.gather(1, positions[..., None].expand(-1, -1, 16))
 
@@ -124,7 +132,8 @@ MIXING = [
     shift_by_padding, scaled_by_length, entry_of_a_table_by_length, counted_from_the_length,
     table_up_to_the_length, places, running_places, distance_to_place, rows_read_as_columns,
     copies_read_across, neighbors, linear_attention, linear_attention_by_einsum, outer_product,
-    rows_by_position, gathered_rows, scattered_rows, first_token, every_other, sorted_rows,
+    rows_by_position, rows_by_constant, columns_by_position, gathered_rows, scattered_rows,
+    first_token, every_other, sorted_rows,
     ranks, count_of_zeros, norm_of_all, batch_norm, noise,
 ]  # fmt: skip
 
@@ -193,13 +202,28 @@ def norms(self, x, positions):
     ).flatten(2)
 
 
+def constant_places(self, x, positions):
+    x = torch.concat([x[..., torch.tensor([-1, 3, 5] * 5)], x[..., [2]]], -1)
+    return x + x.view(1, -1, 4, 4)[:, :, torch.tensor([3, 0, 2, 1])].flatten(2)
+
+
 def whole_slices(self, x, positions):
     return x[:, 0:][:, : x.shape[1]] + torch.zeros_like(x)
 
 
 @pytest.mark.parametrize(
     "function",
-    [reductions, shapes, parts, own_products, tables, choices, norms, whole_slices],
+    [
+        reductions,
+        shapes,
+        parts,
+        own_products,
+        tables,
+        choices,
+        norms,
+        whole_slices,
+        constant_places,
+    ],
     ids=lambda function: function.__name__,
 )
 def test_work_within_a_token_is_accepted(function):

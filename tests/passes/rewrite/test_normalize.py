@@ -249,3 +249,57 @@ def test_other_updates_are_refused(kind, operator):
     with pytest.raises(SpeccError, match="updates its input in place") as caught:
         compiled(kind())
     assert operator in caught.value.found
+
+
+class Filled(Tiny):
+    """Two slices of an empty tensor, the last one first."""
+
+    def after(self, x, positions):
+        y = x.new_empty(*x.shape[:-1], 20)
+        y[..., 16:].copy_(x[..., :4])
+        y[..., :16].copy_(x * 2)
+        return x + y[..., 4:]
+
+
+def test_what_is_filled_by_slices_is_joined():
+    model, program, _ = run(Filled)
+    assert not program.calls(aten.copy_.default, aten.new_empty.default)
+    assert_same_numbers(program, model)
+
+
+class FilledInPart(Filled):
+    def after(self, x, positions):
+        y = torch.zeros_like(x).new_empty(x.shape)
+        y[..., :8].copy_(x[..., 8:])
+        return x + y[..., :8].repeat(1, 1, 2)
+
+
+class FilledTwice(Filled):
+    def after(self, x, positions):
+        y = x.new_empty(x.shape)
+        y[..., :9].copy_(x[..., :9])
+        y[..., 8:].copy_(x[..., :8])
+        return x + y
+
+
+class ReadEarly(Filled):
+    def after(self, x, positions):
+        y = x.new_empty(x.shape)
+        y[..., :8].copy_(x[..., 8:])
+        z = y * 2
+        y[..., 8:].copy_(x[..., :8])
+        return x + y + z
+
+
+class Repeated(Filled):
+    def after(self, x, positions):
+        y = x.new_empty(x.shape)
+        y[..., :8].copy_(x[..., 8:])
+        y[..., 8:].copy_(x[..., :1])
+        return x + y
+
+
+@pytest.mark.parametrize("kind", [FilledInPart, FilledTwice, ReadEarly, Repeated])
+def test_what_is_filled_otherwise_is_refused(kind):
+    with pytest.raises(UnsupportedGraphError, match="updates its input in place"):
+        compiled(kind())

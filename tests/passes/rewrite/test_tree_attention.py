@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specc.artifact.backends import facts_of
 from specc.errors import UnsupportedAttentionError, UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.rewrite.classify_masks import ClassifyMasks
 from specc.passes.rewrite.normalize import Normalize
+from specc.passes.rewrite.require_attention import RequireAttention
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.rewrite.tree_attention import RewriteTreeAttention
 from tests.passes.modules import (
@@ -201,18 +203,48 @@ class WideValues(NotGrouped):
         return self.split(self.q(x)), self.split(self.k(x)), v
 
 
+def test_values_of_another_width():
+    model, program, _ = run(WideValues)
+    (layer,) = program.layers
+    assert (layer.head_dim, layer.columns_of_values) == (4, 8)
+    widths = [program.placeholder(name).meta["val"].shape[3] for name in program.caches]
+    assert widths == [4, 8]
+    assert_same_numbers_flat(program, model)
+
+
+class SinksAndCap(NativeGrouped):
+    """As the registered function writes it, see passes/frontend/attention_function.py."""
+
+    def __init__(self):
+        super().__init__()
+        self.sinks = nn.Parameter(torch.tensor([1.0, -2.0, 9.0, 0.0]))
+
+    def attend(self, q, k, v, positions):
+        mask = positions[:, None, :] <= positions[:, :, None]
+        return ops.dense_attention(q, k, v, mask[:, None], self.sinks, scale=0.3, softcap=0.7)
+
+
+def test_sinks_and_softcap_are_handed_on():
+    model, program, _ = run(SinksAndCap)
+    (layer,) = program.layers
+    assert (layer.has_sinks, layer.softcap, layer.num_kv_heads) == (True, 0.7, 2)
+    assert_same_numbers_flat(program, model)
+
+
+@pytest.mark.parametrize("name", ["cuda", "onnx", "tensorrt"])
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (NoPositions, "does not read position_ids"),
-        (PositionsInMaskOnly, "does not read position_ids"),
-        (WideValues, "key heads of 4 and value heads of 8"),
-    ],
+    ("kind", "found"),
+    [(SinksAndCap, "attention sinks"), (WideValues, "keys of 4 columns and values of 8")],
 )
-def test_refused_with_reason(kind, reason):
+def test_backends_without_them_refuse(kind, found, name):
+    _, program, _ = run(kind)
     with pytest.raises(UnsupportedAttentionError) as caught:
-        run(kind)
-    assert reason in caught.value.found
+        RequireAttention(facts_of(name)).run(program)
+    assert found in caught.value.found
+    assert f"backend {name}" in caught.value.found
+    assert "--backend cpu" in caught.value.do
+    for able in ("cpu", "eager"):
+        RequireAttention(facts_of(able)).run(program)
 
 
 class ThreeDimensions(Tiny):
@@ -268,6 +300,11 @@ def test_operands_of_other_shapes_are_refused(kind, reason):
     assert reason in caught.value.found
 
 
+def test_a_model_without_positions_has_the_order_of_its_slots():
+    model, program, _ = run(NoPositions)
+    assert_same_numbers_flat(program, model)
+
+
 class PlacesInThePass(Tiny):
     """Reads position_ids, and counts tokens besides."""
 
@@ -275,6 +312,7 @@ class PlacesInThePass(Tiny):
         return super().embed(ids, positions) + self.place(torch.arange(ids.shape[1]))
 
 
-def test_places_in_the_pass_are_refused_beside_positions():
+@pytest.mark.parametrize("kind", [PlacesInThePass, PositionsInMaskOnly])
+def test_places_in_the_pass_are_refused(kind):
     with pytest.raises(UnsupportedGraphError, match="places of tokens in the pass"):
-        compiled(PlacesInThePass())
+        compiled(kind())

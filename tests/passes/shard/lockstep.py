@@ -177,8 +177,10 @@ def make_caches(program: Program) -> list[tuple[Tensor, Tensor]]:
     """Of a program's own heads; rows that nobody has written are no zeros."""
     made = []
     for layer in program.layers:
-        shape = (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
-        made.append((torch.full(shape, 30.0), torch.full(shape, 30.0)))
+        shape = (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads)
+        widths = layer.head_dim, layer.columns_of_values
+        keys, values = (torch.full((*shape, width), 30.0) for width in widths)
+        made.append((keys, values))
     return made
 
 

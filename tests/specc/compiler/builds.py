@@ -36,7 +36,7 @@ class Custom(nn.Module):
         self.tokens, self.places = nn.Embedding(vocab, 32), nn.Embedding(64, 32)
         self.qkv = nn.Linear(32, 8 * dim)
         self.out, self.head = nn.Linear(4 * dim, 32), nn.Linear(32, vocab, bias=False)
-        self.register_buffer("gain", torch.linspace(0.5, 3, 32))
+        self.register_buffer("gain", torch.linspace(0.5, 3, 32), persistent=False)
         self.head.weight.data *= 4
 
     def forward(self, input_ids, position_ids):

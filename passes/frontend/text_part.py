@@ -1,0 +1,107 @@
+"""The language model inside a model that also takes images: its configuration and its tensors.
+
+Such a checkpoint names a wrapper (`Gemma3ForConditionalGeneration`), whose `text_config` is that of
+a causal language model, and whose tensors of text have a prefix. Only text goes through what is
+compiled of it, and the user is told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, TensorReader
+from specc.artifact.tensor_part import TensorPart
+
+_SUFFIX = "ForConditionalGeneration"
+# of newer checkpoints, then of older ones; what has none of them is not read, but for the head
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("lm_head.", "lm_head."),
+)
+
+
+def text_config(config: Any, architecture: str) -> Any | None:
+    """Configuration of the language model in a wrapper; None where this is no such wrapper.
+
+    Args:
+        config: of transformers, of the whole model.
+        architecture: class that config.json names, or "".
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    own: Any = getattr(config, "text_config", None)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(own, "model_type", ""), "")
+    if not architecture.endswith(_SUFFIX) or not kind.endswith("ForCausalLM"):
+        return None
+    # the wrapper has the head, and says whether that is the embedding
+    tied = getattr(config, "tie_word_embeddings", None)
+    if isinstance(tied, bool):
+        own.tie_word_embeddings = tied
+    return own
+
+
+def is_wrapper(architectures: Any) -> bool:
+    """Whether config.json names a wrapper first."""
+    names = architectures if isinstance(architectures, list) else []
+    return bool(names) and isinstance(names[0], str) and names[0].endswith(_SUFFIX)
+
+
+class TextReader:
+    """The tensors of the language model, under the names that it has alone.
+
+    Args:
+        reader: of the whole checkpoint.
+    """
+
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader = reader
+        self._names: dict[str, str] = {}
+        for name in reader.keys():  # noqa: SIM118 - a reader is no mapping
+            for prefix, own in _PREFIXES:
+                if name.startswith(prefix):
+                    self._names.setdefault(own + name.removeprefix(prefix), name)
+                    break
+
+    @property
+    def num_others(self) -> int:
+        """Tensors of the checkpoint that are not the language model's."""
+        return len(list(self._reader.keys())) - len(self._names)
+
+    def keys(self) -> Iterable[str]:
+        return self._names.keys()
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._reader.dtype(self._name(key))
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._reader.shape(self._name(key))
+
+    def location(self, key: str | None = None) -> str:
+        return self._reader.location(None if key is None else self._name(key))
+
+    def read_chunks(
+        self,
+        key: str,
+        chunk_bytes: int = CHUNK_BYTES,
+        rows: tuple[int, int] | None = None,
+        transpose: bool = False,
+    ) -> Iterator[Buffer]:
+        return self._reader.read_chunks(self._name(key), chunk_bytes, rows, transpose)
+
+    def read_part(
+        self,
+        key: str,
+        part: TensorPart,
+        transpose: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Iterator[Buffer]:
+        return self._reader.read_part(self._name(key), part, transpose, chunk_bytes)
+
+    def _name(self, key: str) -> str:
+        # of a tensor that is not there, the whole reader says so
+        return self._names.get(key, key)

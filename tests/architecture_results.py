@@ -1,0 +1,141 @@
+"""Which architectures equal `transformers.generate` on which backends: run, kept, and drawn.
+
+    python -m tests.architecture_results --run --backend eager      all of them, kept as they pass
+    python -m tests.architecture_results --run --backend cpu gemma2 gpt_oss
+    python -m tests.architecture_results                            docs/architectures.md anew
+
+A run compares 32 tokens of five prompts of unequal lengths in one batch, and of one alone, with
+off, a chain of 4 and tree 2,2,1, in float32, and adds what came of it to the file of results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from specc.artifact.backends import backend_names, facts_of
+from tests import models, more_models
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results" / "architectures.json"
+PAGE = ROOT / "docs" / "architectures.md"
+NAMES = (*models.ARCHITECTURES, *more_models.CONFIGS)
+NUM_TOKENS = 32
+_HEAD = """# Architectures and backends
+
+Written by `python -m tests.architecture_results` from `docs/results/architectures.json`, which the
+same command with `--run` adds to. A number is how many tokens of a tiny random model were compared
+with `transformers.generate`, token for token, all equal: with off, a chain of 4 and tree 2,2,1,
+five prompts in one batch and one alone, float32. `refused` is said when such a model is compiled,
+before anything slow; an empty field was not run by this command (`tests/runtime/test_lossless.py`,
+`tests/runtime/backends/`: what the first twelve do on which backend). Weights in int8 and int4
+(`--quantize`) are compared with off only: [quantized weights](quantization.md).
+
+"""
+
+
+def read_results() -> list[dict[str, Any]]:
+    """Rows of the file, in the order of the table."""
+    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return rows
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """`docs/architectures.md`."""
+    backends = backend_names()
+    lines = ["| model type | attention | " + " | ".join(backends) + " |"]
+    lines.append("|---" * (2 + len(backends)) + "|")
+    for name in NAMES:
+        own = {row["backend"]: row for row in rows if row["name"] == name}
+        if not own:
+            continue
+        first = next(iter(own.values()))
+        cells = [_cell(backend, own.get(backend), first["extras"]) for backend in backends]
+        lines.append(f"| {name} | {first['attention']} | " + " | ".join(cells) + " |")
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _cell(backend: str, row: dict[str, Any] | None, extras: list[str]) -> str:
+    if any(extra not in facts_of(backend).attention_extras for extra in extras):
+        return "refused"
+    if row is None:
+        return ""
+    ties = f", {row['forgiven_ties']} near ties" if row["forgiven_ties"] else ""
+    return f"{row['num_compared']}{ties}"
+
+
+def run(zoo: Any, name: str, backend: str) -> dict[str, Any]:
+    """Compare one architecture; raises AssertionError where a token differs."""
+    from tests.lossless import PLANS, run_case
+
+    engine = zoo.engine(name, prefill_chunk=7, backend=backend)
+    prompts = models.prompts()
+    compared = ties = 0
+    for number, plan in enumerate((PLANS[0], PLANS[2], PLANS[3])):
+        for batch in (prompts, [prompts[number + 1]]):
+            outcome = run_case(zoo, name, engine, plan.name, batch, NUM_TOKENS)
+            compared += outcome.num_compared
+            ties += len(outcome.ties)
+    layers = engine.manifest.models[0].layers
+    windows = sorted({layer.window for layer in layers})
+    program = json.loads((engine.directory / "target" / "program.json").read_text("utf-8"))
+    extras = _extras(program["graph"])
+    if any(layer.value_dim for layer in layers):
+        extras.append("value width")
+    kinds = ["window" if window else "causal" for window in windows]
+    said = [*dict.fromkeys(kinds), *extras]
+    return {
+        "name": name,
+        "backend": backend,
+        "attention": ", ".join(said),
+        "extras": extras,
+        "num_compared": compared,
+        "forgiven_ties": ties,
+        "transformers": version("transformers"),
+        "torch": version("torch"),
+    }
+
+
+def _extras(graph: Any) -> list[str]:
+    """What the attention of a stored graph computes besides masked products."""
+    from specc.artifact.graph_io import graph_from_json
+    from specc.kernels import ops
+    from specc.passes.program import bind_args
+
+    nodes = graph_from_json(graph).graph.find_nodes(op="call_function", target=ops.tree_attention)
+    bound = [bind_args(node) for node in nodes]
+    found = {
+        "sinks": any(arguments["sink_logits"] is not None for arguments in bound),
+        "softcap": any(arguments["softcap"] for arguments in bound),
+    }
+    return [name for name, is_there in found.items() if is_there]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=[])
+    parser.add_argument("--run", action="store_true")
+    parser.add_argument("--backend", default="eager")
+    options = parser.parse_args()
+    if options.run:
+        from tests.lossless import Zoo
+
+        with tempfile.TemporaryDirectory() as folder:
+            zoo = Zoo(Path(folder))
+            for name in options.names or NAMES:
+                row = run(zoo, name, options.backend)
+                rows = read_results() if RESULTS.exists() else []
+                key = (name, options.backend)
+                rows = [r for r in rows if (r["name"], r["backend"]) != key] + [row]
+                rows.sort(key=lambda r: (NAMES.index(r["name"]), r["backend"]))
+                RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                print(name, row["num_compared"], row["attention"], flush=True)
+    PAGE.write_text(page(read_results()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The language model inside of models that take images equals them, where they get text alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specc.compiler import build as compiler
+from specc.config import CompileConfig
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import SpecPlan
+from tests import models, more_models
+
+NUM_TOKENS = 24
+PLANS = (SpecPlan.from_widths(()), SpecPlan.from_widths((2, 2, 1)))
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def wrapper(kind: str) -> Any:
+    """A tiny model that takes images, every parameter drawn anew."""
+    import transformers
+
+    name = {"Gemma3": "gemma3", "Mistral3": "mistral"}[kind]
+    text = models.tiny_config(name)
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text.to_dict(),
+        vision_config=_VISION | ({} if kind == "Gemma3" else {"model_type": "pixtral"}),
+        tie_word_embeddings=False,
+        **({"mm_tokens_per_image": 4} if kind == "Gemma3" else {}),
+    )
+    made = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for key, parameter in made.named_parameters():
+            spread, center = more_models.spread(name, key, parameter)
+            center = 0.0 if kind == "Gemma3" and parameter.ndim == 1 else center
+            parameter.copy_(center + spread * torch.randn(parameter.shape, generator=generator))
+    return made.eval()
+
+
+def older_names(path: Path) -> None:
+    """Rename the tensors of a checkpoint as checkpoints had them before transformers 4.52."""
+    file = path / "model.safetensors"
+    renamed = {}
+    for key, value in load_file(file).items():
+        if key.startswith("model.language_model."):
+            key = "language_model.model." + key.removeprefix("model.language_model.")
+        elif key.startswith("lm_head."):
+            key = f"language_model.{key}"
+        renamed[key] = value
+    save_file(renamed, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_older"),
+    [
+        ("Gemma3", False),
+        pytest.param("Gemma3", True, marks=pytest.mark.slow),
+        pytest.param("Mistral3", False, marks=pytest.mark.slow),
+    ],
+)
+def test_text_equals_that_of_the_whole_model(kind: str, is_older: bool, tmp_path: Path) -> None:
+    model = wrapper(kind)
+    path = tmp_path / "model"
+    model.save_pretrained(path)
+    models.byte_tokenizer().save(str(path / "tokenizer.json"))
+    keys = set(load_file(path / "model.safetensors"))
+    if is_older:
+        older_names(path)
+    elif not any(key.startswith("model.language_model.") for key in keys):
+        assert any(key.startswith("language_model.model.") for key in keys)
+    config = CompileConfig(
+        plans=PLANS, max_seq_len=128, max_batch_size=5, block_size=16, backend="eager", probe=False
+    )
+    made = compiler.build(path, [path], tmp_path / "engine", config)
+    said = [text for text in made.warnings if "images and sound are not taken" in text]
+    assert len(said) == 2  # of target and draft
+    assert json.loads((path / "config.json").read_text())["architectures"][0].startswith(kind)
+    prompts = models.prompts()
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    engine = Engine.load(tmp_path / "engine")
+    for plan in PLANS:
+        outputs = LLM(engine, plan=plan.name).generate([list(p) for p in prompts], params)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            ids = torch.tensor([prompt])
+            with torch.no_grad():
+                wanted = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=NUM_TOKENS,
+                    do_sample=False,
+                    eos_token_id=None,
+                )
+            assert output.outputs[0].token_ids == wanted[0, len(prompt) :].tolist()
+            assert len(set(output.outputs[0].token_ids)) > 4
