@@ -117,6 +117,7 @@ class Program:
             is not `constant_key`: of programs that read the file of another one.
         ends_hidden: it is a part of a model, whose output is a value [..., tokens, ...] that the
             next part takes as `hidden`.
+        integers: parameter → layout that holds the integers which its checkpoint has of it.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Program:
     shard: ShardPlan | None = None
     constant_keys: dict[str, str] = field(default_factory=dict)
     ends_hidden: bool = False
+    integers: dict[str, QuantizedLayout] = field(default_factory=dict)
 
     def copy(self, name: str) -> Program:
         """Another program of the same graph, which passes may change without changing this one."""
@@ -146,6 +148,7 @@ class Program:
             list(self.layers),
             dict(self.windows),
             self.runtime_inputs,
+            integers=dict(self.integers),
         )
 
     @property

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
-from specc.artifact.weights import MemoryReader, Source, WeightSpec
+from specc.artifact.decoders.checkpoint_format import open_checkpoint, without_quantization
+from specc.artifact.decoders.decoded_reader import DecodedReader
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.safetensors_io import TensorReader
+from specc.artifact.weights import MemoryReader, Source, WeightSpec, kept_layout
 from specc.errors import ConfigError, WeightError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
@@ -64,6 +67,7 @@ class ModelSource:
         model: str | Path | nn.Module,
         dtype: torch.dtype,
         rope_length: int | None = None,
+        is_weight_only: bool = False,
     ) -> ModelSource:
         """Open a directory without reading a weight, or take a module as it is.
 
@@ -72,9 +76,10 @@ class ModelSource:
             model: directory, hub id or module.
             dtype: of the weights.
             rope_length: see `rotary.constant_length`.
+            is_weight_only: see `open_checkpoint`.
         Raises:
             ModelNotFoundError, NotCausalLMError, UnsupportedRotaryError: see hf_model.
-            WeightError: the checkpoint is malformed.
+            WeightError: the checkpoint is malformed, or quantized in a way that is not read.
             ConfigError: a module in another dtype.
         """
         if isinstance(model, nn.Module):
@@ -88,7 +93,8 @@ class ModelSource:
         directory = hf_model.resolve_directory(model)
         config = hf_model.load_config(directory)
         # before minutes of tracing: headers say whether the checkpoint can be read
-        reader = SafetensorsReader(directory)
+        reader = open_checkpoint(directory, config, is_weight_only)
+        config = without_quantization(config)
         check_layers(config, len(list(reader.keys())), str(model))
         module = hf_model.build_on_meta(config, dtype)
         _check_embedding(module, reader, str(model))
@@ -129,6 +135,46 @@ class ModelSource:
             stated = None
         known = [limit for limit in (stated, self.position_rows) if limit is not None]
         return min(known, default=None)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its checkpoint holds quantized weights."""
+        return isinstance(self.reader, DecodedReader)
+
+    @property
+    def scheme(self) -> str | None:
+        """How its checkpoint is quantized, for people; None where it is not."""
+        return self.reader.scheme if isinstance(self.reader, DecodedReader) else None
+
+    def decoded_names(self, program: Program) -> list[str]:
+        """Parameters of a program whose integers the checkpoint has and the engine has not."""
+        if not isinstance(self.reader, DecodedReader):
+            return []
+        module: Any = self.module
+        checkpoint, reader = CheckpointMap(module, self.reader), self.reader
+        plain = (w.parameters for w in program.weights.values() if w.quantized is None)
+        names = dict.fromkeys(name for parameters in plain for name in parameters)
+        return [
+            name
+            for name in names
+            if any(reader.decoded(source.name) for source in checkpoint.sources(name))
+        ]
+
+    def integers(self, program: Program) -> dict[str, QuantizedLayout]:
+        """Parameters of a program of which the checkpoint has integers → what holds those.
+
+        Raises:
+            WeightError: a parameter has no tensor in the checkpoint.
+        """
+        if not self.is_quantized:
+            return {}
+        module: Any = self.module
+        checkpoint, found = CheckpointMap(module, self.reader), {}
+        for name in (name for weight in program.weights.values() for name in weight.parameters):
+            layout = kept_layout(checkpoint.sources(name), self.reader)
+            if layout is not None:
+                found[name] = layout
+        return found
 
     def weight_specs(self, program: Program) -> list[WeightSpec]:
         """What to write for each weight and constant of a program, whole where it is cut.

@@ -40,6 +40,7 @@ from specc.compiler.engine_plans import (
     tile_plans,
 )
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
+from specc.compiler.quantized_models import describe_quantization, told_of_quantized
 from specc.compiler.self_drafts import self_draft_programs, write_self_drafts
 from specc.compiler.stages import cut_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
@@ -130,7 +131,8 @@ def build(
             windowed = {item.entry.name for item in engine.self_drafts if item.entry.is_windowed}
             steps = write_steps(writer, engine.plans, slabs, *sizes, is_cut, windowed)
         # before minutes of compiling: what is wrong with a checkpoint is found here
-        warnings = [*checked.warnings, *told, *write_engine_weights(engine)]
+        warnings = [*checked.warnings, *told, *told_of_quantized(engine.models)]
+        warnings += write_engine_weights(engine)
         emitted = backend.emit(engine)
         records += emitted.records
         warnings += emitted.warnings
@@ -158,7 +160,9 @@ def _compile(
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
-    lowering = (*quantize_phases(config.quantization), *backend.phases(limits.max_seq_len))
+    keeps_integers = any(source.is_quantized for source in sources)
+    quantize = quantize_phases(config.quantization, keeps_integers)
+    lowering = (*quantize, *backend.phases(limits.max_seq_len))
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
         sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks, config.kv_cache_dtype
@@ -170,7 +174,7 @@ def _compile(
     drafts, told = self_draft_programs(models[0], *sizes)
     records += told
     for model in models:
-        model.entry = dataclasses.replace(model.entry, quantization=config.quantization)
+        model.entry = describe_quantization(model, config.quantization)
     # the graphs may hold fewer positions
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     typed = [(model.program, model.source.dtype) for model in models]

@@ -22,15 +22,17 @@ aten = torch.ops.aten
 HEAD = QuantizedLayout(8)
 
 
-def quantize_phases(name: str | None) -> Phases:
+def quantize_phases(name: str | None, keeps_integers: bool = False) -> Phases:
     """What the pipeline does before the backend's own phases.
 
     Args:
         name: of the layout of weights; None leaves them in the engine's dtype.
+        keeps_integers: a model has integers in its checkpoint, see `Program.integers`.
     """
-    if name is None:
+    if name is None and not keeps_integers:
         return ()
-    return (("quantize", (partial(QuantizeLinear, QuantizedLayout.named(name)),)),)
+    layout = None if name is None else QuantizedLayout.named(name)
+    return (("quantize", (partial(QuantizeLinear, layout),)),)
 
 
 class QuantizeLinear(Pass):
@@ -40,9 +42,14 @@ class QuantizeLinear(Pass):
     head is tied to, reads it as before, and an input that nobody reads any more is dropped. The
     last projection, the head, has 8 bits whatever the others have. Projections of fewer than 32
     outputs, such as the routers of small mixtures, and grouped products keep their weights.
+
+    A weight of which the checkpoint has integers keeps those, the head's, too.
+
+    Args:
+        layout: of the others; None leaves them as they are.
     """
 
-    def __init__(self, layout: QuantizedLayout) -> None:
+    def __init__(self, layout: QuantizedLayout | None) -> None:
         self._layout = layout
 
     def run(self, program: Program) -> PassResult:
@@ -60,7 +67,12 @@ class QuantizeLinear(Pass):
             if reason is not None:
                 result.decline(node.name, reason)
                 continue
-            layout = HEAD if node is calls[-1] else self._layout
+            layout = _kept(program, weight)
+            if layout is None and self._layout is not None:
+                layout = HEAD if node is calls[-1] else self._layout
+            if layout is None:
+                result.decline(node.name, "the checkpoint has no integers of its weight")
+                continue
             quantized = dataclasses.replace(weight, quantized=layout)
             if quantized not in made:
                 made[quantized] = _add_input(program, weight_node, quantized)
@@ -71,6 +83,12 @@ class QuantizeLinear(Pass):
                 del program.weights[weight_node.target]
             result.rewrites += 1
         return result
+
+
+def _kept(program: Program, weight: Weight) -> QuantizedLayout | None:
+    """The layout of the checkpoint's integers; None where not all of its parts have the same."""
+    layouts = {program.integers.get(name) for name in weight.parameters}
+    return layouts.pop() if len(layouts) == 1 else None
 
 
 def _add_input(program: Program, beside: fx.Node, weight: Weight) -> fx.Node:
