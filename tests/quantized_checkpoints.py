@@ -190,6 +190,11 @@ class Written:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
+def is_projection(name: str) -> bool:
+    """Whether a weight of a layer, and not the head, has this name."""
+    return "_proj." in name
+
+
 Writer = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
 
 
@@ -198,7 +203,7 @@ def write_checkpoint(
     root: Path,
     config: Mapping[str, Any],
     writer: Writer,
-    is_quantized: Callable[[str], bool] = lambda name: "_proj." in name,
+    is_quantized: Callable[[str], bool] = is_projection,
 ) -> Written:
     """Write a model's checkpoint with its projections quantized.
 
@@ -302,6 +307,56 @@ def float8_blocks(size: int) -> Format:
     def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         return write_float8(name, weight, (size, size), "weight_scale_inv", torch.float32)
 
+    return Format(config, write)
+
+
+def write_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 [N, K / 2], exponents uint8 [N, K / 32], and the weight that they are."""
+    table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    outputs, columns = weight.shape
+    codes = torch.zeros(outputs, columns // 2, dtype=torch.uint8)
+    exponents = torch.zeros(outputs, columns // 32, dtype=torch.uint8)
+    exact = torch.zeros(outputs, columns)
+    for n in range(outputs):
+        for g in range(columns // 32):
+            largest = float(weight[n, 32 * g : 32 * g + 32].abs().max())
+            power = int(np.floor(np.log2(largest))) - 2 if largest else -127
+            exponents[n, g] = power + 127
+            for k in range(32 * g, 32 * g + 32):
+                value = abs(float(weight[n, k])) / 2.0**power
+                code = int(np.argmin([abs(value - own) for own in table]))
+                exact[n, k] = table[code] * 2.0**power
+                if weight[n, k] < 0:
+                    exact[n, k] = -exact[n, k]
+                    code += 8
+                codes[n, k // 2] |= code if k % 2 == 0 else code << 4
+    return codes, exponents, exact
+
+
+def packed_mxfp4() -> Format:
+    """compressed-tensors, mxfp4-pack-quantized."""
+    options = {
+        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
+    }  # fmt: skip
+
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        codes, exponents, exact = write_mxfp4(weight)
+        return {f"{name}.weight_packed": codes, f"{name}.weight_scale": exponents}, exact
+
+    return Format(compressed_config("mxfp4-pack-quantized", options), write)
+
+
+def whole(strategy: str = "channel") -> Format:
+    """compressed-tensors, int-quantized: what W8A8 checkpoints hold."""
+    options = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy}
+
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        item = round_weight(weight, 8, weight.shape[1], torch.bfloat16)
+        return write_whole(name, item), item.weight
+
+    config = compressed_config("int-quantized", options)
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    config["config_groups"]["group_0"]["input_activations"] = activations
     return Format(config, write)
 
 

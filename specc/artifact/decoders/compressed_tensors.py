@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: `pack-quantized`, `int-quantized` and `float-quantized`.
+"""Checkpoints of compressed-tensors: `pack-quantized`, `int-quantized`, `float-quantized`, mxfp4.
 
 A weight [N, K] of b bits is `weight_packed`, int32 [N, K · b / 32] along K, the lowest bits first,
 of q + 2^(b-1); `weight_scale` [N, G]; `weight_shape`, which says N and K; and, where it is not
@@ -25,6 +25,7 @@ from specc.artifact.decoders.decoded_weight import (
     check_group,
 )
 from specc.artifact.decoders.float8 import decode_float8
+from specc.artifact.decoders.mxfp4 import GROUP, MXFP4Weight
 from specc.artifact.decoders.refusals import check_activations, unknown_scheme
 from specc.artifact.decoders.stored_tensors import (
     num_words,
@@ -39,7 +40,8 @@ from specc.errors import WeightError
 
 METHOD = "compressed-tensors"
 PACKED, WHOLE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
-_FORMATS = (PACKED, WHOLE, FLOAT, "naive-quantized")
+MXFP4 = "mxfp4-pack-quantized"
+_FORMATS = (PACKED, WHOLE, FLOAT, MXFP4, "naive-quantized")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _STRATEGIES = {PACKED: ("channel", "group"), WHOLE: ("tensor", "channel", "group")}
 
@@ -110,11 +112,9 @@ def decode(
             raise unknown_scheme(
                 f"{METHOD}, {group.format}, and {key} of {reader.dtype(key)}", where
             )
-        if is_float8:
-            found[key] = _decode_float8(reader, module, group)
-        else:
-            weight = _decode_integers(reader, module, group)
-            found[weight.name] = weight
+        decoder = {FLOAT: _decode_float8, MXFP4: _decode_mxfp4}.get(group.format, _decode_integers)
+        weight = decoder(reader, module, group)
+        found[weight.name] = weight
     return found
 
 
@@ -234,6 +234,19 @@ def _decode_float8(reader: TensorReader, module: str, group: _Group) -> DecodedW
         raise unknown_scheme(scheme, where)
     names = (f"{module}.weight", f"{module}.weight_scale")
     return decode_float8(reader, *names, scheme, blocks, strategy == "channel")
+
+
+def _decode_mxfp4(reader: TensorReader, module: str, group: _Group) -> DecodedWeight:
+    options, scheme, where = group.weights, f"{METHOD}, {MXFP4}", reader.location()
+    kind = options.get("num_bits"), options.get("type"), options.get("group_size")
+    if kind != (4, "float", GROUP):
+        raise unknown_scheme(f"{scheme}, {kind[0]} bits, {kind[1]}, groups of {kind[2]}", where)
+    names = (f"{module}.weight_packed", f"{module}.weight_scale")
+    shape = reader.shape(names[0])
+    fits = len(shape) == 2 and shape[1] % (GROUP // 2) == 0
+    require(reader, names[0], [shape] if fits else [(0, 0)], (torch.uint8,), scheme)
+    require(reader, names[1], [(shape[0], shape[1] * 2 // GROUP)], (torch.uint8,), scheme)
+    return MXFP4Weight(f"{module}.weight", (shape[0], shape[1] * 2), names, scheme)
 
 
 def _is_by_row(reader: TensorReader, scale: str) -> bool:

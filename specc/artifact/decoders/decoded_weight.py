@@ -15,10 +15,10 @@ from specc.errors import WeightError
 
 @dataclass(frozen=True)
 class Integers:
-    """Rows of a weight (u - z) · s.
+    """Rows of a weight (u - z) · s, or v · s of numbers v of 8 or 4 bits.
 
     Args:
-        levels: [n, K] uint8, the integers u.
+        levels: [n, K] uint8, the integers u, or the bits of v.
         scales: [n, G] float32, one for each row and group of columns.
         zeros: [n, G] int16, the zero points z; None is the middle of the range, 8 or 128.
     """
@@ -99,7 +99,7 @@ class GroupedWeight(DecodedWeight):
         if layout.group in (0, self.group):
             return part
         # groups of the engine are whole parts of the checkpoint's
-        owners = torch.arange(layout.num_groups(self.shape[1])) * layout.group // self.group
+        owners = group_owners(layout, self.group, self.shape[1])
         zeros = None if part.zeros is None else part.zeros[:, owners]
         return Integers(part.levels, part.scales[:, owners], zeros)
 
@@ -107,21 +107,24 @@ class GroupedWeight(DecodedWeight):
         return items.repeat_interleave(self.group, 1)[:, : self.shape[1]]
 
 
-def layout_of(bits: int, group: int, has_zeros: bool, columns: int) -> QuantizedLayout | None:
-    """How an engine holds integers in groups of `group` columns, or None.
+def layout_of(
+    bits: int, group: int, has_zeros: bool, columns: int, is_float: bool = False
+) -> QuantizedLayout | None:
+    """How an engine holds levels in groups of `group` columns, or None.
 
     A group that is a multiple of a layout's, or as long as the row, is several of them with equal
     scales.
     """
-    if bits == 8 and group >= columns and not has_zeros:
-        return QuantizedLayout(8)
+    if bits == 8 and group >= columns:
+        return QuantizedLayout(8, 0, has_zeros, is_float)
     whole = [own for own in GROUPS if group >= columns or group % own == 0]
-    for own in [group] if group in GROUPS else reversed(whole):
-        try:
-            return QuantizedLayout(bits, own, has_zeros)
-        except ValueError:
-            continue
-    return None
+    own = group if group in GROUPS else max(whole, default=None)
+    return None if own is None else QuantizedLayout(bits, own, has_zeros, is_float)
+
+
+def group_owners(layout: QuantizedLayout, group: int, columns: int) -> Tensor:
+    """Of each group of columns of a layout, the checkpoint's group that it is a part of."""
+    return torch.arange(layout.num_groups(columns)) * layout.group // group
 
 
 def check_group(group: int, columns: int, name: str, where: str) -> None:

@@ -7,8 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specc.artifact.decoders.decoded_weight import DecodedWeight
+from specc.artifact.decoders.decoded_weight import (
+    DecodedWeight,
+    Integers,
+    check_group,
+    group_owners,
+    layout_of,
+)
 from specc.artifact.decoders.stored_tensors import read_rows, read_tensor, require
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import TensorReader
 
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,6 +31,10 @@ class Float8Weight(DecodedWeight):
 
     blocks: tuple[int, int]
 
+    @property
+    def layout(self) -> QuantizedLayout | None:
+        return layout_of(8, self.blocks[1], False, self.shape[1], is_float=True)
+
     def scales(self, reader: TensorReader, start: int, stop: int) -> Tensor:
         """[rows, blocks of columns] float32 of rows start … stop - 1."""
         key, (height, width) = self.tensors[1], self.blocks
@@ -38,6 +49,14 @@ class Float8Weight(DecodedWeight):
         codes = read_rows(reader, self.tensors[0], start, stop).float()
         wide = self.scales(reader, start, stop).repeat_interleave(self.blocks[1], 1)
         return codes * wide[:, : self.shape[1]]
+
+    def integers(self, reader: TensorReader, start: int, stop: int) -> Integers:
+        layout, scales = self.layout, self.scales(reader, start, stop)
+        assert layout is not None
+        codes = read_rows(reader, self.tensors[0], start, stop).view(torch.uint8)
+        if layout.group:
+            scales = scales[:, group_owners(layout, self.blocks[1], self.shape[1])]
+        return Integers(codes, scales)
 
 
 def decode_float8(
@@ -71,6 +90,7 @@ def decode_float8(
     else:
         wanted, blocks = [(1,), (), (1, 1)], shape  # type: ignore[assignment]
     require(reader, scale, wanted, scale_dtypes, scheme)
+    check_group(blocks[1], shape[1], weight, reader.location(weight))
     return Float8Weight(weight, shape, (weight, scale), scheme, blocks)  # type: ignore[arg-type]
 
 

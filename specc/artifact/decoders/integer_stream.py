@@ -12,6 +12,7 @@ from specc.artifact.nonfinite import NonFinite, Report
 from specc.artifact.quantized_layout import QuantizedLayout, pack
 from specc.artifact.safetensors_io import Buffer, tensor_bytes
 from specc.artifact.weight_layout import BLOCK
+from specc.errors import WeightError
 
 
 def integer_stream(
@@ -39,6 +40,8 @@ def integer_stream(
             if not is_reported and not bool(item.scales.isfinite().all()):
                 is_reported = True
                 report(_nonfinite(reader, weight, item, first))
+            if layout.is_float and layout.bits == 8 and bool((item.levels & 127 == 127).any()):
+                raise _not_a_number(reader, weight, item, first)
             waiting = item if waiting is None else _joined(waiting, item)
             whole = len(waiting.levels) // BLOCK * BLOCK
             if whole:
@@ -49,7 +52,12 @@ def integer_stream(
 
 
 def _packed(item: Integers, layout: QuantizedLayout) -> Buffer:
-    return tensor_bytes(pack(item.levels, item.scales, item.zeros, layout))
+    # of one group, transposed tensors count as contiguous and cannot be seen as bytes
+    scales = item.scales.clone(memory_format=torch.contiguous_format)
+    zeros = item.zeros
+    if zeros is not None:
+        zeros = zeros.clone(memory_format=torch.contiguous_format)
+    return tensor_bytes(pack(item.levels, scales, zeros, layout))
 
 
 def _rows(item: Integers, start: int, stop: int) -> Integers:
@@ -63,6 +71,18 @@ def _joined(one: Integers, other: Integers) -> Integers:
         zeros = torch.cat([one.zeros, other.zeros])
     levels = torch.cat([one.levels, other.levels])
     return Integers(levels, torch.cat([one.scales, other.scales]), zeros)
+
+
+def _not_a_number(
+    reader: DecodedReader, weight: DecodedWeight, item: Integers, first: int
+) -> WeightError:
+    row, column = (item.levels & 127 == 127).nonzero()[0].tolist()
+    return WeightError(
+        f"{weight.tensors[0]} in {reader.location(weight.name)} holds NaN, the first at"
+        f" [{first + row}, {column}]",
+        "finite weights",
+        "download or save the checkpoint again",
+    )
 
 
 def _nonfinite(

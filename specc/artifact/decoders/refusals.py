@@ -5,8 +5,8 @@ from __future__ import annotations
 from specc.errors import WeightError
 
 SUPPORTED = (
-    "compressed-tensors (pack-quantized, int-quantized, float-quantized), gptq, awq (gemm), fp8 or"
-    " mxfp4"
+    "compressed-tensors (pack-quantized, int-quantized, float-quantized, mxfp4), gptq, awq (gemm),"
+    " fp8 or mxfp4"
 )
 _FLOAT = "pass the unquantized checkpoint of this model, with --quantize int8 or int4"
 

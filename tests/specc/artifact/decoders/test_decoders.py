@@ -10,7 +10,9 @@ from safetensors.torch import save_file
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
 from specc.artifact.decoders.decoded_reader import DecodedReader
-from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.decoders.integer_stream import integer_stream
+from specc.artifact.nonfinite import refuse
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.artifact.safetensors_io import CHUNK_BYTES
 from tests import quantized_checkpoints as made
 from tests.quantized_checkpoints import Format
@@ -29,6 +31,16 @@ FORMATS: dict[str, tuple[Format, str | None]] = {
     "gptq-4-g64-zeros": (made.gptq(4, 64, False), "int4-g64-zeros"),
     "gptq-v2-4-g64-zeros": (made.gptq(4, 64, False, 2), "int4-g64-zeros"),
     "gptq-8-channel": (made.gptq(8, -1), "int8"),
+    "gptq-8-g32": (made.gptq(8, 32), "int8-g32"),
+    "packed-8-g64-zeros": (made.packed(8, 64, False), "int8-g64-zeros"),
+    "packed-8-channel-zeros": (made.packed(8, None, False), "int8-zeros"),
+    "whole-channel": (made.whole(), "int8"),
+    "float8-channel": (made.float8_channels(), "fp8"),
+    "float8-tensor": (made.float8_channels("tensor"), "fp8"),
+    "float8-block": (made.float8_channels("block", 32), "fp8-g32"),
+    "fp8-g32": (made.float8_blocks(32), "fp8-g32"),
+    "fp8-g128": (made.float8_blocks(128), "fp8-g128"),
+    "packed-mxfp4": (made.packed_mxfp4(), "mxfp4"),
     "awq-g32": (made.awq(32), "int4-g32-zeros"),
     "awq-g128": (made.awq(128), "int4-g128-zeros"),
 }
@@ -59,9 +71,9 @@ def values_of(reader, name, rows=None, chunk_bytes=CHUNK_BYTES):
 def test_values_and_integers(tmp_path, name, shape) -> None:
     form, layout = FORMATS[name]
     torch.manual_seed(0)
-    if name.startswith("packed") and shape[0] == 40:
+    if name.startswith(("packed-4", "packed-8", "fp8", "float8")) and shape[0] == 40:
         shape = (36, 157)  # the last words are part empty
-    reader, exact = open_written(tmp_path, form, torch.randn(shape))
+    reader, exact = open_written(tmp_path, form, torch.randn(shape), True)
     assert isinstance(reader, DecodedReader)
     key = f"{NAME}.weight"
     assert sorted(reader.keys()) == [key, "model.norm.weight"]
@@ -73,12 +85,20 @@ def test_values_and_integers(tmp_path, name, shape) -> None:
     assert torch.equal(values_of(reader, key, None, 32 * 4 * shape[1]), exact)
     weight = reader.decoded(key)
     own = QuantizedLayout.named(layout)
+    if own == QuantizedLayout(8, 128, is_float=True) and shape[1] < 128:
+        own = QuantizedLayout(8, is_float=True)  # one block of columns
     assert weight.layout == own
     part = weight.integers(reader.stored, 3, 35)
     zeros = own.middle if part.zeros is None else part.zeros.float()
     assert (part.zeros is not None) == own.has_zeros
     wide = lambda item: item.repeat_interleave(own.group or shape[1], 1)[:, : shape[1]]  # noqa: E731
-    steps = part.levels.float() - (zeros if part.zeros is None else wide(zeros))
+    steps = own.values(part.levels) - (zeros if part.zeros is None else wide(zeros))
     assert torch.equal(steps * wide(part.scales), exact[3:35])
+    # the engine's own blocks, of rows that are no whole blocks
+    sizes = [(key, (0, 7)), (key, (7, shape[0])), (key, None)]
+    stored = b"".join(map(bytes, integer_stream(reader, sizes, own, refuse)))
+    twice = (2 * shape[0], shape[1])
+    blocks = torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(own.stored_shape(twice))
+    assert torch.equal(dequantize(blocks, twice, own), torch.cat([exact, exact]))
     with reader:
         pass
