@@ -117,5 +117,43 @@ def test_a_product_that_mixes_tokens_is_still_found() -> None:
         verify_tokenwise(program, "quantize")
 
 
+def with_integers(layouts: dict[str, QuantizedLayout], option: str | None):
+    """A model of which a checkpoint has integers, and what was declined."""
+    program = trace(build_model("llama", num_hidden_layers=1), "target")
+    for weight in program.weights.values():
+        (name,) = weight.parameters
+        found = [layout for part, layout in layouts.items() if part in name]
+        program.integers |= dict.fromkeys([name], found[0]) if found else {}
+    pipeline = Pipeline((*PHASES, *quantize_phases(option, keeps_integers=True), *LAYOUT_PHASES))
+    pipeline.run(program)
+    declined = [item.reason for record in pipeline.records for item in record.declined]
+    return layouts_of_keys(program), declined
+
+
+def layouts_of_keys(program: Program) -> dict[str, str]:
+    return {key.replace("model.layers.0.", ""): item for key, item in layouts(program).items()}
+
+
+def test_projections_of_different_schemes_are_not_fused() -> None:
+    small, large = QuantizedLayout(4, 32), QuantizedLayout(4, 128, True)
+    found, declined = with_integers({"k_proj": large, "attn": small, "gate": small}, None)
+    assert found["self_attn.q_proj.weight:int4-g32"] == "blocks-int4-g32"
+    assert found["self_attn.k_proj.weight:int4-g128-zeros"] == "blocks-int4-g128-zeros"
+    assert found["mlp.up_proj.weight"] == found["lm_head.weight"] == "blocks"
+    ways = "the weights are quantized in different ways: "
+    assert f"{ways}int4-g128-zeros, int4-g32" in declined
+    assert f"{ways}int4-g32, not at all" in declined
+
+
+def test_the_checkpoints_integers_are_kept() -> None:
+    """With --quantize, too, and of the head; what the checkpoint has in floats is rounded."""
+    own = QuantizedLayout(4, 32)
+    found, _ = with_integers({"self_attn": own, "lm_head": own}, "int8")
+    q, k, v = (f"self_attn.{name}_proj.weight" for name in "qkv")
+    assert found[f"{q}+{k}+{v}:int4-g32".replace("model.layers.0.", "")] == "blocks-int4-g32"
+    assert found["lm_head.weight:int4-g32"] == "blocks-int4-g32"
+    assert found["mlp.down_proj.weight:int8"] == "blocks-int8"
+
+
 def test_nothing_without_the_option() -> None:
     assert quantize_phases(None) == ()
