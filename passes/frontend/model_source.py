@@ -139,7 +139,7 @@ class ModelSource:
     @property
     def is_quantized(self) -> bool:
         """Whether its checkpoint holds quantized weights."""
-        return isinstance(self.reader, DecodedReader)
+        return self.scheme is not None
 
     @property
     def scheme(self) -> str | None:
@@ -154,11 +154,12 @@ class ModelSource:
         checkpoint, reader = CheckpointMap(module, self.reader), self.reader
         plain = (w.parameters for w in program.weights.values() if w.quantized is None)
         names = dict.fromkeys(name for parameters in plain for name in parameters)
-        return [
-            name
-            for name in names
-            if any(reader.decoded(source.name) for source in checkpoint.sources(name))
-        ]
+        found = []
+        for name in names:
+            weights = (reader.decoded(source.name) for source in checkpoint.sources(name))
+            if any(weight is not None and weight.is_quantized for weight in weights):
+                found.append(name)
+        return found
 
     def integers(self, program: Program) -> dict[str, QuantizedLayout]:
         """Parameters of a program of which the checkpoint has integers → what holds those.

@@ -16,6 +16,7 @@ from specc.artifact.decoders import (
 )
 from specc.artifact.decoders.decoded_reader import DecodedReader
 from specc.artifact.decoders.decoded_weight import DecodedWeight
+from specc.artifact.decoders.gguf import find_gguf, open_gguf
 from specc.artifact.decoders.refusals import unknown_scheme
 from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
 from specc.errors import WeightError
@@ -36,7 +37,7 @@ _MODELOPT_FILE = "hf_quant_config.json"
 def open_checkpoint(
     directory: Path, config: Any, is_weight_only: bool = False
 ) -> SafetensorsReader | DecodedReader:
-    """A reader of a Hugging Face directory's weights, whether they are quantized or not.
+    """A reader of a Hugging Face directory's weights, quantized or not, or of a GGUF file there.
 
     Args:
         directory: of the model.
@@ -46,6 +47,8 @@ def open_checkpoint(
         ModelNotFoundError: no checkpoint is there.
         WeightError: it is malformed, or quantized in a way that specc does not read.
     """
+    if (file := find_gguf(directory)) is not None:
+        return DecodedReader(*open_gguf(file, config))
     fields = quantization_fields(config)
     if fields is None and (directory / _MODELOPT_FILE).is_file():
         fields = {"quant_method": "modelopt"}

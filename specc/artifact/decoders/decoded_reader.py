@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 
 from specc.artifact.decoders.decoded_weight import DecodedWeight
+from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.artifact.safetensors_io import (
     CHUNK_BYTES,
     Buffer,
@@ -35,7 +36,9 @@ class DecodedReader:
         WeightError: numbers of 8 bits that are no part of a quantized weight.
     """
 
-    def __init__(self, reader: SafetensorsReader, weights: Mapping[str, DecodedWeight]) -> None:
+    def __init__(
+        self, reader: SafetensorsReader | GGUFReader, weights: Mapping[str, DecodedWeight]
+    ) -> None:
         self.stored = reader
         self._weights = dict(weights)
         owners = {part: item.name for item in weights.values() for part in item.tensors}
@@ -61,11 +64,13 @@ class DecodedReader:
         return (key for key in self._names if key not in self._weights)
 
     @property
-    def scheme(self) -> str:
-        """How most of its quantized weights are stored, for people."""
+    def scheme(self) -> str | None:
+        """How most of its quantized weights are stored, for people; None where none is."""
         counts: Counter[str] = Counter()
-        for weight in self._weights.values():
+        for weight in filter(lambda item: item.is_quantized, self._weights.values()):
             counts[weight.scheme] += math.prod(weight.shape)
+        if not counts:
+            return None
         (first, _), *others = counts.most_common()
         return first + (f"; and {len(others)} others" if others else "")
 

@@ -45,6 +45,11 @@ class DecodedWeight(ABC):
     scheme: str
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether it is not just floating-point numbers in another place or order."""
+        return True
+
+    @property
     def layout(self) -> QuantizedLayout | None:
         """How an engine stores it as it is; None where none of its layouts holds these numbers."""
         return None
