@@ -64,7 +64,7 @@ class QuantizeLinear(Pass):
             quantized = dataclasses.replace(weight, quantized=layout)
             if quantized not in made:
                 made[quantized] = _add_input(program, weight_node, quantized)
-            more = (layout.bits, layout.group, layout.has_zeros)
+            more = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
             replace_linear(node, ops.linear_q, made[quantized], weight.shape[0], *more)
             if not weight_node.users:
                 program.graph.erase_node(weight_node)
