@@ -91,7 +91,11 @@ def check_integers(written: Written, engine: Path) -> None:
         pytest.param("phi3", made.packed(8, None), "float32", "int8", marks=SLOW),
         pytest.param("qwen2", made.packed(8, 32), "float32", "int8-g32", marks=SLOW),
         pytest.param(
-            "llama", made.packed(4, None, False), "float32", "int4-g128-zeros", marks=SLOW
+            "llama",
+            made.packed(4, None, False),
+            "float32",
+            "int4-g64-zeros int4-g128-zeros",
+            marks=SLOW,
         ),
         pytest.param("llama", made.gptq(4, 64, False), "float32", "int4-g64-zeros", marks=SLOW),
         pytest.param("llama", made.gptq(4, 64, False, 2), "float32", "int4-g64-zeros", marks=SLOW),
@@ -105,7 +109,7 @@ def check_integers(written: Written, engine: Path) -> None:
 def test_plans_and_logits(make, name, form, dtype, layout) -> None:
     written, engine = make(name, form, dtype=dtype, weight_only=True)
     check_integers(written, engine)
-    assert set(stored_layouts(engine).values()) == {f"blocks-{layout}"}
+    assert set(stored_layouts(engine).values()) == {f"blocks-{item}" for item in layout.split()}
     check_logits(engine, reference(written), dtype, TOLERANCE)
     check_plans(engine)
 
@@ -113,11 +117,15 @@ def test_plans_and_logits(make, name, form, dtype, layout) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [(made.gptq(4, 64, False), "float32"), (made.packed(4, 32, False), "bfloat16")],
+    [
+        (made.gptq(4, 64, False), "float32"),
+        (made.awq(32), "bfloat16"),
+        (made.float8_blocks(32), "float32"),
+    ],
 )
 def test_compiled_engines(make, form, dtype) -> None:
     """The C++ operator in compiled programs."""
-    written, engine = make("llama", form, dtype=dtype, backend="cpu")
+    written, engine = make("llama", form, dtype=dtype, backend="cpu", weight_only=True)
     check_integers(written, engine)
     check_logits(engine, reference(written), dtype, TOLERANCE)
     check_plans(engine)
