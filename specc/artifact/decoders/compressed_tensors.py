@@ -175,7 +175,7 @@ def _group_of(module: str, groups: list[_Group], key: str, where: str) -> _Group
 def _decode_integers(reader: TensorReader, module: str, group: _Group) -> DecodedWeight:
     form, options, where = group.format, group.weights, reader.location()
     is_packed = form == PACKED
-    bits, strategy = options.get("num_bits"), options.get("strategy")
+    bits, strategy = options.get("num_bits", 0), options.get("strategy")
     scheme = f"{METHOD}, {form}, {bits} bits"
     if bits not in ((4, 8) if is_packed else (8,)) or options.get("type", "int") != "int":
         raise unknown_scheme(f"{scheme} of type {options.get('type')}", where)

@@ -83,15 +83,17 @@ def decode_float8(
     """
     shape = reader.shape(weight)
     require(reader, weight, [shape] if len(shape) == 2 else [(0, 0)], (FLOAT8,), scheme)
+    outputs, columns = shape
+    wanted: list[tuple[int, ...]]
     if blocks is not None:
-        wanted = [(-(-shape[0] // blocks[0]), -(-shape[1] // blocks[1]))]
+        wanted = [(-(-outputs // blocks[0]), -(-columns // blocks[1]))]
     elif is_by_output:
-        wanted, blocks = [(shape[0], 1)], (1, shape[1])
+        wanted, blocks = [(outputs, 1)], (1, columns)
     else:
-        wanted, blocks = [(1,), (), (1, 1)], shape  # type: ignore[assignment]
+        wanted, blocks = [(1,), (), (1, 1)], (outputs, columns)
     require(reader, scale, wanted, scale_dtypes, scheme)
-    check_group(blocks[1], shape[1], weight, reader.location(weight))
-    return Float8Weight(weight, shape, (weight, scale), scheme, blocks)  # type: ignore[arg-type]
+    check_group(blocks[1], columns, weight, reader.location(weight))
+    return Float8Weight(weight, shape, (weight, scale), scheme, blocks)
 
 
 FLOAT8 = torch.float8_e4m3fn

@@ -228,7 +228,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"an alignment of {alignment}")
         begin = -(-cursor.place // alignment) * alignment
-    tensors = {}
+    tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in table:
         _check_kind(path, name, shape, kind)
         tensor = GGUFTensor(shape, kind, begin + offset)
