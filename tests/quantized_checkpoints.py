@@ -269,6 +269,47 @@ def packed(bits: int, group: int | None, is_symmetric: bool = True) -> Format:
     return Format(compressed_config("pack-quantized", options), write)
 
 
+def activation_order(item: Rounded, columns: int, name: str) -> tuple[Rounded, Tensor, Tensor]:
+    """Draw an order of columns, one for all layers that read the same rows.
+
+    Returns:
+        the weight with its columns where they belong; the group of each column; and the float32
+        weight. Column c of the rounded weight becomes column places[c].
+    """
+    siblings = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("",))
+    seed = next(i for i, parts in enumerate(siblings) if any(part in name for part in parts))
+    places = np.random.default_rng(seed).permutation(columns)
+    owners, levels = torch.zeros(columns, dtype=torch.int32), np.zeros_like(item.levels)
+    exact = torch.empty(item.levels.shape)
+    rounded = item.weight
+    for column in range(columns):
+        owners[places[column]] = column // item.group
+        levels[:, places[column]] = item.levels[:, column]
+        exact[:, places[column]] = rounded[:, column]
+    return Rounded(levels, item.scales, item.zeros, item.group), owners, exact
+
+
+def in_order(form: Format) -> Format:
+    """The same, with columns in groups in another order than theirs (act-order, desc_act)."""
+    config = dict(form.config)
+    is_gptq = config["quant_method"] == "gptq"
+    if is_gptq:
+        config["desc_act"] = True
+
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        columns = weight.shape[1]
+        if is_gptq:
+            item = round_weight(weight, 4, config["group_size"], torch.float16, config["sym"], 1)
+            item, owners, exact = activation_order(item, columns, name)
+            parts = write_gptq(name, item, 4) | {f"{name}.g_idx": owners}
+            return parts, exact
+        item = round_weight(weight, 4, 32, torch.bfloat16, is_symmetric=False)
+        item, owners, exact = activation_order(item, columns, name)
+        return write_packed(name, item, 4, True) | {f"{name}.weight_g_idx": owners}, exact
+
+    return Format(config, write)
+
+
 def gptq(bits: int, group: int, is_symmetric: bool = True, version: int = 1) -> Format:
     """GPTQ; a group of -1 is one scale for each output."""
     config = {

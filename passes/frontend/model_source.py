@@ -12,9 +12,9 @@ from torch import nn
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint, without_quantization
 from specc.artifact.decoders.decoded_reader import DecodedReader
-from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.safetensors_io import TensorReader
-from specc.artifact.weights import MemoryReader, Source, WeightSpec, kept_layout
+from specc.artifact.weights import MemoryReader, Source, WeightSpec, kept_integers
 from specc.errors import ConfigError, WeightError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
@@ -161,7 +161,7 @@ class ModelSource:
                 found.append(name)
         return found
 
-    def integers(self, program: Program) -> dict[str, QuantizedLayout]:
+    def integers(self, program: Program) -> dict[str, KeptIntegers]:
         """Parameters of a program of which the checkpoint has integers → what holds those.
 
         Raises:
@@ -172,9 +172,9 @@ class ModelSource:
         module: Any = self.module
         checkpoint, found = CheckpointMap(module, self.reader), {}
         for name in (name for weight in program.weights.values() for name in weight.parameters):
-            layout = kept_layout(checkpoint.sources(name), self.reader)
-            if layout is not None:
-                found[name] = layout
+            kept = kept_integers(checkpoint.sources(name), self.reader)
+            if kept is not None:
+                found[name] = kept
         return found
 
     def weight_specs(self, program: Program) -> list[WeightSpec]:

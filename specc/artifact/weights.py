@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specc.artifact.decoders.decoded_reader import DecodedReader
 from specc.artifact.decoders.integer_stream import integer_stream
+from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.nonfinite import NonFinite, Report, find_nonfinite, refuse, watch
 from specc.artifact.quantized_layout import QuantizedLayout, quantized_stream
 from specc.artifact.safetensors_io import (
@@ -301,7 +302,8 @@ def _spec_chunks(spec: WeightSpec, reader: TensorReader, nonfinite: Report) -> I
         return convert_chunks(
             _tensor_chunks(spec.constant, CHUNK_BYTES), spec.constant.dtype, spec.dtype
         )
-    if spec.quantized is not None and kept_layout(spec.sources, reader) == spec.quantized:
+    kept = kept_integers(spec.sources, reader) if spec.quantized is not None else None
+    if spec.quantized is not None and kept is not None and kept.layout == spec.quantized:
         assert isinstance(reader, DecodedReader)
         parts = [(source.name, source.rows) for source in spec.sources]
         return integer_stream(reader, parts, spec.quantized, nonfinite)
@@ -313,18 +315,18 @@ def _spec_chunks(spec: WeightSpec, reader: TensorReader, nonfinite: Report) -> I
     return blocks_of_stream(rows, spec.shape, spec.dtype) if spec.in_blocks else rows
 
 
-def kept_layout(sources: Sequence[Source], reader: TensorReader) -> QuantizedLayout | None:
-    """The layout that holds a quantized checkpoint's own integers and scales of these sources.
+def kept_integers(sources: Sequence[Source], reader: TensorReader) -> KeptIntegers | None:
+    """How an engine holds a quantized checkpoint's own integers and scales of these sources.
 
     None where a part is not quantized, or not in rows, or parts are quantized in different ways.
     """
     if not isinstance(reader, DecodedReader):
         return None
-    found = set()
+    found: set[KeptIntegers | None] = set()
     for source in sources:
         weight = reader.decoded(source.name)
         is_moved = source.transpose or source.part is not None or source.zeros
-        found.add(None if weight is None or is_moved else weight.layout)
+        found.add(None if weight is None or is_moved else KeptIntegers.of(weight))
     return found.pop() if len(found) == 1 else None
 
 

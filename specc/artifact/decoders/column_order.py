@@ -1,4 +1,7 @@
-"""Columns that are in groups in another order than theirs: act-order, `desc_act`."""
+"""Columns that are in groups in another order than theirs: act-order, `desc_act`.
+
+An engine has such a weight with its columns group after group, and its rows x in the same order.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,26 @@ from torch import Tensor
 from specc.errors import WeightError
 
 
-def check_order(owners: Tensor, group: int, name: str, where: str) -> None:
-    """Columns that are not in the order of their groups are not stored yet.
+def column_order(owners: Tensor, group: int, name: str, where: str) -> Tensor | None:
+    """Columns in the order of their groups, and within a group in theirs.
 
     Args:
         owners: [K] the group of each column.
-        group: columns of a group.
+        group: columns of a group; the last group may have fewer.
         name: of the tensor.
         where: its checkpoint.
+    Returns:
+        [K] int64; None where columns are in this order already.
     Raises:
-        WeightError: they are in another order (act-order, desc_act).
+        WeightError: groups of other sizes, or columns of none.
     """
-    if torch.equal(owners.long(), torch.arange(len(owners)) // group):
-        return
-    raise WeightError(
-        f"{name} in {where} puts columns in groups in another order than theirs (act-order,"
-        " desc_act)",
-        "groups of neighboring columns",
-        "quantize the model without act-order (desc_act: false; actorder: null, weight or static),"
-        " or pass the unquantized checkpoint with --quantize int8 or int4",
-    )
+    owners = owners.long()
+    sorted_owners, order = torch.sort(owners, stable=True)
+    if not torch.equal(sorted_owners, torch.arange(len(owners)) // group):
+        raise WeightError(
+            f"{name} in {where} has groups that are not of {group} columns each",
+            f"{group} columns in every group but the last",
+            "download or save the checkpoint again, or pass the unquantized checkpoint with"
+            " --quantize int8 or int4",
+        )
+    return None if torch.equal(sorted_owners, owners) else order

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from specc.artifact.decoders.column_order import check_order
+from specc.artifact.decoders.column_order import column_order
 from specc.artifact.decoders.decoded_weight import (
     DecodedWeight,
     GroupedWeight,
@@ -207,13 +207,13 @@ def _decode_integers(reader: TensorReader, module: str, group: _Group) -> Decode
         tensors.append(zero)
         scheme += ", zero points"
     tensors += [f"{module}.weight_shape"] * is_packed
-    order = f"{module}.weight_g_idx"
+    order, columns_of = f"{module}.weight_g_idx", None
     if order in reader.keys():  # noqa: SIM118 - a reader is no mapping
         require(reader, order, [(columns,)], (torch.int32, torch.int64), scheme)
-        check_order(read_tensor(reader, order), size, order, where)
+        columns_of = column_order(read_tensor(reader, order), size, order, where)
         tensors.append(order)
     name = f"{module}.weight"
-    sizes = (bits, size, has_zeros)
+    sizes = (bits, size, has_zeros, columns_of)
     return _PackedWeight(name, shape, tuple(tensors), scheme, *sizes, is_packed=is_packed)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ class DecodedWeight(ABC):
         """How an engine stores it as it is; None where none of its layouts holds these numbers."""
         return None
 
+    @property
+    def order(self) -> Tensor | None:
+        """[K] int64, the columns in the order in which `integers` has them; None as they are."""
+        return None
+
     @abstractmethod
     def values(self, reader: TensorReader, start: int, stop: int) -> Tensor:
         """Rows start … stop - 1 along dim 0 in float32: products (u - z) · s, rounded once."""
@@ -71,11 +76,13 @@ class GroupedWeight(DecodedWeight):
         bits: 4 or 8.
         group: columns that share a scale; K where an output has one. The last group may be short.
         has_zeros: groups have zero points of their own.
+        columns: [K], the columns group after group; None where they are in this order.
     """
 
     bits: int
     group: int
     has_zeros: bool
+    columns: Tensor | None = field(default=None, compare=False)
 
     @property
     def num_groups(self) -> int:
@@ -85,9 +92,16 @@ class GroupedWeight(DecodedWeight):
     def layout(self) -> QuantizedLayout | None:
         return layout_of(self.bits, self.group, self.has_zeros, self.shape[1])
 
+    @property
+    def order(self) -> Tensor | None:
+        return self.columns
+
     @abstractmethod
     def rows(self, reader: TensorReader, start: int, stop: int) -> Integers:
-        """Rows start … stop - 1, with a scale for each of the checkpoint's own groups."""
+        """Rows start … stop - 1, with a scale for each of the checkpoint's own groups.
+
+        Columns are in their own order, whatever that of the groups is.
+        """
 
     def values(self, reader: TensorReader, start: int, stop: int) -> Tensor:
         part = self.rows(reader, start, stop)
@@ -101,15 +115,20 @@ class GroupedWeight(DecodedWeight):
     def integers(self, reader: TensorReader, start: int, stop: int) -> Integers:
         part, layout = self.rows(reader, start, stop), self.layout
         assert layout is not None
+        levels = part.levels if self.columns is None else part.levels[:, self.columns]
         if layout.group in (0, self.group):
-            return part
+            return Integers(levels, part.scales, part.zeros)
         # groups of the engine are whole parts of the checkpoint's
         owners = group_owners(layout, self.group, self.shape[1])
         zeros = None if part.zeros is None else part.zeros[:, owners]
-        return Integers(part.levels, part.scales[:, owners], zeros)
+        return Integers(levels, part.scales[:, owners], zeros)
 
     def _wide(self, items: Tensor) -> Tensor:
-        return items.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+        """[n, G] of groups as [n, K] of their columns."""
+        wide = items.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+        if self.columns is None:
+            return wide
+        return torch.empty_like(wide).index_copy_(1, self.columns, wide)
 
 
 def layout_of(

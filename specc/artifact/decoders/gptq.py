@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from specc.artifact.decoders.column_order import check_order
+from specc.artifact.decoders.column_order import column_order
 from specc.artifact.decoders.decoded_weight import (
     DecodedWeight,
     GroupedWeight,
@@ -129,10 +129,10 @@ def _decode_one(
     scheme += ", zero points" if has_zeros else ""
     require(reader, scale, [(count, outputs)], _FLOATS, scheme)
     require(reader, zero, [(count, num_words(outputs, bits))], (torch.int32,), scheme)
-    tensors = [levels, scale, zero]
+    tensors, columns_of = [levels, scale, zero], None
     if order in reader.keys():  # noqa: SIM118 - a reader is no mapping
         require(reader, order, [(columns,)], (torch.int32, torch.int64), scheme)
-        check_order(read_tensor(reader, order), size, order, where)
+        columns_of = column_order(read_tensor(reader, order), size, order, where)
         tensors.append(order)
     elif config.get("desc_act"):
         raise WeightError(
@@ -140,7 +140,7 @@ def _decode_one(
             f"a tensor {order}, which says the group of each column",
             "download or save the checkpoint again",
         )
-    sizes = (bits, size, has_zeros)
+    sizes = (bits, size, has_zeros, columns_of)
     return _GPTQWeight(
         f"{module}.weight", (outputs, columns), tuple(tensors), scheme, *sizes, offset=offset
     )

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
 from specc.artifact.decoders.decoded_reader import DecodedReader
 from specc.artifact.decoders.integer_stream import integer_stream
+from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.nonfinite import refuse
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.artifact.safetensors_io import CHUNK_BYTES
@@ -42,6 +43,9 @@ FORMATS: dict[str, tuple[Format, str | None]] = {
     "fp8-g32": (made.float8_blocks(32), "fp8-g32"),
     "fp8-g128": (made.float8_blocks(128), "fp8-g128"),
     "packed-mxfp4": (made.packed_mxfp4(), "mxfp4"),
+    "gptq-order": (made.in_order(made.gptq(4, 64)), "int4-g64"),
+    "gptq-order-zeros": (made.in_order(made.gptq(4, 32, False)), "int4-g32-zeros"),
+    "packed-order-zeros": (made.in_order(made.packed(4, 32, False)), "int4-g32-zeros"),
     "awq-g32": (made.awq(32), "int4-g32-zeros"),
     "awq-g128": (made.awq(128), "int4-g128-zeros"),
 }
@@ -98,6 +102,12 @@ def test_values_and_integers(tmp_path, name, shape) -> None:
     assert (part.zeros is not None) == own.has_zeros
     wide = lambda item: item.repeat_interleave(own.group or shape[1], 1)[:, : shape[1]]  # noqa: E731
     steps = own.values(part.levels) - (zeros if part.zeros is None else wide(zeros))
+    if "order" in name:
+        assert not torch.equal(weight.order, torch.arange(shape[1]))
+        assert torch.equal(KeptIntegers.of(weight).columns, weight.order)
+        exact = exact[:, weight.order]
+    else:
+        assert KeptIntegers.of(weight) == KeptIntegers(own)
     assert torch.equal(steps * wide(part.scales), exact[3:35])
     # the engine's own blocks, of rows that are no whole blocks
     sizes = [(key, (0, 7)), (key, (7, shape[0])), (key, None)]

@@ -186,19 +186,19 @@ def test_float8_without_a_decoder(tmp_path) -> None:
         open_checkpoint(tmp_path / "model", Config(None)).dtype(KEY)
 
 
-def test_columns_in_another_order(tmp_path) -> None:
-    """Act-order: `g_idx` is read; an order like that of the groups is no order."""
+def test_groups_of_other_sizes(tmp_path) -> None:
+    """`g_idx` is read whatever the configuration says, and each group has its columns."""
 
-    def shuffle(tensors):
-        tensors[f"{NAME}.g_idx"] = tensors[f"{NAME}.g_idx"].flip(0)
+    def grow(tensors):
+        tensors[f"{NAME}.g_idx"][40] = 0
 
-    assert "desc_act" in check_refused(tmp_path, GPTQ, put(desc_act=True), edit=shuffle)
+    assert "not of 32 columns each" in check_refused(tmp_path, GPTQ, put(), edit=grow)
 
-    def add(tensors):
-        tensors[f"{NAME}.weight_g_idx"] = torch.arange(96) % 3
+    def leave_out(tensors):
+        tensors[f"{NAME}.weight_g_idx"] = torch.full((96,), -1)
 
     (tmp_path / "other").mkdir()
-    assert "act-order" in check_refused(tmp_path / "other", PACKED, put(), edit=add)
+    assert "weight_g_idx" in check_refused(tmp_path / "other", PACKED, put(), edit=leave_out)
     (tmp_path / "third").mkdir()
     assert "g_idx" in check_refused(
         tmp_path / "third", GPTQ, put(desc_act=True), edit=drop("g_idx")
