@@ -269,16 +269,20 @@ def packed(bits: int, group: int | None, is_symmetric: bool = True) -> Format:
     return Format(compressed_config("pack-quantized", options), write)
 
 
-def activation_order(item: Rounded, columns: int, name: str) -> tuple[Rounded, Tensor, Tensor]:
-    """Draw an order of columns, one for all layers that read the same rows.
-
-    Returns:
-        the weight with its columns where they belong; the group of each column; and the float32
-        weight. Column c of the rounded weight becomes column places[c].
-    """
+def draw_places(columns: int, name: str) -> Tensor:
+    """An order of columns, one for all layers that read the same rows."""
     siblings = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("",))
     seed = next(i for i, parts in enumerate(siblings) if any(part in name for part in parts))
-    places = np.random.default_rng(seed).permutation(columns)
+    return torch.from_numpy(np.random.default_rng(seed).permutation(columns))
+
+
+def activation_order(item: Rounded, places: Tensor) -> tuple[Rounded, Tensor, Tensor]:
+    """Put column c of a rounded weight where it belongs, at places[c].
+
+    Returns:
+        the weight; the group of each of its columns; and the float32 weight.
+    """
+    columns = len(places)
     owners, levels = torch.zeros(columns, dtype=torch.int32), np.zeros_like(item.levels)
     exact = torch.empty(item.levels.shape)
     rounded = item.weight
@@ -297,14 +301,15 @@ def in_order(form: Format) -> Format:
         config["desc_act"] = True
 
     def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        columns = weight.shape[1]
+        places = draw_places(weight.shape[1], name)
+        weight = weight[:, places]
         if is_gptq:
             item = round_weight(weight, 4, config["group_size"], torch.float16, config["sym"], 1)
-            item, owners, exact = activation_order(item, columns, name)
+            item, owners, exact = activation_order(item, places)
             parts = write_gptq(name, item, 4) | {f"{name}.g_idx": owners}
             return parts, exact
         item = round_weight(weight, 4, 32, torch.bfloat16, is_symmetric=False)
-        item, owners, exact = activation_order(item, columns, name)
+        item, owners, exact = activation_order(item, places)
         return write_packed(name, item, 4, True) | {f"{name}.weight_g_idx": owners}, exact
 
     return Format(config, write)
