@@ -57,7 +57,7 @@ _EXACT_FLAGS = (
 )
 _EXACT_SOURCES = (
     "accept.cpp", "column_winners.cpp", "draft_children.cpp", "filters.cpp", "kv_rows.cpp",
-    "linear_q.cpp",
+    "linear_fp8.cpp", "linear_q.cpp",
     "node_winners.cpp", "noise.cpp", "penalties.cpp", "ranks_math.cpp",
 )  # fmt: skip
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
@@ -80,7 +80,7 @@ C_SHIMS = {
     "linear": "AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle*, int64_t, AtenTensorHandle*)",
     "linear_q": "AOTITorchError aoti_torch_cpu_linear_q(AtenTensorHandle, AtenTensorHandle,"
-    " AtenTensorHandle*, int64_t, int64_t, int64_t, int32_t, AtenTensorHandle*)",
+    " AtenTensorHandle*, int64_t, int64_t, int64_t, int32_t, int32_t, AtenTensorHandle*)",
     "embedding_of_blocks": "AOTITorchError aoti_torch_cpu_embedding_of_blocks(AtenTensorHandle,"
     " AtenTensorHandle, int64_t, int64_t, AtenTensorHandle*)",
     "all_reduce": "AOTITorchError aoti_torch_cpu_all_reduce(AtenTensorHandle, AtenTensorHandle*)",

@@ -66,10 +66,10 @@ linear = _define(
     reference.linear_reference,
     fakes.linear,
 )
-# by integers; x as integers, too: specc.kernels.reference.quantized
+# of quantized weights: specc.kernels.reference.quantized
 linear_q = _define(
     "linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group,"
-    " bool has_zeros) -> Tensor",
+    " bool has_zeros, bool is_float=False) -> Tensor",
     reference_quantized.linear_q_reference,
     fakes.linear_q,
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.graph_io import graph_to_json
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import blocks_shape
@@ -124,6 +125,7 @@ class Program:
             is not `constant_key`: of programs that read the file of another one.
         ends_hidden: it is a part of a model, whose output is a value [..., tokens, ...] that the
             next part takes as `hidden`.
+        integers: parameter → how the engine holds the integers that its checkpoint has of it.
     """
 
     name: str
@@ -137,6 +139,7 @@ class Program:
     shard: ShardPlan | None = None
     constant_keys: dict[str, str] = field(default_factory=dict)
     ends_hidden: bool = False
+    integers: dict[str, KeptIntegers] = field(default_factory=dict)
 
     def copy(self, name: str) -> Program:
         """Another program of the same graph, which passes may change without changing this one."""
@@ -153,6 +156,7 @@ class Program:
             list(self.layers),
             dict(self.windows),
             self.runtime_inputs,
+            integers=dict(self.integers),
         )
 
     @property

@@ -61,6 +61,7 @@ def compile(
     draft_kv: str | Sequence[str] = (),
     quantize: str | None = None,
     quantize_group: int | None = None,
+    weight_only: bool = False,
     kv_cache_dtype: str = "auto",
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
@@ -121,6 +122,8 @@ def compile(
         quantize: `int8` or `int4`: bits of the weights of projections, of all models; None keeps
             them in `dtype`.
         quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
+        weight_only: of checkpoints whose activations are quantized, too, take the weights and leave
+            activations as they are; otherwise they are refused.
         kv_cache_dtype: `auto`, rows of K and V in the type of the model, or `int8`, with a scale
             for each token and KV head; of the backends cpu and eager.
         listen: called as phases begin, advance and end.
@@ -159,6 +162,7 @@ def compile(
         draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
         quantize=quantize,
         quantize_group=quantize_group,
+        weight_only=weight_only,
     )
     return compile_with(
         target,

@@ -79,6 +79,8 @@ class CompileConfig:
         quantize: bits of the weights of projections, `int8` or `int4`, of all models; None keeps
             them in `dtype`.
         quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
+        weight_only: of checkpoints whose activations are quantized, too, take the weights and leave
+            activations as they are.
         segments: compile the target as segments, one program for each kind of layer; such engines
             can run with weights in files, see `--offload-weights`.
         kv_cache_dtype: how caches hold K and V of all models: `auto`, in the type of the model, or
@@ -111,6 +113,7 @@ class CompileConfig:
     kv_cache_tokens: int | None = None
     quantize: str | None = None
     quantize_group: int | None = None
+    weight_only: bool = False
     segments: bool = False
     kv_cache_dtype: str = AS_MODEL
 
@@ -151,6 +154,16 @@ class CompileConfig:
             return self.quantize
         return f"int4-g{self.quantize_group or _QUANTIZE_GROUPS[1]}"
 
+    def cutting_option(self) -> str | None:
+        """An option that cuts models, which quantized weights do not go with; None without one."""
+        others = (
+            ("--tensor-parallel-size", self.tensor_parallel_size > 1),
+            ("--pipeline-parallel-size", self.pipeline_parallel_size > 1),
+            ("--draft-ranks", self.draft_ranks > 1),
+            ("--segments", self.segments),
+        )
+        return next((option for option, is_given in others if is_given), None)
+
     def _check_quantization(self) -> None:
         if self.quantize not in (None, "int8", "int4"):
             raise ConfigError(
@@ -171,19 +184,12 @@ class CompileConfig:
                 "32, 64 or 128",
                 "choose one of them, or leave it out for 64",
             )
-        others = (
-            ("--tensor-parallel-size", self.tensor_parallel_size > 1),
-            ("--pipeline-parallel-size", self.pipeline_parallel_size > 1),
-            ("--draft-ranks", self.draft_ranks > 1),
-            ("--segments", self.segments),
-        )
-        for option, is_given in others:
-            if self.quantize is not None and is_given:
-                raise ConfigError(
-                    f"--quantize {self.quantize} and {option}",
-                    "one rank and whole programs: no other engine reads quantized weights yet",
-                    "leave out one of the two",
-                )
+        if self.quantize is not None and (option := self.cutting_option()) is not None:
+            raise ConfigError(
+                f"--quantize {self.quantize} and {option}",
+                "one rank and whole programs: no other engine reads quantized weights yet",
+                "leave out one of the two",
+            )
 
     def _check_stages(self) -> None:
         """Raises ConfigError: what a target in stages does not go with."""

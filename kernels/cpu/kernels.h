@@ -88,13 +88,15 @@ struct LinearQ {
   int64_t x_stride;
   const uint8_t* w;
   int64_t bits;    // 8 or 4
-  int64_t group;   // columns of a scale: 32, 64 or 128 of 4 bits, 0 of 8
+  int64_t group;   // columns of a scale: 32, 64 or 128, or 0 of 8 bits: all
   bool has_zeros;  // groups have zero points of their own
+  bool is_float;   // e4m3 of 8 bits, mxfp4 of 4
   const void* bias;  // [N], or null
   void* y;
   int64_t y_stride;
 };
 void linear_q(const LinearQ& a, int num_threads);
+void linear_fp8(const LinearQ& a, int num_threads);  // of `linear_q`, the part for e4m3
 // Bytes of a block of 32 outputs; throws std::runtime_error for a layout that is not known.
 int64_t block_bytes(const LinearQ& a);
 

@@ -10,8 +10,6 @@
 // The lanes of a register are outputs. A chunk of 128 columns of a block, 2 to 4 KB, is multiplied
 // with one tile of rows after the other while it is in the first-level cache.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -21,21 +19,22 @@
 #include <vector>
 
 #include "kernels.h"
+#include "linear_q_blocks.h"
 #include "linear_q_paths.h"
 
 namespace specc {
 namespace {
 
-constexpr int kBlock = kLinearBlock;
-constexpr int64_t kMaxRows = 32;  // rows of x for which w is read once
-constexpr int64_t kChunk = 128;   // columns: one group of 128, four of 32
+using namespace quantized;
+
 constexpr int64_t kChunkQuads = kChunk / 4;
-constexpr int64_t kMostGroups = kChunk / 32;
-constexpr int64_t kScalesBytes = 4 * kBlock, kZerosBytes = 2 * kBlock, kUnitBytes = 4 * kBlock;
-constexpr int64_t kAheadBytes = 4096;   // covers memory's latency at a thread's bandwidth
-constexpr int64_t kSerialWork = 65536;  // products that cost less than waking a second thread
+constexpr int64_t kUnitBytes = 4 * kBlock;
 constexpr int64_t kMostColumns = int64_t{1} << 40;
-constexpr int kLeastExponent = -64;     // of 2: less than half of it counts as zero
+constexpr int kLeastExponent = -64;  // of 2: less than half of it counts as zero
+
+// What levels are: integers, or values of e2m1 times 2, with their exponents of e8m0.
+enum Kind { kInt8, kInt4, kMxfp4 };
+constexpr int kMiddles[] = {128, 8, 12};
 
 struct alignas(64) Line {
   char bytes[64];
@@ -46,19 +45,6 @@ struct GroupOfRow {
   float factor;       // 2^e; NaN where the row has one, or an infinity
   int32_t high, low;  // minus the sums of the integers' parts
 };
-
-// How the weight lies.
-struct Layout {
-  int64_t columns_of_unit, group, group_header, block_header;
-
-  explicit Layout(const LinearQ& a)
-      : columns_of_unit(32 / a.bits),
-        group(a.bits == 8 ? kChunk : a.group),
-        group_header(a.bits == 8 ? 0 : kScalesBytes + (a.has_zeros ? kZerosBytes : 0)),
-        block_header(a.bits == 8 ? kScalesBytes : 0) {}
-};
-
-int64_t parts_of(int64_t x, int64_t size) { return x / size + (x % size != 0); }
 
 float power_of_two(int exponent) {
   const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
@@ -94,12 +80,20 @@ float to_integers(const E* x, int64_t count, int32_t* values) {
   return power_of_two(exponent);
 }
 
+template <class P, Kind kind>
+typename P::Float load_scales(const uint8_t* scales, int output) {
+  if constexpr (kind == kMxfp4)
+    return P::load_exponents(scales + output) * P::splat(0.5f);
+  else
+    return P::load_floats(scales + output * 4);
+}
+
 // sums[m][0..32) += x[m, group] . w[group] for `rows` rows of x.
-template <class P, int bits, bool is_int4, bool has_zeros, bool ahead, int rows>
+template <class P, int bits, Kind kind, bool has_zeros, bool ahead, int rows>
 void multiply_group(const uint8_t* w, const uint8_t* scales, int64_t units, const int32_t* x,
                     const GroupOfRow* of_row, float* sums) {
   constexpr int64_t kRowInts = kChunkQuads * P::kInts;
-  constexpr int kMiddle = is_int4 ? 8 : 128;
+  constexpr int kMiddle = kMiddles[kind], kQuads = kind == kInt8 ? 1 : 2;
   constexpr int kRegisters = kBlock / P::kLanes;
   for (int first = 0; first < kRegisters; first += P::kAtOnce) {
     typename P::Sums acc[rows][P::kAtOnce];
@@ -122,19 +116,22 @@ void multiply_group(const uint8_t* w, const uint8_t* scales, int64_t units, cons
           __builtin_prefetch(unit + kAheadBytes + 64);
         }
       }
-      typename P::Columns columns[P::kAtOnce][is_int4 ? 2 : 1];
+      typename P::Columns columns[P::kAtOnce][kQuads];
 #pragma GCC unroll 2
       for (int v = 0; v < P::kAtOnce; ++v) {
         const auto bytes = P::load(unit + v * P::kLanes * 4);
-        if constexpr (is_int4) {
+        if constexpr (kind == kInt8) {
+          columns[v][0] = P::columns(bytes);
+        } else if constexpr (kind == kInt4) {
           columns[v][0] = P::columns(P::low_nibbles(bytes));
           columns[v][1] = P::columns(P::high_nibbles(bytes));
         } else {
-          columns[v][0] = P::columns(bytes);
+          columns[v][0] = P::columns(P::twice_e2m1(P::low_nibbles(bytes)));
+          columns[v][1] = P::columns(P::twice_e2m1(P::high_nibbles(bytes)));
         }
       }
 #pragma GCC unroll 2
-      for (int q = 0; q < (is_int4 ? 2 : 1); ++q, of_unit += P::kInts)
+      for (int q = 0; q < kQuads; ++q, of_unit += P::kInts)
 #pragma GCC unroll 6
         for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 2
@@ -143,7 +140,7 @@ void multiply_group(const uint8_t* w, const uint8_t* scales, int64_t units, cons
     }
 #pragma GCC unroll 2
     for (int v = 0; v < P::kAtOnce; ++v) {
-      const auto scale = P::load_floats(scales + (first + v) * P::kLanes * 4);
+      const auto scale = load_scales<P, kind>(scales, (first + v) * P::kLanes);
 #pragma GCC unroll 6
       for (int m = 0; m < rows; ++m) {
         auto total = P::to_float(P::high(acc[m][v]));
@@ -160,19 +157,21 @@ void multiply_group(const uint8_t* w, const uint8_t* scales, int64_t units, cons
 using MultiplyGroup = void (*)(const uint8_t*, const uint8_t*, int64_t, const int32_t*,
                                const GroupOfRow*, float*);
 
-template <class P, int bits, bool is_int4, bool has_zeros, bool ahead, int... less_one>
+template <class P, int bits, Kind kind, bool has_zeros, bool ahead, int... less_one>
 MultiplyGroup select(int64_t rows, std::integer_sequence<int, less_one...>) {
   static constexpr MultiplyGroup kOfRows[] = {
-      multiply_group<P, bits, is_int4, has_zeros, ahead, less_one + 1>...};
+      multiply_group<P, bits, kind, has_zeros, ahead, less_one + 1>...};
   return kOfRows[rows - 1];
 }
 
 template <class P, int bits, bool ahead>
 MultiplyGroup select(const LinearQ& a, int64_t rows) {
   constexpr auto heights = std::make_integer_sequence<int, P::kTileRows>();
-  if (a.bits == 8) return select<P, bits, false, false, ahead>(rows, heights);
-  if (a.has_zeros) return select<P, bits, true, true, ahead>(rows, heights);
-  return select<P, bits, true, false, ahead>(rows, heights);
+  if (a.is_float) return select<P, bits, kMxfp4, false, ahead>(rows, heights);
+  if (a.bits == 8 && a.has_zeros) return select<P, bits, kInt8, true, ahead>(rows, heights);
+  if (a.bits == 8) return select<P, bits, kInt8, false, ahead>(rows, heights);
+  if (a.has_zeros) return select<P, bits, kInt4, true, ahead>(rows, heights);
+  return select<P, bits, kInt4, false, ahead>(rows, heights);
 }
 
 // A part of x's rows that is multiplied with a chunk at once; the first one reads ahead.
@@ -204,12 +203,16 @@ class Rows {
       const uint8_t* scales = w;
       w += layout_.block_header;
       for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+        if (layout_.chunk_header > 0) scales = w;
+        w += layout_.chunk_header;
         const uint8_t* const start = w;
+        const uint8_t* const scales_of_chunk = scales;
         for (int64_t t = 0; t < num_tiles_; ++t) {
           const RowTile& tile = tiles_[t];
           const int32_t* x = packed_ + (chunk * count_ + tile.row) * kRowInts;
           const GroupOfRow* of_row = groups_ + (chunk * count_ + tile.row) * kMostGroups;
           w = start;
+          scales = scales_of_chunk;
           for (int64_t column = chunk * kChunk; column < std::min(a_.k, (chunk + 1) * kChunk);
                column += layout_.group, ++of_row) {
             const int64_t columns = std::min(layout_.group, a_.k - column);
@@ -218,6 +221,7 @@ class Rows {
             w += layout_.group_header;
             tile.multiply(w, scales, units, x, of_row, sums + tile.row * kBlock);
             w += units * kUnitBytes;
+            if (layout_.chunk_header > 0) scales += kBlock;
             x += layout_.group / 4 * P::kInts;
           }
         }
@@ -286,40 +290,28 @@ class Rows {
   const GroupOfRow* groups_ = nullptr;
 };
 
-template <class E, int bits>
-void run(const LinearQ& a, int num_threads) {
-  const int64_t blocks = parts_of(a.n, kBlock), parts = parts_of(a.rows, kMaxRows);
-  const bool is_tiny = a.rows * a.n * a.k < kSerialWork;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_tiny)
-  {
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const int64_t begin = blocks * thread / threads, end = blocks * (thread + 1) / threads;
-    for (int64_t i = 0; i < parts && begin < end; ++i) {
-      const int64_t row = a.rows * i / parts;
-      Rows<E, bits>(a, row, a.rows * (i + 1) / parts - row).multiply(begin, end);
-    }
-  }
-}
-
 }  // namespace
 
 int64_t block_bytes(const LinearQ& a) {
-  const bool is_int8 = a.bits == 8 && a.group == 0 && !a.has_zeros;
-  const bool is_int4 = a.bits == 4 && (a.group == 32 || a.group == 64 || a.group == 128);
-  if (!is_int8 && !is_int4)
+  const bool is_group = a.group == 32 || a.group == 64 || a.group == 128;
+  const bool is_8 = a.bits == 8 && (a.group == 0 || is_group);
+  const bool is_4 = a.bits == 4 && (a.is_float ? a.group == 32 : is_group);
+  if (!(is_8 || is_4) || (a.is_float && a.has_zeros))
     throw std::runtime_error("specc: no kernel for weights of this many bits and columns a group");
   if (a.k > kMostColumns) throw std::runtime_error("specc: x has too many columns");
   const Layout layout(a);
-  const int64_t groups = a.bits == 8 ? 0 : parts_of(a.k, layout.group);
-  return layout.block_header + groups * layout.group_header +
-         parts_of(a.k, layout.columns_of_unit) * kUnitBytes;
+  return layout.block_header + parts_of(a.k, layout.group) * layout.group_header +
+         parts_of(a.k, kChunk) * layout.chunk_header +
+         parts_of(a.k, layout.columns_of_unit) * layout.unit_bytes;
 }
 
 void linear_q(const LinearQ& a, int num_threads) {
-  if (a.dtype == DType::kFloat32)
-    run<float, 24>(a, num_threads);
+  if (is_fp8(a))
+    linear_fp8(a, num_threads);
+  else if (a.dtype == DType::kFloat32)
+    quantized::run<Rows<float, 24>>(a, num_threads);
   else
-    run<vec::BFloat16, 16>(a, num_threads);
+    quantized::run<Rows<vec::BFloat16, 16>>(a, num_threads);
 }
 
 }  // namespace specc

@@ -31,6 +31,10 @@ struct Parts {
   }
 };
 
+// 12 + 2 v of the codes of e2m1, which are no less than 0
+alignas(16) constexpr uint8_t kTwiceE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                12, 11, 10, 9,  8,  6,  4,  0};
+
 inline int32_t bytes_of(const int32_t* x) {
   uint32_t packed = 0;
   for (int i = 0; i < 4; ++i) packed |= (static_cast<uint32_t>(x[i]) & 255) << (8 * i);
@@ -80,6 +84,10 @@ struct VnniPath {
   static Columns columns(Int bytes) { return bytes; }
   static Int low_nibbles(Int bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
   static Int high_nibbles(Int bytes) { return low_nibbles(_mm512_srli_epi16(bytes, 4)); }
+  static Int twice_e2m1(Int codes) {
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kTwiceE2m1));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
+  }
   static void multiply(Sums& sums, Columns w, const int32_t* x) {
     for (int p = 0; p < kInts; ++p)
       sums.part[p] = _mm512_dpbusd_epi32(sums.part[p], w, _mm512_set1_epi32(x[p]));
@@ -93,6 +101,10 @@ struct VnniPath {
   static Int multiply(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
   static Int load_zeros(const uint8_t* p) {
     return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static Float load_exponents(const uint8_t* p) {
+    const Int bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bytes, 23));
   }
   static Float to_float(Int x) { return _mm512_cvtepi32_ps(x); }
   static Float splat(float x) { return _mm512_set1_ps(x); }
@@ -145,6 +157,10 @@ struct WordsPath {
   }
   static Int low_nibbles(Int bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
   static Int high_nibbles(Int bytes) { return low_nibbles(_mm256_srli_epi16(bytes, 4)); }
+  static Int twice_e2m1(Int codes) {
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kTwiceE2m1));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
+  }
   static void multiply(Sums& sums, Columns w, const int32_t* x) {
     for (int p = 0; p < kSums; ++p) {
       const Int even = _mm256_madd_epi16(w.even, _mm256_set1_epi32(x[2 * p]));
@@ -159,6 +175,10 @@ struct WordsPath {
   static Int multiply(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
   static Int load_zeros(const uint8_t* p) {
     return _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static Float load_exponents(const uint8_t* p) {
+    const Int bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bytes, 23));
   }
   static Float to_float(Int x) { return _mm256_cvtepi32_ps(x); }
   static Float splat(float x) { return _mm256_set1_ps(x); }
@@ -210,6 +230,13 @@ struct PortablePath {
   }
   static Int low_nibbles(Int bytes) { return bytes & 0x0f0f0f0f; }
   static Int high_nibbles(Int bytes) { return bytes >> 4 & 0x0f0f0f0f; }
+  static Int twice_e2m1(Int codes) {
+    uint8_t bytes[sizeof codes];
+    std::memcpy(bytes, &codes, sizeof codes);
+    for (uint8_t& byte : bytes) byte = kTwiceE2m1[byte];
+    std::memcpy(&codes, bytes, sizeof codes);
+    return codes;
+  }
   static void multiply(Sums& sums, const Columns& w, const int32_t* x) {
     for (int p = 0; p < kSums; ++p)
       for (int i = 0; i < 4; ++i) sums.part[p] += w.column[i] * static_cast<uint32_t>(x[4 * p + i]);
@@ -227,6 +254,11 @@ struct PortablePath {
       zeros[i] = static_cast<uint32_t>(int32_t{zero});
     }
     return zeros;
+  }
+  static Float load_exponents(const uint8_t* p) {
+    Int exponents;
+    for (int i = 0; i < kLanes; ++i) exponents[i] = static_cast<uint32_t>(p[i]) << 23;
+    return reinterpret_cast<Float>(exponents);
   }
   static Float to_float(Int x) {
     return __builtin_convertvector(reinterpret_cast<vec::Int>(x), Float);

@@ -16,7 +16,7 @@ namespace {
 
 AtenTensorHandle linear_q(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
                           AtenTensorHandle bias_handle, int64_t out_features, int64_t bits,
-                          int64_t group, bool has_zeros) {
+                          int64_t group, bool has_zeros, bool is_float) {
   const View x(x_handle), w(w_handle);
   check(x.dim == 2 && x.is_dense_row(), "x is [M, K], its rows contiguous");
   check(w.dim == 2 && w.dtype == aoti_torch_dtype_uint8() && w.is_contiguous(),
@@ -30,6 +30,7 @@ AtenTensorHandle linear_q(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
   a.bits = bits;
   a.group = group;
   a.has_zeros = has_zeros;
+  a.is_float = is_float;
   const int64_t blocks = out_features / specc::kLinearBlock +
                          (out_features % specc::kLinearBlock != 0);
   check(w.sizes[0] == blocks && w.sizes[1] == specc::block_bytes(a),
@@ -51,9 +52,10 @@ AtenTensorHandle linear_q(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
 }
 
 Tensor boxed_linear_q(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t out_features,
-                      int64_t bits, int64_t group, bool has_zeros) {
+                      int64_t bits, int64_t group, bool has_zeros, bool is_float) {
   const AtenTensorHandle handle = bias.has_value() ? bias->get() : nullptr;
-  return Tensor(linear_q(x.get(), weight.get(), handle, out_features, bits, group, has_zeros));
+  return Tensor(
+      linear_q(x.get(), weight.get(), handle, out_features, bits, group, has_zeros, is_float));
 }
 
 }  // namespace
@@ -61,7 +63,7 @@ Tensor boxed_linear_q(Tensor x, Tensor weight, std::optional<Tensor> bias, int64
 STABLE_TORCH_LIBRARY_FRAGMENT(specc_cpu, library) {
   library.def(
       "linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group, "
-      "bool has_zeros) -> Tensor");
+      "bool has_zeros, bool is_float=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
@@ -71,9 +73,9 @@ STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
 // Declared to AOTInductor in kernels/native.py, C_SHIMS.
 extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_linear_q(
     AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, int64_t out_features,
-    int64_t bits, int64_t group, int32_t has_zeros, AtenTensorHandle* result) {
+    int64_t bits, int64_t group, int32_t has_zeros, int32_t is_float, AtenTensorHandle* result) {
   return specc::guarded([&] {
     *result = linear_q(x, weight, bias == nullptr ? nullptr : *bias, out_features, bits, group,
-                       has_zeros != 0);
+                       has_zeros != 0, is_float != 0);
   });
 }

@@ -22,6 +22,20 @@ operation rounded to float32,
     t = float(C), or float(C_H) · 256 + float(C_L)
     y = y + t · (s · 2^e),  group after group from y = 0
     result = y + bias, in the dtype of x
+
+mxfp4 is the same: in place of u - z stands twice the value of e2m1, an integer from -12 to 12, and
+in place of s its half.
+
+fp8 is not: as integers, values of e4m3 have 18 bits, and their products with those of a row would
+take two sums more than 32 bits hold, twice the instructions of float32, which has no error to
+begin with: rows stay as they are, and what is fixed is the order. Over a group (128 columns where
+the weight has one scale an output), in the order of columns, each step rounded once,
+
+    t = fma(x, v / 256, t) from t = 0
+    y = y + t · (s · 256)
+
+so that a row's bits depend on nothing but the row here, too. v / 256 is what half precision makes
+of the bits of e4m3.
 """
 
 from __future__ import annotations
@@ -45,6 +59,7 @@ def linear_q_reference(
     bits: int,
     group: int,
     has_zeros: bool,
+    is_float: bool = False,
 ) -> Tensor:
     """Project rows by a quantized weight; see above.
 
@@ -55,25 +70,36 @@ def linear_q_reference(
         out_features: N.
         bits: 8 or 4.
         group: columns of a scale, 32, 64 or 128; 0 for one scale an output, of 8 bits.
-        has_zeros: groups have zero points of their own, of 4 bits.
+        has_zeros: groups have zero points of their own, of integers.
+        is_float: the weight is fp8 (8 bits) or mxfp4 (4 bits).
     Returns:
-        [M, N] in the dtype of the input. A row with a NaN or an infinity is all NaN.
+        [M, N] in the dtype of the input. A row with a NaN or an infinity is all NaN; by fp8 it is
+        what float32 makes of it.
     Source: llama.cpp's products of Q4_0 by rows of Q8_0, here with rows of 16 and 24 bits.
     """
-    layout = QuantizedLayout(bits, group, has_zeros)
+    layout = QuantizedLayout(bits, group, has_zeros, is_float)
     levels, scales, zeros = unpack(weight, (out_features, input.shape[1]), layout)
-    values, factors = row_integers(input, group or ROW_GROUP)
+    width = group or ROW_GROUP
+    if is_float and bits == 8:
+        y = _by_fp8(input, layout.values(levels), scales, width)
+        return (y if bias is None else y + bias.float()).to(input.dtype)
+    steps = layout.values(levels).double()
+    if is_float:
+        steps, scales = 2 * steps, scales / 2
+    values, factors = row_integers(input, width)
     y = torch.zeros(input.shape[0], out_features)
     for i, part in enumerate(values):
-        first, own = i * (group or ROW_GROUP), i if group else 0
-        steps = levels[:, first : first + part.shape[1]].double() - zeros[:, own, None].double()
+        first, own = i * width, i if group else 0
+        part_of_w = steps[:, first : first + part.shape[1]] - zeros[:, own, None]
         # of integers below 2^53, so every order gives these
         if input.dtype == torch.bfloat16:
-            total = (part.double() @ steps.T).float()
+            total = (part.double() @ part_of_w.T).float()
         else:
             low = (part + 128) % 256 - 128
             high = (part - low) // 256
-            total = (high.double() @ steps.T).float() * 256 + (low.double() @ steps.T).float()
+            total = (high.double() @ part_of_w.T).float() * 256 + (
+                low.double() @ part_of_w.T
+            ).float()
         y = y + total * (scales[:, own] * factors[i][:, None])
     return (y if bias is None else y + bias.float()).to(input.dtype)
 
@@ -103,3 +129,35 @@ def row_integers(x: Tensor, group: int) -> tuple[list[Tensor], list[Tensor]]:
 def _power_of_two(exponent: Tensor) -> Tensor:
     """2^exponent as float32, exactly; `torch.ldexp` rounds a logarithm."""
     return (exponent.int() + 127 << 23).view(torch.float32)
+
+
+def _by_fp8(input: Tensor, values: Tensor, scales: Tensor, width: int) -> Tensor:
+    """Y [M, N] of rows [M, K], values [N, K] of e4m3 and scales [N, 1 or groups]."""
+    groups = -(-values.shape[1] // width)
+    more = (0, groups * width - values.shape[1])
+    x, v = (torch.nn.functional.pad(item.float(), more) for item in (input, values / 256))
+    x, v = x.view(len(x), 1, groups, width), v.view(1, len(v), groups, width)
+    total = torch.zeros(len(input), len(values), groups)
+    for column in range(width):
+        total = _fma(x[..., column], v[..., column], total)
+    y = torch.zeros(total.shape[:2])
+    for group in range(groups):
+        y = y + total[..., group] * (scales[:, min(group, scales.shape[1] - 1)] * 256)
+    return y
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Round a · b + c once, to float32; a · b has to be exact in float64.
+
+    Source: Boldo and Melquiond, Emulation of FMA and correctly rounded sums: proved algorithms
+    using rounding to odd, 2008.
+    """
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    virtual = total - product
+    error = (product - (total - virtual)) + (c - virtual)
+    # what is lost must not decide a tie: the last bit of an inexact sum is odd
+    image = total.view(torch.int64)
+    is_even = (image & 1 == 0) & (error != 0) & error.isfinite()
+    away = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(is_even, image + away, image).view(torch.float64).float()

@@ -63,21 +63,10 @@ class CheckpointMap:
 
     Args:
         model: the model, usually on the meta device; its class and config select the conversions.
-        reader: the checkpoint.
-    Raises:
-        WeightError: the checkpoint is quantized.
+        reader: the checkpoint; of a quantized one, a reader of what its tensors stand for.
     """
 
     def __init__(self, model: PreTrainedModel, reader: TensorReader) -> None:
-        quantization = getattr(model.config, "quantization_config", None)
-        if quantization is not None:
-            is_dict = isinstance(quantization, dict)
-            fields = quantization if is_dict else vars(quantization)
-            raise WeightError(
-                f"{reader.location()} is quantized ({fields.get('quant_method')})",
-                "a checkpoint in float32, bfloat16 or float16",
-                "pass the unquantized checkpoint of this model",
-            )
         self._model = model
         self._reader = reader
         self._shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}

@@ -34,6 +34,12 @@ def resolve_directory(source: str | Path) -> Path:
 
         with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
             path = Path(snapshot_download(str(source), local_files_only=True))
+    if path.is_file() and path.suffix == ".gguf":
+        raise ModelNotFoundError(
+            f"{source} is a GGUF file",
+            "a directory that holds it, and config.json and tokenizer.json of the model",
+            "put these three in a directory, and pass that",
+        )
     if path.is_file():
         raise ModelNotFoundError(
             f"{source} is a file",

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
-from specc.artifact.weights import MemoryReader, Source, WeightSpec
+from specc.artifact.decoders.checkpoint_format import open_checkpoint, without_quantization
+from specc.artifact.decoders.decoded_reader import DecodedReader
+from specc.artifact.decoders.kept_integers import KeptIntegers
+from specc.artifact.safetensors_io import TensorReader
+from specc.artifact.weights import MemoryReader, Source, WeightSpec, kept_integers
 from specc.errors import ConfigError, WeightError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
@@ -65,6 +68,7 @@ class ModelSource:
         model: str | Path | nn.Module,
         dtype: torch.dtype,
         rope_length: int | None = None,
+        is_weight_only: bool = False,
     ) -> ModelSource:
         """Open a directory without reading a weight, or take a module as it is.
 
@@ -73,9 +77,10 @@ class ModelSource:
             model: directory, hub id or module.
             dtype: of the weights.
             rope_length: see `rotary.constant_length`.
+            is_weight_only: see `open_checkpoint`.
         Raises:
             ModelNotFoundError, NotCausalLMError, UnsupportedRotaryError: see hf_model.
-            WeightError: the checkpoint is malformed.
+            WeightError: the checkpoint is malformed, or quantized in a way that is not read.
             ConfigError: a module in another dtype.
         """
         if isinstance(model, nn.Module):
@@ -89,9 +94,10 @@ class ModelSource:
         directory = hf_model.resolve_directory(model)
         config = hf_model.load_config(directory)
         # before minutes of tracing: headers say whether the checkpoint can be read
-        reader, warnings = SafetensorsReader(directory), []
+        reader, warnings = open_checkpoint(directory, config, is_weight_only), []
+        config = without_quantization(config)
         if hf_model.holds_more_than_text(directory):
-            reader = TextReader(reader)
+            reader = TextReader(_plain(reader, str(model)))
             warnings = [
                 f"{name.replace('_', ' ')}: the language model of {model}; images and sound are not"
                 f" taken, and {reader.num_others} tensors are not read"
@@ -136,6 +142,47 @@ class ModelSource:
             stated = None
         known = [limit for limit in (stated, self.position_rows) if limit is not None]
         return min(known, default=None)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its checkpoint holds quantized weights."""
+        return self.scheme is not None
+
+    @property
+    def scheme(self) -> str | None:
+        """How its checkpoint is quantized, for people; None where it is not."""
+        return self.reader.scheme if isinstance(self.reader, DecodedReader) else None
+
+    def decoded_names(self, program: Program) -> list[str]:
+        """Parameters of a program whose integers the checkpoint has and the engine has not."""
+        if not isinstance(self.reader, DecodedReader):
+            return []
+        module: Any = self.module
+        checkpoint, reader = CheckpointMap(module, self.reader), self.reader
+        plain = (w.parameters for w in program.weights.values() if w.quantized is None)
+        names = dict.fromkeys(name for parameters in plain for name in parameters)
+        found = []
+        for name in names:
+            weights = (reader.decoded(source.name) for source in checkpoint.sources(name))
+            if any(weight is not None and weight.is_quantized for weight in weights):
+                found.append(name)
+        return found
+
+    def integers(self, program: Program) -> dict[str, KeptIntegers]:
+        """Parameters of a program of which the checkpoint has integers → what holds those.
+
+        Raises:
+            WeightError: a parameter has no tensor in the checkpoint.
+        """
+        if not self.is_quantized:
+            return {}
+        module: Any = self.module
+        checkpoint, found = CheckpointMap(module, self.reader), {}
+        for name in (name for weight in program.weights.values() for name in weight.parameters):
+            kept = kept_integers(checkpoint.sources(name), self.reader)
+            if kept is not None:
+                found[name] = kept
+        return found
 
     def weight_specs(self, program: Program) -> list[WeightSpec]:
         """What to write for each weight and constant of a program, whole where it is cut.
@@ -182,6 +229,21 @@ def _check_embedding(module: nn.Module, reader: TensorReader, label: str) -> Non
                 f"{list(parameter.shape)}, as config.json says",
                 "pass the config.json of this checkpoint",
             )
+
+
+def _plain(reader: TensorReader, label: str) -> TensorReader:
+    """The checkpoint of a model that holds more than text, which is not read quantized.
+
+    Raises:
+        WeightError: it is quantized.
+    """
+    if isinstance(reader, DecodedReader):
+        raise WeightError(
+            f"{label}: a quantized checkpoint ({reader.scheme}) of a model that takes images, too",
+            "a quantized checkpoint of a language model alone, or a plain one of this model",
+            "pass the checkpoint that is not quantized, and --quantize to have its weights rounded",
+        )
+    return reader
 
 
 def _own_source(name: str) -> tuple[Source, ...]:

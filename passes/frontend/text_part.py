@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specc.artifact.decoders.checkpoint_format import QUANTIZATION_FIELDS
 from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, TensorReader
 from specc.artifact.tensor_part import TensorPart
 
@@ -42,6 +43,10 @@ def text_config(config: Any, architecture: str) -> Any | None:
     tied = getattr(config, "tie_word_embeddings", None)
     if isinstance(tied, bool):
         own.tie_word_embeddings = tied
+    # and how the whole checkpoint is quantized
+    for name in QUANTIZATION_FIELDS:
+        if getattr(own, name, None) is None and hasattr(config, name):
+            setattr(own, name, getattr(config, name))
     return own
 
 

@@ -105,6 +105,13 @@ def _why_not(program: Program, linears: list[fx.Node]) -> str | None:
                 return f"parameter {program.weights[operand.target].key} is used elsewhere too"
     if len({linear.args[1].meta["val"].dtype for linear in linears}) > 1:
         return "the weights have different dtypes"
+    names = [
+        name for linear in linears for name in program.weights[linear.args[1].target].parameters
+    ]
+    layouts = {program.integers.get(name) for name in names}
+    if len(layouts) > 1:
+        told = sorted("not at all" if item is None else item.name for item in layouts)
+        return f"the weights are quantized in different ways: {', '.join(told)}"
     return None
 
 

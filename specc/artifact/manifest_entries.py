@@ -65,6 +65,7 @@ class ModelEntry:
         rope_length: length whose rotary frequencies every position has, where the scaling depends
             on length and the engine is for more than it was trained for.
         quantization: how weights of projections are stored, `int8` or `int4-g64`; None in `dtype`.
+        checkpoint_scheme: how the checkpoint is quantized, for people; None where it is not.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ModelEntry:
     nonfinite_weights: int = 0
     rope_length: int | None = None
     quantization: str | None = None
+    checkpoint_scheme: str | None = None
 
     @property
     def checkpoint(self) -> str:

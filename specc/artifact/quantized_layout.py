@@ -1,16 +1,25 @@
-"""How an engine stores a quantized weight: integers, scales and zero points of 32 outputs together.
+"""How an engine stores a quantized weight: levels, scales and zero points of 32 outputs together.
 
-A weight [N, K] is (u - z) · s of unsigned integers u. int8 has one scale for each output and z =
-128; int4 has a scale for each output and group of columns and z = 8, or a zero point of its own
-beside each scale. A block of 32 outputs is one stream of bytes, in the order in which
-`specc.linear_q` uses them:
+A weight [N, K] has a level of 8 or 4 bits for each value, and a scale s for each output and group
+of columns, or for each output:
 
-- int8: scales, 32 float32; then units of 4 columns [32, 4], a byte each.
-- int4: for each group of columns its scales, 32 float32; its zero points where there are any,
-  32 int16; then units of 8 columns [32, 4]: byte i has column i in its low and column 4 + i in its
-  high four bits.
+- int8, int4: an unsigned integer u stands for (u - z) · s; z is 128 and 8, or a zero point of its
+  own beside each scale.
+- fp8: the bits of e4m3, v · s, without NaN.
+- mxfp4: the code of e2m1, v · s; groups are of 32 columns, and each s is a power of two, e8m0.
+
+A block of 32 outputs is one stream of bytes, in the order in which `specc.linear_q` uses them: a
+header of scales, and the levels that it is for. There is a header for each group, one for all
+columns where an output has one scale, and in mxfp4 one for 4 groups. It has, of each group, 32
+scales in float32, then 32 zero points in int16 where there are any; in mxfp4 4 · 32 bytes, the
+exponents of float32 (0 is scale 0). Levels follow in units, [32 outputs, bytes]:
+
+- 8 bits: units of 4 columns, a byte each; of fp8 they are of 2 columns.
+- 4 bits: units of 8 columns in 4 bytes: byte i has column i in its low and column 4 + i in its high
+  four bits.
 
 The last group, and its last unit, may have fewer columns. What blocks have beyond N has scale 0.
+Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) 1.0, §5.
 """
 
 from __future__ import annotations
@@ -27,8 +36,13 @@ from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, tensor_bytes
 from specc.artifact.weight_layout import BLOCK, regroup
 
 GROUPS = (32, 64, 128)
-_SCALES_BYTES, _ZEROS_BYTES, _UNIT_BYTES = 4 * BLOCK, 2 * BLOCK, 4 * BLOCK
-_NAME = re.compile(r"int8|int4-g(\d+)(-zeros)?")
+# the largest values of e4m3 and e2m1
+FP8_MOST, FP4_MOST = 448.0, 6.0
+# of mxfp4, columns with one header
+_MX_COLUMNS = 128
+_NAMES = {(8, False): "int8", (4, False): "int4", (8, True): "fp8", (4, True): "mxfp4"}
+_NAME = re.compile(r"(int8|int4|fp8)(?:-g(\d+))?(-zeros)?|mxfp4")
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 @dataclass(frozen=True)
@@ -36,9 +50,10 @@ class QuantizedLayout:
     """One way to store weights.
 
     Args:
-        bits: 8 or 4.
+        bits: 8 or 4, of a level.
         group: columns that share a scale: one of `GROUPS`, or 0 for all of an output (8 bits).
-        has_zeros: each group has its own zero point (4 bits).
+        has_zeros: each group has its own zero point (integers).
+        is_float: levels are e4m3 (8 bits) or e2m1 with e8m0 scales (4 bits, groups of 32).
     Raises:
         ValueError: a combination that no kernel reads.
     """
@@ -46,11 +61,14 @@ class QuantizedLayout:
     bits: int
     group: int = 0
     has_zeros: bool = False
+    is_float: bool = False
 
     def __post_init__(self) -> None:
-        is_known = self.group in GROUPS if self.bits == 4 else self.bits == 8 and self.group == 0
-        if not is_known or (self.has_zeros and self.bits == 8):
-            raise ValueError(f"no weights of {self.bits} bits in groups of {self.group}")
+        groups = {8: (0, *GROUPS), 4: (32,) if self.is_float else GROUPS}
+        is_known = self.group in groups.get(self.bits, ())
+        if not is_known or (self.has_zeros and self.is_float):
+            kind = "float weights" if self.is_float else "weights"
+            raise ValueError(f"no {kind} of {self.bits} bits in groups of {self.group}")
 
     @classmethod
     def named(cls, name: str) -> QuantizedLayout:
@@ -58,26 +76,41 @@ class QuantizedLayout:
         found = _NAME.fullmatch(name)
         if found is None:
             raise ValueError(f"no layout of weights is called {name}")
-        if found[1] is None:
-            return cls(8)
-        return cls(4, int(found[1]), found[2] is not None)
+        if name == "mxfp4":
+            return cls(4, 32, False, True)
+        kind = found[1]
+        return cls(4 if kind == "int4" else 8, int(found[2] or 0), bool(found[3]), kind == "fp8")
 
     @property
     def name(self) -> str:
-        """`int8`, `int4-g64` or `int4-g64-zeros`."""
-        if self.bits == 8:
-            return "int8"
-        return f"int4-g{self.group}" + ("-zeros" if self.has_zeros else "")
+        """`int8`, `int8-g32`, `int4-g64`, `int4-g64-zeros`, `fp8`, `fp8-g128`, `mxfp4`, …"""
+        kind = _NAMES[self.bits, self.is_float]
+        group = f"-g{self.group}" if self.group and kind != "mxfp4" else ""
+        return kind + group + ("-zeros" if self.has_zeros else "")
 
     @property
     def middle(self) -> int:
         """The zero point of all weights, where they have none of their own."""
-        return 1 << (self.bits - 1)
+        return 0 if self.is_float else 1 << (self.bits - 1)
 
     @property
     def unit(self) -> int:
-        """Columns whose integers lie together."""
-        return 32 // self.bits
+        """Columns whose levels lie together."""
+        return 2 if self.is_float and self.bits == 8 else 32 // self.bits
+
+    @property
+    def header_columns(self) -> int:
+        """Columns with one header, the last of which may have fewer; 0 for all of an output."""
+        return _MX_COLUMNS if self._is_mx else self.group
+
+    @property
+    def header_bytes(self) -> int:
+        scales = _MX_COLUMNS // self.group if self._is_mx else 4
+        return (scales + (2 if self.has_zeros else 0)) * BLOCK
+
+    @property
+    def _is_mx(self) -> bool:
+        return self.is_float and self.bits == 4
 
     def num_groups(self, columns: int) -> int:
         return -(-columns // self.group) if self.group else 1
@@ -85,36 +118,52 @@ class QuantizedLayout:
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """Shape [blocks, bytes of a block] that a weight [N, K] has in the engine's file."""
         outputs, columns = shape
-        header = _SCALES_BYTES + (_ZEROS_BYTES if self.has_zeros else 0)
+        headers = -(-columns // self.header_columns) if self.header_columns else 1
         units = -(-columns // self.unit)
-        return -(-outputs // BLOCK), self.num_groups(columns) * header + units * _UNIT_BYTES
+        unit_bytes = BLOCK * self.unit * self.bits // 8
+        return -(-outputs // BLOCK), headers * self.header_bytes + units * unit_bytes
+
+    def values(self, levels: Tensor) -> Tensor:
+        """What levels are before zero points and scales, float32."""
+        if not self.is_float:
+            return levels.float()
+        if self.bits == 8:
+            return levels.contiguous().view(torch.float8_e4m3fn).float()
+        return torch.cat([_E2M1, -_E2M1])[levels.long()]
 
 
 def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: QuantizedLayout) -> Tensor:
     """Put a quantized weight into blocks.
 
     Args:
-        levels: [N, K] uint8, the integers u.
-        scales: [N, G] float32, one for each output and group.
-        zeros: [N, G] integers within int16, where the layout has them.
+        levels: [N, K] uint8: the integers u, the bits of e4m3, or codes of e2m1 (sign in bit 3).
+        scales: [N, G] float32, one for each output and group; of mxfp4 powers of two from 2^-126
+            to 2^127, or 0.
+        zeros: [N, G] integers from 0 to 256, where the layout has them.
         layout: of the result.
     Returns:
         uint8 [blocks, bytes of a block].
+    Raises:
+        ValueError: a level that is NaN, or a scale or a zero point that the layout does not hold.
     """
     outputs, columns = levels.shape
+    _check_parts(levels, scales, zeros, layout)
     blocks, block_bytes = layout.stored_shape(levels.shape)
     more = blocks * BLOCK - outputs
     levels, scales = _more_rows(levels, more), _more_rows(scales.float(), more)
+    zeros = None if zeros is None else _more_rows(zeros, more)
     out = torch.empty(blocks, block_bytes, dtype=torch.uint8)
-    width, place = layout.group or columns, 0
-    for group, first in enumerate(range(0, columns, width)):
-        parts = [_bytes_of(scales[:, group], torch.float32)]
+    width, place = layout.header_columns or columns, 0
+    per_header = layout.num_groups(width)
+    for header, first in enumerate(range(0, columns, width)):
+        own = slice(header * per_header, (header + 1) * per_header)
+        parts = [_scale_bytes(scales[:, own], layout)]
         if layout.has_zeros:
             assert zeros is not None
-            parts.append(_bytes_of(_more_rows(zeros, more)[:, group], torch.int16))
+            parts.append(_bytes_of(zeros[:, own], torch.int16))
         parts.append(_units(levels[:, first : first + width], layout))
         for part in parts:
-            part = part.view(blocks, -1)
+            part = part.reshape(blocks, -1)
             out[:, place : place + part.shape[1]] = part
             place += part.shape[1]
     return out
@@ -131,7 +180,7 @@ def unpack(
         layout: of the weight.
     """
     outputs, columns = shape
-    blocks, width, place = stored.shape[0], layout.group or shape[1], 0
+    blocks, width, place = stored.shape[0], layout.header_columns or shape[1], 0
     levels, scales, zeros = [], [], []
 
     def take(count: int) -> Tensor:
@@ -142,11 +191,14 @@ def unpack(
 
     for first in range(0, columns, width):
         own = min(width, columns - first)
-        scales.append(take(_SCALES_BYTES).view(torch.float32).reshape(-1, 1))
+        num_scales = layout.header_bytes - (2 * BLOCK if layout.has_zeros else 0)
+        scales.append(_scales_of(take(num_scales), layout)[:, : layout.num_groups(own)])
         if layout.has_zeros:
-            zeros.append(take(_ZEROS_BYTES).view(torch.int16).reshape(-1, 1))
+            zeros.append(take(2 * BLOCK).view(torch.int16).reshape(-1, 1))
         units = -(-own // layout.unit)
-        data = take(units * _UNIT_BYTES).view(blocks, units, BLOCK, 4).transpose(1, 2)
+        unit_bytes = layout.unit * layout.bits // 8
+        data = take(units * BLOCK * unit_bytes).view(blocks, units, BLOCK, unit_bytes)
+        data = data.transpose(1, 2)
         if layout.bits == 4:
             data = torch.cat([data & 15, data >> 4], -1)
         levels.append(data.reshape(blocks * BLOCK, -1)[:outputs, :own])
@@ -161,36 +213,64 @@ def quantize(weight: Tensor, layout: QuantizedLayout) -> Tensor:
 
     Ends of the range: int8 has scale max |w| / 127. int4 has -8 where |w| is largest, so that all
     16 levels are used, and with zero points the smallest and the largest weight, or 0, at its ends.
+    fp8 has 448, the largest of e4m3, at the largest |w|. mxfp4 has the exponent of the largest |w|
+    less 2, that of e2m1's largest; what is beyond 6 is 6.
 
-    Source: round to nearest as of ggml's Q8_0 and Q4_0, whose scales have the same ends.
+    Source: round to nearest as of ggml's Q8_0 and Q4_0, whose scales have the same ends; OCP MX
+    1.0, §6.3.
     """
     weight = weight.float()
     outputs, columns = weight.shape
     width, groups = layout.group or columns, layout.num_groups(columns)
     padded = torch.nn.functional.pad(weight, (0, groups * width - columns))
     values, zeros = padded.view(outputs, groups, width), None
-    if layout.bits == 8:
-        scales = values.abs().amax(-1) / 127
-    elif layout.has_zeros:
+    if layout.is_float:
+        levels, scales = _round_floats(values, layout)
+        return pack(levels.view(outputs, -1)[:, :columns], scales, None, layout)
+    top = (1 << layout.bits) - 1
+    if layout.has_zeros:
         low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
-        scales = (high - low) / 15
-        zeros = torch.where(scales > 0, low / -scales, 0).round().clamp(0, 15)
+        scales = (high - low) / top
+        zeros = torch.where(scales > 0, low / -scales, 0).round().clamp(0, top)
+    elif layout.bits == 8:
+        scales = values.abs().amax(-1) / 127
     else:
         places = values.abs().argmax(-1, keepdim=True)
         scales = values.gather(-1, places).squeeze(-1) / -8
     # a group of zeros has scale 0 and lies at its zero point
     steps = (values / torch.where(scales == 0, 1, scales).unsqueeze(-1)).round()
     levels = steps + (layout.middle if zeros is None else zeros.unsqueeze(-1))
-    levels = levels.clamp(0, (1 << layout.bits) - 1).view(outputs, -1)[:, :columns]
+    levels = levels.clamp(0, top).view(outputs, -1)[:, :columns]
     return pack(levels.to(torch.uint8), scales, zeros, layout)
 
 
+def _round_floats(values: Tensor, layout: QuantizedLayout) -> tuple[Tensor, Tensor]:
+    """Levels [N, G, columns] uint8 and scales [N, G] of values [N, G, columns]."""
+    largest = values.abs().amax(-1)
+    if layout.bits == 8:
+        scales = largest / FP8_MOST
+        scaled = values / torch.where(scales == 0, 1, scales).unsqueeze(-1)
+        scaled = scaled.clamp(-FP8_MOST, FP8_MOST)
+        return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
+    _, exponent = torch.frexp(largest)  # largest = fraction · 2^exponent, fraction in [0.5, 1)
+    byte = (exponent - 1 - 2 + 127).clamp(1, 254)
+    scales = torch.where(largest == 0, 0, (byte << 23).view(torch.float32))
+    scaled = (values / torch.where(scales == 0, 1, scales).unsqueeze(-1)).clamp(-FP4_MOST, FP4_MOST)
+    # halfway between two codes is the even one
+    middles = (_E2M1[1:] + _E2M1[:-1]) / 2
+    up = torch.bucketize(scaled.abs(), middles, right=False)
+    tie = up < 7
+    tie = tie & (scaled.abs() == middles[up.clamp(max=6)]) & (up % 2 == 1)
+    codes = up + tie
+    return (codes + 8 * (scaled < 0)).to(torch.uint8), scales
+
+
 def dequantize(stored: Tensor, shape: Sequence[int], layout: QuantizedLayout) -> Tensor:
-    """The weight [N, K] float32 that blocks stand for: (u - z) · s."""
+    """The weight [N, K] float32 that blocks stand for."""
     levels, scales, zeros = unpack(stored, shape, layout)
     width = layout.group or shape[1]
     wide = lambda item: item.repeat_interleave(width, 1)[:, : shape[1]]  # noqa: E731
-    return (levels.float() - wide(zeros).float()) * wide(scales)
+    return (layout.values(levels) - wide(zeros).float()) * wide(scales)
 
 
 def quantized_stream(
@@ -216,6 +296,25 @@ def quantized_stream(
         yield tensor_bytes(quantize(values, layout))
 
 
+def _check_parts(
+    levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: QuantizedLayout
+) -> None:
+    if layout.is_float and layout.bits == 8:
+        wrong = int((levels & 127 == 127).sum())
+        if wrong:
+            raise ValueError(f"{wrong} values of e4m3 are NaN")
+    if layout.is_float and layout.bits == 4:
+        wrong = int(((scales.float().view(torch.int32) & 0x807FFFFF) != 0).sum())
+        wrong += int((~scales.isfinite()).sum())
+        if wrong:
+            raise ValueError(f"{wrong} scales are not powers of two from 2^-126 to 2^127")
+    if zeros is not None and zeros.numel():
+        least, most = int(zeros.min()), int(zeros.max())
+        # the kernel's sums of 32 bits hold so much
+        if least < 0 or most > 256:
+            raise ValueError(f"zero points from {least} to {most}")
+
+
 def _more_rows(values: Tensor, count: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, 0, 0, count))
 
@@ -224,8 +323,26 @@ def _bytes_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).contiguous().view(torch.uint8)
 
 
+def _scale_bytes(scales: Tensor, layout: QuantizedLayout) -> Tensor:
+    """Scales [blocks · 32, groups of a header] in their order."""
+    if not (layout.is_float and layout.bits == 4):
+        return _bytes_of(scales, torch.float32)
+    groups = _MX_COLUMNS // layout.group
+    bytes_ = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    bytes_ = torch.nn.functional.pad(bytes_, (0, groups - bytes_.shape[1]))
+    return bytes_.view(-1, BLOCK, groups).transpose(1, 2).contiguous()
+
+
+def _scales_of(part: Tensor, layout: QuantizedLayout) -> Tensor:
+    """[blocks · 32, groups of a header] float32 of the bytes of headers [blocks, bytes]."""
+    if not (layout.is_float and layout.bits == 4):
+        return part.view(torch.float32).reshape(-1, 1)
+    bytes_ = part.view(len(part), -1, BLOCK).transpose(1, 2).reshape(len(part) * BLOCK, -1)
+    return (bytes_.int() << 23).view(torch.float32)
+
+
 def _units(levels: Tensor, layout: QuantizedLayout) -> Tensor:
-    """Integers [blocks · 32, columns] of a group in the order of their units."""
+    """Levels [blocks · 32, columns] of a header in the order of their units."""
     padded = torch.nn.functional.pad(levels, (0, -levels.shape[1] % layout.unit))
     units = padded.view(-1, BLOCK, padded.shape[1] // layout.unit, layout.unit).transpose(1, 2)
     if layout.bits == 4:

@@ -50,6 +50,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# of quantized checkpoints alone: numbers that mean nothing without scales beside them
+_FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
 
 
 class TensorReader(Protocol):
@@ -105,13 +107,15 @@ class SafetensorsReader:
 
     Args:
         path: the file or the directory. Only headers are read here.
+        reads_float8: numbers of 8 bits are known, as decoders of quantized checkpoints need.
     Raises:
         ModelNotFoundError: the path is absent or holds no safetensors checkpoint.
         WeightError: a header is malformed, or a file is truncated.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, reads_float8: bool = False) -> None:
         self.path = Path(path)
+        self._dtypes = DTYPES | _FLOAT8 if reads_float8 else DTYPES
         self._files: dict[Path, BinaryIO] = {}
         self._entries: dict[str, _Entry] = {}
         weight_map = _find_files(self.path)
@@ -154,13 +158,13 @@ class SafetensorsReader:
             WeightError: the tensor is absent, or of a type that only quantized checkpoints use.
         """
         entry = self._entry(key)
-        if entry.dtype_name not in DTYPES:
+        if entry.dtype_name not in self._dtypes:
             raise WeightError(
                 f"{key} in {entry.file} has dtype {entry.dtype_name}",
-                f"one of {', '.join(DTYPES)}",
+                f"one of {', '.join(self._dtypes)}",
                 "pass the unquantized checkpoint of this model",
             )
-        return DTYPES[entry.dtype_name]
+        return self._dtypes[entry.dtype_name]
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self._entry(key).shape

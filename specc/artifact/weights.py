@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from specc.artifact.decoders.decoded_reader import DecodedReader
+from specc.artifact.decoders.integer_stream import integer_stream
+from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.nonfinite import NonFinite, Report, find_nonfinite, refuse, watch
 from specc.artifact.quantized_layout import QuantizedLayout, quantized_stream
 from specc.artifact.safetensors_io import (
@@ -61,7 +64,8 @@ class WeightSpec:
         sources: where the bytes come from; empty for a constant.
         constant: a small tensor in memory (rotary frequencies) in place of sources.
         in_blocks: write a matrix in blocks; see `specc.artifact.weight_layout`.
-        quantized: write a matrix as integers; `dtype` is then what it is rounded from.
+        quantized: write a matrix as integers: those of the checkpoint, where it has them in this
+            layout, else rounded from its numbers in `dtype`.
     """
 
     key: str
@@ -298,12 +302,32 @@ def _spec_chunks(spec: WeightSpec, reader: TensorReader, nonfinite: Report) -> I
         return convert_chunks(
             _tensor_chunks(spec.constant, CHUNK_BYTES), spec.constant.dtype, spec.dtype
         )
+    kept = kept_integers(spec.sources, reader) if spec.quantized is not None else None
+    if spec.quantized is not None and kept is not None and kept.layout == spec.quantized:
+        assert isinstance(reader, DecodedReader)
+        parts = [(source.name, source.rows) for source in spec.sources]
+        return integer_stream(reader, parts, spec.quantized, nonfinite)
     rows = itertools.chain.from_iterable(
         _source_chunks(source, spec, reader, nonfinite) for source in spec.sources
     )
     if spec.quantized is not None:
         return quantized_stream(rows, spec.shape, spec.dtype, spec.quantized)
     return blocks_of_stream(rows, spec.shape, spec.dtype) if spec.in_blocks else rows
+
+
+def kept_integers(sources: Sequence[Source], reader: TensorReader) -> KeptIntegers | None:
+    """How an engine holds a quantized checkpoint's own integers and scales of these sources.
+
+    None where a part is not quantized, or not in rows, or parts are quantized in different ways.
+    """
+    if not isinstance(reader, DecodedReader):
+        return None
+    found: set[KeptIntegers | None] = set()
+    for source in sources:
+        weight = reader.decoded(source.name)
+        is_moved = source.transpose or source.part is not None or source.zeros
+        found.add(None if weight is None or is_moved else KeptIntegers.of(weight))
+    return found.pop() if len(found) == 1 else None
 
 
 def _source_chunks(

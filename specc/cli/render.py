@@ -119,6 +119,8 @@ def weight_lines(manifest: Manifest) -> list[str]:
                 f"{model.name} has weights of projections in {model.quantization}, the rest in"
                 f" {model.dtype}: {size}"
             )
+        if model.checkpoint_scheme:
+            lines.append(f"{model.name} has a quantized checkpoint: {model.checkpoint_scheme}")
         if model.nonfinite_weights:
             lines.append(
                 f"{model.name} holds {model.nonfinite_weights} weights that are not finite"

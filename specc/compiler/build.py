@@ -41,6 +41,7 @@ from specc.compiler.engine_plans import (
     tile_plans,
 )
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
+from specc.compiler.quantized_models import describe_quantization, told_of_quantized
 from specc.compiler.self_drafts import self_draft_programs, write_self_drafts
 from specc.compiler.stages import cut_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
@@ -133,7 +134,8 @@ def build(
             steps = write_steps(writer, engine.plans, slabs, *sizes, is_cut, windowed)
         # before minutes of compiling: what is wrong with a checkpoint is found here
         said = [text for source in sources for text in source.warnings]
-        warnings = [*checked.warnings, *said, *told, *write_engine_weights(engine)]
+        warnings = [*checked.warnings, *said, *told, *told_of_quantized(engine.models)]
+        warnings += write_engine_weights(engine)
         emitted = backend.emit(engine)
         records += emitted.records
         warnings += emitted.warnings
@@ -161,9 +163,10 @@ def _compile(
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
+    keeps_integers = any(source.is_quantized for source in sources)
     lowering: Phases = (
         ("backend", (functools.partial(RequireAttention, backend.facts),)),
-        *quantize_phases(config.quantization),
+        *quantize_phases(config.quantization, keeps_integers),
         *backend.phases(limits.max_seq_len),
     )
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
@@ -177,7 +180,7 @@ def _compile(
     drafts, told = self_draft_programs(models[0], *sizes)
     records += told
     for model in models:
-        model.entry = dataclasses.replace(model.entry, quantization=config.quantization)
+        model.entry = describe_quantization(model, config.quantization)
     # the graphs may hold fewer positions
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     typed = [(model.program, model.source.dtype) for model in models]

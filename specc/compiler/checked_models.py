@@ -21,6 +21,7 @@ from specc.compiler.checks import (
     open_models,
 )
 from specc.compiler.engine_plans import check_voters
+from specc.compiler.quantized_models import check_quantized
 from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -47,6 +48,7 @@ class CheckedModels:
         tokens: the engine's tokenizer.
         warnings: what the user should know.
         kv_windows: rows that the layers of each attend to; None is all of them.
+        is_weight_only: see `open_checkpoint`.
     """
 
     candidates: list[Candidate]
@@ -54,6 +56,7 @@ class CheckedModels:
     tokens: TokenizerFiles
     warnings: list[str]
     kv_windows: list[KVWindow | None]
+    is_weight_only: bool = False
 
     @classmethod
     def check(
@@ -75,7 +78,8 @@ class CheckedModels:
         Raises:
             SpeccError: found / needed / do.
         """
-        candidates = open_models(target, drafts, config.rope_length)
+        candidates = open_models(target, drafts, config.rope_length, config.weight_only)
+        check_quantized(candidates, config, backend)
         dtypes, told = choose_dtypes(config, candidates, backend.facts)
         backend.check_config(config, dtypes)
         told += check_lengths(config, candidates)
@@ -86,7 +90,8 @@ class CheckedModels:
             check_ranks(config, candidate.config, candidate.name, is_draft=is_draft)
         tokens = check_tokenizers(candidates, tokenizer)
         windows = config.kv_windows_of(len(drafts))
-        return cls(candidates, dtypes, tokens, [*tokens.warnings, *told], windows)
+        told = [*tokens.warnings, *told]
+        return cls(candidates, dtypes, tokens, told, windows, config.weight_only)
 
     def load(self) -> list[ModelSource]:
         """Open them; no weight is read.
@@ -99,7 +104,7 @@ class CheckedModels:
         for candidate, dtype, window in models:
             with errors_of(candidate.name), advice_for(candidate.model):
                 kind = getattr(torch, dtype)
-                sizes = (kind, candidate.rope_length)
+                sizes = (kind, candidate.rope_length, self.is_weight_only)
                 source = ModelSource.load(candidate.name, candidate.model, *sizes)
                 source.kv_window = window
                 sources.append(source)

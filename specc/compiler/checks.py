@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
-from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
+from specc.artifact.decoders.checkpoint_format import open_checkpoint
+from specc.artifact.decoders.decoded_reader import DecodedReader
+from specc.artifact.safetensors_io import TensorReader
 from specc.artifact.weights import MemoryReader
 from specc.config import AUTO, DTYPES, CompileConfig
 from specc.errors import (
@@ -53,6 +55,7 @@ class Candidate:
         config: its configuration, or None.
         checkpoint_dtype: what most of its weights are stored in.
         rope_length: of the engine, see `specc.passes.frontend.rotary.constant_length`.
+        scheme: how its checkpoint is quantized; None where it is not.
     """
 
     name: str
@@ -61,14 +64,21 @@ class Candidate:
     config: Any
     checkpoint_dtype: str
     rope_length: int | None = None
+    scheme: str | None = None
 
     @classmethod
-    def open(cls, name: str, model: ModelLike, rope_length: int | None = None) -> Candidate:
+    def open(
+        cls,
+        name: str,
+        model: ModelLike,
+        rope_length: int | None = None,
+        is_weight_only: bool = False,
+    ) -> Candidate:
         """Read configuration and headers.
 
         Raises:
             ModelNotFoundError, NotCausalLMError, UnsupportedRotaryError: see hf_model.
-            WeightError: the checkpoint is malformed.
+            WeightError: the checkpoint is malformed, or quantized in a way that is not read.
         """
         with errors_of(name):
             if isinstance(model, nn.Module):
@@ -83,8 +93,10 @@ class Candidate:
                 )
             directory = hf_model.resolve_directory(model)
             config = hf_model.load_config(directory)
-            with SafetensorsReader(directory) as reader:
-                return cls(name, model, directory, config, _stored_dtype(reader), rope_length)
+            with open_checkpoint(directory, config, is_weight_only) as reader:
+                scheme = reader.scheme if isinstance(reader, DecodedReader) else None
+                dtype = _stored_dtype(reader)
+                return cls(name, model, directory, config, dtype, rope_length, scheme)
 
     @property
     def max_position(self) -> int | None:
@@ -99,12 +111,15 @@ def as_drafts(drafts: ModelLike | Sequence[ModelLike] | None) -> list[ModelLike]
 
 
 def open_models(
-    target: ModelLike, drafts: Sequence[ModelLike], rope_length: int | None = None
+    target: ModelLike,
+    drafts: Sequence[ModelLike],
+    rope_length: int | None = None,
+    is_weight_only: bool = False,
 ) -> list[Candidate]:
     """The target and its drafts; see `Candidate`."""
     names = ["target", *(f"draft_{number}" for number in range(len(drafts)))]
     models = zip(names, [target, *drafts], strict=True)
-    return [Candidate.open(name, model, rope_length) for name, model in models]
+    return [Candidate.open(*model, rope_length, is_weight_only) for model in models]
 
 
 @contextmanager
@@ -279,7 +294,9 @@ def _automatic(model: Candidate, backend: BackendFacts, warnings: list[str]) -> 
 def _stored_dtype(reader: TensorReader) -> str:
     """The floating-point type of most weights by name; empty where there is none."""
     counts: Counter[torch.dtype] = Counter()
-    for key in reader.keys():  # noqa: SIM118 - a reader is no mapping
+    # of a quantized checkpoint, what is not: embeddings and norms have the model's own type
+    keys = reader.plain_keys() if isinstance(reader, DecodedReader) else reader.keys()
+    for key in keys:
         # types that only quantized checkpoints have are refused later, with the tensor's name
         with suppress(WeightError):
             counts[reader.dtype(key)] += math.prod(reader.shape(key))

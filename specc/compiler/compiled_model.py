@@ -100,6 +100,7 @@ def compile_models(
         with phases.phase(f"trace {source.name}"), advice_for(author):
             program = trace(source.module, source.name, source.rope_length)
             source.position_rows = position_limit(program)
+            program.integers = source.integers(program)
         layout = (*PHASES, *cache_phases(kv_cache_dtype))
         ranks = num_ranks if source.name == TARGET else num_draft_ranks
         if source.name != TARGET:

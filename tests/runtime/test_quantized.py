@@ -112,7 +112,7 @@ def check_plans(path: Path) -> None:
     assert generate(engine, "chain-4", prompts[:2], **drawn)[0] == first
 
 
-def check_logits(path: Path, model: Any, dtype: str) -> None:
+def check_logits(path: Path, model: Any, dtype: str, tolerance: float = TOLERANCE) -> None:
     """One pass over a prompt, each row with the logits of transformers."""
     engine, tokens = Engine.load(path), torch.tensor(models.prompts()[-1])
     count = len(tokens)
@@ -128,7 +128,7 @@ def check_logits(path: Path, model: Any, dtype: str) -> None:
             torch.arange(count // 16 + 1, dtype=torch.int32)[None],  # blocks of the engine's cache
             torch.arange(count),
         )
-    bound = TOLERANCE
+    bound = tolerance
     if dtype == "bfloat16":
         # everything between the projections is in bfloat16: what that costs transformers itself
         with torch.inference_mode():

@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from specc.compiler import build as compiler
 from specc.config import CompileConfig
+from specc.errors import WeightError
+from specc.passes.frontend.model_source import ModelSource
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
-from tests import models, more_models
+from tests import models, more_models, quantized_checkpoints
 
 NUM_TOKENS = 24
 PLANS = (SpecPlan.from_widths(()), SpecPlan.from_widths((2, 2, 1)))
@@ -107,3 +109,19 @@ def test_text_equals_that_of_the_whole_model(kind: str, is_older: bool, tmp_path
                 )
             assert output.outputs[0].token_ids == wanted[0, len(prompt) :].tolist()
             assert len(set(output.outputs[0].token_ids)) > 4
+
+
+def test_a_quantized_checkpoint_of_such_a_model_is_refused(tmp_path: Path) -> None:
+    wrapper("Gemma3").save_pretrained(tmp_path / "plain")
+    form = quantized_checkpoints.packed(4, 32)
+
+    def is_quantized(name: str) -> bool:
+        return "language_model" in name and name.endswith("mlp.up_proj.weight")
+
+    written = quantized_checkpoints.write_checkpoint(
+        tmp_path / "plain", tmp_path, form.config, form.writer, is_quantized
+    )
+    with pytest.raises(WeightError) as refused:
+        ModelSource.load("target", written.quantized, torch.float32)
+    assert "of a model that takes images, too" in refused.value.found
+    assert "pack-quantized" in refused.value.found

@@ -84,6 +84,12 @@ class CompileOptions:
         "How many columns share a scale, with --quantize int4: 32, 64 or 128. Smaller groups are"
         " more exact and larger. The default is 64.",
     )
+    weight_only: bool = option(
+        False,
+        "Of checkpoints that quantize activations, too, take the weights and leave activations as"
+        " they are; without it they are refused.",
+        "--weight-only",
+    )
     max_batch_size: int = option(8, "How many sequences can decode together.")
     max_seq_len: int | None = option(
         None,

@@ -121,7 +121,8 @@ def _linear(rng: random.Random) -> Arguments:
 
 def _linear_q(rng: random.Random) -> Arguments:
     n, k = rng.choice((0, 1, 31, 32, 33, 97)), rng.choice((1, 2, 3, 127, 128, 129, 300))
-    layout = rng.choice((QuantizedLayout(8), QuantizedLayout(4, 32), QuantizedLayout(4, 128, True)))
+    layouts = ("int8", "int4-g32", "int4-g128-zeros", "int8-g64-zeros", "fp8", "mxfp4")
+    layout = QuantizedLayout.named(rng.choice(layouts))
     dtype = rng.choice((torch.float32, torch.bfloat16))
     return {
         "input": torch.randn(rng.choice((0, 1, 2, 13, 33)), k).to(dtype),
@@ -131,6 +132,7 @@ def _linear_q(rng: random.Random) -> Arguments:
         "bits": layout.bits,
         "group": layout.group,
         "has_zeros": layout.has_zeros,
+        "is_float": layout.is_float,
     }
 
 

@@ -33,10 +33,13 @@ ISAS = {
     "x86-64": {"sse2"},
 }
 DTYPES = (torch.float32, torch.bfloat16)
-LAYOUTS = [
-    QuantizedLayout(8),
-    *(QuantizedLayout(4, group, zeros) for group in (32, 64, 128) for zeros in (False, True)),
-]
+NAMES = (
+    "int8", "int4-g32", "int4-g32-zeros", "int4-g64", "int4-g64-zeros", "int4-g128",
+    "int4-g128-zeros", "int8-g32", "int8-g64", "int8-g128", "int8-zeros", "int8-g64-zeros",
+    "mxfp4", "fp8", "fp8-g32", "fp8-g128",
+)  # fmt: skip
+LAYOUTS = [QuantizedLayout.named(name) for name in NAMES]
+INTEGERS = [layout for layout in LAYOUTS if not layout.is_float]
 EVERY = {"argvalues": LAYOUTS, "ids": lambda item: item.name}
 
 
@@ -54,6 +57,7 @@ class LinearQStruct(ctypes.Structure):
         ("bits", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("has_zeros", ctypes.c_bool),
+        ("is_float", ctypes.c_bool),
         ("bias", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("y_stride", ctypes.c_int64),
@@ -69,9 +73,11 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip(f"no {', '.join(sorted(missing))}")
     directory = tmp_path_factory.mktemp("linear_q")
     (directory / "wrapper.cpp").write_text(WRAPPER, encoding="utf-8")
-    out, source = directory / "liblinear_q.so", native.SOURCE_DIR / "linear_q.cpp"
-    flags = [f for f in native._flags_of(source) if not f.startswith("-march")]
-    sources = [str(directory / "wrapper.cpp"), str(source)]
+    out = directory / "liblinear_q.so"
+    kernels = [native.SOURCE_DIR / name for name in ("linear_q.cpp", "linear_fp8.cpp")]
+    each = [[f for f in native._flags_of(k) if not f.startswith("-march")] for k in kernels]
+    assert each[0] == each[1]
+    flags, sources = each[0], [str(directory / "wrapper.cpp"), *map(str, kernels)]
     openmp = native._openmp(Path(torch.__file__).parent)
     native._run(
         [native.find_compiler(), *flags, f"-march={isa}", "-I", str(native.SOURCE_DIR), "-shared",
@@ -107,6 +113,7 @@ def run(
         layout.bits,
         layout.group,
         layout.has_zeros,
+        layout.is_float,
         None if bias is None else bias.data_ptr(),
         around[1:].data_ptr(),
         y_stride,
@@ -118,14 +125,24 @@ def run(
 
 
 def oracle(x: Tensor, stored: Tensor, bias: Tensor | None, n: int, layout: QuantizedLayout):
-    return linear_q_reference(x, stored, bias, n, layout.bits, layout.group, layout.has_zeros)
+    return linear_q_reference(x, stored, bias, n, *numbers_of(layout))
+
+
+def numbers_of(layout: QuantizedLayout) -> tuple[int, int, bool, bool]:
+    """What the operator is told of a layout."""
+    return layout.bits, layout.group, layout.has_zeros, layout.is_float
 
 
 def random_weight(n: int, k: int, layout: QuantizedLayout) -> Tensor:
     groups = layout.num_groups(k)
     levels = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
-    zeros = torch.randint(0, 16, (n, groups)) if layout.has_zeros else None
-    return pack(levels, torch.randn(n, groups), zeros, layout)
+    zeros = torch.randint(0, 1 << layout.bits, (n, groups)) if layout.has_zeros else None
+    scales = torch.randn(n, groups)
+    if layout.is_float and layout.bits == 4:
+        scales = torch.exp2(torch.randint(-9, 9, (n, groups)).float())
+    if layout.is_float and layout.bits == 8:
+        levels = torch.where(levels & 127 == 127, 3, levels)
+    return pack(levels, scales, zeros, layout)
 
 
 def same_bits(found: Tensor, want: Tensor) -> bool:
@@ -135,7 +152,19 @@ def same_bits(found: Tensor, want: Tensor) -> bool:
     )
 
 
-@settings(max_examples=150, deadline=None)
+def test_every_value_of_a_format(library) -> None:
+    """All bits of e4m3 and all codes of e2m1, subnormal ones too, at every place of a unit."""
+    for name, count in (("fp8", 256), ("mxfp4", 16)):
+        layout = QuantizedLayout.named(name)
+        levels = torch.arange(count)
+        levels = levels[levels & 127 != 127] if count == 256 else levels
+        levels = levels.to(torch.uint8)[:, None].expand(-1, 8).contiguous()
+        stored = pack(levels, torch.full((len(levels), 1), 4.0), None, layout)
+        found = run(library, torch.eye(8), stored, None, len(levels), layout)
+        assert torch.equal(found, 4 * layout.values(levels).T)
+
+
+@settings(max_examples=100, deadline=None)
 @given(
     rows=st.integers(0, 40) | st.integers(0, 6),
     n=st.integers(1, 140),
@@ -169,14 +198,14 @@ def test_bits_of_a_row_depend_on_no_other_row_and_no_thread(library, dtype, layo
     stored = random_weight(n, k, layout)
     want = run(library, x, stored, bias, n, layout)
     assert same_bits(want, oracle(x, stored, bias, n, layout))
-    for rows in range(1, 34):
+    for rows in (*range(1, 10), 12, 16, 17, 31, 32, 33):
         for threads in (1, 2):
             first = 70 - rows
             got = run(library, x[first:], stored, bias, n, layout, threads=threads)
             assert torch.equal(got, want[first:]), f"{rows} rows, {threads} threads"
 
 
-@pytest.mark.parametrize("layout", **EVERY)
+@pytest.mark.parametrize("layout", INTEGERS, ids=lambda item: item.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_sums_at_the_ends_of_their_range(library, sign, dtype, layout):
@@ -188,11 +217,12 @@ def test_sums_at_the_ends_of_their_range(library, sign, dtype, layout):
         x = torch.full((3, k), sign * 32512.0).to(dtype)  # the largest of 8 bits
     for level in (0, (1 << layout.bits) - 1):
         levels, groups = torch.full((n, k), level, dtype=torch.uint8), layout.num_groups(k)
-        zeros = torch.full((n, groups), 15 - level) if layout.has_zeros else None
+        zero = (1 << layout.bits) - 1 - level
+        zeros = torch.full((n, groups), zero) if layout.has_zeros else None
         stored = pack(levels, torch.ones(n, groups), zeros, layout)
         found = run(library, x, stored, None, n, layout)
         assert same_bits(found, oracle(x, stored, None, n, layout))
-        middle = layout.middle if zeros is None else 15 - level
+        middle = layout.middle if zeros is None else zero
         want = (level - middle) * x[0].double().sum()
         assert abs(found[0, 0].double() - want) <= abs(want) * 2.0 ** (
             -8 if dtype == torch.bfloat16 else -16
@@ -210,7 +240,7 @@ def test_nan_and_infinity_stay_in_their_row(library, poison, dtype):
     assert y[[0, 1, 3, 4]].isfinite().all()
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2], LAYOUTS[5]], ids=lambda i: i.name)
+@pytest.mark.parametrize("layout", [LAYOUTS[i] for i in (0, 2, 5, 12, 14)], ids=lambda i: i.name)
 @pytest.mark.parametrize("k", [3, 64, 200], ids="k{}".format)
 def test_reads_nothing_beyond_x_and_weight(library, k, layout):
     packed = quantize(torch.ones(39, k), layout)
@@ -229,7 +259,7 @@ def test_operator(dtype, layout):
     native.load(native.build())
     x = in_poison(7, 48, dtype=dtype, padding=16)
     stored, bias = random_weight(100, 48, layout), torch.randn(100).to(dtype)
-    arguments = (100, layout.bits, layout.group, layout.has_zeros)
+    arguments = (100, *numbers_of(layout))
     for own in (bias, None):
         found = torch.ops.specc_cpu.linear_q(x, stored, own, *arguments)
         assert same_bits(found, torch.ops.specc.linear_q(x, stored, own, *arguments))
@@ -239,9 +269,11 @@ def test_operator(dtype, layout):
             torch.ops.specc_cpu.linear_q(x, wrong, None, *arguments)
     for wrong in (
         (96, *arguments[1:]),
-        (100, 8, 32, False),
-        (100, 4, 48, False),
-        (100, 5, 32, True),
+        (100, 8, 16, False, False),
+        (100, 4, 48, False, False),
+        (100, 5, 32, True, False),
+        (100, 8, 0, True, True),
+        (100, 4, 64, False, True),
     ):
         with pytest.raises(RuntimeError, match=r"blocks|no kernel"):
             torch.ops.specc_cpu.linear_q(x, stored, None, *wrong)

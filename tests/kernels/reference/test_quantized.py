@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize, unpack
 from specc.kernels.reference.quantized import linear_q_reference, row_integers
 
-LAYOUTS = [QuantizedLayout(8), QuantizedLayout(4, 32), QuantizedLayout(4, 128, True)]
+LAYOUTS = [
+    QuantizedLayout.named(name)
+    for name in ("int8", "int4-g32", "int4-g128-zeros", "int8-g64-zeros", "int8-zeros", "mxfp4")
+]
+FP8 = [QuantizedLayout.named(name) for name in ("fp8", "fp8-g32", "fp8-g128")]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def project(x, stored, bias, n, layout):
-    return linear_q_reference(x, stored, bias, n, layout.bits, layout.group, layout.has_zeros)
+    more = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
+    return linear_q_reference(x, stored, bias, n, *more)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda item: item.name)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *FP8], ids=lambda item: item.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("k", [1, 31, 160, 2100])
 def test_products_are_those_of_the_weight_that_blocks_stand_for(k, dtype, layout) -> None:
@@ -33,6 +41,8 @@ def test_products_are_those_of_the_weight_that_blocks_stand_for(k, dtype, layout
     largest = torch.cat([p.abs().amax(1, True).expand_as(p) for p in x.double().split(group, 1)], 1)
     step = 2.0**-15 if dtype == torch.bfloat16 else 2.0**-23
     bound = step * largest @ weight.abs().T + 2.0**-18 * (x.double().abs() @ weight.abs().T)
+    if layout in FP8:
+        bound = 2.0**-18 * (x.double().abs() @ weight.abs().T)
     bound = bound + (2.0**-8 * want.abs() if dtype == torch.bfloat16 else 1e-6)
     assert ((found - want).abs() <= bound).all()
 
@@ -88,3 +98,33 @@ def test_tiny_and_zero_rows() -> None:
     assert (y[0] == 0).all()
     assert y[1, 0].item() == pytest.approx(40 * 2.0**-64, rel=1e-6)
     assert (y[2] == 0).all()
+
+
+def test_a_step_of_fp8_is_rounded_once() -> None:
+    """Against fractions: each step is the float32 nearest to the exact sum, ties to even."""
+    torch.manual_seed(1)
+    layout = QuantizedLayout.named("fp8")
+    x = torch.randn(3, 70) * torch.exp2(torch.randint(-20, 4, (3, 70)).float())
+    x[0] = 1 + 2.0**-12 * torch.randn(70)  # many halfway cases of what double rounds first
+    x[1, ::2] = x[1, 1::2] * -(2.0**8)
+    stored = quantize(torch.randn(5, 70), layout)
+    levels, scales, _ = unpack(stored, (5, 70), layout)
+    found, values = project(x, stored, None, 5, layout), layout.values(levels) / 256
+    for m in range(3):
+        for n in range(5):
+            total = 0.0
+            for a, b in zip(x[m].tolist(), values[n].tolist(), strict=True):
+                total = nearest_float32(Fraction(a) * Fraction(b) + Fraction(total))
+            scale = torch.tensor(total) * (scales[n, 0] * 256)
+            assert found[m, n] == scale
+
+
+def nearest_float32(x: Fraction) -> float:
+    """Of normal numbers."""
+    if x == 0:
+        return 0.0
+    exponent = math.frexp(float(abs(x)))[1]
+    while abs(x) >= Fraction(2) ** exponent:
+        exponent += 1
+    unit = Fraction(2) ** (exponent - 24)
+    return float(round(x / unit) * unit)  # round() of a fraction: ties to even

@@ -222,14 +222,6 @@ def test_missing_expert_and_wrong_expert_shape(tmp_path):
         CheckpointMap(meta_model(path), reader).sources(name)
 
 
-def test_quantized_checkpoint(tmp_path):
-    path = tmp_path / "model"
-    save_random(make_config("llama"), path)
-    change_config(path, quantization_config={"quant_method": "gptq", "bits": 4})
-    with SafetensorsReader(path) as reader, pytest.raises(WeightError, match=r"quantized \(gptq\)"):
-        CheckpointMap(meta_model(path), reader)
-
-
 class TestConversions:
     """Conversions that no tested architecture has, on a llama with a mapping of its own."""
 

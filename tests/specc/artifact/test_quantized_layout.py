@@ -14,10 +14,16 @@ from specc.artifact.quantized_layout import (
     unpack,
 )
 
+GROUPS = (32, 64, 128)
 LAYOUTS = [
     QuantizedLayout(8),
-    *(QuantizedLayout(4, group, zeros) for group in (32, 64, 128) for zeros in (False, True)),
+    *(QuantizedLayout(4, group, zeros) for group in GROUPS for zeros in (False, True)),
+    *(QuantizedLayout(8, group, zeros) for group in GROUPS for zeros in (False, True)),
+    QuantizedLayout(8, 0, True),
+    *(QuantizedLayout(8, group, False, True) for group in (0, *GROUPS)),
+    QuantizedLayout(4, 32, False, True),
 ]
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 SHAPES = [(32, 128), (70, 300), (1, 1), (33, 36)]
 
 
@@ -25,6 +31,10 @@ def random_parts(shape, layout):
     groups = layout.num_groups(shape[1])
     levels = torch.randint(0, 1 << layout.bits, shape, dtype=torch.uint8)
     scales = torch.randn(shape[0], groups)
+    if layout.name == "mxfp4":
+        scales = torch.exp2(torch.randint(-126, 128, scales.shape).float())
+    if layout.name.startswith("fp8"):
+        levels = torch.where(levels & 127 == 127, 5, levels)
     zeros = torch.randint(0, 16, (shape[0], groups), dtype=torch.int16)
     return levels, scales, zeros if layout.has_zeros else None
 
@@ -37,7 +47,8 @@ def test_blocks_hold_what_was_put_in(shape, layout) -> None:
     assert (stored.dtype, tuple(stored.shape)) == (torch.uint8, layout.stored_shape(shape))
     found = unpack(stored, shape, layout)
     if zeros is None:
-        zeros = torch.full_like(scales, 128 if layout.bits == 8 else 8, dtype=torch.int16)
+        middle = 0 if layout.is_float else 128 if layout.bits == 8 else 8
+        zeros = torch.full_like(scales, middle, dtype=torch.int16)
     assert all(map(torch.equal, found, (levels, scales, zeros)))
     assert QuantizedLayout.named(layout.name) == layout
 
@@ -65,7 +76,62 @@ def test_where_bytes_lie() -> None:
     assert bytes_[0, 128 + 128 * 3 + 4 * 6 + 2] == levels[6, 14]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda item: item.name)
+def test_where_bytes_of_floats_lie() -> None:
+    levels = torch.arange(33 * 140).remainder(127).view(33, 140).to(torch.uint8)
+    layout = QuantizedLayout(8, 128, False, True)
+    stored = pack(levels, torch.arange(66.0).view(33, 2), None, layout)
+    second = 128 + 64 * 64  # units of 2 columns, 64 bytes each
+    assert stored.shape == (2, second + 128 + 6 * 64)
+    assert stored[0, second : second + 128].view(torch.float32).tolist()[:2] == [1.0, 3.0]
+    assert stored[0, 128 + 64 * 3 + 2 * 7 + 1] == levels[7, 7]
+    assert stored[0, second + 128 + 64 + 2 * 5] == levels[5, 130]
+    codes, layout = levels % 16, QuantizedLayout(4, 32, False, True)
+    exponents = torch.arange(33 * 5).view(33, 5) - 60
+    stored = pack(codes, torch.exp2(exponents.float()), None, layout)
+    second = 128 + 16 * 128  # one header for 4 groups
+    assert stored.shape == (2, second + 128 + 2 * 128)
+    for output, group in ((0, 0), (3, 2), (31, 3)):
+        assert stored[0, 32 * group + output] == exponents[output, group] + 127
+    assert stored[0, second + 6] == exponents[6, 4] + 127
+    assert stored[0, second + 32] == 0  # no such group
+    unit = second + 128 + 4 * 9  # output 9, columns 128 to 135
+    assert (stored[0, unit + 1] & 15, stored[0, unit + 1] >> 4) == (codes[9, 129], codes[9, 133])
+
+
+def test_floats_stand_for_their_formats() -> None:
+    """e2m1 from its table, e4m3 from its fields; the scale multiplies."""
+    codes = torch.arange(16, dtype=torch.uint8)[None]
+    stored = pack(codes, torch.tensor([[8.0]]), None, QuantizedLayout(4, 32, False, True))
+    want = [8 * v for v in E2M1] + [-8 * v for v in E2M1]
+    assert dequantize(stored, (1, 16), QuantizedLayout(4, 32, False, True))[0].tolist() == want
+    bits = [b for b in range(256) if b & 127 != 127]
+    want = []
+    for b in bits:
+        exponent, fraction = b >> 3 & 15, b & 7
+        size = 2.0 ** (exponent - 7) * (1 + fraction / 8) if exponent else fraction * 2.0**-9
+        want.append(3 * (-size if b >> 7 else size))
+    layout, levels = QuantizedLayout(8, 0, False, True), torch.tensor([bits], dtype=torch.uint8)
+    found = dequantize(pack(levels, torch.tensor([[3.0]]), None, layout), (1, 254), layout)
+    assert found[0].tolist() == want
+
+
+def test_parts_that_no_layout_holds() -> None:
+    levels, ones = torch.full((2, 3), 127, dtype=torch.uint8), torch.ones(2, 1)
+    with pytest.raises(ValueError, match="6 values of e4m3 are NaN"):
+        pack(levels, ones, None, QuantizedLayout(8, 0, False, True))
+    for scale in (3.0, -2.0, torch.inf, torch.nan, 2.0**-127):
+        with pytest.raises(ValueError, match="not powers of two"):
+            pack(levels % 16, ones * scale, None, QuantizedLayout(4, 32, False, True))
+    for zero in (-1, 257):
+        with pytest.raises(ValueError, match="zero points from"):
+            pack(levels % 16, ones, torch.full((2, 1), zero), QuantizedLayout(4, 32, True))
+
+
+INTEGERS = [layout for layout in LAYOUTS if not layout.is_float]
+FLOATS = [layout for layout in LAYOUTS if layout.is_float]
+
+
+@pytest.mark.parametrize("layout", INTEGERS, ids=lambda item: item.name)
 def test_rounding_is_to_the_nearest_level(layout) -> None:
     torch.manual_seed(0)
     weight = torch.randn(40, 200)
@@ -79,7 +145,7 @@ def test_rounding_is_to_the_nearest_level(layout) -> None:
             spread = part.amax(1, keepdim=True).clamp(min=0) - part.amin(1, keepdim=True).clamp(
                 max=0
             )
-            step = spread / 15
+            step = spread / ((1 << layout.bits) - 1)
         else:
             step = reach / (127 if layout.bits == 8 else 8)
         error = (near - part).abs()
@@ -90,7 +156,33 @@ def test_rounding_is_to_the_nearest_level(layout) -> None:
     assert (found[3] == 0).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=lambda item: item.name)
+@pytest.mark.parametrize("layout", FLOATS, ids=lambda item: item.name)
+def test_floats_are_rounded_to_the_nearest(layout) -> None:
+    """Against all values of the format, one by one; ties to the even code."""
+    torch.manual_seed(0)
+    weight = torch.randn(40, 200)
+    weight[3] = 0
+    weight[5, :6] = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5])  # ties of e2m1 where s is 1
+    weight[5, 6:] = 0.1
+    found = dequantize(quantize(weight, layout), weight.shape, layout)
+    width = layout.group or 200
+    size = torch.tensor(E2M1) if layout.bits == 4 else torch.arange(127, dtype=torch.uint8)
+    size = size if layout.bits == 4 else size.view(torch.float8_e4m3fn).float()
+    for first in range(0, 200, width):
+        part, near = (item[:, first : first + width] for item in (weight, found))
+        largest = part.abs().amax(1, keepdim=True)
+        scale = largest / 448
+        if layout.bits == 4:
+            scale = torch.exp2(torch.floor(torch.log2(largest)) - 2)
+        reachable = size * scale  # [40, values]
+        best = (part.abs()[..., None] - reachable[:, None]).abs().amin(-1)
+        assert ((near - part).abs() <= best + 1e-6 * largest).all()
+    assert (found[3] == 0).all()
+    if layout.bits == 4:
+        assert found[5, :6].tolist() == [6, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS[:3], *FLOATS[::2]], ids=lambda item: item.name)
 def test_a_stream_gives_the_bytes_of_the_whole(layout) -> None:
     weight = torch.randn(101, 70).to(torch.bfloat16)
     data = weight.view(torch.uint8).numpy().tobytes()
@@ -101,8 +193,16 @@ def test_a_stream_gives_the_bytes_of_the_whole(layout) -> None:
     assert found == quantize(weight, layout).numpy().tobytes()
 
 
-@pytest.mark.parametrize(("bits", "group", "zeros"), [(8, 32, False), (4, 0, False), (4, 48, True),
-                                                      (8, 0, True), (3, 32, False)])  # fmt: skip
-def test_layouts_that_no_kernel_reads(bits, group, zeros) -> None:
-    with pytest.raises(ValueError, match="no weights of"):
-        QuantizedLayout(bits, group, zeros)
+@pytest.mark.parametrize(
+    "layout",
+    [(8, 48), (4, 0), (4, 48, True), (3, 32), (8, 0, True, True), (4, 64, False, True)],
+)
+def test_layouts_that_no_kernel_reads(layout) -> None:
+    with pytest.raises(ValueError, match=r"no (float )?weights of"):
+        QuantizedLayout(*layout)
+
+
+@pytest.mark.parametrize("name", ["int5", "int4", "mxfp4-g32", "fp8-g48", "int8-g32-zero"])
+def test_names_of_no_layout(name) -> None:
+    with pytest.raises(ValueError, match=r"no .*weights"):
+        QuantizedLayout.named(name)

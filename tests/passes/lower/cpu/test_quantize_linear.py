@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx
 
+from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
 from specc.errors import UnsupportedGraphError
 from specc.kernels import ops
@@ -13,7 +14,7 @@ from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.lower.cpu.quantize_linear import QuantizeLinear, quantize_phases
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.program import Program, program_to_json
+from specc.passes.program import Program, Weight, program_to_json
 from specc.passes.proof.verify_tokenwise import verify_tokenwise
 from tests.models import build_model
 from tests.passes.lower.cpu.test_linear import make_program, numbers
@@ -115,6 +116,80 @@ def test_a_product_that_mixes_tokens_is_still_found() -> None:
     call.update_arg(0, turned)
     with pytest.raises(UnsupportedGraphError, match="mixes tokens"):
         verify_tokenwise(program, "quantize")
+
+
+def with_integers(layouts: dict[str, QuantizedLayout], option: str | None):
+    """A model of which a checkpoint has integers, and what was declined."""
+    program = trace(build_model("llama", num_hidden_layers=1), "target")
+    for weight in program.weights.values():
+        (name,) = weight.parameters
+        found = [layout for part, layout in layouts.items() if part in name]
+        program.integers |= dict.fromkeys([name], KeptIntegers(found[0])) if found else {}
+    pipeline = Pipeline((*PHASES, *quantize_phases(option, keeps_integers=True), *LAYOUT_PHASES))
+    pipeline.run(program)
+    declined = [item.reason for record in pipeline.records for item in record.declined]
+    return layouts_of_keys(program), declined
+
+
+def layouts_of_keys(program: Program) -> dict[str, str]:
+    return {key.replace("model.layers.0.", ""): item for key, item in layouts(program).items()}
+
+
+def test_projections_of_different_schemes_are_not_fused() -> None:
+    small, large = QuantizedLayout(4, 32), QuantizedLayout(4, 128, True)
+    found, declined = with_integers({"k_proj": large, "attn": small, "gate": small}, None)
+    assert found["self_attn.q_proj.weight:int4-g32"] == "blocks-int4-g32"
+    assert found["self_attn.k_proj.weight:int4-g128-zeros"] == "blocks-int4-g128-zeros"
+    assert found["mlp.up_proj.weight"] == found["lm_head.weight"] == "blocks"
+    ways = "the weights are quantized in different ways: "
+    assert f"{ways}int4-g128-zeros, int4-g32" in declined
+    assert f"{ways}int4-g32, not at all" in declined
+
+
+def test_the_checkpoints_integers_are_kept() -> None:
+    """With --quantize, too, and of the head; what the checkpoint has in floats is rounded."""
+    own = QuantizedLayout(4, 32)
+    found, _ = with_integers({"self_attn": own, "lm_head": own}, "int8")
+    q, k, v = (f"self_attn.{name}_proj.weight" for name in "qkv")
+    assert found[f"{q}+{k}+{v}:int4-g32".replace("model.layers.0.", "")] == "blocks-int4-g32"
+    assert found["lm_head.weight:int4-g32"] == "blocks-int4-g32"
+    assert found["mlp.down_proj.weight:int8"] == "blocks-int8"
+
+
+def test_rows_are_read_in_the_order_of_columns() -> None:
+    """Each projection in its own order; two of one order share a constant."""
+    layout, orders = QuantizedLayout(4, 32), [torch.randperm(64) for _ in range(2)]
+    x, weights = numbers(5, 64), [torch.randn(40, 64) for _ in range(3)]
+    graph = fx.Graph()
+    names = ["x", "w0", "w1", "w2", "tokens"]
+    inputs = {name: graph.placeholder(name) for name in names}
+    program = make_program(x, weights[0], is_packed=False)
+    for name, value in zip(names, [x, *weights, torch.arange(5)], strict=True):
+        inputs[name].meta["val"] = value
+    calls = [graph.call_function(aten.linear.default, (inputs["x"], inputs[n])) for n in names[1:4]]
+    for call in calls:
+        call.meta["val"] = torch.empty(5, 40)
+    graph.output(tuple(calls))
+    program.graph_module = fx.GraphModule(torch.nn.Module(), graph)
+    program.weights = {n: Weight((n,), torch.float32, (40, 64)) for n in names[1:4]}
+    of = [orders[0], orders[1], orders[0]]
+    program.integers = {
+        name: KeptIntegers(layout, order.numpy().tobytes())
+        for name, order in zip(names[1:4], of, strict=True)
+    }
+    assert QuantizeLinear(None).run(program).rewrites == 3
+    program.graph.lint()
+    assert len(program.constants) == 2
+    stored = {
+        key: quantize(weight[:, order], layout)
+        for key, weight, order in zip(program.weights, weights, of, strict=True)
+    }
+    given = {"x": x, "tokens": torch.arange(5)} | stored | program.constants
+    places = [given[node.target] for node in program.graph.find_nodes(op="placeholder")]
+    found = fx.Interpreter(program.graph_module).run(*places)
+    for own, key, order in zip(found, stored, of, strict=True):
+        exact = dequantize(stored[key], (40, 64), layout)
+        torch.testing.assert_close(own, x[:, order] @ exact.t(), rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_without_the_option() -> None:

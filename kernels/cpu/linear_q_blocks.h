@@ -1,0 +1,61 @@
+// How a quantized weight lies in its blocks, and how its products are shared among threads; for
+// linear_q.cpp and linear_fp8.cpp. The layout is that of specc/artifact/quantized_layout.py.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace specc::quantized {
+
+constexpr int kBlock = kLinearBlock;
+constexpr int64_t kMaxRows = 32;  // rows of x for which w is read once
+constexpr int64_t kChunk = 128;   // columns: one group of 128, four of 32
+constexpr int64_t kMostGroups = kChunk / 32;
+constexpr int64_t kScalesBytes = 4 * kBlock, kZerosBytes = 2 * kBlock;
+constexpr int64_t kExponentsBytes = kMostGroups * kBlock;
+constexpr int64_t kAheadBytes = 4096;   // covers memory's latency at a thread's bandwidth
+constexpr int64_t kSerialWork = 65536;  // products that cost less than waking a second thread
+
+inline int64_t parts_of(int64_t x, int64_t size) { return x / size + (x % size != 0); }
+
+inline bool is_fp8(const LinearQ& a) { return a.is_float && a.bits == 8; }
+inline bool is_mxfp4(const LinearQ& a) { return a.is_float && a.bits == 4; }
+
+// Bytes of headers, and of units of columns. Of the headers of a block, of its chunks and of its
+// groups only one kind is not empty.
+struct Layout {
+  int64_t columns_of_unit, unit_bytes, group, group_header, chunk_header, block_header;
+
+  explicit Layout(const LinearQ& a)
+      : columns_of_unit(is_fp8(a) ? 2 : 32 / a.bits),
+        unit_bytes(is_fp8(a) ? 2 * kBlock : 4 * kBlock),
+        group(a.group == 0 ? kChunk : a.group),
+        group_header(a.group == 0 || is_mxfp4(a) ? 0 : scales(a)),
+        chunk_header(is_mxfp4(a) ? kExponentsBytes : 0),
+        block_header(a.group == 0 ? scales(a) : 0) {}
+
+ private:
+  static int64_t scales(const LinearQ& a) { return kScalesBytes + (a.has_zeros ? kZerosBytes : 0); }
+};
+
+// y of all rows; each thread has blocks of outputs, and takes kMaxRows rows at a time.
+template <class Rows>
+void run(const LinearQ& a, int num_threads) {
+  const int64_t blocks = parts_of(a.n, kBlock), parts = parts_of(a.rows, kMaxRows);
+  const bool is_tiny = a.rows * a.n * a.k < kSerialWork;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_tiny)
+  {
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const int64_t begin = blocks * thread / threads, end = blocks * (thread + 1) / threads;
+    for (int64_t i = 0; i < parts && begin < end; ++i) {
+      const int64_t row = a.rows * i / parts;
+      Rows(a, row, a.rows * (i + 1) / parts - row).multiply(begin, end);
+    }
+  }
+}
+
+}  // namespace specc::quantized

@@ -1,0 +1,93 @@
+"""Which decoder reads a checkpoint, by its `quantization_config`; what none reads is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from specc.artifact.decoders import (
+    awq,
+    compressed_tensors,
+    finegrained_fp8,
+    gptq,
+    mxfp4,
+)
+from specc.artifact.decoders.decoded_reader import DecodedReader
+from specc.artifact.decoders.decoded_weight import DecodedWeight
+from specc.artifact.decoders.gguf import find_gguf, open_gguf
+from specc.artifact.decoders.refusals import unknown_scheme
+from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
+from specc.errors import WeightError
+
+_Decode = Callable[[TensorReader, Mapping[str, Any], bool], dict[str, DecodedWeight]]
+_DECODERS: dict[str, _Decode] = {
+    compressed_tensors.METHOD: compressed_tensors.decode,
+    gptq.METHOD: gptq.decode,
+    awq.METHOD: awq.decode,
+    finegrained_fp8.METHOD: finegrained_fp8.decode,
+    mxfp4.METHOD: mxfp4.decode,
+}
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+# what NVIDIA's ModelOpt writes beside config.json, with the scheme in it alone
+_MODELOPT_FILE = "hf_quant_config.json"
+
+
+def open_checkpoint(
+    directory: Path, config: Any, is_weight_only: bool = False
+) -> SafetensorsReader | DecodedReader:
+    """A reader of a Hugging Face directory's weights, quantized or not, or of a GGUF file there.
+
+    Args:
+        directory: of the model.
+        config: its configuration, with a `quantization_config` where it is quantized.
+        is_weight_only: take weights as they are where activations are quantized, too.
+    Raises:
+        ModelNotFoundError: no checkpoint is there.
+        WeightError: it is malformed, or quantized in a way that specc does not read.
+    """
+    if (file := find_gguf(directory)) is not None:
+        return DecodedReader(*open_gguf(file, config))
+    fields = quantization_fields(config)
+    if fields is None and (directory / _MODELOPT_FILE).is_file():
+        fields = {"quant_method": "modelopt"}
+    if fields is None:
+        return SafetensorsReader(directory)
+    where = str(directory)
+    method = fields.get("quant_method")
+    if fields.get("quant_library"):
+        method = fields["quant_library"]
+    if method not in _DECODERS:
+        raise unknown_scheme(str(method), where)
+    reader = SafetensorsReader(directory, reads_float8=True)
+    try:
+        weights = _DECODERS[method](reader, fields, is_weight_only)
+        if not weights:
+            raise WeightError(
+                f"{where} holds no weights that are quantized as {method}",
+                f"tensors of {method}, which quantization_config names",
+                'remove "quantization_config" from config.json, or download the checkpoint again',
+            )
+        return DecodedReader(reader, weights)
+    except BaseException:
+        reader.close()
+        raise
+
+
+def without_quantization(config: Any) -> Any:
+    """The configuration of the model itself, whose weights are plain; a copy."""
+    plain = copy.deepcopy(config)
+    for name in QUANTIZATION_FIELDS:
+        if hasattr(plain, name):
+            delattr(plain, name)
+    return plain
+
+
+def quantization_fields(config: Any) -> dict[str, Any] | None:
+    """The `quantization_config` of a configuration as a dictionary, or None."""
+    for name in QUANTIZATION_FIELDS:
+        found = getattr(config, name, None)
+        if found is not None:
+            return dict(found) if isinstance(found, Mapping) else dict(vars(found))
+    return None

@@ -1,0 +1,149 @@
+"""A quantized checkpoint as a reader of the model's own weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+
+import torch
+
+from specc.artifact.decoders.decoded_weight import DecodedWeight
+from specc.artifact.decoders.gguf_file import GGUFReader
+from specc.artifact.safetensors_io import (
+    CHUNK_BYTES,
+    Buffer,
+    SafetensorsReader,
+    TensorReader,
+    tensor_bytes,
+)
+from specc.artifact.tensor_part import TensorPart
+from specc.artifact.weight_layout import BLOCK
+from specc.errors import WeightError
+
+
+class DecodedReader:
+    """Names, shapes and values of a checkpoint as if it were not quantized.
+
+    What its tensors stand for has the name of the parameter and is read as float32; the tensors
+    that it consists of have no names here. Who wants integers and scales asks `decoded`.
+
+    Args:
+        reader: of the checkpoint.
+        weights: those that are quantized, by name.
+    Raises:
+        WeightError: numbers of 8 bits that are no part of a quantized weight.
+    """
+
+    def __init__(
+        self, reader: SafetensorsReader | GGUFReader, weights: Mapping[str, DecodedWeight]
+    ) -> None:
+        self.stored = reader
+        self._weights = dict(weights)
+        owners = {part: item.name for item in weights.values() for part in item.tensors}
+        names = (owners.get(key, key) for key in reader.keys())  # noqa: SIM118 - no mapping
+        self._names = tuple(dict.fromkeys(names))
+        for key in self._names:
+            if key not in self._weights:
+                _check_plain(reader, key)
+
+    def __enter__(self) -> DecodedReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stored.close()
+
+    def plain_keys(self) -> Iterable[str]:
+        """Names of tensors that are not quantized."""
+        return (key for key in self._names if key not in self._weights)
+
+    @property
+    def scheme(self) -> str | None:
+        """How most of its quantized weights are stored, for people; None where none is."""
+        counts: Counter[str] = Counter()
+        for weight in filter(lambda item: item.is_quantized, self._weights.values()):
+            counts[weight.scheme] += math.prod(weight.shape)
+        if not counts:
+            return None
+        (first, _), *others = counts.most_common()
+        return first + (f"; and {len(others)} others" if others else "")
+
+    def decoded(self, key: str) -> DecodedWeight | None:
+        """The quantized weight of this name; None where there is a plain tensor."""
+        return self._weights.get(key)
+
+    def keys(self) -> Iterable[str]:
+        return self._names
+
+    def dtype(self, key: str) -> torch.dtype:
+        return torch.float32 if key in self._weights else self.stored.dtype(key)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._weights[key].shape if key in self._weights else self.stored.shape(key)
+
+    def location(self, key: str | None = None) -> str:
+        weight = self._weights.get(key) if key is not None else None
+        return self.stored.location(key if weight is None else weight.tensors[0])
+
+    def read_chunks(
+        self,
+        key: str,
+        chunk_bytes: int = CHUNK_BYTES,
+        rows: tuple[int, int] | None = None,
+        transpose: bool = False,
+    ) -> Iterator[Buffer]:
+        weight = self._weights.get(key)
+        if weight is None:
+            yield from self.stored.read_chunks(key, chunk_bytes, rows, transpose)
+            return
+        start, stop = rows or (0, weight.shape[0])
+        if transpose:
+            # one weight at a time: its columns lie in all rows
+            yield tensor_bytes(weight.values(self.stored, start, stop).t())
+            return
+        for first, last in row_ranges(weight, start, stop, chunk_bytes):
+            yield tensor_bytes(weight.values(self.stored, first, last))
+
+    def read_part(
+        self,
+        key: str,
+        part: TensorPart,
+        transpose: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Iterator[Buffer]:
+        weight = self._weights.get(key)
+        if weight is None:
+            yield from self.stored.read_part(key, part, transpose, chunk_bytes)
+            return
+        values = weight.values(self.stored, 0, weight.shape[0]).flatten(0, -2)
+        taken = torch.cat([values[start:stop] for start, stop in part.vectors])
+        taken = torch.cat([taken[:, start:stop] for start, stop in part.columns], 1)
+        yield tensor_bytes(taken.t() if transpose else taken)
+
+
+def row_ranges(
+    weight: DecodedWeight, start: int, stop: int, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[tuple[int, int]]:
+    """Ranges of rows whose values take `chunk_bytes`, in whole blocks of 32 rows, at least one."""
+    row_bytes = max(1, math.prod(weight.shape[1:]) * torch.float32.itemsize)
+    each = BLOCK if len(weight.shape) == 2 else 1
+    step = max(1, chunk_bytes // (each * row_bytes)) * each
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)
+
+
+def _check_plain(reader: TensorReader, key: str) -> None:
+    kind = reader.dtype(key)
+    if kind.is_floating_point and kind.itemsize == 1:
+        raise WeightError(
+            f"{key} in {reader.location(key)} is of {str(kind).removeprefix('torch.')}, and no"
+            " quantized weight has it",
+            "weights of 8 bits with scales beside them, as quantization_config says",
+            "pass the config.json of this checkpoint, or the unquantized checkpoint",
+        )

@@ -1,0 +1,258 @@
+"""GGUF files read in chunks, as `SafetensorsReader` reads safetensors.
+
+A file is a header (magic, version, numbers of tensors and of fields), fields, the table of tensors,
+and data at aligned offsets. Rows of block types are bytes here: [N, bytes of a row].
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, missing_tensor
+from specc.artifact.tensor_part import TensorPart, read_part
+from specc.errors import WeightError
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_ALIGNMENT = 32
+# field types of a fixed size by number; 8 is a string, 9 an array
+_FIELDS = {
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+    12: "<d",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+# more is no count but damage
+_MOST_ITEMS = 1 << 26
+PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+# block types by number: name, values of a block, bytes of a block
+BLOCKS = {2: ("Q4_0", 32, 18), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 14: ("Q6_K", 256, 210)}
+_OTHERS = {
+    3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K",
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """One tensor: its own shape, dim 0 first, and where its bytes are."""
+
+    shape: tuple[int, ...]
+    kind: int
+    begin: int
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of blocks the bytes of each row."""
+        if self.kind in PLAIN:
+            return self.shape
+        _, values, size = BLOCKS[self.kind]
+        return (*self.shape[:-1], self.shape[-1] // values * size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return PLAIN.get(self.kind, torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.stored_shape) * self.dtype.itemsize
+
+
+class GGUFReader:
+    """A GGUF file as a reader of tensors.
+
+    Args:
+        path: of the file. Fields and the table of tensors are read here.
+        rename: names of tensors as they are to be called.
+    Raises:
+        WeightError: it is malformed or truncated, or holds tensors of a type that is not read.
+    """
+
+    def __init__(self, path: Path, rename: Callable[[str], str] = str) -> None:
+        self.path = path
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        try:
+            self.fields, tensors = _read_header(path)
+        except (struct.error, ValueError, IndexError, OverflowError) as error:
+            self.close()
+            raise _malformed(path, str(error)) from error
+        except WeightError:
+            self.close()
+            raise
+        self.tensors = {rename(name): tensor for name, tensor in tensors.items()}
+
+    def close(self) -> None:
+        self._file.close()
+
+    def keys(self) -> Iterable[str]:
+        return self.tensors.keys()
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._tensor(key).dtype
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._tensor(key).stored_shape
+
+    def location(self, key: str | None = None) -> str:
+        return str(self.path)
+
+    def read_chunks(
+        self,
+        key: str,
+        chunk_bytes: int = CHUNK_BYTES,
+        rows: tuple[int, int] | None = None,
+        transpose: bool = False,
+    ) -> Iterator[Buffer]:
+        shape = self.shape(key)
+        width = shape[-1] if shape else 1
+        inner = math.prod(shape[1:-1])  # vectors of a row along dim 0
+        count = math.prod(shape[:-1])
+        vectors = (0, count) if rows is None else (rows[0] * inner, rows[1] * inner)
+        columns = (0, width)
+        if rows is not None and len(shape) == 1:
+            vectors, columns = (0, 1), rows
+        yield from self.read_part(key, TensorPart((vectors,), (columns,)), transpose, chunk_bytes)
+
+    def read_part(
+        self,
+        key: str,
+        part: TensorPart,
+        transpose: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Iterator[Buffer]:
+        tensor = self._tensor(key)
+        width = tensor.stored_shape[-1] if tensor.shape else 1
+
+        def read(offset: int, target: memoryview) -> None:
+            self._read_exactly(target, tensor.begin + offset)
+
+        yield from read_part(read, width, tensor.dtype.itemsize, part, transpose, chunk_bytes)
+
+    def _tensor(self, key: str) -> GGUFTensor:
+        if key not in self.tensors:
+            raise missing_tensor(key, self)
+        return self.tensors[key]
+
+    def _read_exactly(self, target: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(target):
+            count = os.preadv(self._file.fileno(), [target[done:]], offset + done)
+            if count == 0:
+                raise _malformed(self.path, f"it ends at byte {offset + done}")
+            done += count
+
+
+class _Cursor:
+    """Reads a file's header from its beginning on."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.place = 0
+
+    def take(self, form: str) -> Any:
+        (value,) = struct.unpack_from(form, self._data, self.place)
+        self.place += struct.calcsize(form)
+        return value
+
+    def count(self) -> int:
+        value = int(self.take("<Q"))
+        if value > min(_MOST_ITEMS, len(self._data)):
+            raise ValueError(f"a count of {value}")
+        return value
+
+    def text(self) -> str:
+        size = self.count()
+        value = self._data[self.place : self.place + size]
+        if len(value) < size:
+            raise ValueError("it ends inside of a name")
+        self.place += size
+        return value.decode("utf-8", "replace")
+
+    def field(self, kind: int) -> Any:
+        """A value; of an array of strings, how many there are."""
+        if kind in _FIELDS:
+            return self.take(_FIELDS[kind])
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            raise ValueError(f"a field of type {kind}")
+        item, count = self.take("<I"), self.count()
+        if item in _FIELDS:
+            self.place += count * struct.calcsize(_FIELDS[item])
+        elif item == _STRING:
+            for _ in range(count):
+                self.text()
+        else:
+            raise ValueError(f"an array of type {item}")
+        return count
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    size = path.stat().st_size
+    if size < len(_MAGIC) + 20:
+        raise ValueError(f"it has {size} bytes")
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(data)
+        if data[:4] != _MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        cursor.place = 4
+        if (version := cursor.take("<I")) not in _VERSIONS:
+            raise WeightError(
+                f"{path} is of GGUF version {version}",
+                f"version {' or '.join(map(str, _VERSIONS))}",
+                "convert the model again with a current llama.cpp",
+            )
+        num_tensors, num_fields = cursor.count(), cursor.count()
+        fields = {}
+        for _ in range(num_fields):
+            name = cursor.text()
+            fields[name] = cursor.field(cursor.take("<I"))
+        table = []
+        for _ in range(num_tensors):
+            name, dims = cursor.text(), cursor.take("<I")
+            if not 1 <= dims <= 4:
+                raise ValueError(f"{name} has {dims} dimensions")
+            # the fastest one is first
+            shape = tuple(int(cursor.take("<Q")) for _ in range(dims))[::-1]
+            table.append((name, shape, cursor.take("<I"), cursor.take("<Q")))
+        alignment = fields.get("general.alignment", _ALIGNMENT)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"an alignment of {alignment}")
+        begin = -(-cursor.place // alignment) * alignment
+    tensors: dict[str, GGUFTensor] = {}
+    for name, shape, kind, offset in table:
+        _check_kind(path, name, shape, kind)
+        tensor = GGUFTensor(shape, kind, begin + offset)
+        if tensor.begin + tensor.num_bytes > size:
+            raise ValueError(f"it ends inside of {name}")
+        if tensors.setdefault(name, tensor) is not tensor:
+            raise ValueError(f"two tensors are called {name}")
+    return fields, tensors
+
+
+def _check_kind(path: Path, name: str, shape: tuple[int, ...], kind: int) -> None:
+    if kind not in PLAIN and kind not in BLOCKS:
+        known = ", ".join(item for item, _, _ in BLOCKS.values())
+        raise WeightError(
+            f"{name} in {path} is of the type {_OTHERS.get(kind, kind)}",
+            f"{known}, F32, F16 or BF16",
+            "pass the file of another quantization (Q4_0, Q8_0, Q4_K_M), or the unquantized"
+            " checkpoint with --quantize int8 or int4",
+        )
+    if kind in BLOCKS and shape[-1] % BLOCKS[kind][1]:
+        raise ValueError(f"{name} has rows of {shape[-1]} values in {BLOCKS[kind][0]}")
+
+
+def _malformed(path: Path, reason: str) -> WeightError:
+    return WeightError(
+        f"{path} is malformed: {reason}", "a complete GGUF file", "download or convert it again"
+    )

@@ -1,0 +1,105 @@
+"""Weights in e2m1 with a power of two for each 32 columns: the experts of gpt-oss, and matrices.
+
+Experts of `quant_method: mxfp4`, [E, N, K], are `<name>_blocks`, uint8 [E, N, K / 32, 16], two e2m1
+numbers a byte, the even column in the low bits; and `<name>_scales`, uint8 [E, N, K / 32],
+exponents e8m0. The parameter `<name>` is [E, K, N]. A matrix of compressed-tensors is
+`weight_packed`, uint8 [N, K / 2], and `weight_scale`, uint8 [N, K / 32].
+Source: OCP Microscaling Formats 1.0, sections 5.1 and 5.3; transformers/integrations/mxfp4.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.artifact.decoders.decoded_weight import DecodedWeight, Integers
+from specc.artifact.decoders.refusals import unknown_scheme
+from specc.artifact.decoders.stored_tensors import read_rows, require
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.safetensors_io import TensorReader
+from specc.errors import WeightError
+
+METHOD = "mxfp4"
+GROUP, _BIAS, _NAN = 32, 127, 255
+SMALLEST = 2.0**-_BIAS
+_BLOCKS, _SCALES = "_blocks", "_scales"
+# by sign, exponent and fraction, one number of 4 bits
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class _MXFP4Experts(DecodedWeight):
+    def values(self, reader: TensorReader, start: int, stop: int) -> Tensor:
+        codes, scale = self.tensors
+        found = e2m1_values(read_rows(reader, codes, start, stop)).flatten(-2)
+        exponents = read_rows(reader, scale, start, stop)
+        wide = e8m0_values(exponents).repeat_interleave(GROUP, -1)
+        return (found * wide).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class MXFP4Weight(DecodedWeight):
+    """A matrix."""
+
+    @property
+    def layout(self) -> QuantizedLayout | None:
+        return QuantizedLayout(4, GROUP, is_float=True)
+
+    def values(self, reader: TensorReader, start: int, stop: int) -> Tensor:
+        found = e2m1_values(read_rows(reader, self.tensors[0], start, stop))
+        return found * self._scales(reader, start, stop).repeat_interleave(GROUP, 1)
+
+    def integers(self, reader: TensorReader, start: int, stop: int) -> Integers:
+        codes = read_rows(reader, self.tensors[0], start, stop)
+        levels = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+        scales = self._scales(reader, start, stop)
+        # the engine's smallest scale is 2^-126; of zeros every scale is the same
+        is_small = scales == SMALLEST
+        used = (levels & 7).view(*scales.shape, GROUP).amax(-1) > 0
+        if bool((is_small & used).any()):
+            raise WeightError(
+                f"{self.tensors[1]} in {reader.location(self.tensors[1])} holds a scale of 2^-127",
+                "scales from 2^-126 on",
+                "pass the unquantized checkpoint with --quantize int8 or int4",
+            )
+        return Integers(levels, torch.where(is_small, 0, scales))
+
+    def _scales(self, reader: TensorReader, start: int, stop: int) -> Tensor:
+        return e8m0_values(read_rows(reader, self.tensors[1], start, stop))
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """Numbers [..., 2 n] float32 of bytes [..., n], low bits first."""
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    return table[nibbles.long()]
+
+
+def e8m0_values(exponents: Tensor) -> Tensor:
+    """2^(x - 127) as float32, exactly; NaN where x is 255."""
+    powers = torch.exp2(exponents.double() - _BIAS)
+    return torch.where(exponents == _NAN, torch.nan, powers).float()
+
+
+def decode(
+    reader: TensorReader, config: Mapping[str, Any], is_weight_only: bool
+) -> dict[str, DecodedWeight]:
+    """Find the quantized weights of a checkpoint; see `compressed_tensors.decode`."""
+    found: dict[str, DecodedWeight] = {}
+    for key in reader.keys():  # noqa: SIM118 - a reader is no mapping
+        if not key.endswith(_BLOCKS):
+            continue
+        name = key.removesuffix(_BLOCKS)
+        shape, scale = reader.shape(key), f"{name}{_SCALES}"
+        if len(shape) != 4 or shape[3] != GROUP // 2:
+            raise unknown_scheme(f"{METHOD}, {key} of {list(shape)}", reader.location(key))
+        require(reader, key, [shape], (torch.uint8,), METHOD)
+        require(reader, scale, [shape[:3]], (torch.uint8,), METHOD)
+        experts, outputs, groups = shape[:3]
+        own = (experts, groups * GROUP, outputs)
+        found[name] = _MXFP4Experts(name, own, (key, scale), f"{METHOD}, experts")
+    return found

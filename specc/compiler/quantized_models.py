@@ -1,0 +1,78 @@
+"""Models whose checkpoints are quantized: what they do not go with, and what is told of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from specc.artifact.backends import backend_names
+from specc.artifact.manifest_entries import ModelEntry
+from specc.compiler.backends.base import CompilerBackend
+from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.checks import Candidate
+from specc.compiler.compiled_model import CompiledModel
+from specc.config import CompileConfig
+from specc.errors import ConfigError
+
+_FIELD = "quantize"
+
+
+def check_quantized(
+    models: Sequence[Candidate], config: CompileConfig, backend: CompilerBackend
+) -> None:
+    """Refuse quantized checkpoints where `--quantize` would be refused.
+
+    Raises:
+        ConfigError: a backend that reads no integers, several ranks, or segments.
+    """
+    found = next((model for model in models if model.scheme is not None), None)
+    if found is None:
+        return
+    what = f"a quantized checkpoint ({found.name.replace('_', ' ')}: {found.scheme})"
+    if _FIELD not in backend.options:
+        takers = [name for name in backend_names() if _FIELD in compiler_backend(name).options]
+        raise ConfigError(
+            f"{what} with backend {backend.name}",
+            f"the backend {' or '.join(takers)}: no other reads quantized weights",
+            f"pass --backend {takers[0]}, or the unquantized checkpoint",
+        )
+    if (option := config.cutting_option()) is not None:
+        raise ConfigError(
+            f"{what} and {option}",
+            "one rank and whole programs: no other engine reads quantized weights yet",
+            f"leave out {option}, or pass the unquantized checkpoint",
+        )
+
+
+def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry:
+    """The entry of a model, with how its projections are stored.
+
+    Args:
+        model: after its last pass.
+        asked: what `--quantize` says, or None.
+    """
+    counts: Counter[str] = Counter()
+    for weight in model.program.weights.values():
+        if weight.quantized is not None:
+            counts[weight.quantized.name] += math.prod(weight.shape)
+    names = [name for name, _ in counts.most_common()]
+    scheme = model.source.scheme
+    stored = asked if scheme is None else " and ".join(names) or None
+    return dataclasses.replace(model.entry, quantization=stored, checkpoint_scheme=scheme)
+
+
+def told_of_quantized(models: Sequence[CompiledModel]) -> list[str]:
+    """Weights that are quantized in the checkpoint, and that the engine holds in its own type."""
+    told = []
+    for model in models:
+        names = model.source.decoded_names(model.program)
+        if names:
+            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            told.append(
+                f"{model.name}: {len(names)} quantized weight{'s' * (len(names) != 1)} of the"
+                f" checkpoint become {model.entry.dtype}, since no operator of the engine reads"
+                f" them as they are: {shown}"
+            )
+    return told
