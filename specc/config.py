@@ -175,13 +175,12 @@ class CompileConfig:
             ("--tensor-parallel-size", self.tensor_parallel_size > 1),
             ("--pipeline-parallel-size", self.pipeline_parallel_size > 1),
             ("--draft-ranks", self.draft_ranks > 1),
-            ("--segments", self.segments),
         )
         for option, is_given in others:
             if self.quantize is not None and is_given:
                 raise ConfigError(
                     f"--quantize {self.quantize} and {option}",
-                    "one rank and whole programs: no other engine reads quantized weights yet",
+                    "one rank: weights of several are not quantized yet",
                     "leave out one of the two",
                 )
 
