@@ -41,7 +41,8 @@ class CudaBackend(CapturedBackend):
     ) -> DeviceModels:
         """See `CapturedBackend.load_models`; products are timed, unless that was done before."""
         hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
-        models, target = {}, manifest.models[0]
+        models: dict[str, ModelProgram] = {}
+        target = manifest.models[0]
         for model in manifest.models:
             if weights_budget is not None and model is target:
                 _refuse_packages(path / model.dir)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import ConfigError, EngineError
+from specc.runtime.backends.captured.graph_device import CopyStream
 from specc.system.extras import install_command
 
 
@@ -98,7 +99,7 @@ class CudaGraphs:
         # external: in a capture it becomes a node that records it at every replay
         return torch.cuda.Event(external=True)
 
-    def copy_stream(self) -> CudaCopies:
+    def copy_stream(self) -> CopyStream:
         return CudaCopies(self.device)
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -129,7 +130,7 @@ class CudaCopies:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def copy(self, to: Tensor, source: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+    def copy(self, to: Tensor, source: Tensor, after: Any) -> torch.cuda.Event:
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
@@ -137,7 +138,7 @@ class CudaCopies:
         event.record(self._stream)
         return event
 
-    def wait(self, point: torch.cuda.Event) -> None:
+    def wait(self, point: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(point)
 
 
