@@ -210,7 +210,7 @@ def main() -> None:
 
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *map(_named, sys.argv)]),
         "machine": describe_machine(),
         "versions": {"specc": __version__, "python": sys.version.split()[0]},
         "threads": arguments.threads,
@@ -223,6 +223,11 @@ def main() -> None:
         ]
     arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     plot(entries, arguments.output.with_suffix(".svg"))
+
+
+def _named(argument: str) -> str:
+    """An argument as a report may hold it: paths of the machine by their names alone."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def tell(entry: dict[str, Any]) -> None:

@@ -175,7 +175,8 @@ class Engine:
                 is None.
             oversubscribes: ranks of this machine may be more than its cores, where `ranks` is None.
             offload_weights: bytes of memory that weights of the target may take, or `auto`: the
-                others are read from their file in every pass. For engines with segments.
+                others are read from their file in every pass, for engines with segments, or on a
+                GPU copied from the host's memory.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime or more
                 memory; or a rank cannot load it.

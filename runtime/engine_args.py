@@ -83,7 +83,8 @@ class EngineArgs:
     offload_weights: str | int | None = option(
         None,
         "Memory that weights of the target may take, such as 700M or 4GB, or auto, what is free:"
-        " the others are read from disk in every pass. For engines compiled with --segments.",
+        " the others are read from disk in every pass, or on a GPU copied from the host's memory."
+        " On CPUs for engines compiled with --segments.",
         type=str,
         metavar="BYTES|auto",
     )

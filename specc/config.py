@@ -160,7 +160,6 @@ class CompileConfig:
             ("--tensor-parallel-size", self.tensor_parallel_size > 1),
             ("--pipeline-parallel-size", self.pipeline_parallel_size > 1),
             ("--draft-ranks", self.draft_ranks > 1),
-            ("--segments", self.segments),
         )
         return next((option for option, is_given in others if is_given), None)
 
@@ -187,7 +186,7 @@ class CompileConfig:
         if self.quantize is not None and (option := self.cutting_option()) is not None:
             raise ConfigError(
                 f"--quantize {self.quantize} and {option}",
-                "one rank and whole programs: no other engine reads quantized weights yet",
+                "one rank: weights of several are not quantized yet",
                 "leave out one of the two",
             )
 

@@ -19,8 +19,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// One read of the system: what a stopped device is noticed by, and enough for it to be busy.
-constexpr int64_t kReadBytes = int64_t{8} << 20;
+// One read of the system: what a stopped device is noticed by, and enough that it hardly counts
+// when a thread that was woken waits for its turn.
+constexpr int64_t kReadBytes = int64_t{16} << 20;
+// Threads that read: while one of them waits for its turn, the device has work of the other.
+constexpr int kReaders = 2;
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -42,8 +45,16 @@ struct Piece {
 struct Slot {
   std::shared_ptr<char> data;
   int64_t held = -1;    // the piece that lies in it, -1: none
-  int64_t wanted = -1;  // the piece that is to be read next
-  bool is_used = false, is_read = false;  // between acquire and release; being read
+  int64_t wanted = -1;  // the piece that is to be there next
+  int64_t read = -1;    // the piece that is being read into it, -1: none
+  int64_t given = 0, num_pending = 0;  // its bytes that a reader has taken, and reads under way
+  bool is_used = false, failed = false;  // between acquire and release; a read failed
+};
+
+// What one reader does next: `count` bytes from `begin` of a slot's piece.
+struct Part {
+  Slot* slot;
+  int64_t begin, count;
 };
 
 }  // namespace
@@ -60,6 +71,8 @@ struct WeightStream::State {
   int64_t next = 0;     // the piece that is acquired next
   int64_t bytes_read = 0;
   double patience = 8.0, reading = 0, waiting = 0;
+  int64_t num_reading = 0;   // reads under way
+  Clock::time_point begun;  // of the first of them
 
   ~State() {
     if (descriptor >= 0) close(descriptor);
@@ -79,24 +92,41 @@ struct WeightStream::State {
     return (piece - next + count) % count;
   }
 
-  // The slot to read into now: free, and needed first.
-  Slot* free_slot() {
+  // What to read next, of the piece that is needed first; no slot: nothing.
+  Part next_part() {
     Slot* best = nullptr;
     for (Slot& slot : slots) {
       if (slot.is_used || slot.wanted < 0 || slot.held == slot.wanted) continue;
+      // another piece may still be on its way here, of a pass that ended early: nothing more of it
+      if (slot.read >= 0 && slot.read != slot.wanted) {
+        if (slot.num_pending > 0) continue;
+        slot.read = -1;
+      }
+      if (slot.read >= 0 && slot.given == pieces[slot.read].span()) continue;
       if (best == nullptr || distance(slot.wanted) < distance(best->wanted)) best = &slot;
     }
-    return best;
+    if (best == nullptr) return {nullptr, 0, 0};
+    if (best->read < 0) {
+      best->read = best->wanted;
+      best->held = -1;
+      best->given = 0;
+    }
+    const int64_t begin = best->given;
+    const int64_t count = std::min(kReadBytes, pieces[best->read].span() - begin);
+    best->given += count;
+    ++best->num_pending;
+    return {best, begin, count};
   }
 
-  void read(const Piece& piece, char* data, std::string& error);
+  void read(const Piece& piece, char* data, const Part& part, std::string& error);
   void work();
 };
 
-void WeightStream::State::read(const Piece& piece, char* data, std::string& error) {
-  const int64_t needed = piece.lead() + piece.size;
-  for (int64_t done = 0; done < needed;) {
-    const int64_t count = std::min(kReadBytes, piece.span() - done);
+void WeightStream::State::read(const Piece& piece, char* data, const Part& part,
+                               std::string& error) {
+  const int64_t end = std::min(part.begin + part.count, piece.lead() + piece.size);
+  for (int64_t done = part.begin; done < end;) {
+    const int64_t count = part.begin + part.count - done;
     const ssize_t found = pread(descriptor, data + done, count, piece.first_page() + done);
     if (found < 0 && errno == EINTR) continue;
     if (found < 0) {
@@ -106,7 +136,7 @@ void WeightStream::State::read(const Piece& piece, char* data, std::string& erro
     }
     // past the cache only the end of a file is no whole page
     const bool ends = found == 0 || (is_direct && found % kPage != 0);
-    if (ends && done + found < needed) {
+    if (ends && done + found < end) {
       error = path + " ends at byte " + std::to_string(piece.first_page() + done + found) +
               ", within the weights: it was cut while the engine was using it";
       return;
@@ -116,34 +146,43 @@ void WeightStream::State::read(const Piece& piece, char* data, std::string& erro
     bytes_read += found;
     changed.notify_all();  // whoever waits sees that the device answers
   }
-  if (!is_direct) posix_fadvise(descriptor, piece.first_page(), piece.span(), POSIX_FADV_DONTNEED);
+  if (!is_direct) {
+    posix_fadvise(descriptor, piece.first_page() + part.begin, part.count, POSIX_FADV_DONTNEED);
+  }
 }
 
 void WeightStream::State::work() {
   std::unique_lock<std::mutex> lock(mutex);
   while (!is_over) {
-    Slot* slot = failure.empty() ? free_slot() : nullptr;
-    if (slot == nullptr) {
+    const Part part = failure.empty() ? next_part() : Part{nullptr, 0, 0};
+    if (part.slot == nullptr) {
       changed.wait(lock);
       continue;
     }
-    const int64_t index = slot->wanted;
-    slot->held = -1;
-    slot->is_read = true;
+    Slot& slot = *part.slot;
+    const int64_t index = slot.read;
+    if (num_reading++ == 0) begun = Clock::now();
     lock.unlock();
     std::string error;
-    const auto begin = Clock::now();
-    read(pieces[index], slot->data.get(), error);
-    const double took = seconds_since(begin);
+    read(pieces[index], slot.data.get(), part, error);
     lock.lock();
-    reading += took;
-    slot->is_read = false;
-    if (error.empty()) {
-      slot->held = index;
-    } else {
+    if (--num_reading == 0) reading += seconds_since(begun);
+    --slot.num_pending;
+    if (!error.empty()) {
       failure = error;
+      slot.given = pieces[index].span();  // no more of it
+      slot.failed = true;
     }
-    changed.notify_all();
+    if (slot.num_pending == 0 && slot.read != slot.wanted) {
+      slot.read = -1;
+      slot.failed = false;
+      changed.notify_all();
+    } else if (slot.num_pending == 0 && slot.given == pieces[index].span()) {
+      slot.held = slot.failed ? -1 : index;
+      slot.read = -1;
+      slot.failed = false;
+      changed.notify_all();
+    }
   }
 }
 
@@ -170,7 +209,9 @@ WeightStream::WeightStream(const std::string& path, std::vector<int64_t> offsets
     state.slots[i].data = std::shared_ptr<char>(data, [](char* old) { std::free(old); });
     state.slots[i].wanted = i;
   }
-  std::thread([state = state_] { state->work(); }).detach();
+  for (int i = 0; i < kReaders; ++i) {
+    std::thread([state = state_] { state->work(); }).detach();
+  }
 }
 
 WeightStream::~WeightStream() {
@@ -200,7 +241,7 @@ void WeightStream::acquire(int64_t index) {
   // after a pass that ended early another piece may be on its way here
   slot.wanted = index;
   state.changed.notify_all();
-  while (slot.is_read || slot.held != index) {
+  while (slot.held != index) {
     if (!state.failure.empty()) {
       std::string text;
       text.swap(state.failure);

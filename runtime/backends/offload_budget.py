@@ -31,15 +31,22 @@ def check_offload(manifest: Manifest, backend: str, offload_weights: int | str |
     """
     if offload_weights is None:
         return
-    found = "--offload-weights"
-    if not facts_of(backend).offloads_weights:
+    found, facts = "--offload-weights", facts_of(backend)
+    if not facts.offloads_weights:
         takers = [name for name in backend_names() if facts_of(name).offloads_weights]
         raise ConfigError(
             f"{found} with backend {backend}",
-            f"backend {' or '.join(takers)}, whose programs read weights from files",
+            f"backend {' or '.join(takers)}, whose programs can do without some of the weights",
             f"leave it out, or compile with --backend {takers[0]} --segments",
         )
-    if manifest.segments is None:
+    if facts.is_on_gpu and manifest.parallel is not None:
+        raise ConfigError(
+            f"{found} of an engine of {manifest.num_ranks} ranks on GPUs",
+            "an engine of one rank: what follows orders would copy weights, too, which nothing has"
+            " shown",
+            "leave it out, or compile for one rank",
+        )
+    if facts.offloads_weights == "segments" and manifest.segments is None:
         raise ConfigError(
             f"{found} of an engine whose target is one program",
             "an engine of segments",
@@ -49,8 +56,8 @@ def check_offload(manifest: Manifest, backend: str, offload_weights: int | str |
         names = ", ".join(draft.name for draft in manifest.self_drafts)
         raise ConfigError(
             f"{found} of an engine whose target drafts, too ({names})",
-            "drafts with weights of their own, or lookups: a draft would read the target's each"
-            " time",
+            "drafts with weights of their own, or lookups: each level of a draft would read the"
+            " target's weights once more, so that a step takes as long as the tokens it may bring",
             "compile with another --draft, or leave --offload-weights out",
         )
 
@@ -70,16 +77,26 @@ def offload_of(
     """
     if limits.offload_weights is None:
         return None
-    budget = limits.offload_weights
-    if isinstance(budget, str):
-        budget = _free_bytes(manifest, limits)
-    return plan_offload(*read_pieces(model, file), budget)
-
-
-def _free_bytes(manifest: Manifest, limits: LoadLimits) -> int:
-    """What is free for weights of one rank, when all else that the engine plans is taken."""
     known = (available_memory_bytes(), cgroup_memory_bytes())
     free = min((value for value in known if value is not None), default=None)
+    return plan_offload(*read_pieces(model, file), budget_of(manifest, limits, free))
+
+
+def budget_of(manifest: Manifest, limits: LoadLimits, free: int | None) -> int:
+    """Bytes that weights of the target may take on each rank.
+
+    Args:
+        manifest: of the engine.
+        limits: of what it may take: bytes, or `auto`, what is free when all else that the engine
+            plans is taken.
+        free: bytes of memory before anything is loaded, of all ranks of this machine; None: nobody
+            knows.
+    Raises:
+        ConfigError: `auto`, and nobody knows.
+    """
+    budget = limits.offload_weights
+    if isinstance(budget, int):
+        return budget
     if free is None:
         raise ConfigError(
             "--offload-weights auto, where the system does not tell what is free",

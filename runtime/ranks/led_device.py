@@ -19,7 +19,13 @@ from torch import Tensor, fx, nn
 
 from specc.errors import RankError
 from specc.runtime.backends.captured.device_models import DeviceModels, DeviceProgram
-from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice, ReplayedEvent
+from specc.runtime.backends.captured.graph_device import (
+    CopyStream,
+    Event,
+    Graph,
+    GraphDevice,
+    ReplayedEvent,
+)
 from specc.runtime.ranks.device_work import CommitWork, PassWork, Work, give, table_of
 from specc.runtime.ranks.leader import Leader
 from specc.runtime.ranks.orders import Kind
@@ -165,6 +171,9 @@ class LedGraphs:
 
     def replayed_event(self) -> ReplayedEvent:
         return _LedReplayedEvent(self._graphs.replayed_event(), self._leader.leader)
+
+    def copy_stream(self) -> CopyStream:
+        return self._graphs.copy_stream()
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self._graphs.host_buffer(*shape, dtype=dtype)

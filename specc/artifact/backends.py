@@ -46,7 +46,8 @@ class BackendFacts:
         voting_dims: type → largest heads whose queries can vote on blocks in it, where there is a
             limit.
         takes_int8_rows: its caches may hold K and V as int8.
-        offloads_weights: its programs may read weights of segments from files, pass by pass.
+        offloads_weights: what its programs may run without in memory: `segments` are read from
+            files, pass by pass, and single `weights` copied from the host to a GPU.
         attention_extras: what its attention computes besides masked products of keys and values of
             one width: `sinks`, `softcap`, `value width`.
     """
@@ -68,7 +69,7 @@ class BackendFacts:
     takes_ranks: bool = False
     voting_dims: tuple[tuple[str, int], ...] = ()
     takes_int8_rows: bool = False
-    offloads_weights: bool = False
+    offloads_weights: Literal["", "segments", "weights"] = ""
     attention_extras: tuple[str, ...] = ()
 
     def most_voting_dim(self, dtype: str) -> int | None:
@@ -135,13 +136,15 @@ register(
     BackendFacts(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
         model_files=("package_file",), by_default=True, takes_views=True, takes_ranks=True,
-        attention=NATIVE, takes_int8_rows=True, offloads_weights=True, attention_extras=_EXTRAS,
+        attention=NATIVE, takes_int8_rows=True, offloads_weights="segments",
+        attention_extras=_EXTRAS,
     )
 )  # fmt: skip
 register(
     BackendFacts(
         "cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True, takes_ranks=True,
         attention=NATIVE, voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
+        offloads_weights="weights",
     )
 )  # fmt: skip
 register(

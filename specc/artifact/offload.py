@@ -130,7 +130,9 @@ def least_budget(pieces: Sequence[Piece]) -> int:
     return min(plan.memory_bytes for plan in _plans(pieces, ()))
 
 
-def plan_offload(pieces: Sequence[Piece], rest: Sequence[str], budget: int) -> OffloadPlan:
+def plan_offload(
+    pieces: Sequence[Piece], rest: Sequence[str], budget: int, resident: int = 0
+) -> OffloadPlan:
     """The plan that reads the fewest bytes a pass within a budget.
 
     Pieces that are kept are spread evenly over the model, so that reading never has to wait long
@@ -138,20 +140,28 @@ def plan_offload(pieces: Sequence[Piece], rest: Sequence[str], budget: int) -> O
 
     Args:
         pieces: of `find_pieces`, in order.
-        rest: keys that stay mapped.
+        rest: keys that are no pieces.
         budget: bytes of memory that weights may take.
+        resident: bytes of it that these keys take, where they are not mapped.
     Raises:
         ConfigError: the budget is below two buffers of the largest segments.
     """
-    if sum(piece.span for piece in pieces) <= budget:
+    left = budget - resident
+    if sum(piece.span for piece in pieces) <= left:
         return OffloadPlan(tuple(pieces), (), tuple(rest))
-    fitting = [plan for plan in _plans(pieces, rest) if plan.memory_bytes <= budget]
+    fitting = [plan for plan in _plans(pieces, rest) if plan.memory_bytes <= left]
     if not fitting:
-        least = least_budget(pieces)
+        largest = max((piece.span for piece in pieces), default=0)
+        needed = (
+            f"two buffers for segments of up to {format_bytes(largest)}, or larger ones in memory"
+        )
+        if resident:
+            needed = f"{format_bytes(resident)} that always stay, two buffers for weights of up to"
+            needed += f" {format_bytes(largest)}, or larger ones in memory"
+        least = resident + (least_budget(pieces) if pieces else 0)
         raise ConfigError(
             f"--offload-weights {format_bytes(budget)}",
-            f"at least {format_bytes(least)}: two buffers for segments of up to"
-            f" {format_bytes(max(piece.span for piece in pieces))}, or larger ones in memory",
+            f"at least {format_bytes(least)}: {needed}",
             "raise --offload-weights",
         )
     return min(fitting, key=lambda plan: (plan.bytes_per_pass, plan.memory_bytes))

@@ -97,6 +97,19 @@ class RepeatingDevice:
     def replayed_event(self) -> RepeatingDevice:
         return self
 
+    def copy_stream(self) -> RepeatingDevice:
+        return self
+
+    def point(self) -> RepeatingDevice:
+        return self
+
+    def copy(self, to: Tensor, source: Tensor, after: object) -> RepeatingDevice:
+        to.copy_(source)
+        return self
+
+    def wait(self, point: object) -> None:
+        pass
+
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype)
 

@@ -169,7 +169,7 @@ def _segment_lines(manifest: Manifest, engine: Path) -> list[str]:
     ]
     target = manifest.models[0]
     file = engine / manifest.weights_file(target)
-    if not facts_of(manifest.backend).offloads_weights or not file.is_file():
+    if facts_of(manifest.backend).offloads_weights != "segments" or not file.is_file():
         return lines
     pieces, _ = read_pieces(SegmentedModel.read(engine / target.segments_file), file)
     least = least_budget(pieces)

@@ -25,7 +25,7 @@ def check_quantized(
     """Refuse quantized checkpoints where `--quantize` would be refused.
 
     Raises:
-        ConfigError: a backend that reads no integers, several ranks, or segments.
+        ConfigError: a backend that reads no integers, or several ranks.
     """
     found = next((model for model in models if model.scheme is not None), None)
     if found is None:
@@ -41,7 +41,7 @@ def check_quantized(
     if (option := config.cutting_option()) is not None:
         raise ConfigError(
             f"{what} and {option}",
-            "one rank and whole programs: no other engine reads quantized weights yet",
+            "one rank: weights of several are not quantized yet",
             f"leave out {option}, or pass the unquantized checkpoint",
         )
 

@@ -210,6 +210,9 @@ class MetaGraphs:
     def stream_handle(self) -> int:
         return 0
 
+    def copy_stream(self) -> Any:
+        return None
+
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype)
 

@@ -17,7 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specc.artifact.directory import read_manifest
+from specc.artifact.offload import least_budget, plan_offload, read_pieces
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.artifact.segments import SegmentedModel
 from specc.compiler.backends.registry import check_options, compiler_backend
 from specc.compiler.reshard import reshard_engine
 from specc.config import CompileConfig
@@ -50,8 +53,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, 
             target = models.save_tiny(name, root / "target")
             draft = models.save_tiny(name, root / "draft", 0, models.DRAFT_NOISE[name])
             config = CompileConfig(
-                plans=PLANS, max_seq_len=models.MAX_SEQ_LEN, quantize=quantize,
-                quantize_group=group, probe=False, **({"backend": "eager"} | options),
+                max_seq_len=models.MAX_SEQ_LEN, quantize=quantize, quantize_group=group,
+                probe=False, **({"backend": "eager", "plans": PLANS} | options),
             )  # fmt: skip
             made[key] = target, engines.build(target, draft, root / "engine", config)
         return made[key]
@@ -173,6 +176,45 @@ def test_compiled_engines(make, tmp_path, quantize, group, dtype) -> None:
     assert all(torch.equal(one[key], other[key]) for key in quantized)
 
 
+def test_segments_say_the_same(make) -> None:
+    """Cut at layers, with the integers of each layer next to each other in the file."""
+    _, engine = make("llama", "int4", 32, segments=True)
+    _, whole = make("llama", "int4", 32)
+    assert read_manifest(engine).segments is not None
+    check_plans(engine)
+    prompts = models.prompts()[:3]
+    for plan in ("off", "tree-2-2-1"):
+        assert (
+            generate(Engine.load(engine), plan, prompts)[0]
+            == (generate(Engine.load(whole), plan, prompts)[0])
+        )
+    one, other = (load_file(path / "target" / "weights.safetensors") for path in (engine, whole))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantize", "group"), [("int4", 32), ("int8", None)])
+def test_offloaded_integers_give_the_same_tokens(make, quantize, group) -> None:
+    """Some layers and none in memory; a pass reads integers, a fraction of the model's bytes."""
+    # a target that drafts, too, is not offloaded
+    plans = tuple(plan for plan in PLANS if not plan.self_drafts)
+    _, engine = make("llama", quantize, group, segments=True, backend="cpu", plans=plans)
+    prompts = models.prompts()[:3]
+    kept = Engine.load(engine)
+    model = SegmentedModel.read(engine / "target" / "segments.json")
+    pieces, rest = read_pieces(model, engine / "target" / "weights.safetensors")
+    assert any(":int" in key for piece in pieces for key in piece.keys)
+    for budget in (least_budget(pieces), sum(piece.span for piece in pieces) - 1):
+        plan = plan_offload(pieces, rest, budget)
+        offloaded = Engine.load(engine, offload_weights=budget)
+        assert offloaded.target.offload == plan
+        assert plan.streamed
+        for name in ("off", "tree-2-2-1"):
+            wanted, _ = generate(kept, name, prompts)
+            assert generate(offloaded, name, prompts)[0] == wanted
+
+
 def test_integers_are_rounded_from_the_checkpoint(make) -> None:
     """Once: the engine's own type is not between them. Fused rows are in the order of the names."""
     checkpoint, engine = make("llama", "int8", None, dtype="bfloat16")
@@ -190,7 +232,6 @@ def test_integers_are_rounded_from_the_checkpoint(make) -> None:
 
 def test_bytes_are_told(make) -> None:
     """The manifest's plan of memory is the file's tensors; inspect says the layout."""
-    from specc.artifact.directory import read_manifest
     from specc.cli.render import weight_lines
 
     _, engine = make("llama", "int4", 32, dtype="float32")
@@ -227,7 +268,6 @@ def test_other_backends_are_refused_before_anything_is_read(tmp_path, backend) -
         ({"quantize_group": 64}, "--quantize-group 64"),
         ({"quantize": "int4", "quantize_group": 48}, "--quantize-group 48"),
         ({"quantize": "int4", "tensor_parallel_size": 2}, "--quantize int4 and --tensor-parallel"),
-        ({"quantize": "int4", "segments": True}, "--quantize int4 and --segments"),
     ],
 )
 def test_options_that_are_refused(options, found) -> None:

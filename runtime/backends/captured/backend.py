@@ -18,6 +18,7 @@ from specc.runtime.backends.captured.engine_steps import load_steps
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda.graphs import choose_gpu, cuda_device
 from specc.runtime.backends.engine_cache import make_cache, rows_of
+from specc.runtime.backends.offload_budget import budget_of
 from specc.runtime.execution.device_link import DeviceLink
 from specc.runtime.scheduling.kv_cache import KVCache
 
@@ -37,7 +38,13 @@ class CapturedBackend(RuntimeBackend):
 
     @abstractmethod
     def load_models(
-        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice, rank: int = 0
+        self,
+        path: Path,
+        manifest: Manifest,
+        cache: KVCache,
+        graphs: GraphDevice,
+        rank: int = 0,
+        weights_budget: int | None = None,
     ) -> DeviceModels:
         """The models of an engine on a device.
 
@@ -47,22 +54,28 @@ class CapturedBackend(RuntimeBackend):
             cache: on the device.
             graphs: the device.
             rank: whose part of the models that are cut is loaded.
+            weights_budget: bytes that weights of the target may take there; None is all of them.
         Raises:
+            ConfigError: it is less than they can do with.
             EngineError: a file is absent, cannot be read, or does not fit this machine.
         """
 
     def load(self, path: Path, manifest: Manifest, limits: LoadLimits) -> LoadedPrograms:
         """See `RuntimeBackend.load`; what does not fit the GPU is refused before it is read."""
         graphs: GraphDevice = cuda_device()
+        budget = None
+        if limits.offload_weights is not None:
+            budget = budget_of(manifest, limits, graphs.free_bytes())
         capture = fit_device(
             manifest,
             graphs,
             limits.capture or CaptureLimits(),
             limits.max_num_seqs,
             limits.kv_cache_tokens,
+            budget,
         )
         cache = make_cache(manifest, limits, graphs.device, rows_of(manifest))
-        models = self.load_models(path, manifest, cache, graphs, limits.rank)
+        models = self.load_models(path, manifest, cache, graphs, limits.rank, budget)
         if limits.ranks is not None:
             graphs, models = limits.ranks.join(graphs, models)
         # a rank that follows has none

@@ -56,6 +56,7 @@ def fit_device(
     limits: CaptureLimits,
     max_num_seqs: int | None = None,
     kv_cache_tokens: int | None = None,
+    weights_budget: int | None = None,
 ) -> CaptureLimits:
     """Compare an engine's memory plan with what is free, before anything is allocated.
 
@@ -65,6 +66,7 @@ def fit_device(
         limits: of capturing.
         max_num_seqs: sequences that caches are made for; None is what the engine allows.
         kv_cache_tokens: rows of all sequences together; None is the worst case of each.
+        weights_budget: bytes that weights of the target take; None is all of them.
     Returns:
         the limits, with graphs held to what weights, caches and passes leave free: a step that
         gets no graph while the engine loads runs all the same.
@@ -76,6 +78,9 @@ def fit_device(
     most = manifest.limits.max_batch_size
     num_seqs = min(max_num_seqs or most, most)
     weights = sum(entry.weights for entry in plan)
+    if weights_budget is not None:
+        whole = manifest.memory_plan[manifest.models[0].name].weights
+        weights -= max(0, whole - weights_budget)
     rows = manifest.limits.cache_rows(num_seqs, kv_cache_tokens)
     caches = sum(entry.cache for entry in plan) * rows // manifest.limits.cache_rows()
     passes = sum(entry.logits + entry.workspace for entry in plan)

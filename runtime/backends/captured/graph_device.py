@@ -33,6 +33,36 @@ class ReplayedEvent(Event, Protocol):
         ...
 
 
+class Point(Protocol):
+    """A point in the work of one stream, which other streams can wait for."""
+
+
+class CopyStream(Protocol):
+    """A second stream, which copies while the stream of this thread computes.
+
+    Inside of a capture both are captured: a copy has to wait for a point of the same capture, and
+    the capturing stream for the copy, before it ends.
+    """
+
+    def point(self) -> Point:
+        """The point after all that was queued on the stream of this thread."""
+        ...
+
+    def copy(self, to: Tensor, source: Tensor, after: Point) -> Point:
+        """Copy on the second stream, after that point and the copies before; returns its end.
+
+        Args:
+            to: on the device.
+            source: of `GraphDevice.host_buffer`.
+            after: of the stream of this thread.
+        """
+        ...
+
+    def wait(self, point: Point) -> None:
+        """What is queued from now on, on the stream of this thread, runs after that point."""
+        ...
+
+
 class GraphDevice(Protocol):
     """A device that runs work in order and can capture it."""
 
@@ -63,6 +93,10 @@ class GraphDevice(Protocol):
 
     def replayed_event(self) -> ReplayedEvent:
         """An event that can be recorded inside of a capture."""
+        ...
+
+    def copy_stream(self) -> CopyStream:
+        """Another second stream."""
         ...
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import ModelEntry
+from specc.errors import ConfigError
 from specc.runtime.backends.captured.backend import CapturedBackend
 from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda.choose_products import DeviceLostError, Timer, choose_products
 from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts
+from specc.runtime.backends.cuda.streamed_program import StreamedProgram, load_streamed
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
 from specc.runtime.backends.program_files import MappedWeights, read_json, read_self_draft
@@ -31,17 +33,26 @@ class CudaBackend(CapturedBackend):
     skips_filters = True
 
     def load_models(
-        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice, rank: int = 0
+        self,
+        path: Path,
+        manifest: Manifest,
+        cache: KVCache,
+        graphs: GraphDevice,
+        rank: int = 0,
+        weights_budget: int | None = None,
     ) -> DeviceModels:
         """See `CapturedBackend.load_models`; products are timed, unless that was done before."""
         hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
-        models = {
-            model.name: _load_model(
-                path, model, manifest.weights_file(model, rank), cache, graphs.device, hashes
-            )
-            for model in manifest.models
-        }
+        models: dict[str, ModelProgram] = {}
         target = manifest.models[0]
+        for model in manifest.models:
+            if weights_budget is not None and model is target:
+                _refuse_packages(path / model.dir)
+                models[model.name] = load_streamed(path, manifest, cache, graphs, weights_budget)
+            else:
+                models[model.name] = _load_model(
+                    path, model, manifest.weights_file(model, rank), cache, graphs.device, hashes
+                )
         self_drafts = {
             entry.name: ModelProgram(
                 read_self_draft(path, entry),
@@ -52,7 +63,9 @@ class CudaBackend(CapturedBackend):
             for entry in manifest.self_drafts
         }
         # the products of self-drafts are among the target's own
-        choose_on_gpu(models.values(), graphs)
+        # weights that share a slot would be read from the GPU's own cache while they are timed
+        timed = [m for m in models.values() if not isinstance(m, StreamedProgram) or m.is_resident]
+        choose_on_gpu(timed, graphs)
         return DeviceModels(models, models | self_drafts)
 
 
@@ -116,6 +129,15 @@ def _load_model(
         return load_model(path, model.dir, weights, caches_of(model, cache), device, hashes)
     program = read_json(path / model.dir / "program.json")
     return ModelProgram(program, weights, caches_of(model, cache), device)
+
+
+def _refuse_packages(directory: Path) -> None:
+    if (directory / _PACKAGES).is_file():
+        raise ConfigError(
+            "--offload-weights of an engine for CUDA whose programs AOTInductor has compiled",
+            "an engine of graphs, in which weights are copied around their use",
+            "compile it with --backend cuda, or leave --offload-weights out",
+        )
 
 
 def _to_device(file: Path, device: torch.device) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import ConfigError, EngineError
+from specc.runtime.backends.captured.graph_device import CopyStream
 from specc.system.extras import install_command
 
 
@@ -98,6 +99,9 @@ class CudaGraphs:
         # external: in a capture it becomes a node that records it at every replay
         return torch.cuda.Event(external=True)
 
+    def copy_stream(self) -> CopyStream:
+        return CudaCopies(self.device)
+
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, pin_memory=True)
 
@@ -105,6 +109,37 @@ class CudaGraphs:
         # torch keeps what was freed, and takes it from no other process
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
+
+
+class CudaCopies:
+    """`CopyStream` of a CUDA GPU.
+
+    Its stream joins a capture by waiting for an event that was recorded inside of it; an event of
+    before the capture would end it with an error (cudaErrorStreamCaptureIsolation).
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def point(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def copy(self, to: Tensor, source: Tensor, after: Any) -> torch.cuda.Event:
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def wait(self, point: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(point)
 
 
 def choose_gpu(local_rank: int, num_local: int) -> None:

@@ -27,7 +27,13 @@ class TensorRTBackend(CapturedBackend):
     """See `RuntimeBackend`."""
 
     def load_models(
-        self, path: Path, manifest: Manifest, cache: KVCache, graphs: GraphDevice, rank: int = 0
+        self,
+        path: Path,
+        manifest: Manifest,
+        cache: KVCache,
+        graphs: GraphDevice,
+        rank: int = 0,
+        weights_budget: int | None = None,
     ) -> DeviceModels:
         """See `CapturedBackend.load_models`.
 

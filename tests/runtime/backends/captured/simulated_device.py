@@ -62,12 +62,16 @@ class Tape:
         """Some of the calls; the first ones after all that the recording allocated is poisoned."""
         for tensor in self._made if first == 0 else ():
             _poison(tensor)
-        for function, args, kwargs, outputs in self.calls[first:last]:
-            found = [x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, Tensor)]
-            for old, new in zip(outputs, found, strict=True):
-                assert old.shape == new.shape, f"{function}: a shape that follows from data"
-                if _storage(old) != _storage(new):
-                    old.copy_(new)
+        for call in self.calls[first:last]:
+            self.perform(*call)
+
+    def perform(self, function: Any, args: tuple, kwargs: dict, outputs: list[Tensor]) -> None:
+        """One call, on the tensors of its recording."""
+        found = [x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, Tensor)]
+        for old, new in zip(outputs, found, strict=True):
+            assert old.shape == new.shape, f"{function}: a shape that follows from data"
+            if _storage(old) != _storage(new):
+                old.copy_(new)
 
 
 class _Recorder(TorchDispatchMode):
@@ -138,6 +142,9 @@ class SimulatedDevice:
     def record_event(self) -> SimulatedDevice:
         return self
 
+    def copy_stream(self) -> SimulatedCopies:
+        return SimulatedCopies()
+
     def synchronize(self) -> None:
         self.num_waits += 1
 
@@ -152,6 +159,19 @@ class SimulatedDevice:
     def free_bytes(self) -> int:
         captured = [outs for tape in self.tapes for *_, outs in tape.calls]
         return self.memory_bytes - sum(out.nbytes for outs in captured for out in outs)
+
+
+class SimulatedCopies:
+    """A second stream that is never ahead nor late; see `forked_device.py` for one that is both."""
+
+    def point(self) -> object:
+        return self
+
+    def copy(self, to: Tensor, source: Tensor, after: object) -> object:
+        to.copy_(source)
+        return self
+
+    def wait(self, point: object) -> None: ...
 
 
 class ReplayedEvent:

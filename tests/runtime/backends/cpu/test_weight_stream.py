@@ -69,6 +69,20 @@ def test_each_piece_is_there_whenever_it_is_used(tmp_path: Path, count: int, dir
     assert stream.is_direct() or not direct or not _takes_direct(tmp_path)
 
 
+def test_a_piece_of_several_reads_is_whole_when_it_is_there(tmp_path: Path) -> None:
+    """Two threads read it; two such pieces share a buffer, so its end is not there from before."""
+    large = 41 * 1024 * 1024 + 4
+    data, pieces = make(tmp_path / "weights", (large, 100, large))
+    stream = open_stream(tmp_path / "weights", pieces)
+    for piece in pieces * 3:
+        stream.acquire(piece.segment)
+        # the end first: it is what is read last
+        found, end = stream.piece(piece.segment).numpy(), piece.offset + piece.size
+        assert np.array_equal(found[-4096:], data[max(piece.offset, end - 4096) : end])
+        assert np.array_equal(found, data[piece.offset : end])
+        stream.release(piece.segment)
+
+
 def _takes_direct(directory: Path) -> bool:
     try:
         os.close(os.open(directory / "weights", os.O_RDONLY | os.O_DIRECT))
