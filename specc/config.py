@@ -76,8 +76,8 @@ class CompileConfig:
             depend on length and it is longer than the model's own; None serves that at most.
         kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case of
             `max_batch_size` sequences.
-        quantize: bits of the weights of projections, `int8` or `int4`, of all models; None keeps
-            them in `dtype`.
+        quantize: how weights of projections are rounded, `int8`, `int4` or `fp8`, of all models;
+            None keeps them in `dtype`.
         quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
         segments: compile the target as segments, one program for each kind of layer; such engines
             can run with weights in files, see `--offload-weights`.
@@ -146,16 +146,16 @@ class CompileConfig:
 
     @property
     def quantization(self) -> str | None:
-        """How projections are stored, `int8` or `int4-g64`; None in the engine's dtype."""
+        """How projections are stored, `int8`, `fp8` or `int4-g64`; None in the engine's dtype."""
         if self.quantize != "int4":
             return self.quantize
         return f"int4-g{self.quantize_group or _QUANTIZE_GROUPS[1]}"
 
     def _check_quantization(self) -> None:
-        if self.quantize not in (None, "int8", "int4"):
+        if self.quantize not in (None, "int8", "int4", "fp8"):
             raise ConfigError(
                 f"--quantize {self.quantize}",
-                "int8 or int4",
+                "int8, int4 or fp8",
                 "choose one of them, or leave out --quantize",
             )
         if self.quantize_group is not None and self.quantize != "int4":
@@ -171,6 +171,9 @@ class CompileConfig:
                 "32, 64 or 128",
                 "choose one of them, or leave it out for 64",
             )
+        given = [f"--quantize {self.quantize}"] if self.quantize is not None else []
+        own = [own for plan in self.plans for own in plan.self_drafts if own.weights]
+        given += [f"--draft {draft.option}" for draft in own]
         others = (
             ("--tensor-parallel-size", self.tensor_parallel_size > 1),
             ("--pipeline-parallel-size", self.pipeline_parallel_size > 1),
@@ -178,9 +181,9 @@ class CompileConfig:
             ("--segments", self.segments),
         )
         for option, is_given in others:
-            if self.quantize is not None and is_given:
+            if given and is_given:
                 raise ConfigError(
-                    f"--quantize {self.quantize} and {option}",
+                    f"{given[0]} and {option}",
                     "one rank and whole programs: no other engine reads quantized weights yet",
                     "leave out one of the two",
                 )
@@ -291,5 +294,5 @@ def parse_dtype(text: str, option: str) -> str:
         f"one of {', '.join((*DTYPES, AUTO))}",
         f"pass {option} {meant}"
         if meant
-        else "choose one of them; weights of 8 or 4 bits are --quantize int8 or int4",
+        else "choose one of them; weights of 8 or 4 bits are --quantize int8, int4 or fp8",
     )
