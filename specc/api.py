@@ -119,8 +119,8 @@ def compile(
         draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`,
             once for all of them or once for each; a draft with a window may have fewer positions
             than max_seq_len.
-        quantize: `int8` or `int4`: bits of the weights of projections, of all models; None keeps
-            them in `dtype`.
+        quantize: `int8`, `int4` or `fp8`: how weights of projections are rounded, of all models;
+            None keeps them in `dtype`.
         quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
         weight_only: of checkpoints whose activations are quantized, too, take the weights and leave
             activations as they are; otherwise they are refused.

@@ -76,8 +76,8 @@ class CompileConfig:
             depend on length and it is longer than the model's own; None serves that at most.
         kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case of
             `max_batch_size` sequences.
-        quantize: bits of the weights of projections, `int8` or `int4`, of all models; None keeps
-            them in `dtype`.
+        quantize: how weights of projections are rounded, `int8`, `int4` or `fp8`, of all models;
+            None keeps them in `dtype`.
         quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
         weight_only: of checkpoints whose activations are quantized, too, take the weights and leave
             activations as they are.
@@ -149,7 +149,7 @@ class CompileConfig:
 
     @property
     def quantization(self) -> str | None:
-        """How projections are stored, `int8` or `int4-g64`; None in the engine's dtype."""
+        """How projections are stored, `int8`, `fp8` or `int4-g64`; None in the engine's dtype."""
         if self.quantize != "int4":
             return self.quantize
         return f"int4-g{self.quantize_group or _QUANTIZE_GROUPS[1]}"
@@ -164,10 +164,10 @@ class CompileConfig:
         return next((option for option, is_given in others if is_given), None)
 
     def _check_quantization(self) -> None:
-        if self.quantize not in (None, "int8", "int4"):
+        if self.quantize not in (None, "int8", "int4", "fp8"):
             raise ConfigError(
                 f"--quantize {self.quantize}",
-                "int8 or int4",
+                "int8, int4 or fp8",
                 "choose one of them, or leave out --quantize",
             )
         if self.quantize_group is not None and self.quantize != "int4":
@@ -183,10 +183,19 @@ class CompileConfig:
                 "32, 64 or 128",
                 "choose one of them, or leave it out for 64",
             )
-        if self.quantize is not None and (option := self.cutting_option()) is not None:
+        given = [f"--quantize {self.quantize}"] if self.quantize is not None else []
+        own = [own for plan in self.plans for own in plan.self_drafts if own.weights]
+        given += [f"--draft {draft.option}" for draft in own]
+        if given and (option := self.cutting_option()) is not None:
             raise ConfigError(
-                f"--quantize {self.quantize} and {option}",
+                f"{given[0]} and {option}",
                 "one rank: weights of several are not quantized yet",
+                "leave out one of the two",
+            )
+        if own and self.segments:
+            raise ConfigError(
+                f"--draft {own[0].option} and --segments",
+                "whole programs: segments have one copy of their weights",
                 "leave out one of the two",
             )
 
@@ -296,5 +305,5 @@ def parse_dtype(text: str, option: str) -> str:
         f"one of {', '.join((*DTYPES, AUTO))}",
         f"pass {option} {meant}"
         if meant
-        else "choose one of them; weights of 8 or 4 bits are --quantize int8 or int4",
+        else "choose one of them; weights of 8 or 4 bits are --quantize int8, int4 or fp8",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.config_numbers import check_layers
 from specc.passes.frontend.rotary import frozen_length
 from specc.passes.frontend.text_part import TextReader
-from specc.passes.program import Program, constant_key
+from specc.passes.program import Program, Weight, constant_key
 from specc.speculation.kv_window import KVWindow
 
 
@@ -184,9 +184,12 @@ class ModelSource:
                 found[name] = kept
         return found
 
-    def weight_specs(self, program: Program) -> list[WeightSpec]:
+    def weight_specs(self, program: Program, copies: Iterable[Weight] = ()) -> list[WeightSpec]:
         """What to write for each weight and constant of a program, whole where it is cut.
 
+        Args:
+            program: of the model.
+            copies: what else to write of its parameters.
         Raises:
             WeightError: a parameter has no tensor in the checkpoint.
         """
@@ -198,7 +201,7 @@ class ModelSource:
             sources_of = checkpoint.sources
         specs = []
         cuts = program.shard.by_key if program.shard else {}
-        for weight in program.weights.values():
+        for weight in (*program.weights.values(), *copies):
             sources = tuple(s for name in weight.parameters for s in sources_of(name))
             shape = cuts[weight.key].shape if weight.key in cuts else weight.shape
             # what is quantized is not rounded to the engine's type before that

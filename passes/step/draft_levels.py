@@ -41,7 +41,7 @@ class Grower:
         if own is None:
             return cls(draft, draft, plan.first_level(draft))
         cuts_itself = draft in g.windowed
-        program = draft if cuts_itself or own.layers is not None else TARGET
+        program = draft if cuts_itself or own.has_program else TARGET
         view = None if cuts_itself else DraftView.of(g, plan, own.view)
         return cls(draft, program, plan.first_level(draft), True, view)
 

@@ -155,7 +155,7 @@ def check_self_drafts(
             )
     for plan in plans:
         for own in plan.plan.self_drafts:
-            if own.layers is not None and own.name not in names:
+            if own.has_program and own.name not in names:
                 raise invalid(f"plan {plan.name} asks {own.name}", f"one of {', '.join(names)}")
 
 

@@ -90,13 +90,17 @@ def source_lines(manifest: Manifest) -> list[str]:
 
 
 def self_draft_lines(manifest: Manifest) -> list[str]:
-    """Second programs of the target: their layers, and that they have nothing else of their own."""
-    count = len(manifest.models[0].layers)
-    return [
-        f"{entry.name} runs {len(entry.layers)} of {count} layers of the target"
-        f" ({format_ranges(entry.layers)}) on its weights and caches"
-        for entry in manifest.self_drafts
-    ]
+    """Second programs of the target: their layers, and what they have of their own."""
+    count, lines = len(manifest.models[0].layers), []
+    for entry in manifest.self_drafts:
+        own = SelfDraft.named(entry.name)
+        layout = own.quantization if own else None
+        weights = f"copies of its weights in {layout} and its caches" if layout else ""
+        lines.append(
+            f"{entry.name} runs {len(entry.layers)} of {count} layers of the target"
+            f" ({format_ranges(entry.layers)}) on {weights or 'its weights and caches'}"
+        )
+    return lines
 
 
 def rotary_lines(manifest: Manifest) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,20 +165,27 @@ def _compile(
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
     keeps_integers = any(source.is_quantized for source in sources)
+    rounded = quantize_phases(config.quantization, keeps_integers)
     lowering: Phases = (
         ("backend", (functools.partial(RequireAttention, backend.facts),)),
-        *quantize_phases(config.quantization, keeps_integers),
         *backend.phases(limits.max_seq_len),
     )
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
-        sources, plans, limits.max_seq_len, lowering, phases, dump, *ranks, config.kv_cache_dtype
+        sources,
+        plans,
+        limits.max_seq_len,
+        (*rounded, *lowering),
+        phases,
+        dump,
+        *ranks,
+        config.kv_cache_dtype,
     )
     # of modules without a configuration it is not known earlier
     dims = [layer.head_dim for layer in models[0].entry.layers]
     check_voters(plans, dims, models[0].entry.dtype, backend.facts)
     sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
-    drafts, told = self_draft_programs(models[0], *sizes)
+    drafts, told = self_draft_programs(models[0], *sizes, config.quantization)
     records += told
     for model in models:
         model.entry = describe_quantization(model, config.quantization)
@@ -202,6 +210,8 @@ def plan_engine_memory(
     for model in engine.models:
         sizes = (engine.limits, model.source.dtype, engine.plans, backend.facts)
         memory = plan_model_memory(model.program, *sizes)
+        copies = sum(math.prod(copy.stored_shape) for copy in model.copies.values())
+        memory = dataclasses.replace(memory, weights=memory.weights + copies)
         memory = backend.model_memory(memory, engine.limits, engine.plans)
         found[model.name] = MemoryEntry(**memory.to_json())
         if model.stages:

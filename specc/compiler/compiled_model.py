@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from specc.compiler.whole_graph import WholeGraph
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace import position_limit, trace
 from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
-from specc.passes.program import AttentionLayer, Program
+from specc.passes.program import AttentionLayer, Program, Weight
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.store_int8 import StoreInt8
@@ -53,6 +53,8 @@ class CompiledModel:
     segments: list[Segment] | None = None
     # what it is cut into for the stages of a pipeline, if there are several
     stages: tuple[Segment, ...] = ()
+    # by key, quantized weights that self-drafts alone read, beside the program's own in its file
+    copies: dict[str, Weight] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -64,12 +64,13 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
             "leave out --block-size",
         )
     for own in drafts:
-        if own.layers is not None and own.view is not None and own.view.chosen:
+        if own.has_program and own.view is not None and own.view.chosen:
             without = replace(own, view=View(own.view.window, own.view.sink))
+            what = "some of the layers" if own.layers else "other weights"
             raise ConfigError(
-                f"--draft {own.option}: blocks, and some of the layers",
+                f"--draft {own.option}: blocks, and {what}",
                 "one of the two: blocks are chosen for the target's own program, and fewer layers"
-                " are a second one",
+                " or other weights are a second one",
                 f"pass --draft {without.option}, or --draft {own.view.option}",
             )
 

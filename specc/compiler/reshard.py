@@ -53,6 +53,7 @@ from specc.passes.segments.places import layer_places
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
+from specc.speculation.self_drafts import SelfDraft
 from specc.version import __version__
 
 _REPORT = "report.json"
@@ -187,6 +188,13 @@ def _check(
             f"{engine}, an engine of weights in {quantized}",
             "one that was compiled without --quantize: quantized weights are not cut",
             f"compile the model with --tensor-parallel-size {num_ranks}, without --quantize",
+        )
+    drafts = [SelfDraft.named(entry.name) for entry in manifest.self_drafts]
+    if layouts := [draft.quantization for draft in drafts if draft and draft.quantization]:
+        raise ConfigError(
+            f"{engine}, an engine with a draft of weights in {layouts[0]}",
+            "drafts by the target's own weights: quantized weights are not cut",
+            f"compile the model with --tensor-parallel-size {num_ranks} and another draft",
         )
     stages = max(1, len(manifest.stages))
     if num_ranks == manifest.tensor_parallel_size and (

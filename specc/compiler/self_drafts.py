@@ -1,4 +1,4 @@
-"""Second programs of a target, for self-drafts: fewer layers, or windows in the operators."""
+"""Second programs of a target, for self-drafts: fewer layers, windows, or rounded weights."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from specc.compiler.compiled_model import CUT, CompiledModel, cache_phases
 from specc.compiler.whole_graph import WholeGraph
 from specc.errors import ConfigError
 from specc.passes.base import Pass
+from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.pipeline import FUSE, PHASES, PassError, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, constant_key, program_to_json
 from specc.passes.rewrite.skip_layers import SkipLayers
@@ -50,17 +51,20 @@ def self_draft_programs(
     phases: PhaseTimer,
     dump: Path | None = None,
     kv_cache_dtype: str = AUTO,
+    quantization: str | None = None,
 ) -> tuple[list[SelfDraftProgram], list[PassRecord]]:
     """Derive the programs that self-drafts of some plans run beside the target's own.
 
-    A draft has one if it leaves layers out, or if a layer of it has a sliding window that sequences
-    outgrow: such a window is counted in positions, and a short block table has not all rows.
+    A draft has one if it leaves layers out, if its weights are quantized, or if a layer of it has a
+    sliding window that sequences outgrow: such a window is counted in positions, and a short block
+    table has not all rows. Quantized copies of weights become `target.copies`.
 
     Args:
         target: with the program that it had before fusion.
         plans: of the engine.
         max_seq_len: tokens of the longest sequence.
-        lowering: phases of the backend.
+        lowering: phases of the backend, without those that quantize.
+        quantization: layout of the target's own weights, or None.
         phases: tells the listener how far this is.
         dump: directory that gets each program's graph after each phase, or None.
         kv_cache_dtype: of the target's caches.
@@ -73,7 +77,7 @@ def self_draft_programs(
     drafts = dict.fromkeys(draft for plan in plans for draft in plan.self_drafts)
     made, records = [], []
     for draft in drafts:
-        entry = _entry_of(draft, target, max_seq_len)
+        entry = _entry_of(draft, target, max_seq_len, quantization)
         if entry is None:
             continue
         assert target.unfused is not None
@@ -86,7 +90,9 @@ def self_draft_programs(
         with phases.phase(f"rewrite {draft.name}"):
             layout: Phases = ((DERIVE, tuple(chosen)), *rest, *cache_phases(kv_cache_dtype))
             found = SelfDraftProgram(program, entry)
-            records += cut_and_lower(found, target, layout, lowering, dump)
+            keeps_integers = target.source.is_quantized
+            rounded = quantize_phases(draft.quantization or quantization, keeps_integers)
+            records += cut_and_lower(found, target, layout, (*rounded, *lowering), dump)
         made.append(found)
     return made, records
 
@@ -122,7 +128,7 @@ def cut_and_lower(
             whole.append(WholeGraph(program))
 
     records = Pipeline(layout, dump, keep).run(program)
-    _share_weights(program, target.program)
+    _share_weights(program, target)
     draft.whole = whole[0].to_json(program) if whole else None
     return records
 
@@ -135,7 +141,9 @@ def write_self_drafts(writer: EngineWriter, drafts: Sequence[SelfDraftProgram]) 
             writer.write_json(draft.entry.whole_file, draft.whole)
 
 
-def _entry_of(draft: SelfDraft, target: CompiledModel, max_seq_len: int) -> SelfDraftEntry | None:
+def _entry_of(
+    draft: SelfDraft, target: CompiledModel, max_seq_len: int, quantization: str | None
+) -> SelfDraftEntry | None:
     """None of a draft that calls the target's own program over another block table."""
     layers, view = target.entry.layers, draft.view
     every = tuple(range(len(layers)))
@@ -143,39 +151,66 @@ def _entry_of(draft: SelfDraft, target: CompiledModel, max_seq_len: int) -> Self
     windows = [layers[number].window for number in kept]
     slides = [0 < window < max_seq_len for window in windows]
     is_windowed = view is not None and any(slides)
+    if draft.weights is not None and target.source.scheme is not None:
+        raise ConfigError(
+            f"--draft {draft.option}, and a quantized checkpoint ({target.source.scheme})",
+            "a checkpoint in floats, whose weights are rounded for the draft",
+            "choose another draft: this one would read the target's own integers",
+        )
+    if draft.weights is not None and draft.quantization == quantization:
+        raise ConfigError(
+            f"--draft {draft.option}, and a target whose weights are in {quantization}, too",
+            "weights that differ from the target's",
+            "leave out --quantize, or choose another draft",
+        )
     if view is not None and view.chosen and (is_windowed or draft.layers is not None):
         raise ConfigError(
             f"--draft {draft.option}, a draft by a second program of the target",
             "a window alone: blocks are chosen for the target's own program",
             "leave out blocks" + ("" if draft.layers is None else ", or layers and skip"),
         )
-    if kept == every and view is None:
+    if kept == every and view is None and draft.weights is None:
         raise ConfigError(
             f"--draft {draft.option}, all {len(layers)} layers of the target",
             "fewer layers: a draft that is the target costs what the target costs",
             "leave some of them out, or let it see a part of the rows:"
             f" --draft {draft.option},window=512",
         )
-    if view is not None and kept == every and all(slides) and view.window >= max(windows):
+    own_program = draft.weights is not None
+    if (
+        view is not None
+        and kept == every
+        and not own_program
+        and all(slides)
+        and view.window >= max(windows)
+    ):
         raise ConfigError(
             f"--draft {draft.option}; no layer of the target sees more than {max(windows)} rows",
             "a smaller window: a draft that sees all of them costs what the target costs",
             f"pass --draft self:window={max(1, max(windows) // 2)}, or skip layers",
         )
-    if draft.layers is None and not is_windowed:
+    if not draft.has_program and not is_windowed:
         return None
     return SelfDraftEntry(draft.name, draft.name.replace("_", "-"), kept, is_windowed)
 
 
-def _share_weights(program: Program, target: Program) -> None:
-    """Find what a program reads in the target's weight file.
+def _share_weights(program: Program, model: CompiledModel) -> None:
+    """Find what a program reads in the target's weight file, which gets what it has not.
+
+    What the target has in blocks, because its head reads it, an embedding alone reads so, too.
 
     Raises:
         PassError: it is not there; passes have treated the two programs differently.
     """
+    target = model.program
     stored = {weight.key: weight for weight in target.weights.values()}
-    for weight in program.weights.values():
-        if stored.get(weight.key) != weight:
+    for name, weight in program.weights.items():
+        if weight.quantized is not None and weight.key not in stored:
+            model.copies[weight.key] = weight
+            continue
+        if (own := stored.get(weight.key)) is not None and own.in_blocks:
+            program.weights[name] = weight = replace(weight, in_blocks=True)
+        if own != weight:
             raise PassError(
                 f"{program.name} reads {weight}, the target has {stored.get(weight.key)}"
             )

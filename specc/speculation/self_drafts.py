@@ -1,8 +1,9 @@
-"""Self-drafts: the target itself, over a part of its cache, by a part of its layers, or both.
+"""Self-drafts: the target itself, over a part of its cache, by some layers, with rounded weights.
 
 Source of drafting with fewer layers: Draft & Verify, arXiv:2309.08168; early exit, where the last
 layers are those left out, is LayerSkip, arXiv:2404.16710. Both train or search a choice of layers;
-here the user names it.
+here the user names it. With quantized weights it is QuantSpec, arXiv:2502.10424, whose cache is
+quantized, too; here it is the target's own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from specc.speculation.views import View
 
 _RANGES = re.compile(r"\d{1,4}(-\d{1,4})?(\+\d{1,4}(-\d{1,4})?)*")
 _KEPT, _SKIPPED = "layers", "skip"
-# in the name of a draft: kept layers, or skipped ones, then what the name of a view has after self
-_NAME = re.compile(r"self(?:_([lx])(\d+(?:to\d+)?(?:_\d+(?:to\d+)?)*))?((?:_[a-z]\d+)*)")
+# how a draft stores the weights of projections → name of that layout
+WEIGHTS = {"int8": "int8", "int4": "int4-g64", "fp8": "fp8"}
+# in the name of a draft: its weights, kept layers, or skipped ones, then what the name of a view
+# has after self
+_NAME = re.compile(
+    r"self(?:_(int8|int4|fp8))?(?:_([lx])(\d+(?:to\d+)?(?:_\d+(?:to\d+)?)*))?((?:_[a-z]\d+)*)"
+)
 
 
 @dataclass(frozen=True)
@@ -108,14 +114,16 @@ class SelfDraft:
     Args:
         view: committed rows that it sees; None is all of them.
         layers: that it has; None is all of them.
+        weights: of its projections, `int8`, `int4` or `fp8`; None are the target's.
     """
 
     view: View | None = None
     layers: Layers | None = None
+    weights: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> SelfDraft | None:
-        """A self-draft as `--draft` has it, `self:layers=0-5,window=512`; None of what is none.
+        """A self-draft as `--draft` has it, `self:int8,window=512`; None of what is none.
 
         Raises:
             ConfigError: it begins like one, and is malformed.
@@ -125,14 +133,21 @@ class SelfDraft:
             return None
         parts = [item.partition("=") for item in rest.split(",")]
         named = [(key, value) for key, _, value in parts if key in (_KEPT, _SKIPPED)]
-        others = ["".join(item) for item in parts if item[0] not in (_KEPT, _SKIPPED)]
+        weights = ["".join(item) for item in parts if item[0] in WEIGHTS]
+        others = ["".join(item) for item in parts if item[0] not in (_KEPT, _SKIPPED, *WEIGHTS)]
         if len(named) > 1:
             raise ConfigError(
                 f"--draft {text}", "one of layers and skip, once", "leave one of them out"
             )
+        if len(weights) > 1 or not set(weights) <= WEIGHTS.keys():
+            raise ConfigError(
+                f"--draft {text}",
+                f"one of {', '.join(WEIGHTS)}, once and without a value",
+                f"for example --draft self:{next(iter(WEIGHTS))}",
+            )
         layers = Layers.parse(*named[0]) if named else None
         view = View.parse(f"self:{','.join(others)}") if others else None
-        return cls(view, layers)
+        return cls(view, layers, weights[0] if weights else None)
 
     @classmethod
     def named(cls, draft: str) -> SelfDraft | None:
@@ -144,15 +159,15 @@ class SelfDraft:
         match = _NAME.fullmatch(draft)
         if match is None:
             return None
-        letter, runs, rest = match.groups()
+        weights, letter, runs, rest = match.groups()
         view = View.named(f"self{rest}") if rest else None
-        if (rest and view is None) or not (rest or runs):
+        if (rest and view is None) or not (rest or runs or weights):
             return None
         if runs is None:
-            return cls(view)
+            return cls(view, None, weights)
         key = _SKIPPED if letter == "x" else _KEPT
         try:
-            found = cls(view, Layers.parse(key, runs.replace("_", "+").replace("to", "-")))
+            found = cls(view, Layers.parse(key, runs.replace("_", "+").replace("to", "-")), weights)
         except ConfigError:
             return None
         # one draft has one name
@@ -161,15 +176,27 @@ class SelfDraft:
     @property
     def name(self) -> str:
         """What plans call it."""
+        weights = f"_{self.weights}" if self.weights else ""
+        layers = f"_{self.layers.name}" if self.layers else ""
         view = self.view.name.removeprefix("self") if self.view else ""
-        return f"self_{self.layers.name}{view}" if self.layers else f"self{view}"
+        return f"self{weights}{layers}{view}"
+
+    @property
+    def has_program(self) -> bool:
+        """Whether it runs a program of its own whatever the target is."""
+        return self.layers is not None or self.weights is not None
+
+    @property
+    def quantization(self) -> str | None:
+        """The layout of its projections' weights; None where they are the target's."""
+        return WEIGHTS[self.weights] if self.weights else None
 
     @property
     def option(self) -> str:
         """What users call it."""
         view = self.view.option.removeprefix("self:") if self.view else ""
         layers = self.layers.option if self.layers else ""
-        return "self:" + ",".join(part for part in (layers, view) if part)
+        return "self:" + ",".join(part for part in (self.weights, layers, view) if part)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -70,7 +70,7 @@ class View:
             raise ConfigError(
                 f"--draft {text}",
                 "self:window=W, self:window=W,sink=S or self:blocks=B,window=W,sink=S, in rows of"
-                " the target's cache, or layers",
+                " the target's cache, layers, or int8, int4 or fp8",
                 "for example --draft self:window=512 or --draft self:layers=0-5; a directory named"
                 " self is ./self",
             )

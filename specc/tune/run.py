@@ -192,8 +192,8 @@ def tune(
             # other windows would need programs of their own
             views = [view for view in views if view.name in drafts]
         named = (SelfDraft.named(draft) for draft in drafts)
-        layered = [draft for draft in named if draft is not None and draft.layers is not None]
-        own = [*map(SelfDraft, views), *layered]
+        others = [draft for draft in named if draft is not None and draft.has_program]
+        own = [*map(SelfDraft, views), *others]
         acceptance = _acceptance(engine, drafts, own, trajectories, options, phases)
         with phases.phase("latency of passes"):
             latency = measure_latency(engine, budget_s=options.latency_s)

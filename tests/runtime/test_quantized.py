@@ -146,6 +146,7 @@ def check_logits(path: Path, model: Any, dtype: str, tolerance: float = TOLERANC
     [
         ("llama", "int4", 32, "float32"),
         ("llama", "int8", None, "bfloat16"),
+        ("llama", "fp8", None, "float32"),
         # biases
         pytest.param("phi", "int4", None, "float32", marks=pytest.mark.slow),
         pytest.param("phi3", "int4", 128, "bfloat16", marks=pytest.mark.slow),

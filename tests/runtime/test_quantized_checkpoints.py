@@ -237,7 +237,6 @@ def test_an_option_and_a_draft(tmp_path) -> None:
     [
         ({"backend": "onnx"}, "with backend onnx"),
         ({"tensor_parallel_size": 2}, "and --tensor-parallel-size"),
-        ({"segments": True}, "and --segments"),
     ],
 )
 def test_what_it_does_not_go_with(tmp_path, options, found) -> None:

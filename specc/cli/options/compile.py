@@ -21,7 +21,8 @@ class DraftOptions:
         "What proposes tokens: a draft model; self:window=W,sink=S, the target itself, which sees"
         " the last W and the first S tokens of its context (S is 4 by default), with blocks=B also"
         " the blocks of B tokens that it attended to most; self:layers=0-3 or self:skip=4-5, the"
-        " target by some of its layers, also with ,window=W; lookup:N, which"
+        " target by some of its layers, also with ,window=W; self:int8, self:int4 or self:fp8, the"
+        " target with rounded weights, also with the others; lookup:N, which"
         " repeats what followed the last N tokens earlier in the request; or suffix, which searches"
         " earlier outputs, too. Repeat the option for several. Without it, the engine does not"
         " speculate.",
@@ -74,10 +75,11 @@ class CompileOptions:
     )
     quantize: str | None = option(
         None,
-        "Store the weights of projections as integers of 8 or 4 bits, which a step reads that much"
-        " faster: int8, with a scale for each output, or int4, with one for each group of columns."
+        "Store the weights of projections in 8 or 4 bits, which a step reads that much faster:"
+        " int8 or fp8 (e4m3), with a scale for each output, or int4, with one for each group of"
+        " columns."
         " Outputs are those of the rounded weights. For the backends cpu and eager.",
-        metavar="int8|int4",
+        metavar="int8|int4|fp8",
     )
     quantize_group: int | None = option(
         None,

@@ -87,6 +87,14 @@ def check_options(config: CompileConfig, backend: CompilerBackend) -> None:
     Raises:
         ConfigError: one of them is given.
     """
+    rounded = [own for plan in config.plans for own in plan.self_drafts if own.weights]
+    if rounded and "quantize" not in backend.options:
+        takers = [x for x in backend_names() if "quantize" in compiler_backend(x).options]
+        raise ConfigError(
+            f"--draft {rounded[0].option} with backend {backend.name}",
+            f"the backend {' or '.join(takers)}, which reads quantized weights",
+            f"pass --backend {takers[0]}, or another draft",
+        )
     for name, default in BACKEND_OPTIONS.items():
         if getattr(config, name) == default or name in backend.options:
             continue

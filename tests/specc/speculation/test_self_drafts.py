@@ -31,6 +31,23 @@ def test_options(text, name, kept, view):
 
 
 @pytest.mark.parametrize(
+    ("text", "name", "quantization"),
+    [
+        ("self:int8", "self_int8", "int8"),
+        ("self:window=64,int4", "self_int4_w64_s4", "int4-g64"),
+        ("self:fp8,skip=2", "self_fp8_x2", "fp8"),
+        ("self:skip=2,int8,window=64,sink=0", "self_int8_x2_w64_s0", "int8"),
+    ],
+)
+def test_weights(text, name, quantization):
+    draft = SelfDraft.parse(text)
+    assert (draft.name, draft.quantization) == (name, quantization)
+    assert SelfDraft.parse(draft.option) == SelfDraft.named(name) == draft
+    assert draft.has_program
+    assert not SelfDraft.parse("self:window=64").has_program
+
+
+@pytest.mark.parametrize(
     ("text", "name"),
     [
         # what is written in another way is the same draft
@@ -59,6 +76,7 @@ def test_views_alone_are_what_they_were():
         "self:layers=1..3", "self:skip=auto", "self:skip=-1", "self:layers=0-", "self:layers=12345",
         "self:layers=1,skip=2", "self:layers=1,layers=2", "self:layers=1,window=0",
         "self:layers=1,sink=4", "self:layers=1,", "self:layer=1",
+        "self:int8,int4", "self:int8=1", "self:int8,int8", "self:int5", "self:int8,",
     ],
 )  # fmt: skip
 def test_malformed_options(text):
