@@ -208,9 +208,10 @@ def _share_weights(program: Program, model: CompiledModel) -> None:
         if weight.quantized is not None and weight.key not in stored:
             model.copies[weight.key] = weight
             continue
-        if (own := stored.get(weight.key)) is not None and own.in_blocks:
+        known = stored.get(weight.key)
+        if known is not None and known.in_blocks:
             program.weights[name] = weight = replace(weight, in_blocks=True)
-        if own != weight:
+        if known != weight:
             raise PassError(
                 f"{program.name} reads {weight}, the target has {stored.get(weight.key)}"
             )

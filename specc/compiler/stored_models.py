@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from specc.compiler.self_drafts import SelfDraftProgram
 from specc.errors import EngineError
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.read_program import read_program
-from specc.passes.program import Program, constant_key
+from specc.passes.program import Program, Weight, constant_key
 from specc.progress import PhaseTimer
 from specc.sharding.rank_reader import RankReader
 from specc.sharding.shard_plan import ShardPlan
@@ -32,7 +32,7 @@ _AGAIN = "compile or copy the engine again"
 class _StoredSource(ModelSource):
     """A model whose graph is read from an engine: there is no module, and weights have its keys."""
 
-    def weight_specs(self, program: Program) -> list[WeightSpec]:
+    def weight_specs(self, program: Program, copies: Iterable[Weight] = ()) -> list[WeightSpec]:
         """What to write for each weight and constant of a program, whole where it is cut."""
         cuts = program.shard.by_key if program.shard else {}
         specs = [
@@ -43,7 +43,7 @@ class _StoredSource(ModelSource):
                 (Source(weight.key),),
                 in_blocks=weight.in_blocks,
             )
-            for weight in program.weights.values()
+            for weight in (*program.weights.values(), *copies)
         ]
         constants = program.constants.items()
         return [*specs, *(WeightSpec.from_tensor(constant_key(n), value) for n, value in constants)]
