@@ -41,6 +41,8 @@ class SelfDraftProgram:
     entry: SelfDraftEntry
     # the program before it was cut for ranks
     whole: dict[str, Any] | None = None
+    # it reads rounded weights, which the target's file gets for it
+    is_rounded: bool = False
 
 
 def self_draft_programs(
@@ -89,7 +91,7 @@ def self_draft_programs(
         rest = PHASES[[name for name, _ in PHASES].index(FUSE) :]
         with phases.phase(f"rewrite {draft.name}"):
             layout: Phases = ((DERIVE, tuple(chosen)), *rest, *cache_phases(kv_cache_dtype))
-            found = SelfDraftProgram(program, entry)
+            found = SelfDraftProgram(program, entry, is_rounded=draft.weights is not None)
             keeps_integers = target.source.is_quantized
             rounded = quantize_phases(draft.quantization or quantization, keeps_integers)
             records += cut_and_lower(found, target, layout, (*rounded, *lowering), dump)
@@ -128,7 +130,7 @@ def cut_and_lower(
             whole.append(WholeGraph(program))
 
     records = Pipeline(layout, dump, keep).run(program)
-    _share_weights(program, target)
+    _share_weights(program, target, draft.is_rounded)
     draft.whole = whole[0].to_json(program) if whole else None
     return records
 
@@ -194,8 +196,8 @@ def _entry_of(
     return SelfDraftEntry(draft.name, draft.name.replace("_", "-"), kept, is_windowed)
 
 
-def _share_weights(program: Program, model: CompiledModel) -> None:
-    """Find what a program reads in the target's weight file, which gets what it has not.
+def _share_weights(program: Program, model: CompiledModel, is_rounded: bool) -> None:
+    """Find what a program reads in the target's weight file, which gets what is rounded for it.
 
     What the target has in blocks, because its head reads it, an embedding alone reads so, too.
 
@@ -205,7 +207,7 @@ def _share_weights(program: Program, model: CompiledModel) -> None:
     target = model.program
     stored = {weight.key: weight for weight in target.weights.values()}
     for name, weight in program.weights.items():
-        if weight.quantized is not None and weight.key not in stored:
+        if is_rounded and weight.quantized is not None and weight.key not in stored:
             model.copies[weight.key] = weight
             continue
         known = stored.get(weight.key)
