@@ -86,15 +86,17 @@ def _tree_attention(rng: random.Random) -> Arguments:
         "cache_len": paged.cache_len.clamp(min=0),
         "ancestors": None if words is None else torch.randint(-(2**63), 2**63 - 1, (tokens, words)),
         "block_table": paged.table,
+        "sink_logits": rng.choice((None, torch.randn(kv_heads * group).to(dtype))),
         "scale": 0.125,
         "window": rng.choice((0, 0, 1, 20, 64)),
         "sink": rng.choice((0, 0, 1, 4, 70)),
+        "softcap": rng.choice((0.0, 0.0, 30.0)),
     }
 
 
 def _block_mass(rng: random.Random) -> Arguments:
     made = _tree_attention(rng)
-    for name in ("k", "v", "v_cache", "window", "sink"):
+    for name in ("k", "v", "v_cache", "sink_logits", "window", "sink", "softcap"):
         made.pop(name)
     batch, columns = made["block_table"].shape
     mass = torch.zeros(batch + rng.choice((0, 2)), rng.choice((columns, columns, columns + 3, 0)))

@@ -140,7 +140,6 @@ def test_rotary_scalings_are_accepted(tmp_path, key, scaling):
 
 
 FOREIGN = {
-    "gemma2": (_SMALL | {"head_dim": 8}, "model.layers.0.self_attn", "softcap"),
     "bloom": (
         {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 40},
         "transformer.h.0.self_attention",

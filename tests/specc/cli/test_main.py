@@ -155,11 +155,6 @@ UNSUPPORTED = {
         "h.0.self_attention",
         {"model_type": "bloom", "n_layer": 1, "n_head": 4},
     ),
-    "softcap": (
-        "Gemma2ForCausalLM",
-        "layers.0.self_attn",
-        {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8},
-    ),
     "bidirectional": (
         "BertLMHeadModel",
         "layer.0.attention",

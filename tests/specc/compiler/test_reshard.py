@@ -127,10 +127,15 @@ def compare(found: Path, wanted: Path) -> None:
     passes = [
         json.loads((engine / "report.json").read_text())["passes"] for engine in (found, wanted)
     ]
-    # program by program: a cut comes after the earlier passes of all
+    # program by program: a cut comes after the earlier passes of all. What a backend refuses was
+    # refused when the engine was compiled, for the same backend: that check changes nothing
     names = [
         sorted(
-            ((item["program"], item["pass"], item["rewrites"]) for item in one),
+            (
+                (item["program"], item["pass"], item["rewrites"])
+                for item in one
+                if item["pass"] != "RequireAttention"
+            ),
             key=lambda item: item[0],
         )
         for one in passes

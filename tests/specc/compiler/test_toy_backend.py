@@ -102,7 +102,7 @@ def test_build_compiles_for_it(tiny_models: Any, tmp_path: Path) -> None:
         called = json.loads((tmp_path / "engine" / model.package_file).read_text())
         assert str(ops.rms_norm) in called, "its phase ran"
     ran = {record.phase for record in compilation.records}
-    assert ran == {*(name for name, _ in PHASES), "vocabulary", "norms"}
+    assert ran == {*(name for name, _ in PHASES), "vocabulary", "backend", "norms"}
 
 
 def test_its_engines_get_other_plans(tiny_models: Any, tmp_path: Path) -> None:

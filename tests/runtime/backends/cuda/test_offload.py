@@ -91,9 +91,11 @@ def test_copied_weights_give_the_same_tokens(
         assert isinstance(model, StreamedProgram)
         count = len(model.offload.streamed)
         numbers.add(count)
-        (tape,) = device.tapes
-        assert isinstance(tape, ForkedTape)
-        assert len(tape.copies) == count, "each weight once a pass"
+        # for any batch, and for one without filters
+        assert len(device.tapes) == 2
+        for tape in device.tapes:
+            assert isinstance(tape, ForkedTape)
+            assert len(tape.copies) == count, "each weight once a pass"
         assert model.is_resident == (count == 0)
     assert len(numbers) == 3
 
