@@ -37,8 +37,9 @@ PLANS = tuple(
     for plan in (((),), ((1, 1, 1, 1),), ((2, 2, 1),), ((1, 1), ("self_x0",)))
 )
 NUM_TOKENS = 40
-# of float32: largest error of logits over their spread: integers of rows, and the order of sums
-TOLERANCE = 1e-5
+# of float32: largest error of logits over their spread: integers of rows, and the order of sums;
+# transformers' own float32 is up to 1e-5 of the spread away from its float64 on these models
+TOLERANCE = 3e-5
 
 
 @pytest.fixture(scope="module")

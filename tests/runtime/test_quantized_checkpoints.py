@@ -27,11 +27,9 @@ from specc.runtime.backends.program_files import read_json
 from tests import engines, models
 from tests import quantized_checkpoints as made
 from tests.quantized_checkpoints import Format, Written
-from tests.runtime.test_quantized import PLANS, check_logits, check_plans
+from tests.runtime.test_quantized import PLANS, TOLERANCE, check_logits, check_plans
 
 SLOW = pytest.mark.slow
-# transformers' own float32 is up to 1e-5 of the spread away from its float64 on these models
-TOLERANCE = 3e-5
 FILE = "weights.safetensors"
 
 
