@@ -236,8 +236,18 @@ class Job:
                 follower.orders.shut()
         return True
 
-    def fault_of(self, error: BaseException) -> RankError:
-        """The error of rank 0's own part in an order, which the others have done or wait in."""
+    def fail_of(self, error: BaseException) -> None:
+        """Give the job up: rank 0's own part in an order failed, which the others wait in.
+
+        Where rank 0 cannot meet the others, one of them may be the cause, which the watch is about
+        to see.
+        """
+        if isinstance(error, RankError):
+            with self.changed:
+                self.changed.wait_for(lambda: self.failure is not None, _CAUSE_S)
+        self.fail(self._fault_of(error))
+
+    def _fault_of(self, error: BaseException) -> RankError:
         return lost(f"rank 0 (pid {self._owner}) failed in order {self.sent}: {_first_line(error)}")
 
     @property

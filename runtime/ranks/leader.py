@@ -167,7 +167,7 @@ class Leader:
             try:
                 yield
             except BaseException as error:
-                job.fail(job.fault_of(error))
+                job.fail_of(error)
                 job.check()
                 raise
 

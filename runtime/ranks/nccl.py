@@ -55,6 +55,7 @@ class NcclRankGroup:
         self.descriptor: int | None = None
         self._pid = os.getpid()
         self._processes = processes
+        self._aborting: list[threading.Thread] = []
         self._warm_up(device)
         use_group(self)
         atexit.register(self.close)
@@ -74,7 +75,7 @@ class NcclRankGroup:
     def abort(self, reason: str) -> None:
         """Wake all ranks that wait in a collective: they end without a result."""
         if self._processes is not None:
-            _in_background(self._processes.abort)
+            self._aborting.append(_in_background(self._processes.abort))
 
     def close(self) -> None:
         """Leave the group. More than once is once."""
@@ -86,7 +87,10 @@ class NcclRankGroup:
         if self.descriptor is not None:
             os.close(self.descriptor)
         # it waits for graphs that hold collectives, which may live as long as the process
-        _in_background(processes.abort).join(_CLOSE_S)
+        self._aborting.append(_in_background(processes.abort))
+        for thread in self._aborting:
+            # one that outlives the interpreter, within torch, ends the process with SIGABRT
+            thread.join(_CLOSE_S)
 
     # what follows is `Ranks`, of which this process is one
 

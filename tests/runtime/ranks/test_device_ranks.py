@@ -176,7 +176,7 @@ def test_a_rank_that_is_lost_between_replays_is_named(zoo: Zoo, fault: str, told
     options = {"jobs": jobs, "capture": [4], "fault": fault}
     with Launch(path_of(zoo, "llama", "cuda", 2), 2, options) as launch:
         (found,) = launch.said()
-        assert launch.codes[0] == 0
+        assert launch.codes[0] == 0, launch.errors
     assert "tokens" not in found
     assert re.search(told, found["error"]), found
     assert launch.codes[1] == (7 if fault == "dies" else 1)
