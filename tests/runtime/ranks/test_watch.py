@@ -144,6 +144,34 @@ def test_who_gets_on_slowly_is_not_lost(play) -> None:
     assert game.job.failure is None
 
 
+def test_a_collective_that_fails_waits_for_its_cause(play) -> None:
+    """Rank 0 feels that another is gone before its watch sees which."""
+    game = play()
+    game.start()
+    player = game.players[1]
+
+    def vanish() -> None:
+        player.is_beating = False
+        player.signs.close()
+
+    later = threading.Timer(0.3, vanish)
+    later.start()
+    try:
+        game.job.fail_of(RankError("a collective of rank 0 failed", "all ranks", "start again"))
+    finally:
+        later.join()
+    assert "rank 2 (pid 4702, h) has closed its connection" in str(game.lost())
+
+
+def test_what_fails_on_rank_0_alone_is_said_at_once(play) -> None:
+    game = play()
+    game.start()
+    begin_s = time.monotonic()
+    game.job.fail_of(ZeroDivisionError("of rank 0"))
+    assert time.monotonic() - begin_s < 2
+    assert "ZeroDivisionError: of rank 0" in str(game.lost())
+
+
 def test_a_silent_rank_is_named(play) -> None:
     game = play()
     game.start()
