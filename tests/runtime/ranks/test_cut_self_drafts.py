@@ -168,8 +168,15 @@ def test_two_ranks_draft_what_one_does(
     assert wanted[1] > 0
 
 
-@pytest.mark.parametrize("options", [GREEDY, MSS], ids=["greedy", "mss"])
-@pytest.mark.parametrize("place", [0, 3], ids=["chain", "tiles"])
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        pytest.param(0, GREEDY, id="chain-greedy"),
+        pytest.param(0, MSS, id="chain-mss", marks=pytest.mark.slow),
+        pytest.param(3, GREEDY, id="tiles-greedy", marks=pytest.mark.slow),
+        pytest.param(3, MSS, id="tiles-mss"),
+    ],
+)
 def test_votes_are_those_of_all_heads(
     pairs: Pairs, place: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
