@@ -17,7 +17,7 @@ from specc.runtime.ranks.orders import Kind, Message, encode, json_message, refu
 from specc.runtime.ranks.rank_group import RankGroup
 from specc.runtime.ranks.rank_options import RankOptions
 
-# seconds until the watching thread knows why a write to a rank failed
+# seconds until the watching thread knows why a rank could not be reached
 _CAUSE_S = 5.0
 
 
@@ -124,8 +124,7 @@ class Job:
             try:
                 follower.orders.send_bytes(data)
             except OSError as error:
-                with self.changed:
-                    self.changed.wait_for(lambda: self.failure is not None, _CAUSE_S)
+                self._wait_for_cause()
                 self.fail(lost(f"{follower.name} takes no orders: {error.strerror}"))
                 self.check()
         return number
@@ -171,8 +170,7 @@ class Job:
                 raise refused(f"{message.kind.name} {message.sequence} in answer to order {order}")
             if not is_late:
                 return message
-        with self.changed:
-            self.changed.wait_for(lambda: self.failure is not None, _CAUSE_S)
+        self._wait_for_cause()
         self.check()
         raise lost(f"{follower.name} does not answer order {order}")
 
@@ -243,9 +241,13 @@ class Job:
         to see.
         """
         if isinstance(error, RankError):
-            with self.changed:
-                self.changed.wait_for(lambda: self.failure is not None, _CAUSE_S)
+            self._wait_for_cause()
         self.fail(self._fault_of(error))
+
+    def _wait_for_cause(self) -> None:
+        """Until the watch has seen who is lost, or for so long that nobody is."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure is not None, _CAUSE_S)
 
     def _fault_of(self, error: BaseException) -> RankError:
         return lost(f"rank 0 (pid {self._owner}) failed in order {self.sent}: {_first_line(error)}")

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -88,9 +89,10 @@ class NcclRankGroup:
             os.close(self.descriptor)
         # it waits for graphs that hold collectives, which may live as long as the process
         self._aborting.append(_in_background(processes.abort))
+        end_s = time.monotonic() + _CLOSE_S
         for thread in self._aborting:
-            # one that outlives the interpreter, within torch, ends the process with SIGABRT
-            thread.join(_CLOSE_S)
+            # one that outlives the interpreter, within torch, may end the process with SIGABRT
+            thread.join(max(end_s - time.monotonic(), 0.0))
 
     # what follows is `Ranks`, of which this process is one
 
