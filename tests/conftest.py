@@ -73,6 +73,15 @@ def _freeze_garbage() -> None:
     gc.set_threshold(10_000, 10, 50)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _warm_inductor() -> Iterator[None]:
+    """One process that has imported Inductor, from the first program that a worker compiles."""
+    from specc.passes.lower.inductor.warm import keep_inductor
+
+    with keep_inductor():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Seed torch before every test, so that a failure repeats when the test runs alone."""

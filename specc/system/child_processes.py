@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PARENT = "SPECC_PARENT_PROCESS"
@@ -20,7 +21,7 @@ class ChildProcesses:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[str]] = set()
+        self._running: set[Callable[[], object]] = set()  # what kills each
         self._has_ended = False
 
     def run(
@@ -34,38 +35,47 @@ class ChildProcesses:
         Raises:
             OSError: it cannot be run.
         """
-        with self._lock:
-            if self._has_ended:
-                return subprocess.CompletedProcess(list(command), -signal.SIGKILL, "", "ended")
-            # a session of its own: compilers start processes, which have to end with it
-            process = subprocess.Popen(
-                list(command),
-                env={**os.environ, **(environment or {}), _PARENT: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-            self._running.add(process)
+        if self._has_ended:
+            return subprocess.CompletedProcess(list(command), -signal.SIGKILL, "", "ended")
+        # a session of its own: compilers start processes, which have to end with it
+        process = subprocess.Popen(
+            list(command),
+            env={**os.environ, **(environment or {}), _PARENT: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         try:
-            output, errors = process.communicate()
+            with self.killing(functools.partial(_kill, process)):
+                output, errors = process.communicate()
         except BaseException:
             _kill(process)
             process.wait()
             raise
+        return subprocess.CompletedProcess(list(command), process.returncode, output, errors)
+
+    @contextlib.contextmanager
+    def killing(self, kill: Callable[[], object]) -> Iterator[None]:
+        """Let `end` kill what the block waits for, at once where it has been called already."""
+        with self._lock:
+            self._running.add(kill)
+            if self._has_ended:
+                kill()
+        try:
+            yield
         finally:
             with self._lock:
-                self._running.discard(process)
-        return subprocess.CompletedProcess(list(command), process.returncode, output, errors)
+                self._running.discard(kill)
 
     def end(self) -> None:
         """Kill what runs; whoever waits for it returns."""
         with self._lock:
             self._has_ended = True
-            for process in self._running:
-                _kill(process)
+            for kill in self._running:
+                kill()
 
 
 def end_with_parent() -> None:

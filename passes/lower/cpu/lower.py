@@ -14,6 +14,7 @@ from specc.kernels import native
 from specc.passes.lower.cpu.linear import LowerLinear
 from specc.passes.lower.cpu.pack_weights import PackWeights
 from specc.passes.lower.inductor.package import compile_package
+from specc.passes.lower.inductor.warm import keep_inductor
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
 from specc.passes.program import Program, program_to_json
 from specc.system.child_processes import ChildProcesses
@@ -67,7 +68,8 @@ def lower_cpu(
     for item in packages:
         records += Pipeline(CPU_PHASES, dump).run(item.program)
     children = ChildProcesses()
-    with concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
+    threads = max(1, os.cpu_count() or 1)
+    with keep_inductor(), concurrent.futures.ThreadPoolExecutor(threads) as pool:
         tasks = [
             pool.submit(_compile, program_to_json(item.program), item.package, children)
             for item in packages

@@ -3,9 +3,8 @@
 Weights are bound when the package is loaded, so none is needed here. Attention and projections are
 calls of C functions (kernels/cpu); Inductor generates what lies between them.
 
-    python -m specc.passes.lower.inductor.package program.json program.pt2
-
-runs in a process of its own: Inductor's state is global, and two models compile side by side.
+Each program is compiled in a process of its own (`worker.py`): Inductor's state is global, and two
+models compile side by side.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import errno
 import hashlib
 import json
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,8 +25,9 @@ from torch import Tensor, nn
 from specc.artifact.graph_io import graph_from_json
 from specc.errors import CompilerError
 from specc.kernels import fakes, native, ops
+from specc.passes.lower.inductor.warm import warm_inductor
 from specc.passes.program import HIDDEN, MASS
-from specc.system.child_processes import ChildProcesses, end_with_parent
+from specc.system.child_processes import ChildProcesses
 from specc.system.file_cache import FileCache
 from specc.system.files import is_full
 from specc.system.machine import isa_flags
@@ -45,6 +44,14 @@ _ERROR_LINES = 12
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Inductor takes options from the environment, too
 _SETTINGS = ("AOT_INDUCTOR_", "AOTINDUCTOR_", "TORCHINDUCTOR_")
+_IMPORTED_WITH = {
+    # a quarter of the time, in an empty directory: a pool of processes that gets no work, and
+    # trial compilations for each instruction set, all of which `find_compiler`'s oldest knows
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    # a tenth of what g++ takes, for lines that nobody has the source of
+    "AOT_INDUCTOR_ENABLE_LINE_TABLES": "0",
+}
 
 
 def compile_package(program: Mapping[str, Any], children: ChildProcesses | None = None) -> bytes:
@@ -76,25 +83,15 @@ def _compile(
     temporary, inductor = scratch / "temporary", scratch / "inductor"
     for directory in (temporary, inductor):
         directory.mkdir()
-    environment = {
-        "CXX": compiler,
-        "TMPDIR": str(temporary),
-        "TORCHINDUCTOR_CACHE_DIR": str(inductor),
-        # a quarter of the time, in an empty directory: a pool of processes that gets no work, and
-        # trial compilations for each instruction set, all of which `find_compiler`'s oldest knows
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_VEC_ISA_OK": "1",
-        # a tenth of what g++ takes, for lines that nobody has the source of
-        "AOT_INDUCTOR_ENABLE_LINE_TABLES": "0",
-    }
-    # -P: the working directory may hold folders called kernels or passes
-    command = [sys.executable, "-P", "-m", __name__, str(source), str(made)]
-    result = children.run(command, environment)
+    places = {"TMPDIR": str(temporary), _VARIABLE: str(inductor)}
+    settings = {**_IMPORTED_WITH, "CXX": compiler}
+    with warm_inductor(settings) as process:
+        result = process.run([str(source), str(made)], {**settings, **places}, children)
     if result.returncode or not made.is_file():
-        if is_full(scratch, result.stderr):
+        if is_full(scratch, result.stdout):
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             raise FileCache().error(scratch, full)
-        lines = (result.stderr.strip() or result.stdout.strip()).splitlines()[-_ERROR_LINES:]
+        lines = result.stdout.strip().splitlines()[-_ERROR_LINES:]
         raise CompilerError(
             f"compiling {program['name']} failed: " + "\n        ".join(lines or ["no output"]),
             "a C++ compiler and a torch that compile this program",
@@ -276,12 +273,6 @@ def _by_place(arg: Any, places: Mapping[str, int]) -> Any:
     if kind == "dict":
         return {kind: {key: _by_place(item, places) for key, item in value.items()}}
     return {kind: _by_place(value, places)}
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    # what a program prints on its way is not for the user
-    lower(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2]))
 
 
 @contextlib.contextmanager

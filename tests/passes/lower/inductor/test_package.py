@@ -14,7 +14,7 @@ from specc.kernels import fakes
 from specc.passes.lower.inductor import package as lower_aot_inductor
 from specc.passes.lower.inductor.package import BoundProgram, _content_key
 from specc.runtime.backends.program_files import read_json
-from specc.system.child_processes import ChildProcesses
+from specc.system.warm_process import WarmProcess
 
 
 @pytest.fixture
@@ -109,15 +109,17 @@ def test_inductor_leaves_nothing(program, monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     seen = []
 
-    class Children(ChildProcesses):
-        def run(self, command, environment=None):
-            result = super().run(command, environment)
-            seen.append(sorted(path.name for path in Path(environment["TMPDIR"]).iterdir()))
-            (inductor,) = {Path(environment["TORCHINDUCTOR_CACHE_DIR"])}
-            assert any(inductor.iterdir()), "Inductor works in the directory that it is given"
-            return result
+    run = WarmProcess.run
 
-    data = lower_aot_inductor.compile_package(program, Children())
+    def see(self, arguments, environment, children):
+        result = run(self, arguments, environment, children)
+        seen.append(sorted(path.name for path in Path(environment["TMPDIR"]).iterdir()))
+        (inductor,) = {Path(environment["TORCHINDUCTOR_CACHE_DIR"])}
+        assert any(inductor.iterdir()), "Inductor works in the directory that it is given"
+        return result
+
+    monkeypatch.setattr(WarmProcess, "run", see)
+    data = lower_aot_inductor.compile_package(program)
     assert len(seen) == 1
     assert list(temporary.iterdir()) == []
     files = [path for path in cache.rglob("*") if path.is_file()]
@@ -125,7 +127,7 @@ def test_inductor_leaves_nothing(program, monkeypatch, tmp_path) -> None:
     (package,) = (path for path in files if path.suffix == ".pt2")
     # a damaged one is compiled again
     package.write_bytes(data[: len(data) // 2])
-    again = lower_aot_inductor.compile_package(program, Children())
+    again = lower_aot_inductor.compile_package(program)
     assert len(seen) == 2
     assert package.read_bytes() == again
     assert zipfile.is_zipfile(package)
