@@ -51,7 +51,7 @@ def main(arguments):
 @pytest.fixture
 def warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmProcess]:
     (tmp_path / "a_warm_module.py").write_text(MODULE, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("IMPORTS", str(tmp_path / "imports"))
     warm = WarmProcess("a_warm_module", {"SETTING": "of the import"})
     yield warm
