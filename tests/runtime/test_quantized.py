@@ -164,7 +164,11 @@ def test_plans_and_logits(make, tmp_path, name, quantize, group, dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "group", "dtype"),
-    [("int4", 32, "float32"), ("int8", None, "float32"), ("int4", None, "bfloat16")],
+    [
+        ("int4", 32, "float32"),
+        ("int4", None, "bfloat16"),
+        pytest.param("int8", None, "float32", marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_engines(make, tmp_path, quantize, group, dtype) -> None:
     """The C++ operator in compiled programs; and its weights are those of an eager engine."""
@@ -196,7 +200,10 @@ def test_segments_say_the_same(make) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("quantize", "group"), [("int4", 32), ("int8", None)])
+@pytest.mark.parametrize(
+    ("quantize", "group"),
+    [("int4", 32), pytest.param("int8", None, marks=pytest.mark.slow)],
+)
 def test_offloaded_integers_give_the_same_tokens(make, quantize, group) -> None:
     """Some layers and none in memory; a pass reads integers, a fraction of the model's bytes."""
     # a target that drafts, too, is not offloaded

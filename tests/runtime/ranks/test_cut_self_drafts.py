@@ -217,6 +217,7 @@ def test_second_programs_are_cut_as_the_target_is(zoo: Zoo) -> None:
     assert {entry.whole_file for entry in manifest.self_drafts} <= set(manifest.files)
 
 
+@pytest.mark.slow
 def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
     """In graphs that all ranks replay, on simulated devices; votes of all ranks are in them."""
     for name, places in (("layers", (0, 4)), ("blocks", (0,))):

@@ -421,6 +421,7 @@ def test_a_model_whose_process_died_comes_back_by_loading_it_again(server, wante
     assert server.generate(**asked)[1]["text_output"] == wanted[PROMPTS[0], None].text
 
 
+@pytest.mark.slow
 def test_a_sharded_engine_and_the_end_of_the_server(server, wanted, tmp_path_factory):
     """Last of all, as it ends the server: the ranks are processes of the model's process."""
     cut = engines.build_cut(tmp_path_factory.mktemp("cut"), positions=POSITIONS)
