@@ -13,7 +13,8 @@ narrow layers, since code grows with layers and not with weights; no cache is wa
 Inductor and of the C++ compiler is the highest of any one process, theirs being apart. `ranks`: the
 70B shape cut for 8 ranks, and the weights of 3 GB written as files of 4. `reshard`: of these files
 those of 2 ranks, and the whole ones. `segments`: models of many layers as one program and as
-segments, `--segments`, both from nothing, and the seconds of a pass of each engine.
+segments, `--segments`, both from nothing, and the seconds of a pass of each engine. `quantize`: the
+weights of 3 GB in int4, and the memory of the engine that is loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any
 
 LAYERS = (8, 16, 32, 64, 80)
 CODE_LAYERS = (24, 48, 80)
-PARTS = ("passes", "cpu", "ranks", "reshard", "segments")
+PARTS = ("passes", "cpu", "quantize", "ranks", "reshard", "segments")
 SEGMENT_LAYERS = (8, 32, 80)
 # Llama configurations: of many weights, and of many layers
 WIDE = {
@@ -134,7 +135,11 @@ def bytes_read() -> int:
 
 
 def measure_weights(
-    directory: Path, backend: str, num_ranks: int, segments: bool = False
+    directory: Path,
+    backend: str,
+    num_ranks: int,
+    segments: bool = False,
+    quantize: str | None = None,
 ) -> dict[str, Any]:
     """Compile the checkpoint in this directory, without the probe, which maps all weights."""
     import specc
@@ -151,9 +156,11 @@ def measure_weights(
         probe=False,
         tensor_parallel_size=num_ranks,
         segments=segments,
+        quantize=quantize,
     )
     return {
         "backend": backend,
+        "quantize": quantize,
         "num_ranks": num_ranks,
         "segments": segments,
         "bytes_read": bytes_read() - read,
@@ -198,7 +205,14 @@ def measure_passes(directory: Path, backend: str) -> dict[str, Any]:
             engine.target(*inputs)
             seconds.append(time.perf_counter() - begin)
         found[str(count)] = round(statistics.median(seconds[10:]) * 1e3, 3)
-    return {"load_s": round(load_s, 2), "pass_ms": found}
+    weights = directory / f"engine-{backend}" / "target" / "weights.safetensors"
+    return {
+        "load_s": round(load_s, 2),
+        "pass_ms": found,
+        "weights_file_bytes": weights.stat().st_size,
+        "planned_bytes": engine.manifest.total_memory,
+        "loaded_peak_rss_bytes": peak_rss_bytes(),
+    }
 
 
 def measure_reshard(directory: Path, backend: str, num_ranks: int) -> dict[str, Any]:
@@ -276,6 +290,7 @@ def compile_apart(
     num_ranks: int = 1,
     reshard_to: Sequence[int] = (),
     segments: bool | None = None,
+    quantize: str | None = None,
 ) -> dict[str, Any]:
     """Write a checkpoint and compile it with empty caches, then make engines of other ranks of it.
 
@@ -285,6 +300,7 @@ def compile_apart(
         num_ranks: that share it.
         reshard_to: ranks of each further engine; what these cost is under `reshard`.
         segments: compile it as segments, or not, and measure passes; None is not, and none.
+        quantize: round its weights so, and measure passes.
     """
     with tempfile.TemporaryDirectory() as directory:
         run_apart("--write-checkpoint", directory, "--shape", json.dumps(shape))
@@ -293,6 +309,7 @@ def compile_apart(
         }
         options = ["--backend", backend, "--ranks", str(num_ranks)]
         options += ["--segments"] * bool(segments)
+        options += ["--quantize", quantize] if quantize else []
         made = run_apart("--weights", directory, *options, **caches)
         for other in reshard_to:
             given = ("--backend", backend, "--reshard", str(other))
@@ -300,9 +317,9 @@ def compile_apart(
             made.setdefault("reshard", []).append(found)
             peak = found["peak_rss_bytes"] / _MIB
             print(f"{num_ranks} to {other}: {found['reshard_s']} s, {peak:.0f} MiB", flush=True)
-        if segments is not None:
+        if segments is not None or quantize is not None:
             made |= run_apart("--passes", directory, "--backend", backend)
-            name = "segments" if segments else "whole"
+            name = quantize or ("segments" if segments else "whole")
             print(f"{name}: load {made['load_s']} s, passes {made['pass_ms']} ms", flush=True)
     print(
         f"{made['checkpoint_bytes'] / 1e9:.2f} GB, {made['num_layers']} layers, {backend}:"
@@ -348,6 +365,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--backend", help=argparse.SUPPRESS)
     parser.add_argument("--segments", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--quantize", help=argparse.SUPPRESS)
     parser.add_argument("--passes", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--reshard", type=int, help=argparse.SUPPRESS)
@@ -366,7 +384,7 @@ def main() -> None:
         return
     if arguments.weights:
         given = (arguments.backend, arguments.ranks, arguments.segments)
-        measured = measure_weights(arguments.weights, *given)
+        measured = measure_weights(arguments.weights, *given, arguments.quantize)
         print(json.dumps(measured))
         return
     if arguments.passes:
@@ -387,6 +405,8 @@ def main() -> None:
             peak = entry["peak_rss_bytes"] / _MIB
             print(f"{num_layers} layers: {entry['total_s']} s, peak {peak:.0f} MiB", flush=True)
         results = {"traces": traces, "weights": compile_apart(WIDE, "eager")}
+    elif arguments.part == "quantize":
+        results = {"engines": [compile_apart(WIDE, "cpu", quantize="int4")]}
     elif arguments.part == "ranks":
         cut = run_apart("--cut", "8")
         print(f"70B for 8 ranks: {cut['total_s']} s, {cut['peak_rss_bytes'] / _MIB:.0f} MiB")
