@@ -92,8 +92,8 @@ def guard_blocks(rig: Rig) -> None:
     before, which the host may not have read yet, has left it; in the history, to the bonus token,
     which may come one place behind.
 
-    And the second part of a step comes right after its first: both find what lies in memory that
-    all graphs share.
+    And the second part of a step comes right after its first: it finds what that has left in memory
+    that all graphs share.
     """
     cache, steps = rig.engine.cache, rig.engine.steps
     buffers = steps["off"]._buffers
@@ -118,8 +118,8 @@ def guard_blocks(rig: Rig) -> None:
             for (bucket, _), tapes in step._captured.items()
             if tape in tapes
         ]
-        if tape is not parts[0]:
-            assert before == parts[:1], "a part of a step after that of another"
+        if (place := parts.index(tape)) > 0:
+            assert before == [parts[place - 1]], "a part of a step after that of another"
         before[:] = [tape]
         taken: list[int] = []
         written: list[int] = []
