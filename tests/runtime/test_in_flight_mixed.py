@@ -5,6 +5,7 @@ Every request has the tokens that it has alone, whatever was in flight; and most
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -175,18 +176,37 @@ READERS = [
 ]
 
 
+@contextlib.contextmanager
+def lost_halves() -> Iterator[list[bool]]:
+    """Of each step that waited for its masks: whether another one had taken its place."""
+    lost: list[bool] = []
+    complete = HalfReplay.complete
+
+    def watched(half: HalfReplay) -> Any:
+        lost.append((pending := complete(half)) is None)
+        return pending
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HalfReplay, "complete", watched)
+        yield lost
+
+
 @pytest.mark.parametrize(("policy", "share", "least"), READERS)
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_requests_that_read_logits_are_ahead_too(rig, alone, policy, share, least, seeds) -> None:
     """Log probabilities, masks and controls come and go beside requests without."""
     solo, _ = alone
     figures = Figures()
-    for seed in seeds:
-        run_interleaving(
-            rig.engine, solo, seed, PROMPTS, figures, draw=draw_readers(share), policy=policy,
-            num_requests=14,
-        )  # fmt: skip
-        assert rig.device.num_waiting == 0
+    with lost_halves() as lost:
+        for seed in seeds:
+            run_interleaving(
+                rig.engine, solo, seed, PROMPTS, figures, draw=draw_readers(share), policy=policy,
+                num_requests=14,
+            )  # fmt: skip
+            assert rig.device.num_waiting == 0
+    # they come last in their iteration
+    assert lost
+    assert not any(lost)
     print(f"{figures.num_ahead} of {figures.num_iterations} ahead")
     assert figures.num_ahead > least * figures.num_iterations, figures
 
@@ -197,15 +217,7 @@ def test_two_on_one_engine_overtake_steps_that_wait_for_masks(rig, alone) -> Non
     cores = [EngineCore(rig.engine, policy=FixedPolicy("chain-3")) for _ in range(2)]
     rig.engine.cache.allocator.forget_all()
     dice, requests = random.Random(3), []
-    lost = []
-    complete = HalfReplay.complete
-
-    def watched(half: HalfReplay) -> Any:
-        lost.append((pending := complete(half)) is None)
-        return pending
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HalfReplay, "complete", watched)
+    with lost_halves() as lost:
         while len(requests) < 20 or any(core.scheduler.has_work for core in cores):
             core = dice.choice(cores)
             if len(requests) < 20 and len(core.scheduler.running) < 2:
