@@ -236,7 +236,7 @@ class CapturedStep:
         return self._buffers.newest is results
 
     def is_replayed(self, batch: int, kind: StepKind | None = None) -> bool:
-        """A step of this many requests, which does this besides, runs as one graph."""
+        """A step of this many requests, which does this besides, is replayed, without a hook."""
         return not self.is_split and self.is_captured(self.bucket_of(batch), kind)
 
     def seconds_since(self, begin_s: float) -> float:
