@@ -27,7 +27,8 @@ class InFlight:
     without them: prompts, and the steps of all plans. So the device runs iteration n + 1 while the
     host appends the tokens of iteration n, decodes them, looks for stop strings and hands them out.
     A sequence that ends in iteration n has a row in iteration n + 1 that nothing reads; the blocks
-    of that row stay taken until it is done.
+    of that row stay taken until it is done. Where masks of iteration n + 1 follow from the results
+    of n, it is queued up to its verification; the rest is when these are committed, before n + 2.
 
     Whatever ends a call early (a wait or an operator that fails, a detokenizer, Ctrl-C) may leave
     the device ahead of what was committed. So the next call waits for everything that is queued,
@@ -73,6 +74,8 @@ class InFlight:
                     self._scheduler.postprocess(batch, self._runner.run(batch))
                     return True
                 self._hold(batch, pending)
+            # nothing is queued before it any more
+            self.queued[0].pending.complete()
             if self.num_batches is None:
                 self._queue_ahead()
             else:
@@ -84,6 +87,7 @@ class InFlight:
         """Wait for what is queued, where no next iteration would, or a failure has spoilt it."""
         with self._as_a_whole():
             while self.queued and not self._scheduler.running:
+                self.queued[0].pending.complete()
                 self._finish_oldest()
 
     @contextlib.contextmanager

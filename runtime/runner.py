@@ -38,12 +38,35 @@ from specc.runtime.scheduling.batch import (
 from specc.runtime.scheduling.kv_cache import KVCache
 
 
+class _Own(NamedTuple):
+    """How a group's step is queued: what it does besides, and whether it waits for its masks."""
+
+    step: QueuedStep
+    group: StepGroup
+    extras: StepExtras | None
+
+    @property
+    def is_half(self) -> bool:
+        """Its masks follow from a step in flight: see `PendingStep.complete`."""
+        return self.extras is not None and self.extras.kind.is_late and any(self.group.ahead)
+
+
 class _Last(NamedTuple):
     """The step that was queued last, and the block table that it had."""
 
-    group: StepGroup
+    own: _Own
     table: Tensor
     pending: PendingStep
+
+    def leads_to(self, own: _Own, table: Tensor) -> bool:
+        """The same step for the same requests, all of which go on from its state."""
+        before, group = self.own.group, own.group
+        return (
+            all(group.ahead or [0])
+            and (before.plan, before.requests) == (group.plan, group.requests)
+            and self.table is table
+            and self.pending.can_go_on
+        )
 
 
 class Runner:
@@ -115,17 +138,19 @@ class Runner:
     def queue(self, batch: Batch) -> PendingBatch | None:
         """Queue a batch and return before it is done; None where only `run` can run it.
 
-        That is one with a step that has a hook or masks, and every program that the host itself
-        runs, but for a target in stages. Where results of its requests are on their way, it is None
-        for steps that do not run as one graph, too: they could wait while the results are ready to
-        be read.
+        That is one with a step that has a hook, and every program that the host itself runs, but
+        for a target in stages. Where results of its requests are on their way, it is None for steps
+        that are not replayed, too: they could wait while the results are ready to be read. Of steps
+        whose masks follow from these results, one is queued, up to its verification, and the last
+        of all; `PendingBatch.complete` makes the masks and queues the rest. Where a batch has
+        several of these, the results come first.
         """
         if self._staged is not None:
             return self._begin(batch)
         if (any_step := self._any_queued) is None:
             return None
-        steps = [step for group in batch.groups if (step := self._queueable(group)) is not None]
-        if len(steps) < len(batch.groups):
+        owns = [own for group in batch.groups if (own := self._queueable(group)) is not None]
+        if len(owns) < len(batch.groups) or sum(own.is_half for own in owns) > 1:
             return None
         read: Callable[[], RunResult] = RunResult
         if batch.prefill:
@@ -135,14 +160,20 @@ class Runner:
                 any_step, any_step.mark(), begin_s, lambda: RunResult(**ends.result()._asdict())
             )
             read = prompts.result
-        queued, votes = [], list[PendingVotes]()
-        for step, group in zip(steps, batch.groups, strict=True):
-            voters = self._votes.of_step(group)
+        queued: dict[int, PendingStep] = {}
+        votes = list[PendingVotes]()
+        complete: Callable[[], object] = _no_more
+        for place in sorted(range(len(owns)), key=lambda i: owns[i].is_half):
+            own = owns[place]
+            voters = self._votes.of_step(own.group)
             self._votes.begin(voters)
-            queued.append(self._queue_step(step, group))
+            inputs = self._inputs(own.group)
+            queued[place] = self._queue_step(own, inputs)
+            if own.is_half:
+                complete = functools.partial(self._complete, queued, place, own, inputs)
             votes += self._votes.end(voters)
         pending = DeviceBatch(read, queued, functools.partial(read_votes, votes))
-        return PendingBatch(functools.partial(_finish, batch, pending))
+        return PendingBatch(functools.partial(_finish, batch, pending), complete)
 
     def wait(self) -> None:
         """Wait until the device is done with all that was queued."""
@@ -154,37 +185,58 @@ class Runner:
         """A step of the device, which knows what is queued there; None where all runs here."""
         return next((step.queued for step in self._steps.values()), None)
 
-    def _queueable(self, group: StepGroup) -> QueuedStep | None:
+    def _queueable(self, group: StepGroup) -> _Own | None:
         """The step of a group, where it can be queued now."""
         step = self._steps[group.plan.name].queued
-        if step is None or step.is_split or has_masks(group.requests):
+        if step is None or step.is_split:
             return None
+        if has_masks(group.requests) and not step.takes_masks:
+            return None
+        extras = self._extras(step, group)
         if any(group.ahead):
             carried = [s for s, more in zip(group.requests, group.ahead, strict=True) if more]
             blocks = [s.blocks[0] for s in group.requests]
-            if not step.can_follow(blocks, carried, self._extras(step, group)):
+            if not step.can_follow(blocks, carried, extras):
                 return None
-        return step
+        return _Own(step, group, extras)
 
-    def _queue_step(self, step: QueuedStep, group: StepGroup) -> PendingStep:
+    def _queue_step(self, own: _Own, inputs: StepInputs) -> PendingStep:
         begin_s = time.perf_counter()
+        step, group, extras = own
         self._prompts.catch_up(group)
-        inputs, extras = self._inputs(group), self._extras(step, group)
         last, requests = self._last_queued, group.requests
-        goes_on = (
-            last is not None
-            and all(group.ahead or [0])
-            and (last.group.plan, last.group.requests) == (group.plan, requests)
-            and last.table is inputs.block_table
-            and last.pending.can_go_on
-        )
-        if last is not None and goes_on:
-            pending = step.submit_next(len(requests), last.pending.places)
+        if last is not None and last.leads_to(own, inputs.block_table):
+            pending = step.submit_next(len(requests), last.pending.places, extras)
         else:
             is_carried = [more > 0 for more in group.ahead] or [False] * len(requests)
             pending = step.submit(inputs, requests, is_carried, extras)
-        self._last_queued = _Last(group, inputs.block_table, pending)
-        return pending.since(begin_s)
+        pending = pending.since(begin_s)
+        self._last_queued = _Last(own, inputs.block_table, pending)
+        return pending
+
+    def _complete(
+        self, queued: dict[int, PendingStep], place: int, own: _Own, inputs: StepInputs
+    ) -> None:
+        """Queue what is left of a step, now that the one before it is committed.
+
+        Args:
+            queued: steps of its batch, in which the whole step takes its place.
+            place: of its group.
+            own: of its group.
+            inputs: that it was queued with.
+        """
+        pending = queued[place].complete()
+        if pending is None:
+            # of another `LLM` on the same engine: it starts from what is committed
+            requests = own.group.requests
+            rows = self._rows.committed(requests)
+            extras = self._extras(own.step, own.group)
+            pending = own.step.submit(
+                inputs._replace(rows=rows), requests, [False] * len(requests), extras
+            )
+            own = own._replace(extras=extras)
+        self._last_queued = _Last(own, inputs.block_table, pending)
+        queued[place] = pending
 
     def _extras(self, step: QueuedStep, group: StepGroup) -> StepExtras | None:
         """What a step of the device does besides; None is nothing."""
@@ -241,6 +293,10 @@ class Runner:
 
     def _inputs(self, group: StepGroup) -> StepInputs:
         return self._rows.inputs(group.requests, group.extra, group.ahead)
+
+
+def _no_more() -> None:
+    """All of a batch is queued."""
 
 
 def _finish(batch: Batch, pending: DeviceBatch) -> RunResult:

@@ -103,6 +103,8 @@ class QueuedStep(Step, Protocol):
     ) -> PendingStep:
         """Queue a step; nothing waits for the device, unless masks follow from what it drafts.
 
+        Where rows are carried, such a step is queued up to its verification: see `complete`.
+
         Args:
             inputs: on the host. A carried row has any last tokens, and at least as many committed
                 rows as the device has.
@@ -115,12 +117,18 @@ class QueuedStep(Step, Protocol):
         """
         ...
 
-    def submit_next(self, batch: int, places: Sequence[int] | None = None) -> PendingStep:
+    def submit_next(
+        self,
+        batch: int,
+        places: Sequence[int] | None = None,
+        extras: StepExtras | None = None,
+    ) -> PendingStep:
         """Queue a step that goes on where the last one ended, which the host may not know yet.
 
         Args:
             batch: requests, those of the step that was queued last.
             places: their rows, as that step had them.
+            extras: what it does besides; see `submit`.
         """
         ...
 
@@ -129,7 +137,7 @@ class QueuedStep(Step, Protocol):
     ) -> bool:
         """Whether it can be queued while steps of its requests are on their way.
 
-        It has to be one replay, which reads nothing that the host would have to wait for.
+        It has to be a replay; see `PendingStep.complete` where masks come in between.
 
         Args:
             blocks: the first block of each request.
@@ -172,6 +180,15 @@ class PendingStep(Protocol):
         """The same, with seconds counted from here on."""
         ...
 
+    def complete(self) -> PendingStep | None:
+        """Queue what is left of it; to be called when the step before it is committed.
+
+        Returns:
+            the whole step; None where another step was queued meanwhile, and it has to be submitted
+            again.
+        """
+        ...
+
     def result(self) -> StepResult:
-        """Wait for it; once."""
+        """Wait for it, which is complete; once."""
         ...

@@ -20,6 +20,9 @@ Trees = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
 class MaskRules:
     """What the requests of one step allow; the trees may be known now, or once they are drafted.
 
+    `masks` may be asked for when the step before has ended, later than this is made: by then fewer
+    controls may be active, never more, and requests that have ended need no masks.
+
     Args:
         requests: of the step, at least one with a grammar or with active controls.
         plan: of the step, whose logits exist.
@@ -39,12 +42,13 @@ class MaskRules:
         self._plan = plan
         self._link = link
         self._proposals = proposals if plan.drafts == (SUFFIX,) else None
-        self._controls = [s.controls if s.has_active_controls else None for s in requests]
-        self.has_biases = any(self._controls)
+        self.has_biases = any(s.has_active_controls for s in requests)
         is_read = reads_trees(requests) or any(s.grammar is not None for s in requests)
         self._looks = is_read and plan.num_nodes > 1
+        # proposals of the host: it knows all tokens before the step is queued
+        self.is_late = is_read and self._proposals is None
         # the host cannot know what the device will draft
-        self.reads_draft = self._looks and self._proposals is None
+        self.reads_draft = self.is_late and plan.num_nodes > 1
 
     def known_trees(self) -> Trees:
         """[B][N] tokens and parents, where `reads_draft` is not set.
@@ -70,8 +74,11 @@ class MaskRules:
         """
         rows: dict[int, MaskRow] = {}
         size = self._plan.num_nodes
-        pairs = zip(self._requests, self._controls, *trees, strict=True)
+        active = [s.controls if s.has_active_controls else None for s in self._requests]
+        pairs = zip(self._requests, active, *trees, strict=True)
         for b, (request, controls, tokens, parents) in enumerate(pairs):
+            if request.is_finished:
+                continue
             own: dict[int, MaskRow] = {}
             if request.grammar is not None:
                 masks = tree_masks(request.grammar, tokens, parents)
@@ -87,6 +94,6 @@ class MaskRules:
             rows.update((b * size + node, row) for node, row in own.items())
         return NodeMasks(
             rows,
-            [controls is not None for controls in self._controls],
-            [c.row(device, self._link) if c else None for c in self._controls],
+            [controls is not None for controls in active],
+            [controls.row(device, self._link) if controls else None for controls in active],
         )

@@ -52,12 +52,18 @@ class BatchRows:
         if is_other:
             self._requests = list(requests)
             self._sampling = sampling_rows(requests)
+        rows = self.committed(requests, ahead)
+        return StepInputs(rows, self._table, *self._sampling, extra)
+
+    def committed(
+        self, requests: Sequence[Request], ahead: Sequence[int] = ()
+    ) -> list[tuple[int, ...]]:
+        """`rows` of a step's inputs; see `inputs`."""
         count = self._num_last
-        rows = [
+        return [
             (*_last(request.token_ids, count), request.cache_len + more)
             for request, more in zip(requests, ahead or [0] * len(requests), strict=True)
         ]
-        return StepInputs(rows, self._table, *self._sampling, extra)
 
 
 def sampling_rows(requests: Sequence[Request]) -> tuple[Tensor, Tensor]:

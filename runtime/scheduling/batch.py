@@ -142,9 +142,16 @@ class PendingPrefill(NamedTuple):
 
 
 class PendingBatch(NamedTuple):
-    """A batch that was queued, or begun; `result` waits for it, once."""
+    """A batch that was queued, or begun.
+
+    Args:
+        result: waits for it, once.
+        complete: queues what is left of it, once, before `result`; to be called when all that was
+            queued before is committed.
+    """
 
     result: Callable[[], RunResult]
+    complete: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -153,16 +160,17 @@ class DeviceBatch:
 
     Args:
         read_prefill: waits for its prompts, and tells what they yield.
-        steps: of its groups, in their order.
+        steps: of its groups, by place, in the order in which they were queued.
         read_votes: waits for votes of its steps.
     """
 
     read_prefill: Callable[[], RunResult]
-    steps: list[PendingStep]
+    steps: Mapping[int, PendingStep]
     read_votes: Callable[[], list[Vote]] = list
 
     def result(self) -> RunResult:
         """Wait for all of it; once."""
         found = self.read_prefill()
-        steps = [step.result() for step in self.steps]
-        return replace(found, steps=steps, votes=[*found.votes, *self.read_votes()])
+        steps = {place: step.result() for place, step in self.steps.items()}
+        in_order = [steps[place] for place in range(len(steps))]
+        return replace(found, steps=in_order, votes=[*found.votes, *self.read_votes()])

@@ -56,6 +56,53 @@ def check(results: Results, device: Device, dtype: str) -> None:
         for plan in engine.plans:
             results.check(plan, partial(compare, engine, plan, prompts, references, chosen))
             results.note(compiles=count())
+        for plan in engine.plans if dtype == "float32" else ():
+            run = partial(check_controls, engine, plan, prompts[0])
+            results.check(f"{plan} under controls", run)
+            results.note(compiles=count())
+
+
+def check_controls(engine: Any, plan: str, prompt: list[int]) -> dict[str, int]:
+    """Masks that come between two graphs of a step, which is queued ahead: as without that.
+
+    A mask that is not the tree's own lets a bad word through, at which the request ends.
+
+    Raises:
+        AssertionError: other tokens, or a step that was not queued in halves.
+    """
+    from specc.runtime.backends.captured.pending_replay import HalfReplay
+    from specc.runtime.llm import LLM
+    from specc.runtime.policies.base import FixedPolicy
+    from specc.sampling.params import SamplingParams
+
+    free = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    (plain,) = LLM(engine, plan=plan).generate([prompt], free)
+    # of several tokens each, so that what is forbidden follows from the token before
+    words = list(dict.fromkeys(word for word in plain.outputs[0].text.split() if len(word) > 3))
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, bad_words=words[:8])
+    found, halves = [], 0
+    complete = HalfReplay.complete
+
+    def counted(half: Any) -> Any:
+        nonlocal halves
+        halves += 1
+        return complete(half)
+
+    HalfReplay.complete = counted  # type: ignore[method-assign]
+    try:
+        for waits in (True, False):
+            policy = FixedPolicy(plan)
+            policy.needs_results = waits
+            (output,) = LLM(engine, plan=plan, policy=policy).generate([prompt], params)
+            completion = output.outputs[0]
+            assert completion.finish_reason == "length", completion.stop_reason
+            found.append(list(completion.token_ids))
+    finally:
+        HalfReplay.complete = complete  # type: ignore[method-assign]
+    assert found[0] == found[1]
+    assert found[0] != list(plain.outputs[0].token_ids), "nothing was forbidden"
+    assert halves > 3, halves
+    return {"tokens": NUM_TOKENS, "halves": halves}
 
 
 def compare(

@@ -1,6 +1,6 @@
 """The short form of `make gpu-rehearsal`: faults in the check's processes cost their test alone.
 
-No process here imports torch, so this takes seconds.
+But for the last test, no process here imports torch, so this takes seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import check, importable, rehearsal
-from tests.gpu.tasks import Stage, kernel_tasks, sanitizer_tasks
+from tests.gpu.tasks import Stage, Task, kernel_tasks, sanitizer_tasks
 
 # of the check's own times
 SCALE = 0.1
@@ -197,3 +197,14 @@ def test_without_a_sanitizer_all_of_it_is_skipped(environment, tmp_path):
     assert (code, states) == (0, {"skipped"})
     reasons = {task["reason"] for task in report["parts"]["sanitizer"].values()}
     assert all("no compute-sanitizer" in reason for reason in reasons)
+
+
+def test_collectives_of_one_rank(environment, tmp_path):
+    """What the check calls of the runtime's ranks, over gloo: a group, its nodes, its end."""
+    task = Task("collectives", "nccl", "tests.gpu.collectives:measure", result_s=900.0)
+    stages, output = [Stage(900.0, (task,), 1)], tmp_path / "report.json"
+    status, report = run(stages, environment, output, "--limit-s", "1000")
+    found = report["parts"]["collectives"]["nccl"]
+    assert status == 0, found
+    assert len(found["results"]) > 3
+    assert {result["state"] for result in found["results"].values()} == {"passed"}

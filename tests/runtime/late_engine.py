@@ -91,6 +91,9 @@ def guard_blocks(rig: Rig) -> None:
     A sequence reaches from its first row to the last node of the plan's tree, wherever the step
     before, which the host may not have read yet, has left it; in the history, to the bonus token,
     which may come one place behind.
+
+    And the second part of a step comes right after its first: it finds what that has left in memory
+    that all graphs share.
     """
     cache, steps = rig.engine.cache, rig.engine.steps
     buffers = steps["off"]._buffers
@@ -106,13 +109,18 @@ def guard_blocks(rig: Rig) -> None:
             else:
                 slab[:, :, blocks] = 777.0
 
+    before: list[Tape] = []
+
     def check(tape: Tape) -> None:
-        ((step, bucket),) = [
-            (step, bucket)
+        ((step, bucket, parts),) = [
+            (step, bucket, tapes)
             for step in steps.values()
             for (bucket, _), tapes in step._captured.items()
             if tape in tapes
         ]
+        if (place := parts.index(tape)) > 0:
+            assert before == [parts[place - 1]], "a part of a step after that of another"
+        before[:] = [tape]
         taken: list[int] = []
         written: list[int] = []
         size = cache.shape.rows_per_block

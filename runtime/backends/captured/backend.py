@@ -26,8 +26,8 @@ from specc.runtime.scheduling.kv_cache import KVCache
 class CapturedBackend(RuntimeBackend):
     """Loads the models of an engine; its steps are captured.
 
-    `skips_filters`: batches without filters have graphs of their own, see `CapturedStep`; not
-    where ranks follow, which would capture each pass of theirs twice.
+    `skips_filters`: batches without filters have graphs of their own, see `CapturedStep`; ranks
+    that follow capture their part of these, too.
     """
 
     skips_filters: ClassVar[bool] = False
@@ -82,7 +82,7 @@ class CapturedBackend(RuntimeBackend):
         steps = (
             load_steps(
                 path, manifest, models.within, cache, graphs, capture, models.adapt,
-                skips_filters=self.skips_filters and limits.ranks is None,
+                skips_filters=self.skips_filters,
             )
             if manifest.plans
             else {}

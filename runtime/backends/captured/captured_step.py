@@ -6,7 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,14 +17,10 @@ from specc.kernels.reference.processing import are_unfiltered
 from specc.runtime.backends.captured.bound_step import BoundStep, HookValues
 from specc.runtime.backends.captured.extended_step import ExtendedStep
 from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice
+from specc.runtime.backends.captured.pending_replay import HalfReplay, PendingReplay, rows_of
 from specc.runtime.backends.captured.step_bounds import check_step_bounds
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
-from specc.runtime.backends.captured.step_scores import (
-    UNFILTERED,
-    ScoredResults,
-    StepExtras,
-    StepKind,
-)
+from specc.runtime.backends.captured.step_scores import UNFILTERED, StepExtras, StepKind
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.backends.program_files import place, plan_of
 from specc.runtime.backends.step import QueuedStep
@@ -40,41 +36,6 @@ from specc.runtime.backends.step_io import (
 
 class CaptureWarning(UserWarning):
     """A step runs operator by operator, because it could not be captured."""
-
-
-class PendingReplay(NamedTuple):
-    """A captured step that was queued; see `PendingStep`."""
-
-    step: CapturedStep
-    batch: int
-    begin_s: float
-    results: HostResults
-    # row of each request; None is their order
-    places: Sequence[int] | None = None
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether `submit_next` is the step after this one: queued without a word of the host.
-
-        Not with a hook, which reads what the device has made, nor where another step was queued
-        meanwhile: the device goes on from that one.
-        """
-        count = rows_of(self.batch, self.places)
-        is_newest = self.step.is_newest(self.results)
-        return is_newest and self.step.is_replayed(count, self.step.kind)
-
-    def since(self, begin_s: float) -> PendingReplay:
-        """See `PendingStep.since`."""
-        return self._replace(begin_s=begin_s)
-
-    def result(self) -> StepResult:
-        """Once; the seconds are those since the step before it ended, or it was queued."""
-        values = self.results.wait()
-        own = slice(self.batch) if self.places is None else list(self.places)
-        found = self.step.to_result(values[own], self.step.seconds_since(self.begin_s))
-        if isinstance(self.results, ScoredResults):
-            found = found._replace(values={"scores": self.results.scores[own]})
-        return found
 
 
 class CapturedStep:
@@ -180,7 +141,7 @@ class CapturedStep:
         # padding alone: the run before the capture writes no cache row
         with self._graphs.active(), self._buffers.kept_inputs(bucket):
             bound = self._bind(bucket, kind)
-            is_parted = kind.reads_draft if kind else self.is_split
+            is_parted = kind.is_late if kind else self.is_split
             parts = bound.parts if is_parted else [bound.run]
             self._warm_up(parts, bucket)
             begin_s = time.perf_counter()
@@ -193,7 +154,7 @@ class CapturedStep:
         requests: Sequence[object] = (),
         is_carried: Sequence[bool] = (),
         extras: StepExtras | None = None,
-    ) -> PendingReplay:
+    ) -> PendingReplay | HalfReplay:
         """See `QueuedStep.submit`; `StateRows.knows` the requests of carried rows."""
         begin_s = time.perf_counter()
         batch = len(inputs.rows)
@@ -211,15 +172,21 @@ class CapturedStep:
             self._buffers.copy_from(inputs, bucket, places)
             if requests:
                 self._buffers.state.route(requests, is_carried, bucket, places)
-            return self._queue(batch, places, bucket, begin_s, extras)
+            return self._queue(batch, places, bucket, begin_s, extras, any(is_carried))
 
-    def submit_next(self, batch: int, places: Sequence[int] | None = None) -> PendingReplay:
+    def submit_next(
+        self,
+        batch: int,
+        places: Sequence[int] | None = None,
+        extras: StepExtras | None = None,
+    ) -> PendingReplay | HalfReplay:
         """See `QueuedStep.submit_next`."""
         begin_s = time.perf_counter()
         bucket = self.bucket_of(rows_of(batch, places))
+        self.kind = extras.kind if extras else None
         self._capture_all(bucket)
         with self._graphs.active():
-            return self._queue(batch, places, bucket, begin_s)
+            return self._queue(batch, places, bucket, begin_s, extras, is_carried=True)
 
     def advance(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
@@ -234,9 +201,9 @@ class CapturedStep:
         with self._as_stages():
             pending = self.submit(inputs)
             result = pending.result()
-            bucket = self.bucket_of(rows_of(pending.batch, pending.places))
-            bound = self._bound[bucket, True]
-            seen = HookValues(bound, bucket, pending.batch, pending.places)
+            batch, places = len(inputs.rows), pending.places
+            bucket = self.bucket_of(rows_of(batch, places))
+            seen = HookValues(self._bound[bucket, True], bucket, batch, places)
             return result._replace(values={name: seen[name] for name in reads})
 
     @contextlib.contextmanager
@@ -269,10 +236,7 @@ class CapturedStep:
         return self._buffers.newest is results
 
     def is_replayed(self, batch: int, kind: StepKind | None = None) -> bool:
-        """A step of this many requests, which does this besides, runs as one graph."""
-        if kind and kind.is_masked:
-            # the host has not seen yet what the next masks follow from
-            return False
+        """A step of this many requests, which does this besides, is replayed, without a hook."""
         return not self.is_split and self.is_captured(self.bucket_of(batch), kind)
 
     def seconds_since(self, begin_s: float) -> float:
@@ -305,14 +269,16 @@ class CapturedStep:
         bucket: int,
         begin_s: float,
         extras: StepExtras | None = None,
-    ) -> PendingReplay:
+        is_carried: bool = False,
+    ) -> PendingReplay | HalfReplay:
         key = self._replayed_key(bucket)
         bound, captured = self._bound[key], self._captured[key]
         parts: list[Callable[[], object]] = [graph.replay for graph in captured or ()]
         if not parts and not self.kind:
             parts = [*bound.parts] if self.is_split else [bound.run]
+        rest: Callable[[], object] | None = None
         if isinstance(bound, ExtendedStep):
-            bound.queue(parts, batch, extras.masks if extras else None)
+            rest = bound.queue(parts, batch, extras.masks if extras else None)
         elif self.before_accept is None:
             for part in parts:
                 part()
@@ -322,13 +288,32 @@ class CapturedStep:
                 part()
             self.before_accept(HookValues(bound, bucket, batch, places))
             accept()
-        self._buffers.state.stepped()
-        if isinstance(bound, ExtendedStep) and bound.scores is not None:
-            results: HostResults = bound.scores.read()
-            self._buffers.newest = results
-        else:
-            results = self._buffers.read_results()
-        return PendingReplay(self, batch, begin_s, results, places)
+
+        def finish(begin_s: float) -> PendingReplay:
+            if rest is not None:
+                rest()
+            self._buffers.state.stepped()
+            if isinstance(bound, ExtendedStep) and bound.scores is not None:
+                results: HostResults = bound.scores.read()
+                self._buffers.newest = results
+            else:
+                results = self._buffers.read_results()
+            return PendingReplay(self, batch, begin_s, results, places)
+
+        if rest is None or not is_carried:
+            return finish(begin_s)
+        # its masks follow from tokens that are still on their way
+        return HalfReplay(self._buffers, begin_s, self._in_use(finish), places)
+
+    def _in_use(self, finish: Callable[[float], PendingReplay]) -> Callable[[float], PendingReplay]:
+        """The same, called while another device may be current."""
+
+        @torch.inference_mode()
+        def queue(begin_s: float) -> PendingReplay:
+            with self._graphs.active():
+                return finish(begin_s)
+
+        return queue
 
     def _capture_all(self, bucket: int) -> None:
         """What the step that is to be queued replays, and what any of its kind does."""
@@ -386,11 +371,6 @@ class CapturedStep:
         if kind == UNFILTERED:
             return BoundStep(*own, is_filtered=False)
         return ExtendedStep(kind, self._graphs, self.plan, *own) if kind else BoundStep(*own)
-
-
-def rows_of(batch: int, places: Sequence[int] | None) -> int:
-    """Rows that hold a batch: up to the last that a request has."""
-    return batch if places is None else max(places, default=0) + 1
 
 
 def _look_at_nothing(values: StepValues) -> None:

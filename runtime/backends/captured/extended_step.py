@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from specc.errors import EngineError
 from specc.runtime.backends.captured.bound_step import BoundStep
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.step_masks import StepMasks
@@ -15,6 +16,9 @@ from specc.runtime.backends.captured.step_scores import StepKind, StepScores
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.constraints.mask_rules import MaskRules
 from specc.speculation.plans import SpecPlan
+
+# no token, not of padding either
+_NOTHING = torch.iinfo(torch.int64).min
 
 
 class DraftReader:
@@ -28,6 +32,7 @@ class DraftReader:
 
     def __init__(self, graphs: GraphDevice, batch: int, plan: SpecPlan) -> None:
         shape = (batch, plan.num_nodes)
+        self._name = plan.name
         self._tokens = graphs.host_buffer(*shape, dtype=torch.int64)
         self._parents: Tensor | None = None
         if plan.is_static:
@@ -35,6 +40,10 @@ class DraftReader:
         else:
             self._parents = graphs.host_buffer(*shape, dtype=torch.int32)
         self._event = graphs.replayed_event()
+
+    def expect(self) -> None:
+        """Before the draft is queued: what is there from an older one must not pass for it."""
+        self._tokens.fill_(_NOTHING)
 
     def leave(self, environment: Mapping[str, Tensor]) -> None:
         """After the draft: copy the trees, and mark where they are there."""
@@ -44,16 +53,26 @@ class DraftReader:
         self._event.record()
 
     def read(self, batch: int) -> tuple[list[list[int]], list[list[int]]]:
-        """[B][N] tokens and parents of the first sequences, once the device has drafted them."""
+        """[B][N] tokens and parents of the first sequences, once the device has drafted them.
+
+        Raises:
+            EngineError: the device says that it has, and they are not there.
+        """
         self._event.synchronize()
         tokens = self._tokens[:batch].tolist()
+        if any(_NOTHING in own for own in tokens):
+            raise EngineError(
+                f"a draft of plan {self._name} that is not there, though its event has come",
+                "events of a graph that are those of its last replay",
+                "report this; requests without grammars and logit controls are not concerned",
+            )
         if self._parents is None:
             return tokens, [self._own] * batch
         return tokens, self._parents[:batch].tolist()
 
 
 class ExtendedStep(BoundStep):
-    """A step of some kind, see `BoundStep`: one part, or two where the host reads the draft.
+    """A step of some kind, see `BoundStep`: one part, or two where masks come late.
 
     Args:
         kind: what it does besides.
@@ -79,6 +98,7 @@ class ExtendedStep(BoundStep):
             self.scores = StepScores(graphs, batch, width, plan.max_depth + 1)
             results = self.scores.results
         super().__init__(stages, constants, inputs, results, draft_lens)
+        self._is_late = kind.is_late
         self.masks: StepMasks | None = None
         if kind.is_masked:
             self.masks = StepMasks(graphs, batch, plan.num_nodes, kind.has_biases)
@@ -86,7 +106,7 @@ class ExtendedStep(BoundStep):
 
     @property
     def parts(self) -> list[Callable[[], None]]:
-        """Up to verification, and what comes after; one of both where nobody looks in between."""
+        """Up to verification, and what comes after; one of both where no masks come in between."""
         *early, last = self._stages
 
         def before() -> None:
@@ -113,35 +133,43 @@ class ExtendedStep(BoundStep):
             before()
             after()
 
-        parts = [whole] if self.reader is None else [before, after]
+        parts = [before, after] if self._is_late else [whole]
         return [torch.inference_mode()(part) for part in parts]
 
     def queue(
         self, graphs: Sequence[Callable[[], object]], batch: int, rules: MaskRules | None
-    ) -> None:
-        """Queue a run, with masks of some rules.
-
-        Where the host reads the draft, it does so after all up to verification is queued, and the
-        device verifies while the host makes the masks.
+    ) -> Callable[[], None] | None:
+        """Queue a run, with masks of some rules; where these are late, all up to verification.
 
         Args:
             graphs: replays of the parts; none where they were not captured.
             batch: sequences.
             rules: `MaskRules` of the step; None where it has none.
+        Returns:
+            what makes the masks, and queues the rest; None: all is queued. It waits for what the
+            device drafts, where masks follow from that; the device verifies meanwhile.
         """
-        parts = graphs or ([self.run] if self.reader is None else self.parts)
-        if self.masks is None:
+        parts = graphs or (self.parts if self._is_late else [self.run])
+        masks = self.masks
+        if masks is None:
             parts[0]()
-            return
+            return None
         assert rules is not None, "a step with masks"
         device = self._results.device
-        if self.reader is None:
-            self.masks.fill(rules.masks(rules.known_trees(), device))
+        if not self._is_late:
+            masks.fill(rules.masks(rules.known_trees(), device))
             parts[0]()
-            return
+            return None
+        if self.reader is not None:
+            self.reader.expect()
         parts[0]()
-        self.masks.fill(rules.masks(self.reader.read(batch), device))
-        parts[1]()
+
+        def rest() -> None:
+            trees = rules.known_trees() if self.reader is None else self.reader.read(batch)
+            masks.fill(rules.masks(trees, device))
+            parts[1]()
+
+        return rest
 
     def _do(self, what: str, work: Callable[..., Any], *args: Any) -> None:
         """Raises OperatorError: an operator in it failed."""

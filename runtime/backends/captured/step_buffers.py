@@ -117,8 +117,10 @@ class StepBuffers:
         # staging memory that nobody has, and whose results the other holds, the newest at the end
         self._free = [self._new_output() for _ in range(NUM_STAGES)]
         self._outputs: deque[tuple[Tensor, HostResults]] = deque()
-        # of the step that was queued last; when the host last saw one end
+        # of the step that was queued last; the step that waits for its masks, whose inputs these
+        # still are; when the host last saw one end
         self.newest: HostResults | None = None
+        self.half: object | None = None
         self.end_s = 0.0
         self._next_input = 0
 
@@ -133,7 +135,7 @@ class StepBuffers:
             places: row of each sequence; None is their order.
         """
         # whatever interrupts what follows: no step goes on from inputs that are not its own
-        self.newest = None
+        self.newest = self.half = None
         self.state.save()
         stage = self._next_input
         self._next_input = (stage + 1) % NUM_STAGES

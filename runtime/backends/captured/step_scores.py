@@ -109,7 +109,9 @@ class StepKind(NamedTuple):
         is_scored: compute log probabilities.
         is_masked: masks change the logits that acceptance looks at.
         has_biases: so do biases.
-        reads_draft: masks follow from what the device drafts.
+        is_late: masks follow from tokens that the host may not know yet when verification is
+            queued: it is queued in two parts, and masks come between them.
+        reads_draft: some of these tokens the device drafts.
         is_unfiltered: nothing, and no row needs its filters, or tries proposals one by one: see
             `are_unfiltered`. It is a kind that none of the others goes with.
     """
@@ -117,6 +119,7 @@ class StepKind(NamedTuple):
     is_scored: bool = False
     is_masked: bool = False
     has_biases: bool = False
+    is_late: bool = False
     reads_draft: bool = False
     is_unfiltered: bool = False
 
@@ -140,4 +143,5 @@ class StepExtras(NamedTuple):
         masks = self.masks
         if masks is None:
             return StepKind(self.is_scored)
-        return StepKind(self.is_scored, True, masks.has_biases, masks.reads_draft)
+        late = masks.is_late, masks.reads_draft
+        return StepKind(self.is_scored, True, masks.has_biases, *late)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from specc.artifact.in_memory import BenchPrograms
 from specc.bench.step_bytes import ModelShape, count_passes, count_step_bytes
+from specc.bench.synthetic.live_values import LiveValues
 from specc.bench.synthetic.nodes import Launches, Node, nodes_per_layer, step_nodes
 from specc.cost.graph_costs import H200, GraphCosts
 from specc.kernels.cuda.recorded import recorded
@@ -18,6 +19,13 @@ SCHEMA_VERSION = 1
 _DRAWING = ("accept", "draft_children", "node_winners", "accept_winners")
 # what a report calls the models
 LABELS = {"target": "target", "draft_0": "draft"}
+
+
+class Counted(NamedTuple):
+    """Nodes of a step, and the most bytes that what they make takes at once."""
+
+    nodes: Sequence[Node]
+    values_bytes: int
 
 
 def make_estimate(
@@ -37,14 +45,14 @@ def make_estimate(
         on_plan: called with the name of each plan before it is counted.
     """
     launches = Launches(recorded, KERNELS)
-    nodes: dict[str, list[Node]] = {}
-    filtered: dict[str, list[Node]] = {}
+    nodes: dict[str, Counted] = {}
+    filtered: dict[str, Counted] = {}
     for plan in programs.plans:
         on_plan(plan.name)
         for found, is_filtered in ((nodes, False), (filtered, True)):
-            found[plan.name] = step_nodes(
-                programs, plan, context, launches, is_filtered=is_filtered
-            )
+            live = LiveValues()
+            own = step_nodes(programs, plan, context, launches, is_filtered=is_filtered, live=live)
+            found[plan.name] = Counted(own, live.most)
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "settings": dict(settings) | {"dtype": programs.dtype},
@@ -53,7 +61,9 @@ def make_estimate(
     }
     for model in programs.models:
         per_layer = Counter(
-            count for own in nodes.values() for count in nodes_per_layer(own, model.entry.name)
+            count
+            for own in nodes.values()
+            for count in nodes_per_layer(own.nodes, model.entry.name)
         )
         report[LABELS[model.entry.name]] = {
             "source": model.entry.source,
@@ -71,12 +81,13 @@ def make_estimate(
 def _plan(
     programs: BenchPrograms,
     name: str,
-    nodes: Sequence[Node],
-    filtered: Sequence[Node],
+    unfiltered: Counted,
+    filtered: Counted,
     context: int,
     costs: GraphCosts,
 ) -> dict[str, Any]:
     plan = next(plan for plan in programs.plans if plan.name == name)
+    nodes = unfiltered.nodes
     shapes = {
         model.entry.name: ModelShape(model.program, model.entry.layers, model.entry.dtype)
         for model in programs.models
@@ -105,6 +116,7 @@ def _plan(
         "floor_ms": floor_ms,
         "estimate_ms": estimate_ms,
         "ratio": estimate_ms / floor_ms,
+        "values_bytes": unfiltered.values_bytes,
         "models": models,
         "between": {
             "nodes": len(between),
@@ -114,10 +126,11 @@ def _plan(
         "sampling": _sampling(nodes, costs),
         # of a batch with filters, or that tries proposals one by one
         "filtered": {
-            "nodes": len(filtered),
-            "estimate_ms": _total_ms(filtered, costs),
-            "ratio": _total_ms(filtered, costs) / floor_ms,
-            "sampling": _sampling(filtered, costs),
+            "nodes": len(filtered.nodes),
+            "estimate_ms": _total_ms(filtered.nodes, costs),
+            "ratio": _total_ms(filtered.nodes, costs) / floor_ms,
+            "values_bytes": filtered.values_bytes,
+            "sampling": _sampling(filtered.nodes, costs),
         },
         "kernels": dict(Counter(node.name for node in nodes).most_common()),
     }

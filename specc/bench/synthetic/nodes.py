@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.in_memory import BenchPrograms
+from specc.bench.synthetic.live_values import LiveValues
 from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
 from specc.kernels import ops as _ops  # noqa: F401  registers the operators
 from specc.runtime.backends.captured.bound_step import BoundStep
@@ -85,6 +86,7 @@ def step_nodes(
     launches: Launches,
     *,
     is_filtered: bool = True,
+    live: LiveValues | None = None,
 ) -> list[Node]:
     """Nodes of one step, in the order of the graph.
 
@@ -94,6 +96,7 @@ def step_nodes(
         context: committed rows of each sequence.
         launches: of the kernels that the programs are lowered to.
         is_filtered: some request has filters, or tries proposals one by one.
+        live: gets to know what is made on the way.
     """
     limits = programs.limits
     shape = CacheShape(
@@ -104,7 +107,7 @@ def step_nodes(
         for model in programs.models
     }
     cache = KVCache(shape, specs, getattr(torch, programs.dtype), META)
-    counter = _Counter(context, launches)
+    counter = _Counter(context, launches, live or LiveValues())
     modules = {model.entry.name: _CountedModel(model, cache, counter) for model in programs.models}
     bound = _bind(programs, plan, cache, modules, is_filtered)
     with launches.recorded(counter.note), torch.inference_mode(), counter:
@@ -193,8 +196,9 @@ def _bind(
 class _Counter(TorchDispatchMode):
     """Notes what operators launch while it is active."""
 
-    def __init__(self, context: int, launches: Launches) -> None:
+    def __init__(self, context: int, launches: Launches, live: LiveValues) -> None:
         super().__init__()
+        self._live = live
         self.nodes: list[Node] = []
         self.model = ""
         self._operator = ""
@@ -211,6 +215,7 @@ class _Counter(TorchDispatchMode):
         if func.namespace == "specc" and name in self._kernels:
             return self._launch(func, name, args, kwargs)
         result = func(*args, **kwargs)
+        self._live.note(_tensors((args, kwargs)), _tensors(result))
         if func.overloadpacket in _ALLOCATIONS:
             return result
         given = {_storage(x) for x in _tensors((args, kwargs))}

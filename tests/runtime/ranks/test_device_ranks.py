@@ -142,8 +142,9 @@ def test_captured_ranks_generate_what_one_does(said, whole: Engine, plan: str, k
     assert found["tokens"] == wanted
     assert len({tuple(tokens) for tokens in wanted}) > 1
     if kind in ("greedy", "coupled"):
-        # while the engine loaded: a graph of each plan, and none of operators one by one
-        assert found["captured"] == [len(PLAN_IDS)] * 2
+        # while the engine loaded: two graphs of each plan, one of them for batches without filters,
+        # and none of operators one by one
+        assert found["captured"] == [2 * len(PLAN_IDS)] * 2
         assert found["warnings"] == 0
 
 

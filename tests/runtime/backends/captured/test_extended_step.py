@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from specc.errors import EngineError
 from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.pending_replay import HalfReplay
 from specc.runtime.backends.captured.step_masks import MaskRow, NodeMasks, StepMasks
 from specc.runtime.constraints import mask_rules
 from specc.runtime.engine import Engine
@@ -21,7 +24,12 @@ from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
 from specc.speculation.plans import MERGE, SUFFIX, DynamicTree, SpecPlan
 from tests.runtime.backends.captured.captured_engine import captured_engine, eager_engine
-from tests.runtime.backends.captured.simulated_device import LateDevice, SimulatedDevice, Tape
+from tests.runtime.backends.captured.simulated_device import (
+    LateDevice,
+    ReplayedEvent,
+    SimulatedDevice,
+    Tape,
+)
 
 DATA_PLANS = (
     SpecPlan.from_dynamic(DynamicTree(5, 3, 2)),
@@ -35,7 +43,7 @@ SLOW = ("chain-3", *(plan.name for plan in DATA_PLANS[1:3]))
 PLAN_PARAMS = [
     pytest.param(plan, marks=pytest.mark.slow) if plan in SLOW else plan for plan in PLANS
 ]
-ON_HOST = ("off", DATA_PLANS[-1].name)
+ON_HOST = DATA_PLANS[-1].name
 PROMPTS = ["hello", "abab" * 4, "{", "a longer one"]
 LIST = StructuredOutputsParams(regex="(ab){2,5}c(ab){3}")
 WORD = StructuredOutputsParams(choice=["yes", "yesterday", "no", "nothing else"])
@@ -80,31 +88,34 @@ class Rig:
     engine: Engine
     eager: Engine
     device: SimulatedDevice
-    # plan, and how many graphs were replayed, of every step
+    # plan, and how many graphs were replayed, of every step; how many masks came late
     steps: list[tuple[str, int]] = field(default_factory=list)
+    num_halves: int = 0
 
     def run(self, engine: Engine, plan: str, params: list[SamplingParams]) -> list[Any]:
         self.steps.clear()
+        self.num_halves = 0
         outputs = LLM(engine, plan).generate(PROMPTS[: len(params)], params)
         return [output.outputs[0] for output in outputs]
 
 
 def make_rig(path: Path, device: SimulatedDevice, patch: pytest.MonkeyPatch) -> Rig:
     rig = Rig(captured_engine(path, device, DATA_PLANS), eager_engine(path, DATA_PLANS), device)
-    replays = [0]
     queue = CapturedStep._queue
 
     def counted(step: CapturedStep, *args: Any, **options: Any) -> Any:
-        replays[0] = 0
+        rig.steps.append((step.plan.name, 0))
         result = queue(step, *args, **options)
-        rig.steps.append((step.plan.name, replays[0]))
+        rig.num_halves += isinstance(result, HalfReplay)
         return result
 
     kind = type(device.make_tape())
     replay = kind.replay
 
     def replayed(tape: Tape) -> None:
-        replays[0] += 1
+        # the rest of a step comes before any other one
+        name, count = rig.steps[-1]
+        rig.steps[-1] = name, count + 1
         replay(tape)
 
     patch.setattr(kind, "replay", replayed)
@@ -136,12 +147,13 @@ def assert_same(found: list[Any], wanted: list[Any]) -> None:
 def test_outputs_are_those_of_an_eager_engine(rig, case, plan) -> None:
     wanted = rig.run(rig.eager, plan, CASES[case])
     assert_same(rig.run(rig.engine, plan, CASES[case]), wanted)
-    # one graph a step, but where masks follow from what the device drafts
-    looks = case in ("grammars", "controls", "all") and plan not in ON_HOST
+    # one graph a step, but where masks follow from tokens that the host does not know yet
+    is_late = case in ("grammars", "controls", "all") and plan != ON_HOST
     seen = {count for name, count in rig.steps if name == plan}
-    assert max(seen) == (2 if looks else 1)
-    assert min(seen) == 1 or looks
-    assert {count for name, count in rig.steps if name == "off"} <= {1}
+    assert max(seen) == (2 if is_late else 1)
+    assert min(seen) == 1 or is_late
+    assert {count for _, count in rig.steps} <= {1, 2}
+    assert (rig.num_halves > 0) == is_late
 
 
 def test_kinds_are_captured_when_they_are_asked_for(tiny_engine, monkeypatch) -> None:
@@ -187,6 +199,19 @@ def test_the_device_verifies_while_the_host_makes_masks(tiny_engine, monkeypatch
     assert_same(rig.run(rig.engine, "off", CASES["all"]), rig.run(rig.eager, "off", CASES["all"]))
 
 
+def test_a_draft_that_has_not_come_is_no_draft(tiny_engine, monkeypatch) -> None:
+    """An event that is still that of the replay before: an error, and no masks of its tokens."""
+    rig = make_rig(tiny_engine, LateDevice(), monkeypatch)
+    llm, calls = LLM(rig.engine, "chain-3"), itertools.count()
+    synchronize = ReplayedEvent.synchronize
+    monkeypatch.setattr(
+        ReplayedEvent, "synchronize", lambda event: next(calls) > 2 or synchronize(event)
+    )
+    with pytest.raises(EngineError, match="plan chain-3 that is not there"):
+        llm.generate(PROMPTS[:1], [params_of(structured_outputs=LIST)])
+    assert next(calls) == 4
+
+
 @pytest.mark.parametrize("plan", PLAN_PARAMS)
 def test_scored_steps_are_queued_ahead(tiny_engine, monkeypatch, plan) -> None:
     """Log probabilities do not make the device wait for the host."""
@@ -203,6 +228,32 @@ def test_scored_steps_are_queued_ahead(tiny_engine, monkeypatch, plan) -> None:
     assert_same(rig.run(rig.engine, plan, params), rig.run(rig.eager, plan, params))
     # the index of a suffix grows with the results
     assert len(ahead) > 3 or plan == DATA_PLANS[-1].name
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLAN_PARAMS if plan != ON_HOST])
+@pytest.mark.parametrize("case", ["grammars", "biases", "controls"])
+def test_masked_steps_are_queued_ahead(tiny_engine, monkeypatch, case, plan) -> None:
+    """Nearly every step is verified, or queued as a whole, before the one before it is read."""
+    rig = make_rig(tiny_engine, LateDevice(), monkeypatch)
+    device: Any = rig.device
+    # of each step that is queued: pieces of work before it that nobody has waited for
+    waiting: list[int] = []
+
+    def watch(name: str) -> None:
+        original = getattr(CapturedStep, name)
+
+        def watched(step: CapturedStep, *args: Any, **options: Any) -> Any:
+            waiting.append(device.num_waiting)
+            return original(step, *args, **options)
+
+        monkeypatch.setattr(CapturedStep, name, watched)
+
+    wanted = rig.run(rig.eager, plan, CASES[case])
+    watch("submit")
+    watch("submit_next")
+    assert_same(rig.run(rig.engine, plan, CASES[case]), wanted)
+    assert sum(map(bool, waiting)) > 0.5 * len(waiting), waiting
+    assert (rig.num_halves > 0) == (case != "biases")
 
 
 def masked(logits: Tensor, masks: NodeMasks, size: int) -> Tensor:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from specc.artifact.in_memory import BenchPrograms
 from specc.bench.step_bytes import model_bytes
 from specc.bench.synthetic.estimate import make_estimate
+from specc.bench.synthetic.live_values import LiveValues
 from specc.bench.synthetic.nodes import Launches, Node, nodes_per_layer, step_nodes
 from specc.cli.main import app
 from specc.compiler.in_memory import ShapeOptions, compile_shapes
@@ -236,6 +238,49 @@ def test_sampling_is_a_part_of_what_lies_between_passes() -> None:
     row = compiled().models[0].entry.vocab_size * 2
     assert filtered["off"]["sampling"]["bytes"] >= found["off"]["bytes"] + 4 * row
     assert found["off"]["bytes"] >= row
+
+
+def test_values_that_are_alive_at_once() -> None:
+    """By hand: views keep what they show, what nobody has any more goes, inputs do not count."""
+    live = LiveValues()
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            live.note([x for x in args if isinstance(x, torch.Tensor)], [result])
+            return result
+
+    given = torch.empty(4096, device="meta")
+    with Noting():
+        part = given[:1000]
+        a = part + 1  # 4000 bytes in blocks of 512: 4096
+        assert live.most == 4096
+        row = a[:10]
+        del a
+        row.add_(1)
+        b = part * 2
+        assert live.most == 2 * 4096
+        del row
+        c = b[:1] * b[:1]
+        assert live.most == 2 * 4096
+        d = part * 3
+        assert live.most == 2 * 4096 + 512
+        del b, c, d
+        part + part
+    assert live.most == 2 * 4096 + 512
+
+
+def test_the_second_graph_fits_into_the_memory_of_the_first() -> None:
+    """Its values take no more, so that in a pool with those of the first it needs nothing."""
+    for batch_size in (1, 16):
+        report = make_estimate(compiled(batch_size=batch_size), CONTEXT, {})
+        for name, plan in report["plans"].items():
+            assert 0 < plan["values_bytes"] <= plan["filtered"]["values_bytes"], name
+    # with filters, logits of all levels side by side, and float32 copies of their rows
+    plans = report["plans"]
+    row = compiled().models[0].entry.vocab_size * 2
+    more = plans["chain-4"]["filtered"]["values_bytes"] - plans["chain-4"]["values_bytes"]
+    assert more > 16 * 4 * row
 
 
 def test_the_command(tmp_path) -> None:

@@ -1,0 +1,105 @@
+"""Captured steps that were queued: as a whole, or up to where the host has to bring their masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
+from specc.runtime.backends.captured.step_scores import ScoredResults
+from specc.runtime.backends.step_io import StepResult
+
+if TYPE_CHECKING:
+    from specc.runtime.backends.captured.captured_step import CapturedStep
+
+
+class PendingReplay(NamedTuple):
+    """A captured step that was queued; see `PendingStep`."""
+
+    step: CapturedStep
+    batch: int
+    begin_s: float
+    results: HostResults
+    # row of each request; None is their order
+    places: Sequence[int] | None = None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `submit_next` is the step after this one: queued without a word of the host.
+
+        Not with a hook, which reads what the device has made, nor where another step was queued
+        meanwhile: the device goes on from that one.
+        """
+        count = rows_of(self.batch, self.places)
+        is_newest = self.step.is_newest(self.results)
+        return is_newest and self.step.is_replayed(count, self.step.kind)
+
+    def since(self, begin_s: float) -> PendingReplay:
+        """See `PendingStep.since`."""
+        return self._replace(begin_s=begin_s)
+
+    def complete(self) -> PendingReplay:
+        """See `PendingStep.complete`: all of it is queued."""
+        return self
+
+    def result(self) -> StepResult:
+        """Once; the seconds are those since the step before it ended, or it was queued."""
+        values = self.results.wait()
+        own = slice(self.batch) if self.places is None else list(self.places)
+        found = self.step.to_result(values[own], self.step.seconds_since(self.begin_s))
+        if isinstance(self.results, ScoredResults):
+            found = found._replace(values={"scores": self.results.scores[own]})
+        return found
+
+
+class HalfReplay:
+    """A step of which all up to verification was queued; see `PendingStep`.
+
+    Masks of the rest follow from tokens that the step before it brings, and from its own draft: so
+    the device drafts and verifies while the host reads the results before, and makes the masks.
+    Until then its inputs, and what verification has left in memory that graphs share, must stay: a
+    step that is queued in between takes its place, and it has to be queued anew.
+
+    Args:
+        buffers: inputs of the engine's steps.
+        begin_s: when it was queued.
+        finish: queue the rest; given `begin_s`.
+        places: row of each request; None is their order.
+    """
+
+    # what would follow is the step before it, once more
+    can_go_on = False
+
+    def __init__(
+        self,
+        buffers: StepBuffers,
+        begin_s: float,
+        finish: Callable[[float], PendingReplay],
+        places: Sequence[int] | None,
+    ) -> None:
+        self.places = places
+        self._buffers = buffers
+        self._begin_s = begin_s
+        self._finish = finish
+        buffers.half = self
+
+    def since(self, begin_s: float) -> HalfReplay:
+        """See `PendingStep.since`."""
+        self._begin_s = begin_s
+        return self
+
+    def complete(self) -> PendingReplay | None:
+        """See `PendingStep.complete`."""
+        if self._buffers.half is not self:
+            return None
+        self._buffers.half = None
+        return self._finish(self._begin_s)
+
+    def result(self) -> StepResult:
+        """Not before `complete`."""
+        raise AssertionError("a step without its masks")
+
+
+def rows_of(batch: int, places: Sequence[int] | None) -> int:
+    """Rows that hold a batch: up to the last that a request has."""
+    return batch if places is None else max(places, default=0) + 1
