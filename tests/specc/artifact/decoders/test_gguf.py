@@ -10,13 +10,11 @@ import torch
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
 from specc.artifact.decoders.gguf_file import GGUFReader
-from specc.artifact.decoders.integer_stream import integer_stream
-from specc.artifact.nonfinite import refuse
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.errors import ModelNotFoundError, WeightError
 from specc.passes.frontend.hf_model import resolve_directory
 from tests.gguf_files import FILE, draw, paired, write_file
-from tests.specc.artifact.decoders.test_decoders import values_of
+from tests.specc.artifact.decoders.test_decoders import blocks_of, values_of
 
 CONFIG = SimpleNamespace(model_type="llama", num_attention_heads=2, num_key_value_heads=2)
 FIELDS = {"general.architecture": "llama", "llama.attention.head_count": 2}
@@ -48,9 +46,7 @@ def test_blocks(tmp_path, kind, layout, version) -> None:
         assert reader.scheme == f"gguf, {kind}"
         if layout is not None:
             own = QuantizedLayout.named(layout)
-            stored = b"".join(map(bytes, integer_stream(reader, [(KEY, None)], own, refuse)))
-            blocks = torch.frombuffer(bytearray(stored), dtype=torch.uint8)
-            found = dequantize(blocks.view(own.stored_shape(shape)), shape, own)
+            found = dequantize(blocks_of(reader, [(KEY, None)], own, shape), shape, own)
             assert torch.equal(found, exact)
 
 
