@@ -127,7 +127,7 @@ class ModelSource:
     @property
     def location(self) -> str | None:
         """Absolute path of the checkpoint; None for a hub id, whose cache moves, and a module."""
-        is_path = self.directory is not None and Path(self.label).is_dir()
+        is_path = self.directory is not None and Path(self.label).exists()
         return str(Path(self.label).resolve()) if is_path else None
 
     @property

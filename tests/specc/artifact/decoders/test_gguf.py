@@ -11,8 +11,7 @@ import torch
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
-from specc.errors import ModelNotFoundError, WeightError
-from specc.passes.frontend.hf_model import resolve_directory
+from specc.errors import WeightError
 from tests.gguf_files import FILE, draw, paired, write_file
 from tests.specc.artifact.decoders.test_decoders import blocks_of, values_of
 
@@ -123,9 +122,7 @@ def test_damaged_files(tmp_path) -> None:
     GGUFReader(tmp_path / FILE).close()
 
 
-def test_several_files_and_a_path_of_one(tmp_path) -> None:
+def test_several_files(tmp_path) -> None:
     write_file(tmp_path / FILE, FIELDS, ONE)
-    with pytest.raises(ModelNotFoundError, match=r"a directory that holds it, and config.json"):
-        resolve_directory(tmp_path / FILE)
     write_file(tmp_path / "other.gguf", FIELDS, ONE)
     assert "other.gguf" in refused(tmp_path).found
