@@ -12,6 +12,7 @@ from specc.passes.base import Pass, PassResult
 from specc.passes.lower.cpu.quantized_inputs import (
     QuantizedInputs,
     kept_of,
+    name_sums,
     order_columns,
     whole_shape,
 )
@@ -67,6 +68,7 @@ class QuantizeExperts(Pass):
                 program.graph.erase_node(read)
             inputs.drop(source)
             result.rewrites += 1
+        name_sums(program)
         return result
 
 

@@ -16,6 +16,7 @@ from specc.passes.lower.cpu.quantize_experts import QuantizeExperts
 from specc.passes.lower.cpu.quantized_inputs import (
     QuantizedInputs,
     kept_of,
+    name_sums,
     order_columns,
     whole_shape,
 )
@@ -90,4 +91,5 @@ class QuantizeLinear(Pass):
             replace_linear(node, ops.linear_q, blocks, weight.shape[0], *more)
             inputs.drop(weight_node)
             result.rewrites += 1
+        name_sums(program)
         return result

@@ -80,6 +80,18 @@ class QuantizedInputs:
             program.shard = dataclasses.replace(program.shard, weights=tuple(kept))
 
 
+def name_sums(program: Program) -> None:
+    """Let the plan's sums name the products that they are of now."""
+    if program.shard is None:
+        return
+    nodes = {node.name: node for node in program.calls(ops.all_reduce)}
+    sums = (
+        dataclasses.replace(item, after=nodes[item.node].args[0].name)  # type: ignore[union-attr]
+        for item in program.shard.collectives
+    )
+    program.shard = dataclasses.replace(program.shard, collectives=tuple(sums))
+
+
 def order_columns(program: Program, node: fx.Node, beside: fx.Node, columns: Tensor) -> None:
     """Let a product read its rows in the order in which the weight's columns are stored.
 

@@ -60,6 +60,10 @@ def check_pieces(one: Path, cut: Path, num_ranks: int) -> ShardPlan:
         constants = sum(own[key].nbytes for key in own.keys() - plan.by_key.keys())
         memory = read_manifest(cut).memory_plan["target"].weights
         assert memory == plan.local_bytes + constants
+    nodes = json.loads((cut / "target" / "program.json").read_text())["graph"]["nodes"]
+    summed = {node["name"]: node["args"][0] for node in nodes if "all_reduce" in node["name"]}
+    for item in plan.collectives:
+        assert summed[item.node] == {"node": item.after}
     assert plan.whole_bytes == sum(whole[key].nbytes for key in plan.by_key)
     entries = [read_manifest(engine).models[0] for engine in (one, cut)]
     assert entries[0].num_parameters == entries[1].num_parameters
