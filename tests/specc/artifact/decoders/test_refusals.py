@@ -268,6 +268,10 @@ def test_which_group_a_layer_is_of(tmp_path) -> None:
     form = made.Format(config, PACKED.writer)
     reader, exact = open_written(tmp_path, form, torch.randn(64, 96))
     assert torch.equal(values_of(reader, KEY), exact)
+    # a layer's name and a pattern without dots are no names of classes
+    for target in ("lm_head", "re:lm_head"):
+        groups["other"]["targets"] = [target]
+        open_checkpoint(tmp_path, Config(config))
     groups["other"]["targets"] = ["re:.*q_proj"]
     with pytest.raises(WeightError, match="3 bits"):
         open_checkpoint(tmp_path, Config(config))
