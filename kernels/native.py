@@ -62,11 +62,11 @@ _EXACT_SOURCES = (
 )  # fmt: skip
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
-    "tree_attention", "block_mass", "linear", "linear_q", "embedding_of_blocks", "tree_expand",
-    "accept_winners", "commit_kv", "tree_rows", "commit_rows", "next_tokens", "draft_children",
-    "accept", "merge_trees", "rerank_tree", "ancestor_words", "image_slots", "vote_chain", "lookup",
-    "record_tokens", "node_winners", "column_winners", "all_reduce", "gather_rows", "from_first",
-    "best_of_ranks",
+    "tree_attention", "block_mass", "linear", "linear_q", "grouped_mm_q", "embedding_of_blocks",
+    "tree_expand", "accept_winners", "commit_kv", "tree_rows", "commit_rows", "next_tokens",
+    "draft_children", "accept", "merge_trees", "rerank_tree", "ancestor_words", "image_slots",
+    "vote_chain", "lookup", "record_tokens", "node_winners", "column_winners", "all_reduce",
+    "gather_rows", "from_first", "best_of_ranks",
 )  # fmt: skip
 # operator → declaration of the C function that AOTInductor's code calls in its place
 C_SHIMS = {
@@ -81,6 +81,9 @@ C_SHIMS = {
     " AtenTensorHandle*, int64_t, AtenTensorHandle*)",
     "linear_q": "AOTITorchError aoti_torch_cpu_linear_q(AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle*, int64_t, int64_t, int64_t, int32_t, int32_t, AtenTensorHandle*)",
+    "grouped_mm_q": "AOTITorchError aoti_torch_cpu_grouped_mm_q(AtenTensorHandle,"
+    " AtenTensorHandle, AtenTensorHandle, int64_t, int64_t, int64_t, int32_t, int32_t,"
+    " AtenTensorHandle*)",
     "embedding_of_blocks": "AOTITorchError aoti_torch_cpu_embedding_of_blocks(AtenTensorHandle,"
     " AtenTensorHandle, int64_t, int64_t, AtenTensorHandle*)",
     "all_reduce": "AOTITorchError aoti_torch_cpu_all_reduce(AtenTensorHandle, AtenTensorHandle*)",

@@ -73,6 +73,13 @@ linear_q = _define(
     reference_quantized.linear_q_reference,
     fakes.linear_q,
 )
+# of the experts of a mixture, likewise
+grouped_mm_q = _define(
+    "grouped_mm_q(Tensor x, Tensor weight, Tensor ends, int out_features, int bits, int group,"
+    " bool has_zeros, bool is_float=False) -> Tensor",
+    reference_quantized.grouped_mm_q_reference,
+    fakes.grouped_mm_q,
+)
 embedding_of_blocks = _define(
     "embedding_of_blocks(Tensor weight, Tensor tokens, int num_embeddings, int width) -> Tensor",
     reference.embedding_of_blocks_reference,

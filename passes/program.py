@@ -46,6 +46,7 @@ class Weight:
         shape: of the concatenation.
         in_blocks: whether the engine's file holds it in blocks; see `specc.artifact.weight_layout`.
         quantized: how it holds it as integers, in blocks of their own.
+        is_turned: of what is quantized, [..., N, K]: the parameter has matrices [..., K, N].
     """
 
     parameters: tuple[str, ...]
@@ -53,6 +54,7 @@ class Weight:
     shape: tuple[int, ...]
     in_blocks: bool = False
     quantized: QuantizedLayout | None = None
+    is_turned: bool = False
 
     @property
     def key(self) -> str:
@@ -177,7 +179,7 @@ class Program:
         unique = {weight.parameters: weight.shape for weight in self.weights.values()}
         if self.shard is not None:
             # a rank's part of a model says nothing about the model
-            unique = {(cut.key,): cut.shape for cut in self.shard.weights}
+            unique = {tuple(cut.parameters): cut.shape for cut in self.shard.weights}
         return sum(torch.Size(shape).numel() for shape in unique.values())
 
     @property
@@ -305,6 +307,8 @@ def program_to_json(program: Program) -> dict[str, Any]:
             entry["shape"] = list(weight.stored_shape)
             if weight.quantized is not None:
                 entry |= {"layout": weight.layout, "quantized_of": list(weight.shape)}
+                if weight.is_turned:
+                    entry["is_turned"] = True
             if weight.in_blocks:
                 entry["blocks_of"] = list(weight.shape)
         elif name in program.constants:

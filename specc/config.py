@@ -154,15 +154,6 @@ class CompileConfig:
             return self.quantize
         return f"int4-g{self.quantize_group or _QUANTIZE_GROUPS[1]}"
 
-    def cutting_option(self) -> str | None:
-        """An option that cuts models, which quantized weights do not go with; None without one."""
-        others = (
-            ("--tensor-parallel-size", self.tensor_parallel_size > 1),
-            ("--pipeline-parallel-size", self.pipeline_parallel_size > 1),
-            ("--draft-ranks", self.draft_ranks > 1),
-        )
-        return next((option for option, is_given in others if is_given), None)
-
     def _check_quantization(self) -> None:
         if self.quantize not in (None, "int8", "int4", "fp8"):
             raise ConfigError(
@@ -183,15 +174,7 @@ class CompileConfig:
                 "32, 64 or 128",
                 "choose one of them, or leave it out for 64",
             )
-        given = [f"--quantize {self.quantize}"] if self.quantize is not None else []
         own = [own for plan in self.plans for own in plan.self_drafts if own.weights]
-        given += [f"--draft {draft.option}" for draft in own]
-        if given and (option := self.cutting_option()) is not None:
-            raise ConfigError(
-                f"{given[0]} and {option}",
-                "one rank: weights of several are not quantized yet",
-                "leave out one of the two",
-            )
         if own and self.segments:
             raise ConfigError(
                 f"--draft {own[0].option} and --segments",

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.models import byte_tokenizer
 from tests.quantized_checkpoints import Written
 
 FILE = "model.gguf"
@@ -108,11 +109,14 @@ def field(name: str, value: Any) -> bytes:
     """One of the metadata: a string, a number, or a list of strings or numbers."""
     if isinstance(value, str):
         return text(name) + struct.pack("<I", 8) + text(value)
+    if isinstance(value, bool):
+        return text(name) + struct.pack("<I?", 7, value)
     if isinstance(value, float):
         return text(name) + struct.pack("<If", 6, value)
     if isinstance(value, list):
-        kind = 8 if isinstance(value[0], str) else 5
-        items = b"".join(text(x) if kind == 8 else struct.pack("<i", x) for x in value)
+        kind = {str: 8, float: 6, int: 5}[type(value[0]) if value else str]
+        form = {6: "<f", 5: "<i"}.get(kind, "")
+        items = b"".join(text(x) if kind == 8 else struct.pack(form, x) for x in value)
         return text(name) + struct.pack("<IIQ", 9, kind, len(value)) + items
     return text(name) + struct.pack("<II", 4, value)
 
@@ -136,6 +140,31 @@ def write_file(
         head += struct.pack("<IQ", number, len(data))
         data += stored
     path.write_bytes(head + bytes(-len(head) % alignment) + data)
+
+
+def model_fields(architecture: str, config: Any) -> dict[str, Any]:
+    """What a converter writes of a configuration of transformers."""
+    own = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": 10000.0,
+    }  # fmt: skip
+    if getattr(config, "head_dim", None):
+        own |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    named = {f"{architecture}.{name}": value for name, value in own.items()}
+    return {"general.architecture": architecture, "general.name": "tiny"} | named
+
+
+def byte_fields() -> dict[str, Any]:
+    """Of `models.byte_tokenizer`: 128 letters, and no merges."""
+    letters = sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])
+    own = {
+        "model": "gpt2", "pre": "gpt-2", "tokens": [letter for letter, _ in letters],
+        "token_type": [1] * len(letters), "merges": [], "add_bos_token": False,
+    }  # fmt: skip
+    return {f"tokenizer.ggml.{name}": value for name, value in own.items()}
 
 
 def llama_name(name: str) -> str:
@@ -186,13 +215,7 @@ def write_model(
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             data = paired(data, value.shape[0], head_rows)
         stored[llama_name(name)] = (kind, tuple(value.shape), data)
-    fields = {
-        "general.architecture": architecture, "tokenizer.ggml.tokens": ["a", "bc"],
-        "tokenizer.ggml.token_type": [1, -2, 3], "general.name": "tiny",
-        f"{architecture}.attention.head_count": config.num_attention_heads,
-        f"{architecture}.attention.head_count_kv": config.num_key_value_heads,
-        f"{architecture}.rope.freq_base": 10000.0,
-    }  # fmt: skip
+    fields = model_fields(architecture, config) | byte_fields()
     (made.quantized / "model.safetensors").unlink()
     write_file(made.quantized / FILE, fields, stored)
     save_file(made.weights, made.exact / "model.safetensors", {"format": "pt"})

@@ -95,8 +95,10 @@ struct LinearQ {
   void* y;
   int64_t y_stride;
 };
-void linear_q(const LinearQ& a, int num_threads);
-void linear_fp8(const LinearQ& a, int num_threads);  // of `linear_q`, the part for e4m3
+// Products that differ in their rows and blocks alone: one, or those of a mixture's experts.
+void linear_q(const LinearQ* products, int64_t count, int num_threads);
+// of `linear_q`, the part for e4m3; one product or more
+void linear_fp8(const LinearQ* products, int64_t count, int num_threads);
 // Bytes of a block of 32 outputs; throws std::runtime_error for a layout that is not known.
 int64_t block_bytes(const LinearQ& a);
 

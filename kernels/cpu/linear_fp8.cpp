@@ -264,11 +264,11 @@ class Rows {
 
 }  // namespace
 
-void linear_fp8(const LinearQ& a, int num_threads) {
-  if (a.dtype == DType::kFloat32)
-    quantized::run<Rows<float>>(a, num_threads);
+void linear_fp8(const LinearQ* products, int64_t count, int num_threads) {
+  if (products->dtype == DType::kFloat32)
+    quantized::run<Rows<float>>(products, count, num_threads);
   else
-    quantized::run<Rows<vec::BFloat16>>(a, num_threads);
+    quantized::run<Rows<vec::BFloat16>>(products, count, num_threads);
 }
 
 }  // namespace specc

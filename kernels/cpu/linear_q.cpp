@@ -305,13 +305,14 @@ int64_t block_bytes(const LinearQ& a) {
          parts_of(a.k, layout.columns_of_unit) * layout.unit_bytes;
 }
 
-void linear_q(const LinearQ& a, int num_threads) {
-  if (is_fp8(a))
-    linear_fp8(a, num_threads);
-  else if (a.dtype == DType::kFloat32)
-    quantized::run<Rows<float, 24>>(a, num_threads);
+void linear_q(const LinearQ* products, int64_t count, int num_threads) {
+  if (count == 0) return;
+  if (is_fp8(*products))
+    linear_fp8(products, count, num_threads);
+  else if (products->dtype == DType::kFloat32)
+    quantized::run<Rows<float, 24>>(products, count, num_threads);
   else
-    quantized::run<Rows<vec::BFloat16, 16>>(a, num_threads);
+    quantized::run<Rows<vec::BFloat16, 16>>(products, count, num_threads);
 }
 
 }  // namespace specc

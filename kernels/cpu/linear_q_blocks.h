@@ -42,18 +42,28 @@ struct Layout {
   static int64_t scales(const LinearQ& a) { return kScalesBytes + (a.has_zeros ? kZerosBytes : 0); }
 };
 
-// y of all rows; each thread has blocks of outputs, and takes kMaxRows rows at a time.
+// y of all rows of each product; all have as many outputs. A thread has blocks of outputs that
+// follow each other, across products, and takes kMaxRows rows at a time.
 template <class Rows>
-void run(const LinearQ& a, int num_threads) {
-  const int64_t blocks = parts_of(a.n, kBlock), parts = parts_of(a.rows, kMaxRows);
-  const bool is_tiny = a.rows * a.n * a.k < kSerialWork;
+void run(const LinearQ* products, int64_t count, int num_threads) {
+  const int64_t blocks = count > 0 ? parts_of(products[0].n, kBlock) : 0;
+  int64_t work = 0;
+  for (int64_t i = 0; i < count; ++i) work += products[i].rows * products[i].n * products[i].k;
+  const bool is_tiny = work < kSerialWork;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_tiny)
   {
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const int64_t begin = blocks * thread / threads, end = blocks * (thread + 1) / threads;
-    for (int64_t i = 0; i < parts && begin < end; ++i) {
-      const int64_t row = a.rows * i / parts;
-      Rows(a, row, a.rows * (i + 1) / parts - row).multiply(begin, end);
+    const int64_t all = count * blocks;
+    const int64_t first = all * thread / threads, last = all * (thread + 1) / threads;
+    for (int64_t i = 0; i < count; ++i) {
+      const LinearQ& a = products[i];
+      const int64_t begin = std::max<int64_t>(first - i * blocks, 0);
+      const int64_t end = std::min<int64_t>(last - i * blocks, blocks);
+      const int64_t parts = parts_of(a.rows, kMaxRows);
+      for (int64_t part = 0; part < parts && begin < end; ++part) {
+        const int64_t row = a.rows * part / parts;
+        Rows(a, row, a.rows * (part + 1) / parts - row).multiply(begin, end);
+      }
     }
   }
 }

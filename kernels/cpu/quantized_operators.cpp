@@ -1,8 +1,11 @@
-// Binds the projection by quantized weights to its operator, twice, as register.cpp does.
+// Binds projections by quantized weights, one or a mixture's, to their operators, twice, as
+// register.cpp does.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstring>
 #include <optional>
+#include <vector>
 
 #include "kernels.h"
 #include "shims.h"
@@ -14,10 +17,9 @@ using namespace specc::tensors;
 
 namespace {
 
-AtenTensorHandle linear_q(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
-                          AtenTensorHandle bias_handle, int64_t out_features, int64_t bits,
-                          int64_t group, bool has_zeros, bool is_float) {
-  const View x(x_handle), w(w_handle);
+// What the arguments say of a product by `num_weights` weights, without bias and result.
+specc::LinearQ product_of(const View& x, const View& w, int64_t num_weights, int64_t out_features,
+                          int64_t bits, int64_t group, bool has_zeros, bool is_float) {
   check(x.dim == 2 && x.is_dense_row(), "x is [M, K], its rows contiguous");
   check(w.dim == 2 && w.dtype == aoti_torch_dtype_uint8() && w.is_contiguous(),
         "a quantized weight is uint8 [blocks, bytes], contiguous");
@@ -33,11 +35,23 @@ AtenTensorHandle linear_q(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
   a.is_float = is_float;
   const int64_t blocks = out_features / specc::kLinearBlock +
                          (out_features % specc::kLinearBlock != 0);
-  check(w.sizes[0] == blocks && w.sizes[1] == specc::block_bytes(a),
+  // of a tensor, so that no product of sizes can be too large
+  const bool is_whole = num_weights == 0 ? w.sizes[0] == 0
+                                         : w.sizes[0] % num_weights == 0 &&
+                                               w.sizes[0] / num_weights == blocks;
+  check(is_whole && w.sizes[1] == specc::block_bytes(a),
         "the blocks are those of all outputs and columns");
   a.x = x.data;
   a.x_stride = x.strides[0];
   a.w = w.as<uint8_t>();
+  return a;
+}
+
+AtenTensorHandle linear_q(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
+                          AtenTensorHandle bias_handle, int64_t out_features, int64_t bits,
+                          int64_t group, bool has_zeros, bool is_float) {
+  const View x(x_handle), w(w_handle);
+  specc::LinearQ a = product_of(x, w, 1, out_features, bits, group, has_zeros, is_float);
   if (bias_handle != nullptr) {
     const View bias(bias_handle);
     check_index(bias, 1, x.dtype, "bias is [N] in the dtype of x");
@@ -47,7 +61,44 @@ AtenTensorHandle linear_q(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
   AtenTensorHandle y = empty({a.rows, a.n}, x.dtype);
   a.y = data_of(y);
   a.y_stride = a.n;
-  specc::linear_q(a, specc::kernel_threads());
+  specc::linear_q(&a, 1, specc::kernel_threads());
+  return y;
+}
+
+// Each run of rows by its expert's blocks; rows after the last run are zeros.
+AtenTensorHandle grouped_mm_q(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
+                              AtenTensorHandle ends_handle, int64_t out_features, int64_t bits,
+                              int64_t group, bool has_zeros, bool is_float) {
+  const View x(x_handle), w(w_handle), ends(ends_handle);
+  check_index(ends, 1, aoti_torch_dtype_int32(), "ends are [E] int32, contiguous");
+  const int64_t experts = ends.sizes[0];
+  const specc::LinearQ whole =
+      product_of(x, w, experts, out_features, bits, group, has_zeros, is_float);
+  AtenTensorHandle y = empty({whole.rows, whole.n}, x.dtype);
+  const int64_t item = whole.dtype == specc::DType::kFloat32 ? 4 : 2;
+  auto* out = static_cast<char*>(data_of(y));
+  const auto* in = static_cast<const char*>(x.data);
+  const int64_t expert_bytes = experts == 0 ? 0 : w.sizes[0] / experts * w.sizes[1];
+  std::vector<specc::LinearQ> products;
+  int64_t first = 0;
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    const int64_t last = ends.as<int32_t>()[expert];
+    check(last >= first && last <= whole.rows, "ends are rows of x, in order");
+    if (last > first) {
+      specc::LinearQ a = whole;
+      a.rows = last - first;
+      a.x = in + first * a.x_stride * item;
+      a.w = whole.w + expert * expert_bytes;
+      a.y = out + first * a.n * item;
+      a.y_stride = a.n;
+      products.push_back(a);
+    }
+    first = last;
+  }
+  if (whole.n > 0 && whole.rows > first)
+    std::memset(out + first * whole.n * item, 0, (whole.rows - first) * whole.n * item);
+  specc::linear_q(products.data(), static_cast<int64_t>(products.size()),
+                  specc::kernel_threads());
   return y;
 }
 
@@ -58,24 +109,43 @@ Tensor boxed_linear_q(Tensor x, Tensor weight, std::optional<Tensor> bias, int64
       linear_q(x.get(), weight.get(), handle, out_features, bits, group, has_zeros, is_float));
 }
 
+Tensor boxed_grouped_mm_q(Tensor x, Tensor weight, Tensor ends, int64_t out_features, int64_t bits,
+                          int64_t group, bool has_zeros, bool is_float) {
+  return Tensor(grouped_mm_q(x.get(), weight.get(), ends.get(), out_features, bits, group,
+                             has_zeros, is_float));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(specc_cpu, library) {
   library.def(
       "linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group, "
       "bool has_zeros, bool is_float=False) -> Tensor");
+  library.def(
+      "grouped_mm_q(Tensor x, Tensor weight, Tensor ends, int out_features, int bits, int group, "
+      "bool has_zeros, bool is_float=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
   library.impl("linear_q", TORCH_BOX(&boxed_linear_q));
+  library.impl("grouped_mm_q", TORCH_BOX(&boxed_grouped_mm_q));
 }
 
-// Declared to AOTInductor in kernels/native.py, C_SHIMS.
+// Both are declared to AOTInductor in kernels/native.py, C_SHIMS.
 extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_linear_q(
     AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, int64_t out_features,
     int64_t bits, int64_t group, int32_t has_zeros, int32_t is_float, AtenTensorHandle* result) {
   return specc::guarded([&] {
     *result = linear_q(x, weight, bias == nullptr ? nullptr : *bias, out_features, bits, group,
                        has_zeros != 0, is_float != 0);
+  });
+}
+
+extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_grouped_mm_q(
+    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle ends, int64_t out_features,
+    int64_t bits, int64_t group, int32_t has_zeros, int32_t is_float, AtenTensorHandle* result) {
+  return specc::guarded([&] {
+    *result = grouped_mm_q(x, weight, ends, out_features, bits, group, has_zeros != 0,
+                           is_float != 0);
   });
 }

@@ -104,6 +104,43 @@ def linear_q_reference(
     return (y if bias is None else y + bias.float()).to(input.dtype)
 
 
+def grouped_mm_q_reference(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    out_features: int,
+    bits: int,
+    group: int,
+    has_zeros: bool,
+    is_float: bool = False,
+) -> Tensor:
+    """Project each run of rows by its expert's quantized weight.
+
+    Every row has the bits that `linear_q_reference` gives it: how many others its expert has, and
+    where its run begins, do not matter.
+
+    Args:
+        x: [M, K] float32 or bfloat16, rows sorted by expert.
+        weight: uint8 [E · blocks, bytes], the blocks of one expert after those of the other.
+        ends: [E] int32, ascending; expert e owns rows ends[e - 1] … ends[e] - 1.
+        out_features: N, of each expert.
+        bits: of a level; this and the rest are as of `linear_q_reference`.
+        group: columns of a scale.
+        has_zeros: groups have zero points of their own.
+        is_float: the weights are fp8 or mxfp4.
+    Returns:
+        [M, N] in the dtype of x; rows from ends[E - 1] on are zero.
+    """
+    out, first = x.new_zeros(x.shape[0], out_features), 0
+    numbers = (out_features, bits, group, has_zeros, is_float)
+    blocks = weight.shape[0] // max(1, len(ends))
+    for own, last in zip(weight.split(blocks or 1), ends.tolist(), strict=False):
+        if last > first:
+            out[first:last] = linear_q_reference(x[first:last], own, None, *numbers)
+        first = last
+    return out
+
+
 def row_integers(x: Tensor, group: int) -> tuple[list[Tensor], list[Tensor]]:
     """Integers and scales of rows, for each group of columns.
 

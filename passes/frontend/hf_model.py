@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specc.artifact.decoders.gguf import find_gguf
 from specc.errors import ModelNotFoundError, NotCausalLMError, SpeccError
 from specc.passes.frontend.config_numbers import check_heads, check_numbers
 from specc.passes.frontend.rotary import check_former, constant_length
@@ -24,8 +25,11 @@ _MOST_TEXT = 300  # of somebody else's error
 def resolve_directory(source: str | Path) -> Path:
     """The directory of a model: a path, or a hub id that is in the local cache.
 
+    Of a GGUF file, alone or in a directory without config.json, it is made of the file's fields.
+
     Raises:
         ModelNotFoundError: there is no such directory, or it holds no config.json.
+        WeightError, VocabMismatchError: a GGUF file whose fields say something that is not read.
     """
     path = Path(source)
     if not path.is_dir() and not path.is_absolute() and str(source).count("/") <= 1:
@@ -34,12 +38,10 @@ def resolve_directory(source: str | Path) -> Path:
 
         with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
             path = Path(snapshot_download(str(source), local_files_only=True))
-    if path.is_file() and path.suffix == ".gguf":
-        raise ModelNotFoundError(
-            f"{source} is a GGUF file",
-            "a directory that holds it, and config.json and tokenizer.json of the model",
-            "put these three in a directory, and pass that",
-        )
+    if (file := _lone_gguf(path)) is not None:
+        from specc.passes.frontend.gguf_directory import directory_of
+
+        return directory_of(file)
     if path.is_file():
         raise ModelNotFoundError(
             f"{source} is a file",
@@ -65,6 +67,15 @@ def resolve_directory(source: str | Path) -> Path:
             "pass the directory that save_pretrained wrote",
         )
     return path
+
+
+def _lone_gguf(path: Path) -> Path | None:
+    """A GGUF file without a configuration beside it: the file itself, or alone in a directory."""
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    return find_gguf(path)
 
 
 def load_config(path: Path) -> Any:

@@ -13,8 +13,9 @@ from torch import nn
 from specc.artifact.decoders.checkpoint_format import open_checkpoint, without_quantization
 from specc.artifact.decoders.decoded_reader import DecodedReader
 from specc.artifact.decoders.kept_integers import KeptIntegers
+from specc.artifact.quantized_weights import kept_integers
 from specc.artifact.safetensors_io import TensorReader
-from specc.artifact.weights import MemoryReader, Source, WeightSpec, kept_integers
+from specc.artifact.weights import MemoryReader, Source, WeightSpec
 from specc.errors import ConfigError, WeightError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
@@ -126,7 +127,7 @@ class ModelSource:
     @property
     def location(self) -> str | None:
         """Absolute path of the checkpoint; None for a hub id, whose cache moves, and a module."""
-        is_path = self.directory is not None and Path(self.label).is_dir()
+        is_path = self.directory is not None and Path(self.label).exists()
         return str(Path(self.label).resolve()) if is_path else None
 
     @property
@@ -206,7 +207,7 @@ class ModelSource:
             shape = cuts[weight.key].shape if weight.key in cuts else weight.shape
             # what is quantized is not rounded to the engine's type before that
             dtype = weight.dtype if weight.quantized is None else torch.float32
-            layout = weight.in_blocks, weight.quantized
+            layout = weight.in_blocks, weight.quantized, weight.is_turned
             specs.append(WeightSpec(weight.key, dtype, shape, sources, None, *layout))
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))

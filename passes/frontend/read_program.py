@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 
 from specc.artifact.graph_io import describe_value, graph_from_json
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.errors import EngineError
 from specc.kernels import ops
 from specc.passes.frontend.trace import export_flat
@@ -124,7 +125,9 @@ class _Values:
             return self._traced[name]
         dtype = getattr(torch, entry["dtype"])
         shape = tuple(entry.get("blocks_of", entry["shape"]))
-        if kind == "weight":
+        if kind == "weight" and "quantized_of" in entry:
+            program.weights[name] = _quantized(entry)
+        elif kind == "weight":
             parameters = tuple(entry["key"].split("+"))
             program.weights[name] = Weight(parameters, dtype, shape, "blocks_of" in entry)
         elif kind == "constant":
@@ -135,6 +138,15 @@ class _Values:
         else:
             raise ValueError(f"{name} is a {kind}")
         return self._like.new_empty(shape, dtype=dtype)
+
+
+def _quantized(entry: Mapping[str, Any]) -> Weight:
+    """A weight of which the file says how it is stored, and not what it was before that."""
+    layout = QuantizedLayout.named(entry["layout"].removeprefix("blocks-"))
+    parameters = tuple(entry["key"].removesuffix(f":{layout.name}").split("+"))
+    shape = tuple(entry["quantized_of"])
+    is_turned = entry.get("is_turned", False)
+    return Weight(parameters, torch.float32, shape, quantized=layout, is_turned=is_turned)
 
 
 def _add_layers(program: Program, layers: Sequence[tuple[str, int]]) -> None:

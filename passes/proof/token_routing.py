@@ -264,6 +264,7 @@ _STEPS = {
     "sum": _sum,
     "cumsum": _cumsum,
     "grouped_mm": _grouped_mm,
+    "grouped_mm_q": _grouped_mm,
 }
 
 

@@ -75,18 +75,31 @@ def offload_of(
     Raises:
         ConfigError: the budget is below two buffers of the largest segments.
     """
+    budget = offload_bytes(manifest, limits)
+    return None if budget is None else plan_offload(*read_pieces(model, file), budget)
+
+
+def offload_bytes(manifest: Manifest, limits: LoadLimits) -> int | None:
+    """`LoadLimits.offload_weights` as bytes by what is free now; None where nothing is offloaded.
+
+    Args:
+        manifest: of the whole engine: a rank's part of it says nothing of what the others take.
+        limits: of what a rank may take.
+    Raises:
+        ConfigError: see `budget_of`.
+    """
     if limits.offload_weights is None:
         return None
     known = (available_memory_bytes(), cgroup_memory_bytes())
     free = min((value for value in known if value is not None), default=None)
-    return plan_offload(*read_pieces(model, file), budget_of(manifest, limits, free))
+    return budget_of(manifest, limits, free)
 
 
 def budget_of(manifest: Manifest, limits: LoadLimits, free: int | None) -> int:
     """Bytes that weights of the target may take on each rank.
 
     Args:
-        manifest: of the engine.
+        manifest: of the whole engine.
         limits: of what it may take: bytes, or `auto`, what is free when all else that the engine
             plans is taken.
         free: bytes of memory before anything is loaded, of all ranks of this machine; None: nobody

@@ -31,7 +31,7 @@ from specc.kernels import ops as _ops  # noqa: F401
 from specc.kernels.ranks import rank_error
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.captured.device_models import DeviceRanks
-from specc.runtime.backends.offload_budget import least_of
+from specc.runtime.backends.offload_budget import least_of, offload_bytes
 from specc.runtime.backends.program_files import load_operators
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.ranks.channel import Channel
@@ -366,6 +366,8 @@ def load_part(
         setup["offload_weights"],
         setup["num_local"],
     )
+    # of what is free, rank 0's drafts take their share, too
+    limits = replace(limits, offload_weights=offload_bytes(manifest, limits))
     with unreplaced(path):
         return backend_of(setup["backend"]).load(path, part, limits)
 

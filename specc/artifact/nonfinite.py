@@ -77,6 +77,16 @@ def refuse(found: NonFinite) -> None:
     )
 
 
+def refuse_integers(found: NonFinite) -> None:
+    """Raises WeightError: always. No integers stand for what is not finite."""
+    raise WeightError(
+        str(found),
+        "finite weights and scales: a weight that is rounded to integers has a finite scale",
+        "download or save the checkpoint again, or leave out --quantize; --allow-nonfinite-weights"
+        " is for weights in floating point alone",
+    )
+
+
 def is_finite(chunk: Buffer, dtype: torch.dtype) -> bool:
     """Whether all elements of a chunk are finite; of types that cannot hold others, always."""
     data = memoryview(chunk).cast("B")

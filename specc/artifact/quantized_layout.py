@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, tensor_bytes
-from specc.artifact.weight_layout import BLOCK, regroup
+from specc.artifact.integers import Integers
+from specc.artifact.weight_layout import BLOCK
 
 GROUPS = (32, 64, 128)
 # the largest values of e4m3 and e2m1
@@ -116,12 +116,16 @@ class QuantizedLayout:
         return -(-columns // self.group) if self.group else 1
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Shape [blocks, bytes of a block] that a weight [N, K] has in the engine's file."""
-        outputs, columns = shape
+        """Shape [blocks, bytes of a block] that a weight [N, K] has in the engine's file.
+
+        Of a stack of weights [E, N, K] the blocks of one follow those of the other.
+        """
+        *stack, outputs, columns = shape
         headers = -(-columns // self.header_columns) if self.header_columns else 1
         units = -(-columns // self.unit)
         unit_bytes = BLOCK * self.unit * self.bits // 8
-        return -(-outputs // BLOCK), headers * self.header_bytes + units * unit_bytes
+        blocks = math.prod(stack) * -(-outputs // BLOCK)
+        return blocks, headers * self.header_bytes + units * unit_bytes
 
     def values(self, levels: Tensor) -> Tensor:
         """What levels are before zero points and scales, float32."""
@@ -209,7 +213,13 @@ def unpack(
 
 
 def quantize(weight: Tensor, layout: QuantizedLayout) -> Tensor:
-    """Round a weight [N, K] to the nearest that the layout holds, and put it into blocks.
+    """Round a weight [N, K], see `round_weight`, and put it into blocks."""
+    found = round_weight(weight, layout)
+    return pack(found.levels, found.scales, found.zeros, layout)
+
+
+def round_weight(weight: Tensor, layout: QuantizedLayout) -> Integers:
+    """Round a weight [N, K] to the nearest that the layout holds.
 
     Ends of the range: int8 has scale max |w| / 127. int4 has -8 where |w| is largest, so that all
     16 levels are used, and with zero points the smallest and the largest weight, or 0, at its ends.
@@ -223,10 +233,10 @@ def quantize(weight: Tensor, layout: QuantizedLayout) -> Tensor:
     outputs, columns = weight.shape
     width, groups = layout.group or columns, layout.num_groups(columns)
     padded = torch.nn.functional.pad(weight, (0, groups * width - columns))
-    values, zeros = padded.view(outputs, groups, width), None
+    values, zeros = padded.reshape(outputs, groups, width), None
     if layout.is_float:
         levels, scales = _round_floats(values, layout)
-        return pack(levels.view(outputs, -1)[:, :columns], scales, None, layout)
+        return Integers(levels.view(outputs, -1)[:, :columns], scales)
     top = (1 << layout.bits) - 1
     if layout.has_zeros:
         low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
@@ -241,7 +251,7 @@ def quantize(weight: Tensor, layout: QuantizedLayout) -> Tensor:
     steps = (values / torch.where(scales == 0, 1, scales).unsqueeze(-1)).round()
     levels = steps + (layout.middle if zeros is None else zeros.unsqueeze(-1))
     levels = levels.clamp(0, top).view(outputs, -1)[:, :columns]
-    return pack(levels.to(torch.uint8), scales, zeros, layout)
+    return Integers(levels.to(torch.uint8), scales, zeros)
 
 
 def _round_floats(values: Tensor, layout: QuantizedLayout) -> tuple[Tensor, Tensor]:
@@ -266,34 +276,14 @@ def _round_floats(values: Tensor, layout: QuantizedLayout) -> tuple[Tensor, Tens
 
 
 def dequantize(stored: Tensor, shape: Sequence[int], layout: QuantizedLayout) -> Tensor:
-    """The weight [N, K] float32 that blocks stand for."""
+    """The weight [N, K], or [E, N, K], float32 that blocks stand for."""
+    if len(shape) == 3:
+        each = stored.split(max(1, len(stored) // max(1, shape[0])))
+        return torch.stack([dequantize(item, shape[1:], layout) for item in each])
     levels, scales, zeros = unpack(stored, shape, layout)
     width = layout.group or shape[1]
     wide = lambda item: item.repeat_interleave(width, 1)[:, : shape[1]]  # noqa: E731
     return (layout.values(levels) - wide(zeros).float()) * wide(scales)
-
-
-def quantized_stream(
-    chunks: Iterable[Buffer], shape: Sequence[int], dtype: torch.dtype, layout: QuantizedLayout
-) -> Iterator[Buffer]:
-    """Quantize a weight while it is read; no more of it is in memory than a chunk.
-
-    Args:
-        chunks: its bytes in rows [N, K]; they may be cut anywhere, and each is valid until the
-            next one is asked for.
-        shape: [N, K].
-        dtype: of the chunks.
-        layout: of the result.
-    Returns:
-        its bytes in blocks; as many as come from 16 MB of rows at a time, at least one block.
-    """
-    row_bytes = shape[1] * dtype.itemsize
-    if math.prod(shape) == 0:
-        return
-    step = max(1, CHUNK_BYTES // (BLOCK * row_bytes)) * BLOCK * row_bytes
-    for rows in regroup(chunks, step):
-        values = torch.frombuffer(rows, dtype=dtype).view(-1, shape[1])
-        yield tensor_bytes(quantize(values, layout))
 
 
 def _check_parts(

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from specc.artifact.decoders.decoded_reader import DecodedReader
-from specc.artifact.decoders.integer_stream import integer_stream
-from specc.artifact.decoders.kept_integers import KeptIntegers
-from specc.artifact.nonfinite import NonFinite, Report, find_nonfinite, refuse, watch
-from specc.artifact.quantized_layout import QuantizedLayout, quantized_stream
+from specc.artifact.nonfinite import (
+    NonFinite,
+    Report,
+    find_nonfinite,
+    refuse,
+    refuse_integers,
+    watch,
+)
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.quantized_weights import QuantizedPart, quantized_chunks
 from specc.artifact.safetensors_io import (
     CHUNK_BYTES,
     Buffer,
@@ -66,6 +71,8 @@ class WeightSpec:
         in_blocks: write a matrix in blocks; see `specc.artifact.weight_layout`.
         quantized: write a matrix as integers: those of the checkpoint, where it has them in this
             layout, else rounded from its numbers in `dtype`.
+        is_turned: of a quantized weight [..., N, K]: sources have matrices [..., K, N].
+        part: of a quantized weight, the part of a rank.
     """
 
     key: str
@@ -75,6 +82,8 @@ class WeightSpec:
     constant: Tensor | None = field(default=None, compare=False)
     in_blocks: bool = False
     quantized: QuantizedLayout | None = None
+    is_turned: bool = False
+    part: QuantizedPart | None = None
 
     @classmethod
     def from_tensor(cls, key: str, tensor: Tensor) -> WeightSpec:
@@ -87,6 +96,14 @@ class WeightSpec:
         if self.quantized is not None:
             return self.quantized.stored_shape(self.shape)
         return blocks_shape(self.shape, self.dtype) if self.in_blocks else self.shape
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Shape of what the sources hold."""
+        shape = self.shape
+        if self.part is not None:
+            shape = (*shape[:-2], *self.part.shape)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else shape
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -231,7 +248,7 @@ def check_spec(spec: WeightSpec, reader: TensorReader) -> None:
         if tuple(spec.constant.shape) != spec.shape:
             raise ValueError(f"constant {spec.key} is not of shape {spec.shape}")
         return
-    num_elements = 0
+    num_elements, wanted = 0, spec.source_shape
     for source in spec.sources:
         if source.zeros:
             num_elements += source.zeros
@@ -251,12 +268,12 @@ def check_spec(spec: WeightSpec, reader: TensorReader) -> None:
         if source.transpose:
             shape = (shape[1], shape[0])
         num_elements += math.prod(shape)
-        inner = spec.shape[len(spec.shape) - len(shape) + 1 :]
+        inner = wanted[len(wanted) - len(shape) + 1 :]
         # vectors of a part may be those of a stack
-        whole = len(spec.sources) > 1 or part is not None or shape == spec.shape
-        if len(shape) > len(spec.shape) or shape[1:] != inner or not whole:
+        whole = len(spec.sources) > 1 or part is not None or shape == wanted
+        if len(shape) > len(wanted) or shape[1:] != inner or not whole:
             raise _shape_error(spec, reader, f"{source.name} {list(shape)}", source.name)
-    if num_elements != math.prod(spec.shape):
+    if num_elements != math.prod(wanted):
         names = ", ".join(f"{s.name} {list(reader.shape(s.name))}" for s in spec.sources[:3])
         more = ", …" if len(spec.sources) > 3 else ""
         raise _shape_error(spec, reader, f"{names}{more} ({num_elements} elements)", None)
@@ -292,7 +309,7 @@ def _shape_error(
 ) -> WeightError:
     return WeightError(
         f"{found} in {reader.location(source)}",
-        f"{list(spec.shape)} for {spec.key}",
+        f"{list(spec.source_shape)} for {spec.key}",
         "pass a checkpoint that fits this model's config.json",
     )
 
@@ -302,32 +319,14 @@ def _spec_chunks(spec: WeightSpec, reader: TensorReader, nonfinite: Report) -> I
         return convert_chunks(
             _tensor_chunks(spec.constant, CHUNK_BYTES), spec.constant.dtype, spec.dtype
         )
-    kept = kept_integers(spec.sources, reader) if spec.quantized is not None else None
-    if spec.quantized is not None and kept is not None and kept.layout == spec.quantized:
-        assert isinstance(reader, DecodedReader)
-        parts = [(source.name, source.rows) for source in spec.sources]
-        return integer_stream(reader, parts, spec.quantized, nonfinite)
+    if spec.quantized is not None:
+        nonfinite = refuse_integers
     rows = itertools.chain.from_iterable(
         _source_chunks(source, spec, reader, nonfinite) for source in spec.sources
     )
     if spec.quantized is not None:
-        return quantized_stream(rows, spec.shape, spec.dtype, spec.quantized)
+        return quantized_chunks(spec, reader, rows)
     return blocks_of_stream(rows, spec.shape, spec.dtype) if spec.in_blocks else rows
-
-
-def kept_integers(sources: Sequence[Source], reader: TensorReader) -> KeptIntegers | None:
-    """How an engine holds a quantized checkpoint's own integers and scales of these sources.
-
-    None where a part is not quantized, or not in rows, or parts are quantized in different ways.
-    """
-    if not isinstance(reader, DecodedReader):
-        return None
-    found: set[KeptIntegers | None] = set()
-    for source in sources:
-        weight = reader.decoded(source.name)
-        is_moved = source.transpose or source.part is not None or source.zeros
-        found.add(None if weight is None or is_moved else KeptIntegers.of(weight))
-    return found.pop() if len(found) == 1 else None
 
 
 def _source_chunks(

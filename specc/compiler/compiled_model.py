@@ -15,6 +15,7 @@ from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.whole_graph import WholeGraph
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace import position_limit, trace
+from specc.passes.lower.cpu.quantize_linear import QUANTIZE
 from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program, Weight
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
@@ -43,7 +44,7 @@ class CompiledModel:
     entry: ModelEntry
     # over padded batches, where the backend takes those
     padded: Program | None = None
-    # the program before it was cut for ranks
+    # the program before it was cut for ranks, or quantized
     whole: dict[str, Any] | None = None
     # its layers then
     whole_layers: tuple[AttentionLayer, ...] = ()
@@ -112,6 +113,9 @@ def compile_models(
                 layout = (*layout, (WINDOW, (partial(WindowAttention, source.kv_window),)))
         if ranks > 1:
             layout = (*layout, (CUT, (partial(Shard, ranks),)))
+        # an uncut draft stays as it is, whatever the target becomes
+        is_rounded = any(phase == QUANTIZE for phase, _ in lowering)
+        firsts = (CUT, *((QUANTIZE,) if source.name == TARGET else ()))
         last: Phases = ()
         if source.name == TARGET and any(plan.chooses_blocks for plan in plans):
             last = ((VOTES, (InsertBlockMass,)),)
@@ -126,9 +130,11 @@ def compile_models(
             whole: list = whole,
             unfused: list = unfused,
             drafts: bool = drafts,
+            firsts: tuple[str, ...] = firsts,
+            is_rounded: bool = is_rounded,
         ) -> None:
-            if phase == CUT:
-                whole.append(WholeGraph(program))
+            if phase in firsts and not whole:
+                whole.append(WholeGraph(program, is_rounded))
             elif phase == FUSE and drafts:
                 unfused.append(program.copy(program.name))
 

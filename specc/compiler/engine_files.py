@@ -60,6 +60,8 @@ def write_steps(
 def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> None:
     """Write the graph of each model; of one that is cut the plan, and the whole graph, too.
 
+    Of a quantized target the graph before that is written: it can be cut.
+
     Where a model is cut into segments, or into stages, they are written beside its graph.
     """
     for model in models:
@@ -71,6 +73,7 @@ def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> Non
         writer.write_json(model.entry.program_file, written)
         if model.program.shard is not None:
             writer.write_json(model.entry.shard_file, model.program.shard.to_json())
+        if model.whole is not None:
             writer.write_json(model.entry.whole_file, model.whole)
         for stage, entry in staged(model):
             writer.write_json(entry.program_file, program_to_json(stage.program))

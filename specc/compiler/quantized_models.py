@@ -25,7 +25,7 @@ def check_quantized(
     """Refuse quantized checkpoints where `--quantize` would be refused.
 
     Raises:
-        ConfigError: a backend that reads no integers, or several ranks.
+        ConfigError: a backend that reads no integers.
     """
     found = next((model for model in models if model.scheme is not None), None)
     if found is None:
@@ -37,12 +37,6 @@ def check_quantized(
             f"{what} with backend {backend.name}",
             f"the backend {' or '.join(takers)}: no other reads quantized weights",
             f"pass --backend {takers[0]}, or the unquantized checkpoint",
-        )
-    if (option := config.cutting_option()) is not None:
-        raise ConfigError(
-            f"{what} and {option}",
-            "one rank: weights of several are not quantized yet",
-            f"leave out {option}, or pass the unquantized checkpoint",
         )
 
 

@@ -45,8 +45,10 @@ from specc.compiler.weights import write_model_weights
 from specc.compiler.whole_graph import WholeGraph
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.passes.lower.cpu.quantize_linear import quantize_phases
+from specc.passes.lower.cpu.quantized_inputs import COLUMN_ORDER
 from specc.passes.lower.inductor.package import inductor_directory
-from specc.passes.pipeline import PHASES, PassRecord, Pipeline
+from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
@@ -106,7 +108,7 @@ def reshard_engine(
             if config.segments:
                 program = models[0].program
                 models[0].segments = cut_segments(program, layer_places(program))
-            lowering, own = backend.phases(old.limits.max_seq_len), []
+            lowering, own = _lowering(models[0], backend, old.limits.max_seq_len), []
             for draft in old.self_drafts:
                 with phases.phase(f"rewrite {draft.name}"):
                     own.append(read_self_draft(engine, old, draft, models[0]))
@@ -183,17 +185,12 @@ def _check(
             f"one for {' or '.join(takers)}, which run several ranks",
             f"compile it with --backend {takers[0]} --tensor-parallel-size {num_ranks}",
         )
-    if quantized := next((m.quantization for m in manifest.models if m.quantization), None):
-        raise ConfigError(
-            f"{engine}, an engine of weights in {quantized}",
-            "one that was compiled without --quantize: quantized weights are not cut",
-            f"compile the model with --tensor-parallel-size {num_ranks}, without --quantize",
-        )
+    _check_quantized(engine, manifest, num_ranks)
     drafts = [SelfDraft.named(entry.name) for entry in manifest.self_drafts]
     if layouts := [draft.quantization for draft in drafts if draft and draft.quantization]:
         raise ConfigError(
             f"{engine}, an engine with a draft of weights in {layouts[0]}",
-            "drafts by the target's own weights: quantized weights are not cut",
+            "drafts by the target's own weights: those of a draft are not made again",
             f"compile the model with --tensor-parallel-size {num_ranks} and another draft",
         )
     stages = max(1, len(manifest.stages))
@@ -218,6 +215,28 @@ def _check(
     # code is compiled anew, and nothing is run: any processor and any amount of memory will do
     open_engine(engine, backend="eager", available_memory=sys.maxsize)
     return manifest, backend
+
+
+def _check_quantized(engine: Path, manifest: Manifest, num_ranks: int) -> None:
+    """Raises ConfigError: a target whose quantized weights cannot be cut anew."""
+    target = manifest.models[0]
+    if target.quantization is None:
+        return
+    if target.whole_file not in manifest.files:
+        raise ConfigError(
+            f"{engine}, an engine of weights in {target.quantization} without"
+            f" {target.whole_file}, its graph before that",
+            "an engine of this version of specc",
+            f"compile the model with --tensor-parallel-size {num_ranks}",
+        )
+    inputs = read_stored(engine / target.program_file)["inputs"]
+    if any(COLUMN_ORDER in item["name"] for item in inputs if item["kind"] == "constant"):
+        raise ConfigError(
+            f"{engine}, an engine of weights whose columns are in the order of their groups"
+            " (act-order, desc_act)",
+            "columns in their own order: a rank has those that follow each other",
+            "compile a checkpoint without act-order",
+        )
 
 
 def _takes_ranks(backend: str) -> bool:
@@ -264,18 +283,25 @@ def _cut_anew(
     model: CompiledModel, backend: CompilerBackend, config: CompileConfig, max_seq_len: int
 ) -> list[PassRecord]:
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
-    program, layout = in_rows(model.program), backend.phases(max_seq_len)
+    program, layout = in_rows(model.program), _lowering(model, backend, max_seq_len)
+    is_rounded = bool(program.integers)
+    keeps_whole = config.tensor_parallel_size > 1 or (is_rounded and model.name == TARGET)
+    whole = WholeGraph(program, is_rounded)
     if config.tensor_parallel_size > 1:
-        whole = WholeGraph(program)
         layout = ((CUT, (partial(Shard, config.tensor_parallel_size),)), *layout)
     if any(plan.chooses_blocks for plan in config.plans) and model.name == TARGET:
         layout = (*layout, (VOTES, (InsertBlockMass,)))
     records = Pipeline(layout).run(program)
-    if config.tensor_parallel_size > 1:
-        model.whole = whole.to_json(program)
+    model.whole = whole.to_json(program) if keeps_whole else None
     layers, slabs = cache_layout(program)
     model.entry = dataclasses.replace(model.entry, layers=layers, slabs=slabs)
     return records
+
+
+def _lowering(model: CompiledModel, backend: CompilerBackend, max_seq_len: int) -> Phases:
+    """What follows a cut: weights are quantized as the engine has them, then the backend's own."""
+    rounded = quantize_phases(None, keeps_integers=bool(model.program.integers))
+    return (*rounded, *backend.phases(max_seq_len))
 
 
 def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:

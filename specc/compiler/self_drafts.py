@@ -17,9 +17,9 @@ from specc.compiler.compiled_model import CUT, CompiledModel, cache_phases
 from specc.compiler.whole_graph import WholeGraph
 from specc.errors import ConfigError
 from specc.passes.base import Pass
-from specc.passes.lower.cpu.quantize_linear import quantize_phases
+from specc.passes.lower.cpu.quantize_linear import QUANTIZE, quantize_phases
 from specc.passes.pipeline import FUSE, PHASES, PassError, PassRecord, Phases, Pipeline
-from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.program import Program, Weight, constant_key, program_to_json
 from specc.passes.rewrite.skip_layers import SkipLayers
 from specc.passes.rewrite.window_attention import WindowAttention
 from specc.passes.shard.shard import Shard
@@ -39,7 +39,7 @@ class SelfDraftProgram:
 
     program: Program
     entry: SelfDraftEntry
-    # the program before it was cut for ranks
+    # the program before it was cut for ranks, or quantized
     whole: dict[str, Any] | None = None
     # it reads rounded weights, which the target's file gets for it
     is_rounded: bool = False
@@ -109,7 +109,8 @@ def cut_and_lower(
     """Take a second program through its last phases: it is cut as the target is.
 
     Args:
-        draft: whose program changes; where the target is cut, it gets the whole one, too.
+        draft: whose program changes; where the target is cut or quantized, it gets what it was
+            before that, too.
         target: after its last pass.
         first: phases before the cut.
         lowering: phases of the backend.
@@ -124,10 +125,11 @@ def cut_and_lower(
         layout = (*first, (CUT, (partial(Shard, plan.num_ranks),)), *lowering)
 
     whole: list[WholeGraph] = []
+    is_rounded = any(phase == QUANTIZE for phase, _ in lowering)
 
     def keep(_: str, phase: str) -> None:
-        if phase == CUT:
-            whole.append(WholeGraph(program))
+        if phase in (CUT, QUANTIZE) and not whole:
+            whole.append(WholeGraph(program, is_rounded))
 
     records = Pipeline(layout, dump, keep).run(program)
     _share_weights(program, target, draft.is_rounded)
@@ -136,7 +138,7 @@ def cut_and_lower(
 
 
 def write_self_drafts(writer: EngineWriter, drafts: Sequence[SelfDraftProgram]) -> None:
-    """Write the graph of each; of one that is cut the whole graph, too."""
+    """Write the graph of each; of one that is cut or quantized that before it, too."""
     for draft in drafts:
         writer.write_json(draft.entry.program_file, program_to_json(draft.program))
         if draft.whole is not None:
@@ -208,7 +210,7 @@ def _share_weights(program: Program, model: CompiledModel, is_rounded: bool) -> 
     stored = {weight.key: weight for weight in target.weights.values()}
     for name, weight in program.weights.items():
         if is_rounded and weight.quantized is not None and weight.key not in stored:
-            model.copies[weight.key] = weight
+            _add_copy(program, model, weight)
             continue
         known = stored.get(weight.key)
         if known is not None and known.in_blocks:
@@ -218,6 +220,7 @@ def _share_weights(program: Program, model: CompiledModel, is_rounded: bool) -> 
                 f"{program.name} reads {weight}, the target has {stored.get(weight.key)}"
             )
     own, ranks = _of_ranks(program), _of_ranks(target)
+    # with those of copies
     cuts = target.shard.by_key if target.shard else {}
     for cut in program.shard.weights if program.shard else ():
         if cuts.get(cut.key) != cut:
@@ -236,6 +239,15 @@ def _share_weights(program: Program, model: CompiledModel, is_rounded: bool) -> 
         # passes number what they make: among fewer layers the numbers are others
         found = name if name in same else same[0]
         program.constant_keys[name] = constant_key(found)
+
+
+def _add_copy(program: Program, model: CompiledModel, weight: Weight) -> None:
+    """A weight that is rounded for a draft, in the target's file and, where it is cut, its plan."""
+    model.copies[weight.key] = weight
+    plan = model.program.shard
+    if plan is not None and program.shard is not None and weight.key not in plan.by_key:
+        weights = (*plan.weights, program.shard.by_key[weight.key])
+        model.program.shard = replace(plan, weights=weights)
 
 
 def _of_ranks(program: Program) -> Mapping[str, RankConstant]:

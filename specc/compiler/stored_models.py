@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import ModelEntry, SelfDraftEntry
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weights import Source, WeightSpec
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.self_drafts import SelfDraftProgram
@@ -27,6 +29,8 @@ from specc.sharding.stages_reader import StagesReader
 from specc.system.json_file import read_json
 
 _AGAIN = "compile or copy the engine again"
+# shape of a quantized weight, and how a file holds it
+Held = tuple[tuple[int, ...], QuantizedLayout]
 
 
 class _StoredSource(ModelSource):
@@ -38,10 +42,11 @@ class _StoredSource(ModelSource):
         specs = [
             WeightSpec(
                 weight.key,
-                weight.dtype,
+                weight.dtype if weight.quantized is None else torch.float32,
                 cuts[weight.key].shape if weight.key in cuts else weight.shape,
                 (Source(weight.key),),
                 in_blocks=weight.in_blocks,
+                quantized=weight.quantized,
             )
             for weight in (*program.weights.values(), *copies)
         ]
@@ -79,13 +84,16 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
         for item in program_json["inputs"]
         if "blocks_of" in item
     }
-    plan, whole_json = None, program_json
+    plan, whole_json, held = None, program_json, quantized_inputs(program_json)
     if manifest.is_cut(entry) and manifest.tensor_parallel_size > 1:
         plan = ShardPlan.read(engine / entry.shard_file)
         whole_json = read_stored(engine / entry.whole_file)
-    reader = _open_weights(engine, manifest, entry, plan, blocks)
+    elif entry.whole_file in manifest.files:
+        # before it was quantized
+        whole_json = read_stored(engine / entry.whole_file)
+    reader = _open_weights(engine, manifest, entry, plan, blocks, held)
     constants = _constants(whole_json, reader)
-    order = program_json.get("keys", ())
+    order = whole_json.get("keys", program_json.get("keys", ()))
     keys = [*order, *(plan.by_key if plan else ()), *reader.keys(), *constants]
     program = read_program(
         whole_json,
@@ -93,9 +101,32 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
         [(layer.name, layer.window) for layer in entry.layers],
         list(dict.fromkeys(keys)),
     )
+    program.integers = integers_of(program_json)
     dtype = getattr(torch, entry.dtype)
     source = _StoredSource(entry.name, entry.source, dtype, nn.Module(), None, None, reader)
     return CompiledModel(source, program, entry)
+
+
+def quantized_inputs(program: Mapping[str, Any]) -> dict[str, Held]:
+    """Key → shape and layout of each quantized weight of a stored program; of a rank's part."""
+    return {
+        item["key"]: (
+            tuple(item["quantized_of"]),
+            QuantizedLayout.named(item["layout"].removeprefix("blocks-")),
+        )
+        for item in program["inputs"]
+        if "quantized_of" in item
+    }
+
+
+def integers_of(program: Mapping[str, Any]) -> dict[str, KeptIntegers]:
+    """Parameter → how a stored program holds it, as passes ask for what a checkpoint has."""
+    turned = {item["key"] for item in program["inputs"] if item.get("is_turned")}
+    return {
+        name: KeptIntegers(layout, is_turned=key in turned)
+        for key, (_, layout) in quantized_inputs(program).items()
+        for name in key.removesuffix(f":{layout.name}").split("+")
+    }
 
 
 def _open_weights(
@@ -104,6 +135,7 @@ def _open_weights(
     entry: ModelEntry,
     plan: ShardPlan | None,
     blocks: Mapping[str, tuple[int, ...]],
+    held: Mapping[str, Held],
 ) -> RankReader | StagesReader:
     """What reads the weights of a model whole, from the files of all ranks and stages.
 
@@ -111,19 +143,22 @@ def _open_weights(
         EngineError: a file holds something else.
     """
     cuts, size = plan.by_key if plan else {}, plan.num_ranks if plan else 1
+    # of what is cut, plans say it
+    uncut = {key: item for key, item in held.items() if key not in cuts}
 
     def files_of(first: int) -> list[Path]:
         return [engine / manifest.weights_file(entry, first + place) for place in range(size)]
 
     if not manifest.stages or entry is not manifest.models[0]:
-        return RankReader(files_of(0), cuts, blocks)
+        return RankReader(files_of(0), cuts, blocks, uncut)
     stages: list[RankReader] = []
     try:
         for first in range(0, manifest.num_ranks, size):
             part = read_stored(engine / manifest.of_rank(first).models[0].program_file)
             keys = {item["key"] for item in part["inputs"] if "key" in item}
             own = {key: cut for key, cut in cuts.items() if key in keys}
-            stages.append(RankReader(files_of(first), own, blocks))
+            mine = {key: item for key, item in uncut.items() if key in keys}
+            stages.append(RankReader(files_of(first), own, blocks, mine))
     except BaseException:
         for stage in stages:
             stage.close()
@@ -135,10 +170,12 @@ def read_self_draft(
     engine: Path, manifest: Manifest, entry: SelfDraftEntry, target: CompiledModel
 ) -> SelfDraftProgram:
     """A second program of the target, whole; it reads the target's weights."""
-    is_cut = manifest.is_cut(manifest.models[0])
-    data = read_stored(engine / (entry.whole_file if is_cut else entry.program_file))
+    is_kept = entry.whole_file in manifest.files
+    data = read_stored(engine / (entry.whole_file if is_kept else entry.program_file))
     reader = target.source.reader
-    keys = [item["key"] for item in data["inputs"] if item["kind"] in ("weight", "constant")]
+    keys = data.get("keys") or [
+        item["key"] for item in data["inputs"] if item["kind"] in ("weight", "constant")
+    ]
     layers = [manifest.models[0].layers[number] for number in entry.layers]
     program = read_program(
         data,
@@ -146,6 +183,7 @@ def read_self_draft(
         [(layer.name, layer.window) for layer in layers],
         list(dict.fromkeys(keys)),
     )
+    program.integers = dict(target.program.integers)
     return SelfDraftProgram(in_rows(program), entry)
 
 

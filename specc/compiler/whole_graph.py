@@ -1,4 +1,4 @@
-"""The graph of a model before it is cut, as an engine keeps it for other cuts."""
+"""The graph of a model before it is cut or quantized, as an engine keeps it for other cuts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ class WholeGraph:
     no weight file: their values, which are small, are in the JSON.
 
     Args:
-        program: that is about to be cut.
+        program: that is about to be cut or quantized.
+        keeps_order: write the keys of weights and constants in their order: files of quantized
+            weights have them in another one, and under other names.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, keeps_order: bool = False) -> None:
         self._data = program_to_json(program)
+        if keeps_order:
+            keys = [weight.key for weight in program.weights.values()]
+            self._data["keys"] = [*keys, *map(constant_key, program.constants)]
         self._constants = dict(program.constants)
         self.layers = tuple(program.layers)
 

@@ -9,34 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from specc.artifact.decoders.decoded_weight import DecodedWeight
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, SafetensorsReader, tensor_bytes
 from specc.artifact.tensor_part import Range, TensorPart, new_buffer
 from specc.artifact.weight_layout import BLOCK, UNITS
 from specc.errors import EngineError
-from specc.sharding.shard_plan import Cut, WeightCut
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Indices start … stop - 1 of a whole dimension, which a rank has from `local` on."""
-
-    start: int
-    stop: int
-    rank: int
-    local: int
-
-    def within(self, first: int, last: int) -> _Run | None:
-        """What lies between two indices."""
-        start, stop = max(self.start, first), min(self.stop, last)
-        if start >= stop:
-            return None
-        return _Run(start, stop, self.rank, self.local + start - self.start)
+from specc.sharding.ranges import Run, runs_of, within
+from specc.sharding.rank_integers import RankIntegers
+from specc.sharding.shard_plan import WeightCut
 
 
 class RankReader:
@@ -47,6 +33,8 @@ class RankReader:
         cuts: key → how it is cut; what it does not name is whole in the first file.
         in_blocks: key → shape of a rank's part, of weights that the files hold in blocks; see
             `specc.artifact.weight_layout`.
+        quantized: key → shape of the whole weight and how files hold its integers, of those that
+            are not cut; of the others their cuts say so.
     Raises:
         ModelNotFoundError: a file is missing.
         WeightError: a header is malformed, or a file is truncated.
@@ -58,9 +46,14 @@ class RankReader:
         files: Sequence[Path],
         cuts: Mapping[str, WeightCut],
         in_blocks: Mapping[str, tuple[int, ...]],
+        quantized: Mapping[str, tuple[tuple[int, ...], QuantizedLayout]] | None = None,
     ) -> None:
         self._files, self._cuts, self._in_blocks = files, cuts, in_blocks
         self._readers: list[SafetensorsReader] = []
+        self._quantized = dict(quantized or {})
+        for key, cut in cuts.items():
+            if cut.layout is not None:
+                self._quantized[key] = cut.shape, QuantizedLayout.named(cut.layout)
         try:
             for file in files:
                 self._readers.append(SafetensorsReader(file))
@@ -76,10 +69,22 @@ class RankReader:
     def keys(self) -> Iterable[str]:
         return self._readers[0].keys()
 
+    @property
+    def stored(self) -> RankReader:
+        return self
+
+    def decoded(self, key: str) -> DecodedWeight | None:
+        """The integers of a quantized weight; None of one that is held in floats."""
+        if key not in self._quantized:
+            return None
+        return RankIntegers.of(key, *self._quantized[key], self._readers, self._cuts.get(key))
+
     def dtype(self, key: str) -> torch.dtype:
-        return self._readers[0].dtype(key)
+        return torch.float32 if key in self._quantized else self._readers[0].dtype(key)
 
     def shape(self, key: str) -> tuple[int, ...]:
+        if key in self._quantized:
+            return self._quantized[key][0]
         if key in self._cuts:
             return self._cuts[key].shape
         return self._in_blocks.get(key) or self._readers[0].shape(key)
@@ -125,10 +130,10 @@ class RankReader:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> Iterator[Buffer]:
         """See `TensorReader`; weights of engines are not transposed."""
-        if transpose:
-            raise ValueError(f"{key}, transposed")
+        if transpose or key in self._quantized:
+            raise ValueError(f"{key}, transposed, or not as the integers that it is")
         dtype = self.dtype(key)
-        columns = [run for ask in part.columns for run in _within(self._columns(key), ask)]
+        columns = [run for ask in part.columns for run in within(self._columns(key), ask)]
         step = max(1, chunk_bytes // max(1, part.num_columns * dtype.itemsize))
         for vectors in self._vector_runs(key, part.vectors, step):
             count = vectors.stop - vectors.start
@@ -147,16 +152,16 @@ class RankReader:
                 done += width
             yield buffer
 
-    def _columns(self, key: str) -> list[_Run]:
+    def _columns(self, key: str) -> list[Run]:
         shape = self.shape(key)
         if key not in self._cuts or not shape:
-            return [_Run(0, shape[-1] if shape else 1, 0, 0)]
-        return _runs(self._cuts[key].cuts[-1], shape[-1])
+            return [Run(0, shape[-1] if shape else 1, 0, 0)]
+        return runs_of(self._cuts[key].cuts[-1], shape[-1])
 
-    def _vector_runs(self, key: str, asked: Iterable[Range], step: int) -> Iterator[_Run]:
+    def _vector_runs(self, key: str, asked: Iterable[Range], step: int) -> Iterator[Run]:
         """What one read takes of each: at most so many vectors of one rank, whole blocks if any."""
         for ask in asked:
-            for run in _within(self._vectors(key, ask), ask):
+            for run in within(self._vectors(key, ask), ask):
                 first = run.start
                 while first < run.stop:
                     local = run.local + first - run.start
@@ -165,24 +170,24 @@ class RankReader:
                         # so that no block is read by two of them
                         count = max(BLOCK, step // BLOCK * BLOCK) - local % BLOCK
                     last = min(first + count, run.stop)
-                    yield _Run(first, last, run.rank, local)
+                    yield Run(first, last, run.rank, local)
                     first = last
 
-    def _vectors(self, key: str, ask: Range) -> Iterator[_Run]:
+    def _vectors(self, key: str, ask: Range) -> Iterator[Run]:
         """Who has which vectors, seen along all dimensions but the last; from around `ask` on."""
         shape = self.shape(key)
         cuts = self._cuts[key].cuts[:-1] if key in self._cuts else ()
         dim = next((d for d, cut in enumerate(cuts) if any(x.parts > 1 for x in cut)), None)
         if dim is None:
-            yield _Run(0, math.prod(shape[:-1]), 0, 0)
+            yield Run(0, math.prod(shape[:-1]), 0, 0)
             return
         inner = math.prod(shape[dim + 1 : -1])
         whole = shape[dim] * inner
         own = sum(interval.local_size for interval in cuts[dim]) * inner
-        runs = _runs(cuts[dim], shape[dim])
+        runs = runs_of(cuts[dim], shape[dim])
         for outer in range(ask[0] // whole, -(-ask[1] // whole)):
             for run in runs:
-                yield _Run(
+                yield Run(
                     outer * whole + run.start * inner,
                     outer * whole + run.stop * inner,
                     run.rank,
@@ -223,7 +228,9 @@ class RankReader:
             for key, cut in self._cuts.items():
                 dtype = getattr(torch, cut.dtype)
                 wanted: tuple[int, ...] = cut.local_shape
-                if key in self._in_blocks:
+                if cut.layout is not None:
+                    wanted = QuantizedLayout.named(cut.layout).stored_shape(wanted)
+                elif key in self._in_blocks:
                     units = -(-wanted[1] // UNITS[dtype])
                     wanted = (-(-wanted[0] // BLOCK), units, BLOCK, UNITS[dtype])
                 found = reader.dtype(key), reader.shape(key)
@@ -241,22 +248,3 @@ def _other_file(file: Path, found: str, needed: str) -> EngineError:
         f"{needed}, as the plan of the cut says",
         "compile or copy the engine again",
     )
-
-
-def _runs(cut: Cut, size: int) -> list[_Run]:
-    """Which rank holds which indices of a dimension of this size, without what pads it."""
-    found, offset = [], 0
-    for interval in cut:
-        for part in range(interval.parts):
-            rank = part * interval.copies
-            first, last = interval.piece(rank)
-            if first < size:
-                found.append(_Run(first, min(last, size), rank, offset))
-        offset += interval.local_size
-    return found
-
-
-def _within(runs: Iterable[_Run], ask: Range) -> Iterator[_Run]:
-    for run in runs:
-        if (taken := run.within(*ask)) is not None:
-            yield taken

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.tensor_part import Range
 from specc.errors import EngineError
 from specc.system.json_file import read_json
@@ -99,6 +100,8 @@ class WeightCut:
         cuts: intervals of each dimension.
         is_first_only: added to a sum over ranks, so that only rank 0 holds its values; the others
             hold zeros.
+        layout: name of the layout of its integers, where it is quantized: each rank's file has its
+            part [..., N, K] in blocks of its own.
     """
 
     key: str
@@ -106,6 +109,12 @@ class WeightCut:
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
     is_first_only: bool = False
+    layout: str | None = None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names in the model of what it is the concatenation of."""
+        return tuple(self.key.removesuffix(f":{self.layout}").split("+"))
 
     @property
     def is_cut(self) -> bool:
@@ -123,14 +132,19 @@ class WeightCut:
 
     @property
     def local_bytes(self) -> int:
-        return math.prod(self.local_shape) * getattr(torch, self.dtype).itemsize
+        return self._bytes(self.local_shape)
 
     @property
     def whole_bytes(self) -> int:
-        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+        return self._bytes(self.shape)
+
+    def _bytes(self, shape: tuple[int, ...]) -> int:
+        if self.layout is not None:
+            shape = QuantizedLayout.named(self.layout).stored_shape(shape)
+        return math.prod(shape) * getattr(torch, self.dtype).itemsize
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's part of the whole weight, zeros where it is padded."""
+        """A rank's part of the whole weight, zeros where it is padded; of values, not of blocks."""
         if self.is_first_only and rank:
             return whole.new_zeros(self.local_shape)
         for dim, cut in enumerate(self.cuts):
@@ -258,6 +272,7 @@ class ShardPlan:
                 tuple(item["shape"]),
                 tuple(tuple(Interval(**part) for part in cut) for cut in item["cuts"]),
                 item["is_first_only"],
+                item.get("layout"),
             )
             for item in data["weights"]
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer
 from specc.artifact.tensor_part import TensorPart
 from specc.errors import WeightError
@@ -34,6 +35,14 @@ class StagesReader:
 
     def keys(self) -> Iterable[str]:
         return self._by_key.keys()
+
+    @property
+    def stored(self) -> StagesReader:
+        return self
+
+    def decoded(self, key: str) -> DecodedWeight | None:
+        """The integers of a quantized weight; None of one that is held in floats."""
+        return self._of(key).decoded(key)
 
     def dtype(self, key: str) -> torch.dtype:
         return self._of(key).dtype(key)

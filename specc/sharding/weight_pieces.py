@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from specc.artifact.quantized_weights import QuantizedPart
 from specc.artifact.safetensors_io import TensorReader
 from specc.artifact.tensor_part import Range, TensorPart
 from specc.artifact.weights import Source, WeightSpec
-from specc.sharding.shard_plan import Cut, ShardPlan, WeightCut, joined, pieces_of
+from specc.sharding.shard_plan import Cut, Interval, ShardPlan, WeightCut, joined, pieces_of
 
 
 def rank_specs(
@@ -45,6 +46,8 @@ def rank_specs(
 
 def piece_of(spec: WeightSpec, cut: WeightCut, rank: int, reader: TensorReader) -> WeightSpec:
     """A rank's part of one weight; see `WeightCut.take`, which does the same to a tensor."""
+    if spec.quantized is not None:
+        return _quantized_piece(spec, cut, rank, reader)
     shape = cut.local_shape
     if cut.is_first_only and rank:
         return replace(spec, shape=shape, sources=(Source("", zeros=math.prod(shape)),))
@@ -73,6 +76,24 @@ def piece_of(spec: WeightSpec, cut: WeightCut, rank: int, reader: TensorReader) 
         # what pads the end: rows that no token has
         sources.append(Source("", zeros=missing))
     return replace(spec, shape=shape, sources=tuple(sources))
+
+
+def _quantized_piece(
+    spec: WeightSpec, cut: WeightCut, rank: int, reader: TensorReader
+) -> WeightSpec:
+    """Rows are read whole, since all of their columns decide how they are rounded."""
+    *_, outputs, width = cut.shape
+    columns = tuple(pieces_of(cut.cuts[-1], rank))
+    if spec.is_turned:
+        # a row lies in all rows of what is stored, so that matrices are read whole
+        rows = tuple(pieces_of(cut.cuts[-2], rank))
+        return replace(
+            spec, shape=cut.local_shape, part=QuantizedPart((outputs, width), rows, columns)
+        )
+    whole = replace(cut, cuts=(*cut.cuts[:-1], (Interval(0, width),)))
+    piece = piece_of(replace(spec, quantized=None), whole, rank, reader)
+    part = QuantizedPart((piece.shape[-2], width), (), columns)
+    return replace(piece, shape=cut.local_shape, quantized=spec.quantized, part=part)
 
 
 def _vector_ranges(leading: Sequence[Cut], shape: Sequence[int], rank: int) -> list[Range]:

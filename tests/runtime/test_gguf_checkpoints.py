@@ -48,6 +48,27 @@ def test_mixed_types(tmp_path) -> None:
     assert found.manifest.models[0].checkpoint_scheme == "gguf, Q4_K; and 2 others"
 
 
+def test_a_file_alone(tmp_path) -> None:
+    """Configuration and tokenizer are the file's own: the engine of the directory."""
+    changes = {"num_hidden_layers": 1}
+    written = write(tmp_path, "llama", "llama", lambda name: "Q4_0", **changes)
+    options = {"backend": "eager", "probe": False, "max_seq_len": 64}
+    specc.compile(written.quantized, None, tmp_path / "beside", **options)
+    file = (written.quantized / gguf_files.FILE).rename(tmp_path / "alone.gguf")
+    found = specc.compile(file, None, tmp_path / "alone", **options)
+    weights = [
+        (tmp_path / name / "target" / "weights.safetensors").read_bytes()
+        for name in ("alone", "beside")
+    ]
+    assert weights[0] == weights[1]
+    assert found.manifest.models[0].location == str(file)
+    llms = [specc.LLM(tmp_path / name) for name in ("alone", "beside")]
+    params = specc.SamplingParams(max_tokens=8, ignore_eos=True)
+    outputs = [llm.generate(["hello"], params)[0].outputs[0] for llm in llms]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].text == outputs[1].text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "architecture", "kind", "dtype"),

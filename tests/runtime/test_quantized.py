@@ -14,15 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from specc.artifact.directory import read_manifest
 from specc.artifact.offload import least_budget, plan_offload, read_pieces
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
 from specc.artifact.segments import SegmentedModel
 from specc.compiler.backends.registry import check_options, compiler_backend
-from specc.compiler.reshard import reshard_engine
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.runtime.backends.program_files import read_json
@@ -63,62 +61,59 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, 
     return make_one
 
 
-def stored_weights(checkpoint: Path, engine: Path) -> dict[str, Tensor]:
-    """The checkpoint's tensors, with those that the engine quantizes as its integers have them."""
-    whole, held = (
-        load_file(checkpoint / "model.safetensors"),
-        load_file(engine / "target" / "weights.safetensors"),
-    )
-    found = dict(whole)
+def reference_model(checkpoint: Path, engine: Path) -> Any:
+    """Plain transformers with the float32 weights that the engine's integers stand for."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    held = load_file(engine / "target" / "weights.safetensors")
     for entry in read_json(engine / "target" / "program.json")["inputs"]:
         if "quantized_of" not in entry:
             continue
         names, _, layout = entry["key"].rpartition(":")
         assert entry["layout"] == f"blocks-{layout}"
         value = dequantize(held[entry["key"]], entry["quantized_of"], QuantizedLayout.named(layout))
-        parts = names.split("+")
-        sizes = [whole[name].shape[0] for name in parts if name in whole]
-        for name, part in zip(parts, value.split(sizes or value.shape[0]), strict=True):
-            found[name] = part.contiguous()
-    return found
-
-
-def reference_model(checkpoint: Path, engine: Path, directory: Path) -> Any:
-    """Plain transformers on the float32 weights that the engine's integers stand for."""
-    from transformers import AutoModelForCausalLM
-
-    directory.mkdir()
-    for file in checkpoint.iterdir():
-        if file.name != "model.safetensors":
-            (directory / file.name).write_bytes(file.read_bytes())
-    save_file(stored_weights(checkpoint, engine), directory / "model.safetensors", {"format": "pt"})
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        parameters = [model.get_parameter(name) for name in names.split("+")]
+        # experts of some models are columns of their parameter
+        is_turned = value.shape[1:] != parameters[0].shape[1:]
+        value = value.transpose(1, 2) if is_turned else value
+        parts = value.split([parameter.shape[0] for parameter in parameters])
+        for name, part in zip(names.split("+"), parts, strict=True):
+            module, _, leaf = name.rpartition(".")
+            # a head that is tied to the embedding is a weight of its own
+            own = torch.nn.Parameter(part.contiguous(), requires_grad=False)
+            setattr(model.get_submodule(module), leaf, own)
+    return model
 
 
 def generate(engine: Engine, plan: str, prompts: Sequence[Sequence[int]], **options: Any):
     llm = LLM(engine, plan=plan)
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **options)
+    params = SamplingParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True} | options)
     outputs = llm.generate([list(prompt) for prompt in prompts], params)
     return [output.outputs[0].token_ids for output in outputs], llm.get_metrics()
 
 
-def check_plans(path: Path) -> None:
+def check_plans(path: Path, num_prompts: int = 5, max_tokens: int = NUM_TOKENS) -> None:
     """All plans, batched and alone, greedy and drawn, give what off gives alone."""
-    engine, prompts = Engine.load(path), models.prompts()
-    plain = [generate(engine, "off", [prompt])[0][0] for prompt in prompts]
+    engine, prompts = Engine.load(path), models.prompts()[-num_prompts:]
+    size = {"max_tokens": max_tokens}
+    plain = [generate(engine, "off", [prompt], **size)[0][0] for prompt in prompts]
     assert len(set(plain[0])) > 3
     for plan in PLANS:
-        found, stats = generate(engine, plan.name, prompts)
+        found, stats = generate(engine, plan.name, prompts, **size)
         assert found == plain, plan.name
-        assert plan.name == "off" or stats.mean_acceptance_length > 1
-    drawn = {"temperature": 0.8, "seed": 3}
+        # lookups may find nothing in a few tokens
+        is_sure = plan.widths and (max_tokens == NUM_TOKENS or not plan.self_drafts)
+        assert stats.mean_acceptance_length > 1 or not is_sure, plan.name
+    drawn = {"temperature": 0.8, "seed": 3, **size}
     first, _ = generate(engine, "off", prompts[:2], **drawn)
     assert generate(engine, "chain-4", prompts[:2], **drawn)[0] == first
 
 
-def check_logits(path: Path, model: Any, dtype: str, tolerance: float = TOLERANCE) -> None:
+def check_logits(path: Path | Engine, model: Any, dtype: str, tolerance: float = TOLERANCE) -> None:
     """One pass over a prompt, each row with the logits of transformers."""
-    engine, tokens = Engine.load(path), torch.tensor(models.prompts()[-1])
+    engine = path if isinstance(path, Engine) else Engine.load(path)
+    tokens = torch.tensor(models.prompts()[-1])
     count = len(tokens)
     with torch.inference_mode():
         want = model(tokens[None]).logits[0]
@@ -152,12 +147,12 @@ def check_logits(path: Path, model: Any, dtype: str, tolerance: float = TOLERANC
         pytest.param("phi", "int4", None, "float32", marks=pytest.mark.slow),
         pytest.param("phi3", "int4", 128, "bfloat16", marks=pytest.mark.slow),
         pytest.param("gemma3", "int8", None, "float32", marks=pytest.mark.slow),
-        pytest.param("mixtral", "int4", None, "float32", marks=pytest.mark.slow),
+        pytest.param("gemma3-tied", "int4", None, "float32", marks=pytest.mark.slow),
     ],
 )
-def test_plans_and_logits(make, tmp_path, name, quantize, group, dtype) -> None:
+def test_plans_and_logits(make, name, quantize, group, dtype) -> None:
     checkpoint, engine = make(name, quantize, group, dtype=dtype)
-    check_logits(engine, reference_model(checkpoint, engine, tmp_path / "rounded"), dtype)
+    check_logits(engine, reference_model(checkpoint, engine), dtype)
     check_plans(engine)
 
 
@@ -170,10 +165,10 @@ def test_plans_and_logits(make, tmp_path, name, quantize, group, dtype) -> None:
         pytest.param("int8", None, "float32", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_engines(make, tmp_path, quantize, group, dtype) -> None:
+def test_compiled_engines(make, quantize, group, dtype) -> None:
     """The C++ operator in compiled programs; and its weights are those of an eager engine."""
     checkpoint, engine = make("llama", quantize, group, dtype=dtype, backend="cpu")
-    check_logits(engine, reference_model(checkpoint, engine, tmp_path / "rounded"), dtype)
+    check_logits(engine, reference_model(checkpoint, engine), dtype)
     check_plans(engine)
     _, eager = make("llama", quantize, group, dtype=dtype)
     one, other = (load_file(path / "target" / "weights.safetensors") for path in (engine, eager))
@@ -252,12 +247,6 @@ def test_bytes_are_told(make) -> None:
     assert line.startswith("target has weights of projections in int4-g32, the rest in float32: ")
 
 
-def test_engines_of_several_ranks_are_refused(make, tmp_path) -> None:
-    _, engine = make("llama", "int4", 32, dtype="float32")
-    with pytest.raises(ConfigError, match="weights in int4-g32"):
-        reshard_engine(engine, tmp_path / "cut", 2)
-
-
 @pytest.mark.parametrize("backend", ["onnx", "tensorrt", "cuda"])
 def test_other_backends_are_refused_before_anything_is_read(tmp_path, backend) -> None:
     backend = compiler_backend(backend)
@@ -276,7 +265,6 @@ def test_other_backends_are_refused_before_anything_is_read(tmp_path, backend) -
         ({"quantize": "int8", "quantize_group": 32}, "--quantize-group 32 and --quantize int8"),
         ({"quantize_group": 64}, "--quantize-group 64"),
         ({"quantize": "int4", "quantize_group": 48}, "--quantize-group 48"),
-        ({"quantize": "int4", "tensor_parallel_size": 2}, "--quantize int4 and --tensor-parallel"),
     ],
 )
 def test_options_that_are_refused(options, found) -> None:

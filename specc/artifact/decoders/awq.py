@@ -18,7 +18,6 @@ from torch import Tensor
 from specc.artifact.decoders.decoded_weight import (
     DecodedWeight,
     GroupedWeight,
-    Integers,
     check_group,
 )
 from specc.artifact.decoders.refusals import unknown_scheme
@@ -28,6 +27,7 @@ from specc.artifact.decoders.stored_tensors import (
     unpack_words,
     word_range,
 )
+from specc.artifact.integers import Integers
 from specc.artifact.safetensors_io import TensorReader
 
 METHOD = "awq"

@@ -21,7 +21,6 @@ from specc.artifact.decoders.column_order import column_order
 from specc.artifact.decoders.decoded_weight import (
     DecodedWeight,
     GroupedWeight,
-    Integers,
     check_group,
 )
 from specc.artifact.decoders.float8 import decode_float8
@@ -35,6 +34,7 @@ from specc.artifact.decoders.stored_tensors import (
     unpack_words,
     word_range,
 )
+from specc.artifact.integers import Integers
 from specc.artifact.safetensors_io import TensorReader
 from specc.errors import WeightError
 
@@ -161,7 +161,8 @@ def _group_of(module: str, groups: list[_Group], key: str, where: str) -> _Group
         patterns = [item[3:] for item in group.targets if item.startswith("re:")]
         if any(re.match(pattern, module) for pattern in patterns):
             return group
-    classes = [group for group in groups if any("." not in item for item in group.targets)]
+    # names of classes have capitals, those of layers and patterns have not
+    classes = [group for group in groups if any(item[:1].isupper() for item in group.targets)]
     if len(classes) == 1:
         return classes[0]
     raise WeightError(

@@ -8,24 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specc.artifact.integers import Integers
 from specc.artifact.quantized_layout import GROUPS, QuantizedLayout
 from specc.artifact.safetensors_io import TensorReader
 from specc.errors import WeightError
-
-
-@dataclass(frozen=True)
-class Integers:
-    """Rows of a weight (u - z) · s, or v · s of numbers v of 8 or 4 bits.
-
-    Args:
-        levels: [n, K] uint8, the integers u, or the bits of v.
-        scales: [n, G] float32, one for each row and group of columns.
-        zeros: [n, G] int16, the zero points z; None is the middle of the range, 8 or 128.
-    """
-
-    levels: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -59,12 +45,25 @@ class DecodedWeight(ABC):
         """[K] int64, the columns in the order in which `integers` has them; None as they are."""
         return None
 
+    @property
+    def is_turned(self) -> bool:
+        """Whether its integers are those of matrices [N, K], and the parameter's are [K, N]."""
+        return False
+
+    @property
+    def outputs(self) -> int:
+        """N, rows of a matrix of integers."""
+        return self.shape[-1 if self.is_turned else -2]
+
     @abstractmethod
     def values(self, reader: TensorReader, start: int, stop: int) -> Tensor:
         """Rows start … stop - 1 along dim 0 in float32: products (u - z) · s, rounded once."""
 
     def integers(self, reader: TensorReader, start: int, stop: int) -> Integers:
-        """The same rows as `layout` holds them; of weights that have one."""
+        """The same rows as `layout` holds them, [rows, K], those of one matrix after the other.
+
+        Of weights that have a layout. A range of stacked experts is of whole matrices.
+        """
         raise NotImplementedError
 
 

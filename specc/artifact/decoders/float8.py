@@ -9,12 +9,12 @@ from torch import Tensor
 
 from specc.artifact.decoders.decoded_weight import (
     DecodedWeight,
-    Integers,
     check_group,
     group_owners,
     layout_of,
 )
 from specc.artifact.decoders.stored_tensors import read_rows, read_tensor, require
+from specc.artifact.integers import Integers
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import TensorReader
 

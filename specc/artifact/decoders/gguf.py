@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact.decoders.decoded_weight import DecodedWeight, Integers
+from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.decoders.gguf_file import BLOCKS, PLAIN, GGUFReader
 from specc.artifact.decoders.stored_tensors import read_rows
+from specc.artifact.integers import Integers
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import TensorReader
 from specc.errors import WeightError

@@ -73,15 +73,18 @@ class GGUFReader:
     Args:
         path: of the file. Fields and the table of tensors are read here.
         rename: names of tensors as they are to be called.
+        reads_lists: of fields that are arrays, read the items, not just how many there are.
     Raises:
         WeightError: it is malformed or truncated, or holds tensors of a type that is not read.
     """
 
-    def __init__(self, path: Path, rename: Callable[[str], str] = str) -> None:
+    def __init__(
+        self, path: Path, rename: Callable[[str], str] = str, reads_lists: bool = False
+    ) -> None:
         self.path = path
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
         try:
-            self.fields, tensors = _read_header(path)
+            self.fields, tensors = _read_header(path, reads_lists)
         except (struct.error, ValueError, IndexError, OverflowError) as error:
             self.close()
             raise _malformed(path, str(error)) from error
@@ -154,8 +157,8 @@ class GGUFReader:
 class _Cursor:
     """Reads a file's header from its beginning on."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
+    def __init__(self, data: mmap.mmap, reads_lists: bool) -> None:
+        self._data, self._reads_lists = data, reads_lists
         self.place = 0
 
     def take(self, form: str) -> Any:
@@ -178,7 +181,7 @@ class _Cursor:
         return value.decode("utf-8", "replace")
 
     def field(self, kind: int) -> Any:
-        """A value; of an array of strings, how many there are."""
+        """A value; of an array its items, or how many there are."""
         if kind in _FIELDS:
             return self.take(_FIELDS[kind])
         if kind == _STRING:
@@ -186,6 +189,8 @@ class _Cursor:
         if kind != _ARRAY:
             raise ValueError(f"a field of type {kind}")
         item, count = self.take("<I"), self.count()
+        if self._reads_lists and (item in _FIELDS or item == _STRING):
+            return [self.field(item) for _ in range(count)]
         if item in _FIELDS:
             self.place += count * struct.calcsize(_FIELDS[item])
         elif item == _STRING:
@@ -196,12 +201,12 @@ class _Cursor:
         return count
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+def _read_header(path: Path, reads_lists: bool) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     size = path.stat().st_size
     if size < len(_MAGIC) + 20:
         raise ValueError(f"it has {size} bytes")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        cursor = _Cursor(data)
+        cursor = _Cursor(data, reads_lists)
         if data[:4] != _MAGIC:
             raise ValueError("it does not begin with GGUF")
         cursor.place = 4

@@ -19,7 +19,6 @@ from specc.artifact.decoders.column_order import column_order
 from specc.artifact.decoders.decoded_weight import (
     DecodedWeight,
     GroupedWeight,
-    Integers,
     check_group,
 )
 from specc.artifact.decoders.refusals import unknown_scheme
@@ -31,6 +30,7 @@ from specc.artifact.decoders.stored_tensors import (
     unpack_words,
     word_range,
 )
+from specc.artifact.integers import Integers
 from specc.artifact.safetensors_io import TensorReader
 from specc.errors import WeightError
 

@@ -20,10 +20,12 @@ class KeptIntegers:
         layout: of the integers.
         order: bytes of the columns, int64, in the order in which they are stored; none where that
             is their own.
+        is_turned: the parameter has matrices [K, N], and the integers are of [N, K].
     """
 
     layout: QuantizedLayout
     order: bytes = b""
+    is_turned: bool = False
 
     @classmethod
     def of(cls, weight: DecodedWeight) -> KeptIntegers | None:
@@ -31,7 +33,7 @@ class KeptIntegers:
         if weight.layout is None:
             return None
         order = b"" if weight.order is None else bytes(tensor_bytes(weight.order.long()))
-        return cls(weight.layout, order)
+        return cls(weight.layout, order, weight.is_turned)
 
     @property
     def name(self) -> str:

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact.decoders.decoded_weight import DecodedWeight, Integers
+from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.decoders.refusals import unknown_scheme
 from specc.artifact.decoders.stored_tensors import read_rows, require
+from specc.artifact.integers import Integers
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import TensorReader
 from specc.errors import WeightError
 
 METHOD = "mxfp4"
 GROUP, _BIAS, _NAN = 32, 127, 255
+LAYOUT = QuantizedLayout(4, GROUP, is_float=True)
 SMALLEST = 2.0**-_BIAS
 _BLOCKS, _SCALES = "_blocks", "_scales"
 # by sign, exponent and fraction, one number of 4 bits
@@ -40,6 +42,20 @@ class _MXFP4Experts(DecodedWeight):
         wide = e8m0_values(exponents).repeat_interleave(GROUP, -1)
         return (found * wide).transpose(1, 2).contiguous()
 
+    @property
+    def layout(self) -> QuantizedLayout | None:
+        return LAYOUT
+
+    @property
+    def is_turned(self) -> bool:
+        return True
+
+    def integers(self, reader: TensorReader, start: int, stop: int) -> Integers:
+        codes, scale = self.tensors
+        found = read_rows(reader, codes, start, stop).flatten(-2).flatten(0, 1)
+        exponents = read_rows(reader, scale, start, stop).flatten(0, 1)
+        return _integers(reader, scale, found, e8m0_values(exponents))
+
 
 @dataclass(frozen=True)
 class MXFP4Weight(DecodedWeight):
@@ -47,7 +63,7 @@ class MXFP4Weight(DecodedWeight):
 
     @property
     def layout(self) -> QuantizedLayout | None:
-        return QuantizedLayout(4, GROUP, is_float=True)
+        return LAYOUT
 
     def values(self, reader: TensorReader, start: int, stop: int) -> Tensor:
         found = e2m1_values(read_rows(reader, self.tensors[0], start, stop))
@@ -55,21 +71,25 @@ class MXFP4Weight(DecodedWeight):
 
     def integers(self, reader: TensorReader, start: int, stop: int) -> Integers:
         codes = read_rows(reader, self.tensors[0], start, stop)
-        levels = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-        scales = self._scales(reader, start, stop)
-        # the engine's smallest scale is 2^-126; of zeros every scale is the same
-        is_small = scales == SMALLEST
-        used = (levels & 7).view(*scales.shape, GROUP).amax(-1) > 0
-        if bool((is_small & used).any()):
-            raise WeightError(
-                f"{self.tensors[1]} in {reader.location(self.tensors[1])} holds a scale of 2^-127",
-                "scales from 2^-126 on",
-                "pass the unquantized checkpoint with --quantize int8 or int4",
-            )
-        return Integers(levels, torch.where(is_small, 0, scales))
+        return _integers(reader, self.tensors[1], codes, self._scales(reader, start, stop))
 
     def _scales(self, reader: TensorReader, start: int, stop: int) -> Tensor:
         return e8m0_values(read_rows(reader, self.tensors[1], start, stop))
+
+
+def _integers(reader: TensorReader, scale: str, codes: Tensor, scales: Tensor) -> Integers:
+    """Rows of codes [n, K / 2], low bits first, with scales [n, K / 32]."""
+    levels = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    # the engine's smallest scale is 2^-126; of zeros every scale is the same
+    is_small = scales == SMALLEST
+    used = (levels & 7).view(*scales.shape, GROUP).amax(-1) > 0
+    if bool((is_small & used).any()):
+        raise WeightError(
+            f"{scale} in {reader.location(scale)} holds a scale of 2^-127",
+            "scales from 2^-126 on",
+            "pass the unquantized checkpoint with --quantize int8 or int4",
+        )
+    return Integers(levels, torch.where(is_small, 0, scales))
 
 
 def e2m1_values(codes: Tensor) -> Tensor:

@@ -138,6 +138,19 @@ def _linear_q(rng: random.Random) -> Arguments:
     }
 
 
+def _grouped_mm_q(rng: random.Random) -> Arguments:
+    made = _linear_q(rng)
+    x, blocks, experts = made.pop("input"), made.pop("weight"), rng.choice((0, 1, 2, 5))
+    made.pop("bias")
+    ends = sorted(rng.randint(0, len(x)) for _ in range(experts))
+    return {
+        "x": x,
+        "weight": blocks.repeat(experts, 1),
+        "ends": torch.tensor(ends, dtype=torch.int32),
+        **made,
+    }
+
+
 def _embedding_of_blocks(rng: random.Random) -> Arguments:
     n, width = rng.choice((1, 31, 32, 33, 97)), rng.choice(_WIDTHS)
     return {
@@ -383,6 +396,7 @@ BUILDERS: dict[str, Builder] = {
     "block_mass": _block_mass,
     "linear": _linear,
     "linear_q": _linear_q,
+    "grouped_mm_q": _grouped_mm_q,
     "embedding_of_blocks": _embedding_of_blocks,
     "tree_expand": _tree_expand,
     "accept_winners": _accept_winners,

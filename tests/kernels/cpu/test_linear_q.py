@@ -21,8 +21,8 @@ from tests.kernels.cpu.test_linear import CANARY, before_a_forbidden_page, in_po
 WRAPPER = """
 #include "kernels.h"
 extern "C" __attribute__((visibility("default"))) void run_linear_q(const specc::LinearQ* a,
-                                                                    int n) {
-  specc::linear_q(*a, n);
+                                                                    long count, int n) {
+  specc::linear_q(a, count, n);
 }
 """
 # -march → the instructions that running it takes; native is vpdpbusd where the machine has it
@@ -102,6 +102,20 @@ def run(
     y_stride: int | None = None,
 ) -> Tensor:
     """Call the kernel; nothing around y may change."""
+    arguments, around = product(x, stored, bias, n, layout, y_stride)
+    library.run_linear_q(ctypes.byref(arguments), 1, threads)
+    return result_of(around, n)
+
+
+def product(
+    x: Tensor,
+    stored: Tensor,
+    bias: Tensor | None,
+    n: int,
+    layout: QuantizedLayout,
+    y_stride: int | None = None,
+) -> tuple[LinearQStruct, Tensor]:
+    """Arguments of one product, and its result, [rows, n], with canaries around it."""
     rows, k = x.shape
     y_stride = n if y_stride is None else y_stride
     around = torch.full((rows + 2, y_stride), CANARY, dtype=x.dtype)
@@ -122,7 +136,11 @@ def run(
         around[1:].data_ptr(),
         y_stride,
     )
-    library.run_linear_q(ctypes.byref(arguments), threads)
+    return arguments, around
+
+
+def result_of(around: Tensor, n: int) -> Tensor:
+    """What lies among the canaries, all of which are left."""
     assert (around[[0, -1]] == CANARY).all()
     assert (around[:, n:] == CANARY).all()
     return around[1:-1, :n].clone()
@@ -207,6 +225,22 @@ def test_bits_of_a_row_depend_on_no_other_row_and_no_thread(library, dtype, layo
             first = 70 - rows
             got = run(library, x[first:], stored, bias, n, layout, threads=threads)
             assert torch.equal(got, want[first:]), f"{rows} rows, {threads} threads"
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[i] for i in (0, 2, 12, 14)], ids=lambda i: i.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_a_mixture_have_the_bits_of_each(library, dtype, layout):
+    """Experts of 0 to 40 rows in one call: whichever thread has which of their blocks."""
+    k, n, counts = 200, 139, (1, 0, 40, 3, 1)
+    rows = [torch.randn(count, k).to(dtype) for count in counts]
+    stored = [random_weight(n, k, layout) for _ in counts]
+    want = [oracle(x, own, None, n, layout) for x, own in zip(rows, stored, strict=True)]
+    for threads in (1, 2, 3, 7):
+        made = [product(x, own, None, n, layout) for x, own in zip(rows, stored, strict=True)]
+        every = (LinearQStruct * len(made))(*(arguments for arguments, _ in made))
+        library.run_linear_q(every, len(made), threads)
+        for (_, around), own in zip(made, want, strict=True):
+            assert same_bits(result_of(around, n), own)
 
 
 @pytest.mark.parametrize("layout", INTEGERS, ids=lambda item: item.name)

@@ -104,13 +104,18 @@ def test_a_step_of_fp8_is_rounded_once() -> None:
     """Against fractions: each step is the float32 nearest to the exact sum, ties to even."""
     torch.manual_seed(1)
     layout = QuantizedLayout.named("fp8")
-    x = torch.randn(3, 70) * torch.exp2(torch.randint(-20, 4, (3, 70)).float())
-    x[0] = 1 + 2.0**-12 * torch.randn(70)  # many halfway cases of what double rounds first
+    x = torch.randn(11, 70) * torch.exp2(torch.randint(-20, 4, (11, 70)).float())
+    x[0] = 1 + 2.0**-12 * torch.randn(70)
     x[1, ::2] = x[1, 1::2] * -(2.0**8)
+    # products of more than 24 bits, halfway between two numbers but for a sum so small that double
+    # loses it
+    x[3:] = 0
+    x[3:, 0] = 2.0**-70
+    x[3:, 1] = 1 + 2.0**-23 * torch.arange(1, 9)
     stored = quantize(torch.randn(5, 70), layout)
     levels, scales, _ = unpack(stored, (5, 70), layout)
     found, values = project(x, stored, None, 5, layout), layout.values(levels) / 256
-    for m in range(3):
+    for m in range(11):
         for n in range(5):
             total = 0.0
             for a, b in zip(x[m].tolist(), values[n].tolist(), strict=True):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specc.artifact.packed_stream import quantized_stream
 from specc.artifact.quantized_layout import (
     QuantizedLayout,
     dequantize,
     pack,
     quantize,
-    quantized_stream,
     unpack,
 )
 

@@ -98,9 +98,8 @@ def test_few_outputs_stay() -> None:
     assert result.rewrites == 0
     assert [item.reason for item in result.declined] == ["31 outputs, fewer than a block has"]
     mixture, pipeline = compiled("mixtral", num_hidden_layers=1)
-    # the router of 4 experts, and the experts, which are grouped products
+    # the router of 4 experts
     assert len(mixture.calls(aten.linear.default)) == 1
-    assert any(layout == "rows" and "experts" in key for key, layout in layouts(mixture).items())
     (record,) = [r for r in pipeline.records if r.name == "QuantizeLinear"]
     assert [item.reason for item in record.declined] == ["4 outputs, fewer than a block has"]
 

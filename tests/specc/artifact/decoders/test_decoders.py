@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
 from specc.artifact.decoders.decoded_reader import DecodedReader
-from specc.artifact.decoders.integer_stream import integer_stream
+from specc.artifact.decoders.integer_rows import integer_rows
 from specc.artifact.decoders.kept_integers import KeptIntegers
-from specc.artifact.nonfinite import refuse
+from specc.artifact.packed_stream import packed_stream
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.artifact.safetensors_io import CHUNK_BYTES
 from tests import quantized_checkpoints as made
@@ -71,6 +71,13 @@ def values_of(reader, name, rows=None, chunk_bytes=CHUNK_BYTES):
     return torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, *reader.shape(name)[1:])
 
 
+def blocks_of(reader, parts, layout, shape):
+    """Integers of parts in an engine's blocks, of a weight of this shape."""
+    rows = integer_rows(reader, parts, layout)
+    stored = b"".join(map(bytes, packed_stream(rows, layout, shape[-2])))
+    return torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(layout.stored_shape(shape))
+
+
 # the last group, and the last engine's group of a longer one, are short
 CASES = [(name, shape) for name in FORMATS for shape in ((64, 96), (40, 160))]
 CASES += [("gptq-4-g256", (64, 544))]
@@ -111,9 +118,8 @@ def test_values_and_integers(tmp_path, name, shape) -> None:
     assert torch.equal(steps * wide(part.scales), exact[3:35])
     # the engine's own blocks, of rows that are no whole blocks
     sizes = [(key, (0, 7)), (key, (7, shape[0])), (key, None)]
-    stored = b"".join(map(bytes, integer_stream(reader, sizes, own, refuse)))
     twice = (2 * shape[0], shape[1])
-    blocks = torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(own.stored_shape(twice))
+    blocks = blocks_of(reader, sizes, own, twice)
     assert torch.equal(dequantize(blocks, twice, own), torch.cat([exact, exact]))
     with reader:
         pass

@@ -10,13 +10,10 @@ import torch
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
 from specc.artifact.decoders.gguf_file import GGUFReader
-from specc.artifact.decoders.integer_stream import integer_stream
-from specc.artifact.nonfinite import refuse
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
-from specc.errors import ModelNotFoundError, WeightError
-from specc.passes.frontend.hf_model import resolve_directory
+from specc.errors import WeightError
 from tests.gguf_files import FILE, draw, paired, write_file
-from tests.specc.artifact.decoders.test_decoders import values_of
+from tests.specc.artifact.decoders.test_decoders import blocks_of, values_of
 
 CONFIG = SimpleNamespace(model_type="llama", num_attention_heads=2, num_key_value_heads=2)
 FIELDS = {"general.architecture": "llama", "llama.attention.head_count": 2}
@@ -48,9 +45,7 @@ def test_blocks(tmp_path, kind, layout, version) -> None:
         assert reader.scheme == f"gguf, {kind}"
         if layout is not None:
             own = QuantizedLayout.named(layout)
-            stored = b"".join(map(bytes, integer_stream(reader, [(KEY, None)], own, refuse)))
-            blocks = torch.frombuffer(bytearray(stored), dtype=torch.uint8)
-            found = dequantize(blocks.view(own.stored_shape(shape)), shape, own)
+            found = dequantize(blocks_of(reader, [(KEY, None)], own, shape), shape, own)
             assert torch.equal(found, exact)
 
 
@@ -127,9 +122,7 @@ def test_damaged_files(tmp_path) -> None:
     GGUFReader(tmp_path / FILE).close()
 
 
-def test_several_files_and_a_path_of_one(tmp_path) -> None:
+def test_several_files(tmp_path) -> None:
     write_file(tmp_path / FILE, FIELDS, ONE)
-    with pytest.raises(ModelNotFoundError, match=r"a directory that holds it, and config.json"):
-        resolve_directory(tmp_path / FILE)
     write_file(tmp_path / "other.gguf", FIELDS, ONE)
     assert "other.gguf" in refused(tmp_path).found

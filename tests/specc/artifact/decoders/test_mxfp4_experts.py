@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
+from specc.artifact.decoders.integer_rows import integer_rows
+from specc.artifact.quantized_layout import dequantize
 from specc.errors import WeightError
 from tests.quantized_checkpoints import FILE, write_mxfp4
-from tests.specc.artifact.decoders.test_decoders import Config, values_of
+from tests.specc.artifact.decoders.test_decoders import Config, blocks_of, values_of
 
 NAME = "model.layers.0.mlp.experts.gate_up_proj"
 CONFIG = Config({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
@@ -33,7 +35,23 @@ def test_values(tmp_path) -> None:
     assert reader.shape(NAME) == (3, 64, 8)
     assert torch.equal(values_of(reader, NAME), exact)
     assert torch.equal(values_of(reader, NAME, (1, 2)), exact[1:2])
-    assert reader.decoded(NAME).layout is None
+    weight = reader.decoded(NAME)
+    # the engine has rows of the transposes
+    assert (weight.layout.name, weight.is_turned, weight.outputs) == ("mxfp4", True, 8)
+    stored = blocks_of(reader, [(NAME, (0, 1)), (NAME, (1, 3))], weight.layout, (3, 8, 64))
+    found = dequantize(stored, (3, 8, 64), weight.layout)
+    assert torch.equal(found, exact.transpose(1, 2))
+
+
+def test_scales_that_engines_do_not_hold(tmp_path) -> None:
+    write(tmp_path, torch.randn(3, 8, 64))
+    tensors = load_file(tmp_path / FILE)
+    for value, found in ((0, r"a scale of 2\^-127"), (255, r"1 NaN\), the first at \[1, 5, 1\]")):
+        tensors[f"{NAME}_scales"][1, 5, 1] = value
+        save_file(tensors, tmp_path / FILE)
+        reader = open_checkpoint(tmp_path, CONFIG)
+        with pytest.raises(WeightError, match=found):
+            list(integer_rows(reader, [(NAME, None)], reader.decoded(NAME).layout))
 
 
 def test_every_code_and_exponent(tmp_path) -> None:
@@ -57,8 +75,6 @@ def test_every_code_and_exponent(tmp_path) -> None:
 @pytest.mark.parametrize("suffix", ["_scales", "_blocks"])
 def test_parts_that_do_not_fit(tmp_path, suffix) -> None:
     write(tmp_path, torch.randn(3, 8, 64))
-    from safetensors.torch import load_file
-
     tensors = load_file(tmp_path / FILE)
     tensors[f"{NAME}{suffix}"] = tensors[f"{NAME}{suffix}"][:, :4, :1].contiguous()
     save_file(tensors, tmp_path / FILE)

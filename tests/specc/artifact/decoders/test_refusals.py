@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
 from specc.artifact.decoders.decoded_reader import DecodedReader
-from specc.artifact.decoders.integer_stream import integer_stream
-from specc.artifact.nonfinite import refuse
+from specc.artifact.decoders.integer_rows import integer_rows
 from specc.errors import WeightError
 from tests import quantized_checkpoints as made
 from tests.quantized_checkpoints import FILE
@@ -212,7 +211,7 @@ def test_groups_of_other_sizes(tmp_path) -> None:
 
 def stream(reader: DecodedReader):
     layout = reader.decoded(KEY).layout
-    return list(integer_stream(reader, [(KEY, None)], layout, refuse))
+    return list(integer_rows(reader, [(KEY, None)], layout))
 
 
 def test_zero_points_that_programs_read_differently(tmp_path) -> None:
@@ -269,6 +268,10 @@ def test_which_group_a_layer_is_of(tmp_path) -> None:
     form = made.Format(config, PACKED.writer)
     reader, exact = open_written(tmp_path, form, torch.randn(64, 96))
     assert torch.equal(values_of(reader, KEY), exact)
+    # a layer's name and a pattern without dots are no names of classes
+    for target in ("lm_head", "re:lm_head"):
+        groups["other"]["targets"] = [target]
+        open_checkpoint(tmp_path, Config(config))
     groups["other"]["targets"] = ["re:.*q_proj"]
     with pytest.raises(WeightError, match="3 bits"):
         open_checkpoint(tmp_path, Config(config))

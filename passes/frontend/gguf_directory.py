@@ -1,0 +1,90 @@
+"""A GGUF file alone as a directory of a model: what lies beside it is made from its own fields.
+
+The directory is in the user's cache, named after the file's place, size and time, and holds
+config.json, tokenizer.json, tokenizer_config.json and a link to the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from specc.artifact.decoders.gguf import model_name
+from specc.artifact.decoders.gguf_file import GGUFReader
+from specc.errors import ModelNotFoundError
+from specc.passes.frontend.gguf_config import config_of
+from specc.passes.frontend.gguf_tokenizer import tokenizer_of
+from specc.system.file_cache import FileCache
+from specc.version import __version__
+
+
+def directory_of(file: Path) -> Path:
+    """The directory of a GGUF file's model; made where the cache has none.
+
+    Raises:
+        WeightError: the file is malformed, or its fields say something that is not read.
+        VocabMismatchError: its tokenizer is not read.
+        ModelNotFoundError: the cache cannot hold a link.
+        CompilerError: the cache cannot be written.
+    """
+    file = file.resolve()
+    state, cache = file.stat(), FileCache()
+    key = f"{__version__}\0{file}\0{state.st_size}\0{state.st_mtime_ns}"
+    name = f"gguf/{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    contents: dict[str, bytes] = {}
+
+    def content(part: str) -> bytes:
+        if not contents:
+            contents.update(_contents(file))
+        return contents[part]
+
+    for part in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+
+        def make(scratch: Path, part: str = part) -> Path:
+            made = scratch / part
+            made.write_bytes(content(part))
+            return made
+
+        cache.obtain(f"{name}/{part}", make)
+    directory = cache.path(name)
+    link = directory / "model.gguf"
+    try:
+        link.symlink_to(file)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{link}: {error.strerror or error}",
+            "a cache that can hold a link to a GGUF file",
+            "put the file in a directory with config.json and tokenizer.json, and pass that",
+        ) from error
+    return directory
+
+
+def _contents(file: Path) -> dict[str, bytes]:
+    reader = GGUFReader(file, model_name, reads_lists=True)
+    try:
+        config = config_of(reader)
+        tokenizer = tokenizer_of(reader.fields, reader.location())
+    finally:
+        reader.close()
+    return {
+        "config.json": json.dumps(config, indent=2).encode(),
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": json.dumps(_tokenizer_config(reader.fields), indent=2).encode(),
+    }
+
+
+def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
+    """What transformers and chats read: the tokenizer as it is, special tokens, the template."""
+    tokens = fields["tokenizer.ggml.tokens"]
+    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for part in ("bos", "eos"):
+        number = fields.get(f"tokenizer.ggml.{part}_token_id")
+        if type(number) is int and 0 <= number < len(tokens):
+            found[f"{part}_token"] = tokens[number]
+    if isinstance(template := fields.get("tokenizer.chat_template"), str):
+        found["chat_template"] = template
+    return found

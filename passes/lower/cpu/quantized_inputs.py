@@ -1,0 +1,170 @@
+"""Inputs of a program that hold weights as integers, and how a rank's part of one is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, fx
+
+from specc.artifact.decoders.kept_integers import KeptIntegers
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.errors import ConfigError
+from specc.kernels import ops
+from specc.passes.program import Program, Weight, add_placeholder, bind_args, emit_call
+from specc.sharding.shard_plan import ShardPlan, WeightCut, pieces_of
+
+aten = torch.ops.aten
+# names of constants, which hold the columns of a weight in their order
+COLUMN_ORDER = "column_order"
+# what reads its rows in an operand of another name than `input`
+_ROWS = {ops.grouped_mm: "x"}
+
+
+def kept_of(program: Program, weight: Weight) -> KeptIntegers | None:
+    """What is kept of the checkpoint; None where not all of its parts have the same."""
+    found = {program.integers.get(name) for name in weight.parameters}
+    return found.pop() if len(found) == 1 else None
+
+
+def whole_shape(program: Program, weight: Weight) -> tuple[int, ...]:
+    """Shape of a weight before it was cut for ranks."""
+    cuts = program.shard.by_key if program.shard is not None else {}
+    return cuts[weight.key].shape if weight.key in cuts else weight.shape
+
+
+class QuantizedInputs:
+    """The quantized weights that a pass adds to a program, each once.
+
+    Args:
+        program: that changes.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._made: dict[Weight, fx.Node] = {}
+
+    def add(self, beside: fx.Node, layout: QuantizedLayout, is_turned: bool = False) -> fx.Node:
+        """An input with the weight of another one, and the plan's entry of it.
+
+        Args:
+            beside: the input that it is made of; it stays.
+            layout: of the new one.
+            is_turned: the parameter has matrices [K, N].
+        Raises:
+            ConfigError: a rank would have a part of a group of columns.
+        """
+        program = self._program
+        weight = program.weights[beside.target]
+        shape = _turned(weight.shape) if is_turned else weight.shape
+        quantized = dataclasses.replace(weight, shape=shape, quantized=layout, is_turned=is_turned)
+        if quantized not in self._made:
+            if program.shard is not None:
+                program.shard = _with_cut(program.shard, weight.key, quantized)
+            value = beside.meta["val"].new_empty(quantized.stored_shape, dtype=torch.uint8)
+            node = add_placeholder(program, f"{beside.target}_q{layout.bits}", value, beside)
+            program.weights[node.target] = quantized
+            self._made[quantized] = node
+        return self._made[quantized]
+
+    def drop(self, node: fx.Node) -> None:
+        """Forget an input that nobody reads any more."""
+        if node.users:
+            return
+        program = self._program
+        weight = program.weights.pop(node.target)
+        program.graph.erase_node(node)
+        keys = {item.key for item in program.weights.values()}
+        if program.shard is not None and weight.key not in keys:
+            kept = (cut for cut in program.shard.weights if cut.key != weight.key)
+            program.shard = dataclasses.replace(program.shard, weights=tuple(kept))
+
+
+def name_sums(program: Program) -> None:
+    """Let the plan's sums name the products that they are of now."""
+    if program.shard is None:
+        return
+    nodes = {node.name: node for node in program.calls(ops.all_reduce)}
+    sums = (
+        dataclasses.replace(item, after=nodes[item.node].args[0].name)  # type: ignore[union-attr]
+        for item in program.shard.collectives
+    )
+    program.shard = dataclasses.replace(program.shard, collectives=tuple(sums))
+
+
+def order_columns(program: Program, node: fx.Node, beside: fx.Node, columns: Tensor) -> None:
+    """Let a product read its rows in the order in which the weight's columns are stored.
+
+    Args:
+        program: that changes.
+        node: the product.
+        beside: the input that it reads its weight from.
+        columns: [K] int64.
+    Raises:
+        ConfigError: the program is that of one of several ranks.
+    """
+    if program.shard is not None:
+        raise ConfigError(
+            f"{program.weights[beside.target].key}, whose columns are in the order of their groups"
+            f" (act-order, desc_act), and {program.shard.num_ranks} ranks",
+            "columns in their own order: a rank has those that follow each other",
+            "leave out --tensor-parallel-size and --draft-ranks, or pass a checkpoint without"
+            " act-order",
+        )
+    name = next((k for k, v in program.constants.items() if _is_order(v, columns)), None)
+    if name is None:
+        name = f"{COLUMN_ORDER}_{len(program.constants)}"
+        inputs = program.graph.find_nodes(op="placeholder")
+        first = next(item for item in inputs if item.target in program.runtime_inputs)
+        value = beside.meta["val"].new_zeros(columns.shape, dtype=torch.int64)
+        add_placeholder(program, name, value, first.prev)
+        program.constants[name] = columns
+    x = bind_args(node)[_ROWS.get(node.target, "input")]
+    with program.graph.inserting_before(node):
+        ordered = emit_call(
+            program.graph, aten.index_select.default, x, -1, program.placeholder(name)
+        )
+    node.replace_input_with(x, ordered)
+
+
+def _is_order(value: Tensor, columns: Tensor) -> bool:
+    return value.dtype == torch.int64 and torch.equal(value, columns)
+
+
+def _turned(sizes: tuple) -> tuple:
+    return (*sizes[:-2], sizes[-1], sizes[-2])
+
+
+def _with_cut(plan: ShardPlan, key: str, quantized: Weight) -> ShardPlan:
+    """The plan with a cut of the quantized weight after that of the weight it is made of."""
+    layout = quantized.quantized
+    assert layout is not None
+    weights: list[WeightCut] = []
+    for cut in plan.weights:
+        weights.append(cut)
+        if cut.key == key:
+            shape, cuts = cut.shape, cut.cuts
+            if quantized.is_turned:
+                shape, cuts = _turned(shape), _turned(cuts)
+            own = dataclasses.replace(
+                cut, key=quantized.key, dtype="uint8", shape=shape, cuts=cuts, layout=layout.name
+            )
+            _check_groups(own, layout, plan.num_ranks)
+            weights.append(own)
+    return dataclasses.replace(plan, weights=tuple(weights))
+
+
+def _check_groups(cut: WeightCut, layout: QuantizedLayout, num_ranks: int) -> None:
+    """Raises ConfigError: a rank would have a part of a group of columns, and its scale."""
+    if not layout.group:
+        return
+    for rank in range(num_ranks):
+        for start, stop in pieces_of(cut.cuts[-1], rank):
+            is_whole = stop % layout.group == 0 or stop == cut.shape[-1]
+            if start % layout.group or not is_whole:
+                raise ConfigError(
+                    f"{cut.key}, {layout.group} columns of which share a scale, and {num_ranks}"
+                    f" ranks: rank {rank} would have columns {start} … {stop - 1}",
+                    f"whole groups of {layout.group} columns on each rank",
+                    "choose a smaller --quantize-group, --quantize int8, or fewer ranks",
+                )

@@ -1,0 +1,58 @@
+"""Rows of quantized weights between their source and an engine's blocks: rounded, read, or cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specc.artifact.tensor_part import Range
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Rows of a weight (u - z) · s, or v · s of numbers v of 8 or 4 bits.
+
+    Args:
+        levels: [n, K] uint8, the integers u, or the bits of v.
+        scales: [n, G] float32, one for each row and group of columns.
+        zeros: [n, G] int16, the zero points z; None is the middle of the range, 8 or 128.
+    """
+
+    levels: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    def rows(self, start: int, stop: int) -> Integers:
+        zeros = None if self.zeros is None else self.zeros[start:stop]
+        return Integers(self.levels[start:stop], self.scales[start:stop], zeros)
+
+    def columns(self, ranges: Sequence[Range], group: int) -> Integers:
+        """Columns, one range after the other.
+
+        Args:
+            ranges: whole groups, but for the last one, which may end with the row.
+            group: columns of a group; 0 where a row has one scale.
+        """
+        levels = torch.cat([self.levels[:, start:stop] for start, stop in ranges], 1)
+        if not group:
+            return Integers(levels, self.scales, self.zeros)
+        groups = [(start // group, -(-stop // group)) for start, stop in ranges]
+        scales, zeros = (
+            None if item is None else torch.cat([item[:, a:b] for a, b in groups], 1)
+            for item in (self.scales, self.zeros)
+        )
+        assert scales is not None
+        return Integers(levels, scales, zeros)
+
+    @classmethod
+    def joined(cls, items: Sequence[Integers]) -> Integers:
+        """Rows of one after those of the other."""
+        zeros = [item.zeros for item in items if item.zeros is not None]
+        return cls(
+            torch.cat([item.levels for item in items]),
+            torch.cat([item.scales for item in items]),
+            torch.cat(zeros) if zeros else None,
+        )

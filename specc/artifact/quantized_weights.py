@@ -1,0 +1,114 @@
+"""Quantized weights of an engine's file: what of a checkpoint they are, and their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specc.artifact.decoders.integer_rows import IntegerReader, integer_rows
+from specc.artifact.decoders.kept_integers import KeptIntegers
+from specc.artifact.integers import Integers
+from specc.artifact.packed_stream import (
+    packed_stream,
+    rounded_matrices,
+    rounded_rows,
+    zero_rows,
+)
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.safetensors_io import Buffer, TensorReader
+from specc.artifact.tensor_part import Range
+
+if TYPE_CHECKING:
+    from specc.artifact.weights import Source, WeightSpec
+
+
+@dataclass(frozen=True)
+class QuantizedPart:
+    """What a rank has of a quantized weight, whose rows are rounded as wholes before that.
+
+    Args:
+        shape: [N, K] of each matrix that the sources hold.
+        rows: of each matrix; () is all of them, where the sources have the rank's rows alone.
+        columns: whole groups, but for the last one.
+    """
+
+    shape: tuple[int, int]
+    rows: tuple[Range, ...]
+    columns: tuple[Range, ...]
+
+
+def kept_integers(sources: Sequence[Source], reader: TensorReader) -> KeptIntegers | None:
+    """How an engine holds a quantized checkpoint's own integers and scales of these sources.
+
+    None where a part is not quantized, or not in rows, or parts are quantized in different ways.
+    """
+    if not isinstance(reader, IntegerReader):
+        return None
+    found: set[KeptIntegers | None] = set()
+    for source in sources:
+        if source.zeros:
+            continue
+        weight = reader.decoded(source.name)
+        found.add(None if weight is None or source.transpose else KeptIntegers.of(weight))
+    return found.pop() if len(found) == 1 else None
+
+
+def quantized_chunks(
+    spec: WeightSpec, reader: TensorReader, chunks: Iterable[Buffer]
+) -> Iterator[Buffer]:
+    """The bytes of a quantized weight in blocks.
+
+    Args:
+        spec: of the weight.
+        reader: the checkpoint, whose own integers are taken where it has them in this layout.
+        chunks: the weight's values in its dtype as its sources have them, rows or whole matrices;
+            not asked for where integers are taken.
+    Raises:
+        WeightError: values that are not finite.
+    """
+    layout, part = spec.quantized, spec.part
+    assert layout is not None
+    outputs, columns = part.shape if part is not None else spec.shape[-2:]
+    kept = kept_integers(spec.sources, reader)
+    if kept is not None and kept.layout == layout:
+        assert isinstance(reader, IntegerReader)
+        rows = _kept_rows(spec.sources, reader, columns, layout)
+    elif spec.is_turned:
+        rows = rounded_matrices(chunks, (outputs, columns), spec.dtype, layout)
+    else:
+        rows = rounded_rows(chunks, columns, spec.dtype, layout)
+    if part is not None:
+        rows = _parts(rows, part, layout)
+    return packed_stream(rows, layout, spec.shape[-2])
+
+
+def _kept_rows(
+    sources: Sequence[Source], reader: IntegerReader, columns: int, layout: QuantizedLayout
+) -> Iterator[Integers]:
+    for source in sources:
+        if source.zeros:
+            yield zero_rows(source.zeros // columns, columns, layout)
+            continue
+        ranges = (source.rows,) if source.part is None else source.part.vectors
+        yield from integer_rows(reader, [(source.name, rows) for rows in ranges], layout)
+
+
+def _parts(
+    items: Iterable[Integers], part: QuantizedPart, layout: QuantizedLayout
+) -> Iterator[Integers]:
+    """A rank's rows and columns of whole matrices, or of rows that are its own."""
+    outputs, place = part.shape[0], 0
+    for item in items:
+        own = item.columns(part.columns, layout.group)
+        if not part.rows:
+            yield own
+            continue
+        count = len(own.levels)
+        # of a matrix after the other; an item may hold a part of one, or several
+        for base in range(place // outputs * outputs, place + count, outputs):
+            for start, stop in part.rows:
+                first, last = max(base + start - place, 0), min(base + stop - place, count)
+                if first < last:
+                    yield own.rows(first, last)
+        place += count

@@ -1,0 +1,71 @@
+"""Grouped products of quantized experts: each row has the bits of its own projection."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.kernels import native
+from tests.kernels.cpu.test_linear import in_poison
+from tests.kernels.cpu.test_linear_q import (
+    DTYPES,
+    EVERY,
+    numbers_of,
+    oracle,
+    random_weight,
+    same_bits,
+)
+
+K, N = 48, 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators() -> None:
+    native.load(native.build())
+
+
+@pytest.mark.parametrize("layout", **EVERY)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_projected_by_their_expert(dtype, layout) -> None:
+    """Experts without rows, rows without an expert, and rows that are not next to each other."""
+    experts = [random_weight(N, K, layout) for _ in range(5)]
+    stored, arguments = torch.cat(experts), (N, *numbers_of(layout))
+    x, ends = in_poison(13, K, dtype=dtype, padding=16), [0, 4, 4, 5, 11]
+    given = torch.tensor(ends, dtype=torch.int32)
+    found = torch.ops.specc_cpu.grouped_mm_q(x, stored, given, *arguments)
+    assert same_bits(found, torch.ops.specc.grouped_mm_q(x, stored, given, *arguments))
+    owners = [next((e for e, end in enumerate(ends) if row < end), None) for row in range(13)]
+    for row, owner in enumerate(owners):
+        alone = torch.zeros(1, N, dtype=dtype)
+        if owner is not None:
+            alone = oracle(x[row : row + 1], experts[owner], None, N, layout)
+        assert same_bits(found[row : row + 1], alone), row
+
+
+def test_no_rows_and_no_experts() -> None:
+    layout = QuantizedLayout(4, 32)
+    arguments, none = (N, *numbers_of(layout)), torch.empty(0, dtype=torch.int32)
+    stored, x = random_weight(N, K, layout), torch.randn(3, K)
+    for operator in (torch.ops.specc_cpu.grouped_mm_q, torch.ops.specc.grouped_mm_q):
+        ends = torch.zeros(1, dtype=torch.int32)
+        assert operator(x[:0], stored, ends, *arguments).shape == (0, N)
+        assert torch.equal(operator(x, stored, ends, *arguments), torch.zeros(3, N))
+        assert torch.equal(operator(x, stored[:0], none, *arguments), torch.zeros(3, N))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    layout = QuantizedLayout(4, 32)
+    stored = torch.cat([random_weight(N, K, layout)] * 2)
+    x, ends = torch.randn(4, K), torch.tensor([1, 4], dtype=torch.int32)
+    call = torch.ops.specc_cpu.grouped_mm_q
+    call(x, stored, ends, N, *numbers_of(layout))
+    for wrong in ([3, 1], [0, 5], [-1, 4]):
+        with pytest.raises(RuntimeError, match="in order"):
+            call(x, stored, torch.tensor(wrong, dtype=torch.int32), N, *numbers_of(layout))
+    for other in (ends.long(), ends[:1], torch.cat([ends, ends]), ends[None]):
+        with pytest.raises(RuntimeError, match=r"ends are|blocks"):
+            call(x, stored, other, N, *numbers_of(layout))
+    for blocks in (stored[:-1], stored[:, :-1], stored.int()):
+        with pytest.raises(RuntimeError, match=r"blocks|quantized weight"):
+            call(x, blocks, ends, N, *numbers_of(layout))
