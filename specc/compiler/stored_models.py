@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import ModelEntry, SelfDraftEntry
+from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
 from specc.artifact.weights import Source, WeightSpec
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.self_drafts import SelfDraftProgram

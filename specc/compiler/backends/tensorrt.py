@@ -7,12 +7,8 @@ from collections.abc import Sequence
 
 from specc.artifact.backends import facts_of
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import (
-    LimitsEntry,
-    ModelEntry,
-    TensorRTEntry,
-    rank_prefix,
-)
+from specc.artifact.manifest_entries import LimitsEntry, TensorRTEntry
+from specc.artifact.model_entry import ModelEntry, rank_prefix
 from specc.compiler.backends.base import Emitted, UnfinishedEngine
 from specc.compiler.backends.onnx import RANK_OPTIONS, PaddedBackend
 from specc.compiler.compiled_model import CompiledModel

@@ -21,15 +21,13 @@ from specc.artifact.directory import Manifest, open_engine, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import SCHEMA_VERSION
 from specc.artifact.manifest_entries import (
-    LayerEntry,
     LimitsEntry,
     MemoryEntry,
-    ModelEntry,
     ParallelEntry,
     PlanEntry,
-    SlabEntry,
     TokenizerEntry,
 )
+from specc.artifact.model_entry import LayerEntry, ModelEntry, SlabEntry
 from specc.errors import EngineError, OutputError
 from specc.speculation.plans import OFF, SpecPlan
 
