@@ -19,6 +19,7 @@ from specc.kernels.ranks import rank_error
 from specc.passes.lower.inductor import package
 from specc.runtime.backends.cpu.compiled_program import unpacked_package
 from specc.runtime.ranks.group import RankGroup
+from specc.system.cxx_compiler import compiler_version, find_compiler
 from specc.system.file_cache import FileCache
 from specc.system.machine import isa_flags
 from tests.rank_processes import rank_processes, run_ranks
@@ -56,7 +57,7 @@ def compile_layer(path: Path, directory: Path) -> None:
 @pytest.fixture(scope="module")
 def compiled(native_operators, tmp_path_factory) -> Path:
     """The package: made in a process without a group, and kept where specc keeps such things."""
-    parts = [torch.__version__, str(native.compiler_version(native.find_compiler())), *isa_flags()]
+    parts = [torch.__version__, str(compiler_version(find_compiler())), *isa_flags()]
     parts += [Path(path).read_text(encoding="utf-8") for path in (__file__, ops.__file__)]
     parts += [str(sorted(native.C_SHIMS.items())), Path(package.__file__).read_text("utf-8")]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
