@@ -16,11 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specc.kernels.reference.core import (
-    accept_winners_reference,
-    commit_kv_reference,
-    tree_expand_reference,
-)
+from specc.kernels.reference.commit import commit_kv_reference
+from specc.kernels.reference.core import accept_winners_reference, tree_expand_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
