@@ -103,7 +103,7 @@ def write_kv_reference(
     for b, (first, last) in enumerate(itertools.pairwise(q_start.tolist())):
         slots = slot[first:last].long()
         live = slots >= 0
-        rows = _cache_rows(block_table[b], slots[live], k_cache.shape[1])
+        rows = rows_of_slots(block_table[b], slots[live], k_cache.shape[1])
         flat_k[rows] = store_rows(k[:, first:last][:, live].transpose(0, 1), flat_k.dtype)
         flat_v[rows] = store_rows(v[:, first:last][:, live].transpose(0, 1), flat_v.dtype)
 
@@ -150,7 +150,7 @@ def attend_reference(
         if length <= 0:
             continue
         columns = torch.arange(length, device=q.device)
-        rows = _cache_rows(block_table[b], columns, k_cache.shape[1])
+        rows = rows_of_slots(block_table[b], columns, k_cache.shape[1])
         keys = read_rows(flat_k[rows]).permute(1, 2, 0)  # [HK, D, S]
         own_values = read_rows(flat_v[rows])
         step = rows_at_once(num_heads, length)
@@ -290,6 +290,6 @@ def grouped_mm_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _cache_rows(blocks: Tensor, slots: Tensor, block_size: int) -> Tensor:
+def rows_of_slots(blocks: Tensor, slots: Tensor, block_size: int) -> Tensor:
     """Rows of the flat cache that slots of one sequence lie in."""
     return blocks.long()[slots // block_size] * block_size + slots % block_size
