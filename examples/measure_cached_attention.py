@@ -44,6 +44,7 @@ from specc.artifact.kv_rows import AUTO, INT8, stored_row
 from specc.kernels import native
 from specc.kernels.reference.kv_rows import read_rows, store_rows
 from specc.runtime.scheduling.kv_cache import zeroed_slab
+from specc.system.cxx_compiler import find_compiler
 
 BLOCK_SIZE = 16
 # of queries; those that begin with int8 have other rows
@@ -101,7 +102,7 @@ class Kernels:
         files = [str(sources / name) for name in SOURCES if (sources / name).exists()]
         flags = [flag for flag in native._FLAGS if flag != "-fvisibility=hidden"]
         root = Path(torch.__file__).parent
-        command = [native.find_compiler(), *flags, "-shared", *files, "-o", str(library)]
+        command = [find_compiler(), *flags, "-shared", *files, "-o", str(library)]
         subprocess.run([*command, *native._openmp(root)], check=True)
         loaded = ctypes.CDLL(str(library))
         self.attend = getattr(loaded, ATTENTION)

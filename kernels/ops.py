@@ -1,6 +1,6 @@
 """Schemas and fake implementations of the `specc::` operators; importing this registers them.
 
-The default implementation of each operator is its oracle in one of `specc.kernels.reference.core*`.
+The default implementation of each operator is its oracle in a module of `specc.kernels.reference`.
 Other lowerings register for their own dispatch key.
 """
 
@@ -13,6 +13,7 @@ import torch
 from specc.kernels import fakes
 from specc.kernels.reference import accept as reference_accept
 from specc.kernels.reference import block_mass as reference_mass
+from specc.kernels.reference import commit as reference_commit
 from specc.kernels.reference import core as reference
 from specc.kernels.reference import dense as reference_dense
 from specc.kernels.reference import fused as reference_fused
@@ -163,29 +164,29 @@ record_tokens = _define(
 )
 tree_rows = _define(
     "tree_rows(Tensor cache_len, Tensor nodes, Tensor depths) -> (Tensor slot, Tensor position)",
-    reference.tree_rows_reference,
+    reference_commit.tree_rows_reference,
     fakes.tree_rows,
 )
 commit_rows = _define(
     "commit_rows(Tensor path, Tensor cache_len, Tensor slot_of) -> (Tensor source, Tensor length)",
-    reference.commit_rows_reference,
+    reference_commit.commit_rows_reference,
     fakes.commit_rows,
 )
 next_tokens = _define(
     "next_tokens(Tensor last_tokens, Tensor output_tokens, Tensor num_accepted) -> Tensor",
-    reference.next_tokens_reference,
+    reference_commit.next_tokens_reference,
     fakes.next_tokens,
 )
 leave_step = _define(
     "leave_step(Tensor(a!) results, Tensor(b!) last_tokens, Tensor(c!) cache_len,"
     " Tensor num_accepted, Tensor output_tokens, Tensor next_cache_len, Tensor next_last_tokens,"
     " Tensor? draft_lens) -> ()",
-    reference.leave_step_reference,
+    reference_commit.leave_step_reference,
     lambda *args: None,
 )
 commit_kv = _define(
     "commit_kv(Tensor(a!) slab, Tensor source, Tensor target, Tensor block_table) -> ()",
-    reference.commit_kv_reference,
+    reference_commit.commit_kv_reference,
     fakes.commit_kv,
 )
 grouped_mm = _define(

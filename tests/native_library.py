@@ -6,6 +6,7 @@ import pytest
 
 from specc.errors import CompilerError
 from specc.kernels import native
+from specc.system.cxx_compiler import find_compiler
 
 
 def load_native() -> None:
@@ -15,7 +16,7 @@ def load_native() -> None:
     tests.
     """
     try:
-        native.find_compiler()
+        find_compiler()
     except CompilerError as error:
         pytest.skip(str(error))
     native.load(native.build())

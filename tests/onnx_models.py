@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, fx
 
 from specc.artifact.cache_rows import CacheRows, mask_input
-from specc.artifact.manifest_entries import LayerEntry, ModelEntry
+from specc.artifact.model_entry import LayerEntry, ModelEntry
 from specc.kernels import ops
 from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
 from specc.passes.pipeline import PassRecord

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from specc.artifact.graph_io import graph_to_json
 from specc.compiler import compiled_model
-from specc.passes.frontend.trace import trace, trace_padded
+from specc.passes.frontend.trace import trace
+from specc.passes.frontend.trace_padded import trace_padded
 from specc.passes.lower.onnx import lower
 from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
 from specc.passes.program import Program

@@ -12,6 +12,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specc.kernels.cuda.accept_pass import (
+    DONE,
+    DRAW,
+    LEFT,
+    REST,
+    WALK,
+    draft_probs,
+    pass_of_part,
+    target_probs,
+    whole_pass,
+)
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.row_noise import uniform_of
 from specc.kernels.cuda.row_options import (
@@ -25,13 +36,9 @@ from specc.kernels.cuda.row_options import (
 )
 from specc.kernels.cuda.tree_context import has_penalty
 from specc.kernels.cuda.tree_expand import NO_KEY, token_of
-from specc.kernels.cuda.tried_probs import draft_probs, sample_part, target_probs
 
 # beyond all nodes and columns
 NONE = tl.constexpr(1 << 30)
-# what a row waits for: nothing more, no pass, what a rejection leaves of P, the sum of what the
-# next proposal's q has left, a draw
-DONE, WALK, REST, LEFT, DRAW = (tl.constexpr(i) for i in range(5))
 # where a walk stands: what it waits for, node, depth, column, proposals tried at the node; row and
 # number of known tokens that the sum of q is of
 NUM_STATES = 7
@@ -110,49 +117,6 @@ def _proposal(column, num_tried, is_swor, p_image, q_rows, q_stride, num_drafts,
         # what was tried before is known to be none of the draws that follow
         num_known = tl.where(is_swor & (row >= 0), num_tried, 0)
     return proposed, token, row, num_known
-
-
-@triton.jit
-def _pass(
-    work, first, num_blocks, target, draft, proposal, left, following, rest_sum, seed, offset,
-    HAS_DRAFTS: tl.constexpr, BV: tl.constexpr, BQ: tl.constexpr,
-):  # fmt: skip
-    """Sums of what is left of P and of the next proposal's q, and the key of a draw, of a part."""
-    _, token, row, num_known = proposal
-    _, next_token, next_row, next_known = following
-    _, p_rest, _, vocab = target
-    b_rest_sum = tl.zeros([BV], tl.float32)
-    b_left_sum = tl.zeros([BV], tl.float32)
-    key = tl.full([], NO_KEY, tl.int64)
-    if work == DRAW:
-        key = sample_part(target, rest_sum, first, num_blocks, seed, offset, BQ)
-    else:
-        for i in range(num_blocks * (4 * BQ // BV)):
-            o_t = first + i * BV + tl.arange(0, BV)
-            if work == REST:
-                b_q = draft_probs(o_t, token, draft, row, num_known, HAS_DRAFTS)
-                b_rest = target_probs(o_t, target, rest_sum) - b_q / left
-                b_rest = tl.maximum(b_rest, 0.0)
-                tl.store(p_rest + o_t, b_rest, mask=o_t < vocab)
-                b_rest_sum += b_rest
-            if HAS_DRAFTS:  # noqa: SIM102
-                # of the proposal after a rejected one at once: one pass less
-                if next_known > 0:
-                    b_left_sum += draft_probs(
-                        o_t, next_token, draft, next_row, next_known, HAS_DRAFTS
-                    )
-    return tl.sum(b_rest_sum, 0), tl.sum(b_left_sum, 0), key
-
-
-@triton.jit
-def _whole_pass(p_part, p_key, num_parts, BP: tl.constexpr):
-    """What the parts of a pass come to, in their order."""
-    o_p = tl.arange(0, BP)
-    m_p = o_p < num_parts
-    b_rest = tl.load(p_part + o_p * 2, mask=m_p, other=0.0)
-    b_left = tl.load(p_part + o_p * 2 + 1, mask=m_p, other=0.0)
-    b_key = tl.load(p_key + o_p, mask=m_p, other=NO_KEY)
-    return tl.sum(b_rest, 0), tl.sum(b_left, 0), tl.max(b_key, 0)
 
 
 @triton.jit(
@@ -323,7 +287,7 @@ def accept_walk_kernel(
                     first = tl.where(is_part, i_p * num_blocks * 4 * BQ, 0)
                     # after reads of other threads
                     tl.debug_barrier()
-                    new_rest, new_left, key = _pass(
+                    new_rest, new_left, key = pass_of_part(
                         work, first, tl.where(is_part, num_blocks, all_blocks), target, draft,
                         own, left, following, rest_sum, seed, offset,
                         drafts is not None, BV, BQ,
@@ -337,7 +301,7 @@ def accept_walk_kernel(
                         is_mine = is_last(arrived + i_b, num_parts)
                         is_part = work == WALK
                         if is_mine:
-                            new_rest, new_left, key = _whole_pass(p_part, p_key, num_parts, BP)
+                            new_rest, new_left, key = whole_pass(p_part, p_key, num_parts, BP)
                     # of other threads
                     tl.debug_barrier()
                     child = tl.full([], -1, tl.int32)

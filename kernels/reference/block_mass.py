@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from specc.kernels.reference.core import _cache_rows
+from specc.kernels.reference.core import rows_of_slots
 from specc.kernels.reference.kv_rows import read_rows
 from specc.speculation.tree import WORD_BITS
 
@@ -80,7 +80,7 @@ def block_mass_reference(
             node = (columns - cache_len[b]).clamp(min=0)
             bits = ancestors[voters][:, node // WORD_BITS] >> (node % WORD_BITS)
             allowed = (columns < cache_len[b]) | (bits & 1).bool()
-        keys = read_rows(flat[_cache_rows(block_table[b], columns, size)])
+        keys = read_rows(flat[rows_of_slots(block_table[b], columns, size)])
         keys = keys.permute(1, 2, 0).repeat_interleave(q.shape[0] // num_kv_heads, dim=0)
         scores = (q[:, voters].float() @ keys) * scale  # [H, voters, length]
         votes = torch.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from specc.passes.proof.token_routing import (
     is_whole,
     outputs_of,
 )
+from specc.passes.proof.token_sizes import TokenSizes
 
 # what a node can be besides plain (None), Tokens or Counts
 _SIZE = "the number of tokens"
@@ -45,15 +46,6 @@ def verify_tokenwise(program: Program, phase: str) -> None:
     _Proof(program, phase).run()
 
 
-@dataclass(frozen=True)
-class _Size:
-    """Where a shape has its dimension of tokens, and how many entries each token has in it."""
-
-    dim: int
-    scale: int
-    is_rows: bool
-
-
 class _Proof:
     """Assigns each node a state, in the order of execution; every state is an invariant.
 
@@ -64,11 +56,7 @@ class _Proof:
     def __init__(self, program: Program, phase: str) -> None:
         self._program, self._phase = program, phase
         self._states: dict[fx.Node, Any] = {}
-        self._scales: dict[Any, tuple[int, bool] | None] = {}
-        self._units = [
-            program.placeholder(name).meta["val"].shape[0].node.expr
-            for name in ("tokens", "logit_rows")
-        ]
+        self._sizes = TokenSizes(program, phase)
 
     def run(self) -> None:
         for node in self._program.graph.nodes:
@@ -85,7 +73,7 @@ class _Proof:
         if node.target in ("tokens", "positions"):
             return Tokens(0, 1, 1, None, is_position=node.target == "positions")
         if node.target == HIDDEN:
-            size = self._size(node, node.meta["val"])
+            size = self._sizes.of(node, node.meta["val"])
             if size is None or size.scale != 1 or size.is_rows:
                 raise self._refuse(node, "the hidden value has no row for each token")
             return Tokens(size.dim, node.meta["val"].dim(), 1, None)
@@ -114,7 +102,7 @@ class _Proof:
         name = routing.name_of(node)
         routed = routing.route(node, name, self._states)
         if routed is not routing.UNKNOWN:
-            sizes = [self._size(node, value) for value in outputs_of(node)]
+            sizes = [self._sizes.of(node, value) for value in outputs_of(node)]
             if isinstance(routed, Tokens) and sizes[0] is not None:
                 return replace(routed, scale=sizes[0].scale)
             return routed
@@ -184,7 +172,7 @@ class _Proof:
 
     def _view(self, node: fx.Node, name: str) -> Any:
         source, before = node.args[0], self._states[node.args[0]]
-        size = self._size(node, node.meta["val"])
+        size = self._sizes.of(node, node.meta["val"])
         if not isinstance(before, Tokens) or size is None:
             return self._kept(node, before)
         shapes = source.meta["val"].shape[: before.dim], node.meta["val"].shape[: size.dim]
@@ -196,7 +184,7 @@ class _Proof:
         return self._kept(node, replace(before, scale=size.scale))
 
     def _expand(self, node: fx.Node, name: str) -> Any:
-        state, size = self._states[node.args[0]], self._size(node, node.meta["val"])
+        state, size = self._states[node.args[0]], self._sizes.of(node, node.meta["val"])
         if state is None and size is not None:  # one value for all tokens
             order = _ROWS if size.is_rows else None
             return Tokens(size.dim, node.meta["val"].dim(), size.scale, order)
@@ -320,7 +308,7 @@ class _Proof:
         """States of a node's outputs: tokens as in `like`, where the shapes have them."""
         states: list[State] = []
         for value in outputs_of(node):
-            size = self._size(node, value)
+            size = self._sizes.of(node, value)
             if not isinstance(value, Tensor):
                 states.append(None)
             elif isinstance(like, Tokens):
@@ -335,37 +323,6 @@ class _Proof:
             else:
                 states.append(None)
         return states if isinstance(node.meta["val"], list | tuple) else states[0]
-
-    def _size(self, node: fx.Node, value: Any) -> _Size | None:
-        """Find the dimension of tokens; refuse a second one, or one of another size."""
-        found: list[_Size] = []
-        for dim, size in enumerate(value.shape):
-            if isinstance(size, int):
-                continue
-            scale = self._scale(size)
-            if scale is None:
-                raise self._refuse(
-                    node,
-                    f"{target_name(node.target)} makes a dimension of {size} entries where tokens"
-                    f" are {self._units[0]}",
-                )
-            found.append(_Size(dim, *scale))
-        if len(found) > 1:
-            raise self._refuse(
-                node, f"{target_name(node.target)} relates tokens to tokens outside attention"
-            )
-        return found[0] if found else None
-
-    def _scale(self, size: Any) -> tuple[int, bool] | None:
-        expression = size.node.expr
-        if expression not in self._scales:
-            found = None
-            for unit, is_rows in zip(self._units, (False, True), strict=True):
-                ratio = expression / unit
-                if ratio.is_Integer:
-                    found = (int(ratio), is_rows)
-            self._scales[expression] = found
-        return self._scales[expression]
 
     def _attention(self, node: fx.Node, num_operands: int, num_tables: int) -> Any:
         for i, item in enumerate(node.args[: num_operands + num_tables]):

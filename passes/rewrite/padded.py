@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from specc.errors import UnsupportedGraphError
-from specc.passes.frontend.trace import trace_padded
+from specc.passes.frontend.trace_padded import trace_padded
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program
 from specc.passes.rewrite.cached_attention import RewriteCachedAttention

@@ -11,7 +11,7 @@ from torch import Tensor
 from specc.artifact.cache_rows import CacheRows
 from specc.artifact.kv_rows import SCALE_BYTES, stored_row
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import ModelEntry
+from specc.artifact.model_entry import ModelEntry
 from specc.errors import ConfigError
 from specc.runtime.backends.base import LoadLimits
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache, SlabShape

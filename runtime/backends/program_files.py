@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, fx
 
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import SelfDraftEntry
+from specc.artifact.model_entry import SelfDraftEntry
 from specc.errors import EngineError
 from specc.kernels import native
 from specc.speculation.plans import SpecPlan

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry, ModelEntry
+from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
+from specc.artifact.model_entry import ModelEntry
 from specc.speculation.plans import SpecPlan
 
 

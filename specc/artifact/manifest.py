@@ -28,16 +28,15 @@ from specc.artifact.manifest_entries import (
     FileEntry,
     LimitsEntry,
     MemoryEntry,
-    ModelEntry,
     NativeEntry,
     ParallelEntry,
     PlanEntry,
     SegmentsEntry,
-    SelfDraftEntry,
     StageEntry,
     TensorRTEntry,
     TokenizerEntry,
 )
+from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
 from specc.errors import EngineError
 
 SCHEMA_VERSION = 5

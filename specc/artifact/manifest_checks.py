@@ -13,18 +13,16 @@ from typing import Any
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.kv_rows import AUTO, KV_CACHE_DTYPES
 from specc.artifact.manifest_entries import (
-    MAY_BE_ABSENT,
     CacheRowsEntry,
     FileEntry,
     LimitsEntry,
     MemoryEntry,
-    ModelEntry,
     NativeEntry,
     ParallelEntry,
     PlanEntry,
-    SelfDraftEntry,
     TensorRTEntry,
 )
+from specc.artifact.model_entry import MAY_BE_ABSENT, ModelEntry, SelfDraftEntry
 from specc.errors import EngineError, SpeccError
 from specc.speculation.self_drafts import SelfDraft
 

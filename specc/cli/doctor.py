@@ -180,7 +180,7 @@ def _compiler() -> Check:
     """Without one, `specc compile` warns and makes engines that run torch operator by operator."""
     needed_for = "specc compile --backend cpu (else: eager, several times slower)"
     try:
-        from specc.kernels.native import compiler_version, find_compiler
+        from specc.system.cxx_compiler import compiler_version, find_compiler
 
         path = find_compiler()
     except CompilerError as error:

@@ -23,7 +23,7 @@ from specc.system.files import format_bytes
 
 if TYPE_CHECKING:
     from specc.artifact.manifest import Manifest
-    from specc.artifact.manifest_entries import ModelEntry
+    from specc.artifact.model_entry import ModelEntry
     from specc.cost.critical_length import CriticalLength
 
 _FILE_WIDTH = 100  # columns where the output is no terminal

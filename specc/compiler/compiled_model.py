@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.artifact.kv_rows import AUTO, INT8
-from specc.artifact.manifest_entries import ModelEntry
+from specc.artifact.model_entry import ModelEntry
 from specc.compiler.checks import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.whole_graph import WholeGraph

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from specc.artifact.backends import BackendFacts
-from specc.artifact.manifest_entries import LayerEntry, LimitsEntry, ModelEntry, SlabEntry
+from specc.artifact.manifest_entries import LimitsEntry
+from specc.artifact.model_entry import LayerEntry, ModelEntry, SlabEntry
 from specc.compiler.checks import check_seq_len
 from specc.config import CompileConfig
 from specc.errors import ConfigError, TreeError

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from specc.artifact.backends import backend_names
-from specc.artifact.manifest_entries import ModelEntry
+from specc.artifact.model_entry import ModelEntry
 from specc.compiler.backends.base import CompilerBackend
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.checks import Candidate

@@ -12,7 +12,7 @@ import torch
 
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.kv_rows import AUTO
-from specc.artifact.manifest_entries import SelfDraftEntry
+from specc.artifact.model_entry import SelfDraftEntry
 from specc.compiler.compiled_model import CUT, CompiledModel, cache_phases
 from specc.compiler.whole_graph import WholeGraph
 from specc.errors import ConfigError

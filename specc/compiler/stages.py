@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from specc.artifact.backends import BackendFacts
-from specc.artifact.manifest_entries import MemoryEntry, ModelEntry, StageEntry
+from specc.artifact.manifest_entries import MemoryEntry, StageEntry
+from specc.artifact.model_entry import ModelEntry
 from specc.artifact.weights import WeightSpec
 from specc.compiler.model_entries import plan_model_memory
 from specc.errors import ConfigError

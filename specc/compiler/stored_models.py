@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import ModelEntry, SelfDraftEntry
+from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weights import Source, WeightSpec
 from specc.compiler.compiled_model import CompiledModel

@@ -16,6 +16,7 @@ from specc.config import CompileConfig
 from specc.kernels import native
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
+from specc.system.cxx_compiler import find_compiler
 from tests import engines
 from tests.kept import keep
 from tests.models import MAX_SEQ_LEN, NUM_TOKENS, prompts, save_tiny
@@ -35,7 +36,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert comment, "the comment has a command of two lines"
     command = comment[1].replace("//", "").replace("$TORCH", torch.__path__[0])
     values = {
-        "g++": native.find_compiler(),
+        "g++": find_compiler(),
         "examples/decode.cpp": str(SOURCE),
     }
     words = [values.get(word, word) for word in shlex.split(command)]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from specc.artifact.weight_layout import blocks_shape
 from specc.kernels import native, ops
 from specc.runtime.backends.cpu.compiled_program import unpacked_package
+from specc.system.cxx_compiler import compiler_version, find_compiler
 from specc.system.file_cache import FileCache
 from specc.system.machine import isa_flags
 
@@ -53,8 +54,8 @@ class _Probe(nn.Module):
 
 def probe_content() -> bytes:
     """The compiled program: made once, and kept where specc keeps what it compiles."""
-    compiler = native.find_compiler()
-    parts = [torch.__version__, str(native.compiler_version(compiler)), *isa_flags()]
+    compiler = find_compiler()
+    parts = [torch.__version__, str(compiler_version(compiler)), *isa_flags()]
     parts += [str(native.C_SHIMS["linear"])]
     parts += [Path(path).read_text(encoding="utf-8") for path in (__file__, ops.__file__)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from specc.errors import CompilerError, SpeccError
 from specc.kernels import native
+from specc.system.cxx_compiler import compiler_version, find_compiler
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "build" / "sanitize"
@@ -81,13 +82,13 @@ def main() -> int:
 
 def sanitizing_compiler() -> str:
     """Path of a script that stands for the compiler and the sanitizers' flags."""
-    compiler = native.find_compiler()
-    if native.compiler_version(compiler)[0] != "gcc":
+    compiler = find_compiler()
+    if compiler_version(compiler)[0] != "gcc":
         raise CompilerError(
             f"{compiler} is no GCC", "g++, whose sanitizers are shared libraries", "set CXX to g++"
         )
     os.environ["CXX"] = " ".join((compiler, *FLAGS))
-    return native.find_compiler()
+    return find_compiler()
 
 
 def environment(compiler: str) -> dict[str, str]:

@@ -23,9 +23,9 @@ import pytest
 import torch
 
 from specc.kernels.reference import accept as reference_accept
-from specc.kernels.reference import core as reference
 from specc.kernels.reference import sampling as reference_sampling
 from specc.kernels.reference import trees as reference_trees
+from specc.kernels.reference.commit import next_tokens_reference
 from specc.sampling.rows import Rule
 from tests.kernels.distribution import (
     NUM_DRAWS,
@@ -65,7 +65,7 @@ ORACLES = SimpleNamespace(
     vote_chain=reference_trees.vote_chain_reference,
     lookup=reference_trees.lookup_reference,
     record_tokens=reference_trees.record_tokens_reference,
-    next_tokens=reference.next_tokens_reference,
+    next_tokens=next_tokens_reference,
 )
 
 

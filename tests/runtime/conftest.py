@@ -19,15 +19,8 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.graph_io import graph_to_json
 from specc.artifact.kv_rows import AUTO, stored_row
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import (
-    LayerEntry,
-    LimitsEntry,
-    MemoryEntry,
-    ModelEntry,
-    PlanEntry,
-    SlabEntry,
-    TokenizerEntry,
-)
+from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry, PlanEntry, TokenizerEntry
+from specc.artifact.model_entry import LayerEntry, ModelEntry, SlabEntry
 from specc.kernels import ops
 from specc.passes.program import RUNTIME_INPUTS
 from specc.passes.step.fuse_step import fuse_step

@@ -18,6 +18,7 @@ from specc.passes.lower.inductor.warm import keep_inductor
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
 from specc.passes.program import Program, program_to_json
 from specc.system.child_processes import ChildProcesses
+from specc.system.cxx_compiler import find_compiler
 from specc.system.file_cache import FileCache
 from specc.system.files import output_error
 from specc.system.machine import isa_flags
@@ -39,7 +40,7 @@ class CpuPackage:
 def missing_compiler() -> CompilerError | None:
     """Why no program can be compiled here; None where one can."""
     try:
-        native.find_compiler()
+        find_compiler()
     except CompilerError as error:
         return error
     return None

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from specc.artifact.engine_writer import EngineWriter
-from specc.artifact.manifest_entries import LimitsEntry, ModelEntry
+from specc.artifact.manifest_entries import LimitsEntry
+from specc.artifact.model_entry import ModelEntry
 from specc.errors import CompilerError
 from specc.passes.lower.cuda.pass_sizes import PassSizes, batch_sizes, step_sizes
 from specc.passes.lower.experimental.inline_kernels import (

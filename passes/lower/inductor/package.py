@@ -28,6 +28,7 @@ from specc.kernels import fakes, native, ops
 from specc.passes.lower.inductor.warm import warm_inductor
 from specc.passes.program import HIDDEN, MASS
 from specc.system.child_processes import ChildProcesses
+from specc.system.cxx_compiler import compiler_version, find_compiler
 from specc.system.file_cache import FileCache
 from specc.system.files import is_full
 from specc.system.machine import isa_flags
@@ -65,7 +66,7 @@ def compile_package(program: Mapping[str, Any], children: ChildProcesses | None 
     Raises:
         CompilerError: Inductor or the C++ compiler fails, or the cache cannot be written.
     """
-    compiler = native.find_compiler()
+    compiler = find_compiler()
 
     def make(scratch: Path) -> Path:
         return _compile(program, compiler, scratch, children or ChildProcesses())
@@ -215,7 +216,7 @@ def _example_inputs(
 def _content_key(program: Mapping[str, Any], compiler: str) -> str:
     """Hash of all that the package is made of: models of the same shape share it."""
     digest = hashlib.sha256()
-    parts = [torch.__version__, str(native.compiler_version(compiler)), *isa_flags()]
+    parts = [torch.__version__, str(compiler_version(compiler)), *isa_flags()]
     parts += [json.dumps(_compiled_part(program), sort_keys=True)]
     parts += [Path(__file__).read_text(encoding="utf-8")]
     # Inductor takes the layouts of results from the fakes, and the C functions make them

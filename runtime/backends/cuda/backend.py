@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import ModelEntry
+from specc.artifact.model_entry import ModelEntry
 from specc.errors import ConfigError
 from specc.runtime.backends.captured.backend import CapturedBackend
 from specc.runtime.backends.captured.device_models import DeviceModels

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import ModelEntry
+from specc.artifact.model_entry import ModelEntry
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import LayerCaches, caches_of, make_cache, rows_of

@@ -19,7 +19,7 @@ from specc.system.extras import install_command
 if TYPE_CHECKING:
     import onnxruntime
 
-    from specc.artifact.manifest_entries import ModelEntry
+    from specc.artifact.model_entry import ModelEntry
 
 # TensorProto.DataType
 _ELEMENT_TYPES = {

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import ModelEntry, TensorRTEntry
+from specc.artifact.manifest_entries import TensorRTEntry
+from specc.artifact.model_entry import ModelEntry
 from specc.errors import EngineError
 from specc.runtime.backends.captured.backend import CapturedBackend
 from specc.runtime.backends.captured.device_models import DeviceModels

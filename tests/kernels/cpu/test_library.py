@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from specc.errors import CompilerError, EngineError
 from specc.kernels import native
 from specc.runtime.backends.cpu import compiled_program
+from specc.system.cxx_compiler import compiler_version, find_compiler
 from specc.system.files import hash_file
 from tests.file_limits import file_size_limit
 from tests.kernels.probe import WEIGHT_SHAPE, load_probe, probe_inputs
@@ -100,7 +101,7 @@ def marking_library(tmp_path) -> Any:
                     "specc-interface:{interface}";
             """
         source.write_text(text)
-        native._run([native.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)])
+        native._run([find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)])
         return library, mark
 
     return build
@@ -187,11 +188,11 @@ def test_a_compiler_of_several_words(wrapper, small_library, tmp_path, monkeypat
     compiler = shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
     monkeypatch.setenv("CXX", f"'{wrapper}' {compiler} -DSPECC_EXTRA='1 2'")
-    found = native.find_compiler()
+    found = find_compiler()
     # one executable, by a name that Inductor knows, and the same one the next time
     assert Path(found).name in ("g++", "clang++")
-    assert native.find_compiler() == found
-    assert native.compiler_version(found) == native.compiler_version(compiler)
+    assert find_compiler() == found
+    assert compiler_version(found) == compiler_version(compiler)
     (tmp_path / "calls").unlink()
     library = small_library()
     calls = (tmp_path / "calls").read_text().splitlines()
@@ -204,7 +205,7 @@ def test_the_arguments_are_in_the_key(wrapper, monkeypatch):
     keys = set()
     for arguments in ("g++", "g++ -O1", "g++ -O2"):
         monkeypatch.setenv("CXX", f"'{wrapper}' {arguments}")
-        keys.add(native._content_key(native.find_compiler()))
+        keys.add(native._content_key(find_compiler()))
     assert len(keys) == 3
 
 
@@ -214,7 +215,7 @@ def test_one_word_stays_a_path(wrapper, tmp_path, monkeypatch):
     compiler.symlink_to(shutil.which("g++") or shutil.which("clang++"))
     for text in (str(compiler), f"'{compiler}'"):
         monkeypatch.setenv("CXX", text)
-        assert native.find_compiler() == str(compiler)
+        assert find_compiler() == str(compiler)
     assert not (tmp_path / "cache").exists()
 
 
@@ -222,14 +223,14 @@ def test_one_word_stays_a_path(wrapper, tmp_path, monkeypatch):
 def test_no_such_compiler(wrapper, text, monkeypatch):
     monkeypatch.setenv("CXX", text)
     with pytest.raises(CompilerError, match=r"no C\+\+ compiler") as caught:
-        native.find_compiler()
+        find_compiler()
     assert text in caught.value.found
 
 
 def test_a_wrapped_compiler_that_fails(wrapper, monkeypatch):
     monkeypatch.setenv("CXX", f"'{wrapper}' /nonexistent/g++")
     with pytest.raises(CompilerError, match="--version failed"):
-        native.find_compiler()
+        find_compiler()
 
 
 DEATH = """

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specc.artifact.weight_layout import to_blocks
 from specc.kernels import native
+from specc.system.cxx_compiler import find_compiler
 
 WRAPPER = """
 #include "kernels.h"
@@ -67,9 +68,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     sources = [str(directory / "wrapper.cpp"), str(native.SOURCE_DIR / "linear.cpp")]
     openmp = native._openmp(Path(torch.__file__).parent)
     include = ["-I", str(native.SOURCE_DIR)]
-    native._run(
-        [native.find_compiler(), *flags, *include, "-shared", *sources, *openmp, "-o", str(out)]
-    )
+    native._run([find_compiler(), *flags, *include, "-shared", *sources, *openmp, "-o", str(out)])
     return ctypes.CDLL(str(out))
 
 

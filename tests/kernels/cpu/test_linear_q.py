@@ -16,6 +16,7 @@ from torch import Tensor
 from specc.artifact.quantized_layout import QuantizedLayout, pack, quantize
 from specc.kernels import native
 from specc.kernels.reference.quantized import linear_q_reference
+from specc.system.cxx_compiler import find_compiler
 from tests.kernels.cpu.test_linear import CANARY, before_a_forbidden_page, in_poison
 
 WRAPPER = """
@@ -84,7 +85,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     flags, sources = each[0], [str(directory / "wrapper.cpp"), *map(str, kernels)]
     openmp = native._openmp(Path(torch.__file__).parent)
     native._run(
-        [native.find_compiler(), *flags, f"-march={isa}", "-I", str(native.SOURCE_DIR), "-shared",
+        [find_compiler(), *flags, f"-march={isa}", "-I", str(native.SOURCE_DIR), "-shared",
          *sources, *openmp, "-o", str(out)]
     )  # fmt: skip
     return ctypes.CDLL(str(out))

@@ -19,6 +19,7 @@ from specc.kernels.reference.sampling import (
     purpose_of_column,
     uniform_reference,
 )
+from specc.system.cxx_compiler import find_compiler
 from tests.kernels.cpu.test_linear import ISAS
 
 # everything that is in no header is in reach, too
@@ -70,7 +71,7 @@ def library(request, tmp_path_factory) -> ctypes.CDLL:
     flags = native._flags_of(native.SOURCE_DIR / "noise.cpp")
     flags = (*(flag for flag in flags if not flag.startswith("-march")), f"-march={isa}")
     include = ["-I", str(native.SOURCE_DIR)]
-    native._run([native.find_compiler(), *flags, *include, "-shared", str(source), "-o", str(out)])
+    native._run([find_compiler(), *flags, *include, "-shared", str(source), "-o", str(out)])
     loaded = ctypes.CDLL(str(out))
     loaded.uniform_of.restype = ctypes.c_float
     loaded.count_unbounded.restype = ctypes.c_int64
@@ -155,7 +156,7 @@ def test_what_rounds_like_the_oracle_is_compiled_that_way(monkeypatch):
     assert includers <= set(native._EXACT_SOURCES)
     for name in native._EXACT_SOURCES:
         assert native._flags_of(native.SOURCE_DIR / name)[-1] == "-ffp-contract=off"
-    compiler = native.find_compiler()
+    compiler = find_compiler()
     keys = {native._content_key(compiler)}
     for name, value in (("_EXACT_FLAGS", ("-O3",)), ("_EXACT_SOURCES", ("noise.cpp",))):
         with monkeypatch.context() as patch:

@@ -7,7 +7,7 @@ import random
 import torch
 
 from specc.kernels.cuda import commit_kv as kernels
-from specc.kernels.reference.core import commit_kv_reference
+from specc.kernels.reference.commit import commit_kv_reference
 
 Move = tuple[int, int]
 PADDING = 512

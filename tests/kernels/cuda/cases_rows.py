@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specc.kernels.cuda import rows
 from specc.kernels.cuda.leave_step import leave_step
-from specc.kernels.reference import core as reference
+from specc.kernels.reference import commit as reference
 from tests.kernels.tree_cases import PADDING
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specc.kernels.cuda import accept_walk, accept_walk_kernels, node_best, tree_context
+from specc.kernels.cuda import accept_pass, accept_walk, node_best, tree_context
 from specc.kernels.cuda.accept import accept
 from specc.kernels.cuda.launch import unfiltered
 from specc.kernels.reference.processing import are_unfiltered
@@ -185,11 +185,10 @@ def test_a_pass_is_shared_until_rounds_run_out(device, monkeypatch):
     rejected, entered = accepted == 0, accepted == 1
     assert rejected.any()
     assert entered.any()
-    kernels = accept_walk_kernels
     for states, after_rejection, after_entry in zip(
         found,
-        (kernels.REST, kernels.DRAW, kernels.DONE),
-        (kernels.DRAW, kernels.DONE, kernels.DONE),
+        (accept_pass.REST, accept_pass.DRAW, accept_pass.DONE),
+        (accept_pass.DRAW, accept_pass.DONE, accept_pass.DONE),
         strict=True,
     ):
         assert (states[rejected] == after_rejection.value).all()

@@ -14,7 +14,8 @@ import torch
 
 from specc.errors import ConfigError, UnsupportedGraphError, UnsupportedRotaryError
 from specc.passes.frontend import hf_model, rotary
-from specc.passes.frontend.trace import trace, trace_padded
+from specc.passes.frontend.trace import trace
+from specc.passes.frontend.trace_padded import trace_padded
 from specc.passes.pipeline import Pipeline
 from tests.models import POSITIONS, VOCAB, build_model, tiny_config
 from tests.passes.modules import TOLERANCE, dense_logits, program_logits

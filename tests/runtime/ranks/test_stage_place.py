@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from specc.artifact.manifest_entries import LayerEntry, ModelEntry, SlabEntry
+from specc.artifact.model_entry import LayerEntry, ModelEntry, SlabEntry
 from specc.compiler.stages import cut_stages
 from specc.config import CompileConfig
 from specc.errors import ConfigError

@@ -22,6 +22,7 @@ from specc.errors import EngineError
 from specc.kernels import native
 from specc.runtime import engine as engine_module
 from specc.runtime.engine import Engine
+from specc.system.cxx_compiler import find_compiler
 from specc.system.files import hash_file
 from tests.runtime.backends.cpu.compiled_pair import load_program
 
@@ -54,7 +55,7 @@ def engine(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, library = root / "mark.cpp", path / LIBRARY
     source.write_text(SOURCE % (root / "mark", native.interface_hash()))
     library.parent.mkdir()
-    native._run([native.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)])
+    native._run([find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)])
     manifest = read_manifest(path)
     for model in manifest.models:
         with zipfile.ZipFile(path / model.package_file, "w") as archive:

@@ -14,6 +14,7 @@ import pytest
 
 from specc.errors import CompilerError
 from specc.kernels import native
+from specc.system.cxx_compiler import find_compiler
 from specc.system.file_cache import FileCache
 from tests.file_limits import file_size_limit
 
@@ -186,10 +187,10 @@ def test_a_damaged_compiler_script_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
-    compiler = native.find_compiler()
+    compiler = find_compiler()
     monkeypatch.setenv("CXX", f"{compiler} -O1")
-    script = Path(native.find_compiler())
+    script = Path(find_compiler())
     text = script.read_text()
     script.write_text("#!/bin/sh\ntouch planted\n")
-    assert native.find_compiler() == str(script)
+    assert find_compiler() == str(script)
     assert script.read_text() == text

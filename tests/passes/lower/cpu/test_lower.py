@@ -13,6 +13,7 @@ from specc.kernels import native
 from specc.passes.lower.cpu import lower as lower_cpu
 from specc.passes.lower.inductor import package as lower_aot_inductor
 from specc.system.child_processes import ChildProcesses
+from specc.system.cxx_compiler import find_compiler
 from specc.system.file_cache import FileCache
 from tests.file_limits import file_size_limit
 
@@ -58,7 +59,7 @@ def copy_library(library: Path) -> None:
 def fill_cache(cache: Path) -> None:
     """What a compilation leaves in the cache for the two."""
     native.build()
-    key = lower_aot_inductor._content_key(PROGRAM, native.find_compiler())
+    key = lower_aot_inductor._content_key(PROGRAM, find_compiler())
     FileCache().write(f"programs/{key}.pt2", json.dumps(PROGRAM).encode())
 
 

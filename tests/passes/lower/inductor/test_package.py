@@ -14,6 +14,7 @@ from specc.kernels import fakes
 from specc.passes.lower.inductor import package as lower_aot_inductor
 from specc.passes.lower.inductor.package import BoundProgram, _content_key
 from specc.runtime.backends.program_files import read_json
+from specc.system.cxx_compiler import find_compiler
 from specc.system.warm_process import WarmProcess
 
 
@@ -33,7 +34,7 @@ def test_inductor_has_nothing_to_copy(program) -> None:
 
 
 def test_the_cache_knows_all_that_a_package_is_made_of(program, monkeypatch, tmp_path) -> None:
-    compiler = lower_aot_inductor.native.find_compiler()
+    compiler = find_compiler()
     key = _content_key(program, compiler)
     assert key == _content_key(program, compiler)
     graph = json.dumps(program["graph"])
@@ -68,13 +69,13 @@ def test_the_cache_knows_all_that_a_package_is_made_of(program, monkeypatch, tmp
     keys = set()
     for flags in ("-g0", "-O1"):
         monkeypatch.setenv("CXX", f"{compiler} {flags}")
-        keys.add(_content_key(program, lower_aot_inductor.native.find_compiler()))
+        keys.add(_content_key(program, find_compiler()))
     assert len(keys | {key}) == 3
 
 
 def test_names_of_nodes_are_no_part_of_the_code(program) -> None:
     """They depend on what else the process has traced; which node reads which does not."""
-    compiler = lower_aot_inductor.native.find_compiler()
+    compiler = find_compiler()
     key, graph = _content_key(program, compiler), program["graph"]
     names = [node["name"] for node in graph["nodes"]]
     new = {name: f"other_{len(names) - i}" for i, name in enumerate(names)}

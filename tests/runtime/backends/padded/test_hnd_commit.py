@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from specc.artifact.cache_rows import CacheRows
 from specc.kernels import ops
-from specc.kernels.reference.core import commit_kv_reference
+from specc.kernels.reference.commit import commit_kv_reference
 from specc.runtime.backends.padded.hnd_commit import commit_by_heads, place_commits
 from tests.native_library import load_native
 

@@ -1,4 +1,6 @@
-"""P and q of a node whose proposals are tried one by one, for `accept_walk`."""
+"""Passes over the vocabulary of `accept_walk`: P and q of a node whose proposals are tried one by
+one, what they come to in a part of the vocabulary, and in all of it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,10 @@ from specc.kernels.cuda.row_noise import first_of_four, raise_best
 from specc.kernels.cuda.sampling import LANES
 from specc.kernels.cuda.tree_context import scores_at
 from specc.kernels.cuda.tree_expand import NO_KEY
+
+# what a row waits for: nothing more, no pass, what a rejection leaves of P, the sum of what the
+# next proposal's q has left, a draw
+DONE, WALK, REST, LEFT, DRAW = (tl.constexpr(i) for i in range(5))
 
 
 @triton.jit
@@ -60,3 +66,46 @@ def sample_part(target, rest_sum, first, num_blocks, seed, offset, BQ: tl.conste
         b_3 = tl.log(target_probs(o_t + 3 * LANES, target, rest_sum))
         key = raise_best(key, b_0, b_1, b_2, b_3, o_q, seed, offset)
     return key
+
+
+@triton.jit
+def pass_of_part(
+    work, first, num_blocks, target, draft, proposal, left, following, rest_sum, seed, offset,
+    HAS_DRAFTS: tl.constexpr, BV: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    """Sums of what is left of P and of the next proposal's q, and the key of a draw, of a part."""
+    _, token, row, num_known = proposal
+    _, next_token, next_row, next_known = following
+    _, p_rest, _, vocab = target
+    b_rest_sum = tl.zeros([BV], tl.float32)
+    b_left_sum = tl.zeros([BV], tl.float32)
+    key = tl.full([], NO_KEY, tl.int64)
+    if work == DRAW:
+        key = sample_part(target, rest_sum, first, num_blocks, seed, offset, BQ)
+    else:
+        for i in range(num_blocks * (4 * BQ // BV)):
+            o_t = first + i * BV + tl.arange(0, BV)
+            if work == REST:
+                b_q = draft_probs(o_t, token, draft, row, num_known, HAS_DRAFTS)
+                b_rest = target_probs(o_t, target, rest_sum) - b_q / left
+                b_rest = tl.maximum(b_rest, 0.0)
+                tl.store(p_rest + o_t, b_rest, mask=o_t < vocab)
+                b_rest_sum += b_rest
+            if HAS_DRAFTS:  # noqa: SIM102
+                # of the proposal after a rejected one at once: one pass less
+                if next_known > 0:
+                    b_left_sum += draft_probs(
+                        o_t, next_token, draft, next_row, next_known, HAS_DRAFTS
+                    )
+    return tl.sum(b_rest_sum, 0), tl.sum(b_left_sum, 0), key
+
+
+@triton.jit
+def whole_pass(p_part, p_key, num_parts, BP: tl.constexpr):
+    """What the parts of a pass come to, in their order."""
+    o_p = tl.arange(0, BP)
+    m_p = o_p < num_parts
+    b_rest = tl.load(p_part + o_p * 2, mask=m_p, other=0.0)
+    b_left = tl.load(p_part + o_p * 2 + 1, mask=m_p, other=0.0)
+    b_key = tl.load(p_key + o_p, mask=m_p, other=NO_KEY)
+    return tl.sum(b_rest, 0), tl.sum(b_left, 0), tl.max(b_key, 0)

@@ -1,0 +1,192 @@
+"""Models of a manifest: their layers, their caches, the names of their files."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+# metadata of a field that files need not have
+MAY_BE_ABSENT = "may_be_absent"
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """One attention layer; its cache is row `index` of slab `slab`.
+
+    Args:
+        window: last rows that it attends to; 0 is no limit.
+        sink: first rows, besides those of its window.
+        value_dim: columns of a value where they are not those of a key, else 0.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    slab: int
+    index: int
+    # engines that were written before there were sinks do not say
+    sink: int = field(default=0, metadata={MAY_BE_ABSENT: True})
+    value_dim: int = field(default=0, metadata={MAY_BE_ABSENT: True})
+
+
+@dataclass(frozen=True)
+class SlabEntry:
+    """Caches of equal geometry: [num_layers, 2, blocks, block_size, num_kv_heads, head_dim].
+
+    Where values have a width of their own, `value_dim`, a row is a key and then its value:
+    [num_layers, 1, blocks, block_size, num_kv_heads, head_dim + value_dim].
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int = field(default=0, metadata={MAY_BE_ABSENT: True})
+
+
+def rank_prefix(rank: int | None) -> str:
+    """What the name of a file begins with of which each rank has its own; None: there is one."""
+    return "" if rank is None else f"rank-{rank}."
+
+
+class ProgramFiles:
+    """Names of the files of a program, in the folder `dir` of its own."""
+
+    dir: str
+
+    @property
+    def program_file(self) -> str:
+        return f"{self.dir}/program.json"
+
+    @property
+    def whole_file(self) -> str:
+        """The graph before it was cut for ranks, for other cuts; only where it is cut."""
+        return f"{self.dir}/whole.json"
+
+    @property
+    def package_file(self) -> str:
+        """The compiled program, in engines of a compiled backend."""
+        return f"{self.dir}/program.pt2"
+
+
+@dataclass(frozen=True)
+class ModelEntry(ProgramFiles):
+    """The target or a draft: `dir` holds program.json and weights.safetensors.
+
+    Args:
+        source: what the user called it: a path, a hub id, or the class of a module.
+        location: absolute path of the checkpoint, where `source` is a path; else None.
+        unread_tensors: of the checkpoint, which no graph reads.
+        nonfinite_weights: weights that are NaN or infinite, which the user has allowed.
+        rope_length: length whose rotary frequencies every position has, where the scaling depends
+            on length and the engine is for more than it was trained for.
+        quantization: how weights of projections are stored, `int8` or `int4-g64`; None in `dtype`.
+        checkpoint_scheme: how the checkpoint is quantized, for people; None where it is not.
+    """
+
+    name: str
+    dir: str
+    architecture: str
+    model_type: str
+    vocab_size: int
+    num_parameters: int
+    max_position: int
+    layers: tuple[LayerEntry, ...]
+    slabs: tuple[SlabEntry, ...]
+    source: str
+    dtype: str
+    location: str | None = None
+    unread_tensors: tuple[str, ...] = ()
+    nonfinite_weights: int = 0
+    rope_length: int | None = None
+    quantization: str | None = None
+    checkpoint_scheme: str | None = None
+
+    @property
+    def checkpoint(self) -> str:
+        """Where to load the original from, whatever the working directory is."""
+        return self.location or self.source
+
+    @property
+    def onnx_file(self) -> str:
+        """The padded program, in engines of a backend that runs padded batches."""
+        return f"{self.dir}/model.onnx"
+
+    @property
+    def plan_file(self) -> str:
+        """The TensorRT engine, which TensorRT calls a plan."""
+        return f"{self.dir}/model.plan"
+
+    @property
+    def build_file(self) -> str:
+        """What the TensorRT builder said of it."""
+        return f"{self.dir}/build.json"
+
+    @property
+    def weights_file(self) -> str:
+        return f"{self.dir}/weights.safetensors"
+
+    @property
+    def segments_file(self) -> str:
+        """Its segments, see `specc.artifact.segments`, where it is cut into some."""
+        return f"{self.dir}/segments.json"
+
+    def segment_package(self, kind: int) -> str:
+        """The compiled program of one kind of segment, in engines of a compiled backend."""
+        return f"{self.dir}/segment-{kind}.pt2"
+
+    def stage(self, number: int, layers: tuple[int, ...]) -> ModelEntry:
+        """The part of a model that one stage of a pipeline runs.
+
+        It has all slabs of the whole model, those of which it has no layer without rows, so that
+        steps find them under their names.
+
+        Args:
+            number: of the stage.
+            layers: numbers of its layers in the model.
+        """
+        counts = [0] * len(self.slabs)
+        own = []
+        for place in layers:
+            layer = self.layers[place]
+            own.append(dataclasses.replace(layer, index=counts[layer.slab]))
+            counts[layer.slab] += 1
+        slabs = tuple(
+            dataclasses.replace(slab, num_layers=count)
+            for slab, count in zip(self.slabs, counts, strict=True)
+        )
+        directory = f"{self.dir}/stage-{number}"
+        return dataclasses.replace(self, dir=directory, layers=tuple(own), slabs=slabs)
+
+    def part_of(self, file: str, rank: int | None) -> str:
+        """The file of one rank in the place of a file of the model; None is the file itself."""
+        if rank is None:
+            return file
+        directory, _, name = file.rpartition("/")
+        return f"{directory}/{rank_prefix(rank)}{name}"
+
+    def rank_file(self, rank: int) -> str:
+        """Weights of one rank, where the model is cut."""
+        return self.part_of(self.weights_file, rank)
+
+    @property
+    def shard_file(self) -> str:
+        """How the model is cut, see `specc.sharding.shard_plan.ShardPlan`."""
+        return f"{self.dir}/shard.json"
+
+
+@dataclass(frozen=True)
+class SelfDraftEntry(ProgramFiles):
+    """A second program of the target, which a self-draft runs: its weights and caches, by name.
+
+    Args:
+        name: of the draft, in plans; `dir` holds program.json.
+        layers: that it has, of the target's, ascending.
+        is_windowed: its attention sees a part of the rows by itself; else its steps let it.
+    """
+
+    name: str
+    dir: str
+    layers: tuple[int, ...]
+    is_windowed: bool
