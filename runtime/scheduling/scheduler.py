@@ -383,16 +383,7 @@ class Scheduler:
         """The plan drafts, the request can take part, and the deepest node has a position."""
         cache_len = request.cache_len if cache_len is None else cache_len
         fits = cache_len + plan.max_depth < self._position_limit
-        params = request.params
-        suits = params.is_greedy or params.rule_id in plan.rules
-        # trees in tiles leave no logits behind
-        is_scored = (
-            params.logprobs is not None
-            or params.structured_outputs is not None
-            or params.has_controls
-        )
-        is_lost = plan.tile is not None and is_scored
-        return plan.speculates and params.speculative and fits and suits and not is_lost
+        return plan.speculates and fits and plan.suits(request.params)
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)

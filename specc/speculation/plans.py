@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specc.errors import ConfigError, EngineError, TreeError
 from specc.sampling.rows import Rule
@@ -15,6 +15,9 @@ from specc.speculation.dynamic_tree import DynamicTree as DynamicTree
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.tree import MAX_NODES, TokenTree
 from specc.speculation.views import View
+
+if TYPE_CHECKING:
+    from specc.sampling.params import SamplingParams
 
 MERGE, VOTE = "merge", "vote"
 # proposals that the host's index makes, for all plans of an engine
@@ -298,6 +301,20 @@ class SpecPlan:
         if self.dynamic is not None or self.combine == VOTE or self.tile is not None:
             return (Rule.COUPLED, Rule.DELTA)
         return tuple(Rule)
+
+    def suits(self, params: SamplingParams) -> bool:
+        """Whether a request with these options can speculate with this plan.
+
+        Trees in tiles leave no logits for what reads or changes them.
+        """
+        is_lossless = params.is_greedy or params.rule_id in self.rules
+        reads_logits = (
+            params.logprobs is not None
+            or params.structured_outputs is not None
+            or params.has_controls
+        )
+        is_lost = self.tile is not None and reads_logits
+        return params.speculative and is_lossless and not is_lost
 
     def tiles(self, count: int) -> tuple[tuple[int, int], ...]:
         """Bounds of the tiles of `count` nodes of a sequence: first, and after the last."""

@@ -279,7 +279,8 @@ class GoodputPolicy(Policy):
                 context=context,
                 drafting_s=sum(min(context, most) * row_s for most, row_s in rows),
             )
-            if _can_run(request, plan)
+            # what the scheduler would decode plainly is load, and no more
+            if not plan.speculates or plan.suits(request.params)
             else None
             for plan, rows in zip(self._plans, self._draft_rows, strict=True)
         ]
@@ -390,15 +391,3 @@ class _Cost:
         part = PassPart(count, count * plan.num_nodes, load.context)
         drafting_s, _ = self._drafting_of(index, count)
         return self._seconds.group(plan, drafting_s + load.drafting_s, part)
-
-
-def _can_run(request: Request, plan: SpecPlan) -> bool:
-    """What the scheduler would decode plainly is load, and no more."""
-    if not plan.speculates:
-        return True
-    params = request.params
-    suits = params.is_greedy or params.rule_id in plan.rules
-    reads_logits = (
-        params.logprobs is not None or params.structured_outputs is not None or params.has_controls
-    )
-    return params.speculative and suits and not (plan.tile is not None and reads_logits)
