@@ -10,19 +10,18 @@ from specc.errors import RequestError
 from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy, check_policy
-from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
+from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
 from specc.runtime.scheduling.beside import Beside
 from specc.runtime.scheduling.commit_batch import commit_prefill, commit_steps, commit_votes
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.look_ahead import LookAhead
+from specc.runtime.scheduling.prompt_spans import PromptSpans
 from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_blocks import RequestBlocks
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
 
-# share of a prefill pass that prompts get however many tokens are decoded beside them
-_LEAST_PREFILL = 8
 # nothing is in flight
 _ALONE = Beside()
 
@@ -76,12 +75,10 @@ class Scheduler:
         self.num_looked_up = 0
         self._blocks = RequestBlocks(cache, shares_prefixes)
         self._max_num_seqs = cache.shape.max_num_seqs
-        self._max_nodes = cache.shape.max_nodes
         self._plans = plans
-        self._prefill_chunk = prefill_chunk
         self._position_limit = position_limit
-        self._shares_pass = shares_pass
-        self._window = window
+        most_scored = self._max_num_seqs * cache.shape.max_nodes
+        self._prompts = PromptSpans(prefill_chunk, most_scored, shares_pass, window)
         self._looks_ahead = looks_ahead
         self._clock = clock
         self._has_deadlines = False
@@ -176,7 +173,7 @@ class Scheduler:
         if (groups := self._divide(ready, plan, ahead, beside)) is None:
             return None
         num_step_tokens = sum(g.plan.num_nodes * len(g.requests) for g in groups)
-        spans = self._prefill_spans(own, plan, num_step_tokens, ahead)
+        spans = self._prompts.spans(own, num_step_tokens, ahead, lambda s: self._readers(s, plan))
         self.last_plans = Counter({g.plan.name: len(g.requests) for g in groups})
         return Batch(spans, groups, len(self.running) + len(self.waiting))
 
@@ -347,37 +344,10 @@ class Scheduler:
             request.end("timeout")
         self._release_finished()
 
-    def _prefill_spans(
-        self, own: list[Request], plan: SpecPlan, num_step_tokens: int, ahead: LookAhead
-    ) -> list[Span]:
-        spans = []
-        budget = self._prefill_chunk
-        longest = budget
-        rows_left = self._max_num_seqs * self._max_nodes
-        if self._shares_pass and num_step_tokens:
-            budget = max(budget - num_step_tokens, budget // _LEAST_PREFILL, 1)
-            longest = min(budget, self._window or budget)
-        for request in own:
-            if request.is_prefilled or budget == 0 or not request.blocks:
-                continue  # the last: it has just given them up
-            start = ahead.prefilled(request)
-            if start == request.prefill_end:
-                continue
-            end = min(request.prefill_end, start + min(budget, longest))
-            if request.is_scored:
-                # their logits take no more memory than those of the largest step
-                if not rows_left:
-                    continue
-                end = min(end, start + rows_left)
-                rows_left -= end - start
-            budget -= end - start
-            drafts: tuple[int, ...] = ()
-            if self._speculates(request, plan, request.prefill_end):
-                # a draft that lags behind catches up later, before its first step
-                known = ahead.drafts_at(request, start)
-                drafts = tuple(i for i in draft_lens_of(plan) if i in known)
-            spans.append(Span(request, start, end, drafts))
-        return spans
+    def _readers(self, request: Request, plan: SpecPlan) -> tuple[int, ...]:
+        """Drafts that read a prompt along with the target."""
+        speculates = self._speculates(request, plan, request.prefill_end)
+        return tuple(draft_lens_of(plan)) if speculates else ()
 
     def _speculates(self, request: Request, plan: SpecPlan, cache_len: int | None = None) -> bool:
         """The plan drafts, the request can take part, and the deepest node has a position."""

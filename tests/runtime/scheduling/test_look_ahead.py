@@ -42,10 +42,10 @@ class Script(Policy):
         return [self.plans[request.request_id] for request in requests]
 
 
-def scripted(policy: Any, *plans: SpecPlan, **options: Any) -> Scheduler:
+def scripted(policy: Any, *plans: SpecPlan, prefill_chunk: int = 100, **options: Any) -> Scheduler:
     _, cache = make_scheduler(max_num_seqs=3, **options)
     known = {plan.name: plan for plan in (OFF, CHAIN, *plans)}
-    return Scheduler(cache, known, policy, 100, MAX_SEQ_LEN, shares_prefixes=False)
+    return Scheduler(cache, known, policy, prefill_chunk, MAX_SEQ_LEN, shares_prefixes=False)
 
 
 def running(scheduler: Scheduler, *requests: Request) -> Batch:
@@ -129,8 +129,7 @@ def test_prompts_alone_are_queued_chunk_after_chunk() -> None:
 
 
 def test_a_draft_that_a_chunk_in_flight_leaves_behind_is_not_fed_the_next() -> None:
-    scheduler = scripted(FixedPolicy(CHAIN.name))
-    scheduler._prefill_chunk = 4
+    scheduler = scripted(FixedPolicy(CHAIN.name), prefill_chunk=4)
     one = make_request("a", 12)
     scheduler.add(one)
     batch = scheduler.schedule()
