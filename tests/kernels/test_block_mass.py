@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specc.kernels.reference.kv_rows import read_rows, store_rows
-from tests.kernels.test_tree_attention import (
+from tests.kernels.attention_loops import (
     BUSHY,
     CHAIN,
     DEAD,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda.block_mass import block_mass
-from tests.kernels.test_block_mass import Pass
-from tests.kernels.test_tree_attention import (
+from tests.kernels.attention_loops import (
     BUSHY,
     CHAIN,
     DEAD,
@@ -22,6 +21,7 @@ from tests.kernels.test_tree_attention import (
     random_parents,
     tree_tokens,
 )
+from tests.kernels.test_block_mass import Pass
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.kernels.cuda.interpreted_calls import patch_calls
