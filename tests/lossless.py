@@ -1,4 +1,4 @@
-"""Greedy decoding against `transformers.generate`: references, engines, and the near-tie rule."""
+"""Greedy decoding against `transformers.generate`: engines, references, and what is compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from specc.config import CompileConfig
 from specc.runtime.engine import Engine
@@ -25,6 +23,16 @@ from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
+from tests.near_ties import (
+    Reference,
+    Tie,
+    TieRule,
+    argmax_by_width,
+    forgive_near_ties,
+    greedy_params,
+    is_within_rounding,
+    require_near_tie,
+)
 
 PLANS = tuple(
     SpecPlan.from_widths(widths) for widths in ((), (1,), (1, 1, 1, 1), (2, 2, 1), (3, 2, 1, 1))
@@ -32,8 +40,6 @@ PLANS = tuple(
 PLAN_IDS = [plan.name for plan in PLANS]
 BATCH_SIZES = (1, 5)
 BLOCK_SIZES = (16, 0)
-# architecture.md §7: a mismatch is forgiven where the reference's best two logits are this close
-NEAR_TIE = 1e-4
 # the slow tier: which draft, and which of the two layouts
 FULL_MATRIX = pytest.mark.parametrize(
     ("draft", "other"),
@@ -41,25 +47,6 @@ FULL_MATRIX = pytest.mark.parametrize(
     ids=["noisy", "noisy-other-layout", "target", "random"],
 )
 _SEEDS = {"target": 0, "noisy": 0, "random": 77}
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What `generate` yields: n tokens, and the logits [n, V] that each is the argmax of."""
-
-    tokens: list[int]
-    logits: Tensor
-
-
-@dataclass(frozen=True)
-class Tie:
-    """A forgiven mismatch."""
-
-    case: str
-    position: int
-    wanted: int
-    found: int
-    gap: float
 
 
 @dataclass
@@ -204,21 +191,6 @@ def shared_zoo(root: Path) -> Zoo:
     return Zoo((root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "zoo")
 
 
-def require_near_tie(prompt: Sequence[int], reference: Reference, tie: Tie) -> None:
-    """The rule in float32; a forgiven tie is a warning in pytest's summary.
-
-    Raises:
-        AssertionError: the reference prefers its token clearly.
-    """
-    best = reference.logits[tie.position].topk(2)
-    assert tie.gap < NEAR_TIE, f"no near tie: {tie}"
-    assert tie.found in best.indices.tolist(), f"neither of the two tokens of a near tie: {tie}"
-    warnings.warn(f"forgiven near tie: {tie}", stacklevel=4)
-
-
-TieRule = Callable[[Sequence[int], Reference, Tie], None]
-
-
 def run_case(
     zoo: Zoo,
     name: str,
@@ -235,7 +207,7 @@ def run_case(
         AssertionError: a token differs where the reference has no near tie, or the lengths do.
     """
     llm = LLM(engine, plan=plan)
-    outputs = llm.generate([list(prompt) for prompt in prompts], _params(num_tokens))
+    outputs = llm.generate([list(prompt) for prompt in prompts], greedy_params(num_tokens))
     outcome = Outcome(llm.get_metrics())
     for prompt, output in zip(prompts, outputs, strict=True):
         reference = zoo.reference(name, prompt, num_tokens, **changes)
@@ -337,37 +309,6 @@ def check_bfloat16(zoo: Zoo, name: str, engine: Engine) -> None:
         assert len(outcome.ties) <= 3
 
 
-@torch.inference_mode()
-def is_within_rounding(model: Any, exact: Any, tokens: list[int], one: int, other: int) -> bool:
-    """Whether the next tokens `one` and `other` are closer than the error of the rounded model.
-
-    Args:
-        model: in bfloat16.
-        exact: the same weights in float32.
-        tokens: prompt and output so far.
-        one: a token id.
-        other: another one.
-    """
-    ids = torch.tensor([tokens])
-    rounded, wanted = (m(ids, use_cache=False).logits[0, -1].float() for m in (model, exact))
-    return abs(float(wanted[one] - wanted[other])) < float((rounded - wanted).abs().max())
-
-
-@torch.inference_mode()
-def argmax_by_width(model: Any, tokens: list[int]) -> set[int]:
-    """What the target alone makes of the last of these tokens, in passes of several widths."""
-    choices = set()
-    for batch in (1, 2, 3, 5, 8):
-        for width in (1, 2, 5, 16, len(tokens)):
-            ids = torch.tensor([tokens] * batch)
-            cache = None
-            if len(tokens) > width:
-                cache = model(ids[:, :-width], use_cache=True).past_key_values
-            logits = model(ids[:, -width:], past_key_values=cache, use_cache=True).logits
-            choices |= set(logits[:, -1].argmax(-1).tolist())
-    return choices
-
-
 def collect_figures(path: Path) -> Iterator[list[dict[str, Any]]]:
     """For fixtures: the list that gets the rows of `check_all_plans`; written at the end."""
     rows: list[dict[str, Any]] = []
@@ -385,40 +326,6 @@ def _write_figures(path: Path, rows: list[dict[str, Any]]) -> None:
         "cases": rows,
     }
     path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-
-
-def forgive_near_ties(
-    llm: LLM,
-    case: str,
-    prompt: Sequence[int],
-    found: list[int],
-    reference: Reference,
-    rule: TieRule = require_near_tie,
-) -> list[Tie]:
-    """Compare an output with its reference; after a near tie, go on from the reference's token.
-
-    Returns:
-        the forgiven mismatches.
-    Raises:
-        AssertionError: a mismatch that the rule does not forgive, or another length.
-    """
-    wanted, ties, start = reference.tokens, [], 0
-    while True:
-        assert start + len(found) == len(wanted), f"{case}: {len(found)} tokens from {start} on"
-        mismatch = next((i for i, t in enumerate(found) if t != wanted[start + i]), None)
-        if mismatch is None:
-            return ties
-        position = start + mismatch
-        best = reference.logits[position].topk(2).values
-        gap = float(best[0] - best[1])
-        tie = Tie(case, position, wanted[position], found[mismatch], gap)
-        rule(prompt, reference, tie)
-        ties.append(tie)
-        start = position + 1
-        if start == len(wanted):
-            return ties
-        (output,) = llm.generate([[*prompt, *wanted[:start]]], _params(len(wanted) - start))
-        found = output.outputs[0].token_ids
 
 
 def full_acceptance(plan: SpecPlan, num_tokens: int) -> dict[str, int]:
@@ -440,10 +347,6 @@ def full_acceptance(plan: SpecPlan, num_tokens: int) -> dict[str, int]:
         counters["num_accepted_tokens"] += rest - 1
         counters["num_trimmed_tokens"] += longest - rest
     return counters
-
-
-def _params(num_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=num_tokens, ignore_eos=True)
 
 
 def _generate(model: Any, prompt: Sequence[int], num_tokens: int, **options: Any) -> Reference:

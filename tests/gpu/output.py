@@ -7,7 +7,6 @@ error at that position.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,15 +26,7 @@ NUM_PROMPTS, NUM_TOKENS = 8, 64
 def check(results: Results, device: Device, dtype: str) -> None:
     """Each plan of an engine of this dtype."""
     device.prepare()
-    if "pytest" not in sys.modules:
-        # tests.lossless is for tests, and imports it
-        import importlib.util
-
-        if importlib.util.find_spec("pytest") is None:
-            from tests.gpu import runner
-
-            runner.install()
-    from tests.lossless import Tie, require_near_tie
+    from tests.near_ties import Tie, require_near_tie
 
     count = count_compiles(device)
     products.watch(results)
@@ -73,7 +64,7 @@ def compare(
     from specc.runtime.backends.captured.captured_step import CaptureWarning
     from specc.runtime.llm import LLM
     from specc.sampling.params import SamplingParams
-    from tests.lossless import forgive_near_ties
+    from tests.near_ties import forgive_near_ties
 
     llm = LLM(engine, plan=plan)
     with warnings.catch_warnings(record=True) as caught:
@@ -116,7 +107,7 @@ def _error(model: Any, exact: Any, tokens: list[int], tie: Any, device: Device) 
 def _generate(model: Any, ids: list[int], count: int, device: Device) -> Any:
     import torch
 
-    from tests.lossless import Reference
+    from tests.near_ties import Reference
 
     place = device.place
     with torch.inference_mode():

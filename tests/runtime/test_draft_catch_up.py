@@ -9,7 +9,8 @@ from specc.runtime.policies.base import Policy
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from tests import models
-from tests.lossless import Zoo, forgive_near_ties
+from tests.lossless import Zoo
+from tests.near_ties import forgive_near_ties
 
 
 class Script(Policy):

@@ -25,7 +25,8 @@ from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
 from tests import engines, models
-from tests.lossless import Zoo, forgive_near_ties
+from tests.lossless import Zoo
+from tests.near_ties import forgive_near_ties
 
 WINDOW, SINK, TRAINED = 16, 3, 24
 PLANS = (

@@ -11,16 +11,8 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from tests import models
-from tests.lossless import (
-    PLAN_IDS,
-    PLANS,
-    Reference,
-    Zoo,
-    check_bfloat16,
-    check_join_and_leave,
-    forgive_near_ties,
-    is_within_rounding,
-)
+from tests.lossless import PLAN_IDS, PLANS, Zoo, check_bfloat16, check_join_and_leave
+from tests.near_ties import Reference, forgive_near_ties, is_within_rounding
 
 LIMIT = 48
 

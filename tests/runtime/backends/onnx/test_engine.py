@@ -38,8 +38,6 @@ from tests.lossless import (
     FULL_MATRIX,
     PLAN_IDS,
     PLANS,
-    Reference,
-    Tie,
     Zoo,
     check_all_plans,
     check_full_acceptance,
@@ -49,6 +47,7 @@ from tests.lossless import (
     layout_of,
     run_case,
 )
+from tests.near_ties import Reference, Tie
 from tests.runtime.backends.cpu.compiled_pair import step_inputs
 
 # windows; the file takes others for learned positions, the slow tier for experts

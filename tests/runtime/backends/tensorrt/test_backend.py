@@ -33,9 +33,9 @@ from tests.lossless import (
     check_join_and_leave,
     full_acceptance,
     layout_of,
-    require_near_tie,
     run_case,
 )
+from tests.near_ties import require_near_tie
 from tests.runtime.backends.tensorrt.recorded_engines import (
     compile_recorded,
     load_poisoned,
