@@ -11,25 +11,19 @@ from typing import Any
 
 import pytest
 
-from specc.config import CompileConfig
-from specc.errors import RequestError
-from specc.runtime.backends.captured.captured_step import CapturedStep
-from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
-from specc.runtime.in_flight import InFlight
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import RequestOutput, StreamOutput
-from specc.runtime.policies.base import Policy
-from specc.runtime.scheduling.batch import Batch, RunResult
-from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.scheduler import Scheduler
 from specc.sampling.params import SamplingParams
-from specc.speculation.metrics import SpecStats
-from specc.speculation.plans import SpecPlan
-from tests.runtime.late_engine import Rig, late_rig
+from tests.runtime.in_flight_rig import (
+    PLANS,
+    PROMPTS,
+    ByLoad,
+    counters,
+    counting_rig,
+    whole_outputs,
+)
+from tests.runtime.late_engine import Rig
 
-PLANS = ("off", "chain-3", "tree-2-1")
-PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7, list(range(60, 83)), [200]]
-MAX_SEQ_LEN = 64
 SEEDS = [
     pytest.param(range(5), id="few"),
     pytest.param(range(5, 60), id="many", marks=pytest.mark.slow),
@@ -38,38 +32,8 @@ SEEDS = [
 
 @pytest.fixture(scope="module")
 def rig(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    path = tmp_path_factory.mktemp("engines") / "overlap"
-    plans = tuple(SpecPlan.from_widths(widths) for widths in ((2, 1), (1, 1, 1)))
-    config = CompileConfig(
-        plans=plans, max_seq_len=MAX_SEQ_LEN, max_batch_size=3, block_size=4, backend="cuda"
-    )
-    with late_rig(tiny_models, path, config) as made, pytest.MonkeyPatch.context() as patch:
-        hold, postprocess = InFlight._hold, Scheduler.postprocess
-
-        def counted(loop: InFlight, *queued: Any) -> None:
-            made.num_ahead += len(loop.queued)
-            hold(loop, *queued)
-
-        def watched(scheduler: Scheduler, batch: Batch, result: RunResult) -> None:
-            requests = [s for group in batch.groups for s in group.requests]
-            made.num_dropped += sum(s not in scheduler.running for s in requests)
-            postprocess(scheduler, batch, result)
-
-        patch.setattr(InFlight, "_hold", counted)
-        patch.setattr(Scheduler, "postprocess", watched)
+    with counting_rig(tiny_models, tmp_path_factory.mktemp("engines") / "overlap") as made:
         yield made
-
-
-COUNTERS = (
-    "num_requests", "num_prompt_tokens", "num_output_tokens", "num_steps", "num_spec_steps",
-    "num_draft_tokens", "num_accepted_tokens", "num_trimmed_tokens", "accepted_at_depth",
-    "num_prefill_passes", "num_step_passes", "num_first_tokens",
-)  # fmt: skip
-
-
-def counters(stats: SpecStats | None) -> dict[str, Any]:
-    assert stats is not None
-    return {name: getattr(stats, name) for name in COUNTERS}
 
 
 def described(output: RequestOutput) -> dict[str, Any]:
@@ -79,10 +43,7 @@ def described(output: RequestOutput) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def references(rig: Rig) -> list[tuple[list[int], str]]:
-    """Tokens and text of each prompt, as long as it can be: stops are chosen from them."""
-    params = SamplingParams(max_tokens=1000, ignore_eos=True)
-    outputs = rig.llm("off", overlaps=False).generate(PROMPTS, params)
-    return [(list(output.outputs[0].token_ids), output.outputs[0].text) for output in outputs]
+    return whole_outputs(rig)
 
 
 @dataclass(frozen=True)
@@ -290,195 +251,6 @@ def test_a_request_that_arrives_joins_after_the_step_in_flight(rig, references) 
     assert rig.is_idle(llm)
 
 
-def test_an_interrupt_of_the_wait_loses_nothing_of_others(rig, references, monkeypatch) -> None:
-    llm = rig.llm("chain-3")
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
-    tokens = [next(second).token_id]
-    next(first)
-    while rig.device.num_waiting == 0:
-        tokens.append(next(second).token_id)
-
-    def interrupt(results: HostResults) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(HostResults, "wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            list(first)
-    tokens += [event.token_id for event in second]
-    assert tokens == references[1][0][:30]
-    assert rig.is_idle(llm)
-
-
-def fail_once(
-    patch: pytest.MonkeyPatch, owner: type, name: str, *, skip: int, is_done: bool
-) -> None:
-    """Interrupt the call after `skip` others: before its work, or when that is done."""
-    original, calls = getattr(owner, name), itertools.count()
-
-    def interrupted(*args: Any) -> Any:
-        is_due = next(calls) == skip
-        if is_due and not is_done:
-            raise KeyboardInterrupt
-        result = original(*args)
-        if is_due:
-            raise KeyboardInterrupt
-        return result
-
-    patch.setattr(owner, name, interrupted)
-
-
-def test_a_failed_append_loses_nothing_of_others(rig, references, monkeypatch) -> None:
-    """The results of two steps are due, and those of the first are taken from nobody."""
-    llm = rig.llm("chain-3")
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
-    tokens = [next(second).token_id]
-    next(first)
-    while rig.device.num_waiting == 0:
-        tokens.append(next(second).token_id)
-
-    def fail(request: Request, *_: object) -> int:
-        raise ValueError("detokenizer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Request, "append", fail)
-        with pytest.raises(ValueError, match="detokenizer"):
-            list(first)
-    tokens += [event.token_id for event in second]
-    assert tokens == references[1][0][:30]
-    assert rig.is_idle(llm)
-
-
-def test_an_interrupt_before_postprocess_keeps_batches_in_order(
-    rig, references, monkeypatch
-) -> None:
-    """Results have come and nothing of them is taken; blocks of one that leaves come back."""
-    llm = rig.llm("chain-3")
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
-    tokens = [next(second).token_id]
-    next(first)
-    while rig.device.num_waiting == 0:
-        tokens.append(next(second).token_id)
-    with monkeypatch.context() as patch:
-        fail_once(patch, Scheduler, "postprocess", skip=0, is_done=False)
-        with pytest.raises(KeyboardInterrupt):
-            list(first)
-    tokens += [event.token_id for event in second]
-    assert tokens == references[1][0][:30]
-    assert rig.is_idle(llm)
-
-
-def start_three(rig: Rig, plan: str) -> tuple[LLM, list[Iterator[StreamOutput]], list[list[Any]]]:
-    """Three streams with a step in flight, and the events that they have yielded."""
-    llm = rig.llm(plan)
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    streams = [llm.stream(prompt, params) for prompt in PROMPTS[:3]]
-    events = [[next(stream)] for stream in streams]
-    while rig.device.num_waiting == 0:
-        events[0].append(next(streams[0]))
-    return llm, streams, events
-
-
-PLACES = [
-    pytest.param(HostResults, "wait", False, id="waiting"),
-    pytest.param(HostResults, "wait", True, id="waited"),
-    pytest.param(StepBuffers, "read_results", False, id="replayed"),
-    pytest.param(StepBuffers, "read_results", True, id="queued"),
-    pytest.param(CapturedStep, "submit_next", True, id="queued-ahead"),
-    pytest.param(Scheduler, "schedule_ahead", True, id="scheduled-ahead"),
-    pytest.param(Scheduler, "hold", False, id="not-held"),
-    pytest.param(Scheduler, "hold", True, id="held"),
-    pytest.param(Scheduler, "postprocess", False, id="not-postprocessed"),
-    pytest.param(Scheduler, "postprocess", True, id="postprocessed"),
-    pytest.param(Request, "append", False, id="not-appended"),
-]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(rig) -> dict[str, list[dict[str, Any]]]:
-    """Plan → counters of three requests."""
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    return {
-        plan: [counters(o.metrics) for o in rig.llm(plan).generate(PROMPTS[:3], params)]
-        for plan in PLANS
-    }
-
-
-# each two of place, plan and calls that go well before are in one of the default tier's cases
-INTERRUPTS = [
-    pytest.param(
-        place.values, plan, skip,
-        id=f"{place.id}-{plan}-{skip}",
-        marks=[pytest.mark.slow] if (i + j + skip) % 3 else [],
-    )
-    for i, place in enumerate(PLACES)
-    for j, plan in enumerate(PLANS)
-    for skip in range(4)
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("place", "plan", "skip"), INTERRUPTS)
-def test_an_interrupt_anywhere_loses_nothing_of_others(
-    rig, references, undisturbed, monkeypatch, place, plan, skip
-) -> None:
-    """A caller that waits for a slot moves three others on, and is interrupted.
-
-    Counters of the three say that each step and its drafts were those of an undisturbed run.
-    """
-    owner, name, is_done = place
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    llm, streams, events = start_three(rig, plan)
-    with monkeypatch.context() as patch:
-        fail_once(patch, owner, name, skip=skip, is_done=is_done)
-        with pytest.raises(KeyboardInterrupt):
-            next(llm.stream(PROMPTS[4], params))
-    for seen, stream in zip(events, streams, strict=True):
-        seen += stream
-    for seen, (tokens, _), stats in zip(events, references, undisturbed[plan], strict=False):
-        assert [event.token_id for event in seen] == tokens[:30]
-        assert counters(seen[-1].metrics) == stats
-    assert rig.is_idle(llm)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_done"),
-    [
-        pytest.param("append", True, id="tokens-without-rows"),
-        pytest.param("_event", False, id="token-without-event"),
-        pytest.param("_close", False, id="end-without-close"),
-    ],
-)
-def test_a_request_caught_between_two_tokens_is_told(
-    rig, references, monkeypatch, name, is_done
-) -> None:
-    """It can neither go on nor step back: an error for its caller, and nothing for others."""
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    llm, streams, events = start_three(rig, "tree-2-1")
-    with monkeypatch.context() as patch:
-        fail_once(patch, Request, name, skip=1, is_done=is_done)
-        with pytest.raises(KeyboardInterrupt):
-            # its end frees the slot that this one waits for
-            llm.generate([PROMPTS[4]], params)
-    lost = {}
-    for index, (seen, stream) in enumerate(zip(events, streams, strict=True)):
-        try:
-            for event in stream:
-                seen.append(event)
-        except RequestError as error:
-            lost[index] = error.found
-    (found,) = lost.values()
-    assert "interrupted between two of its tokens" in found
-    for index, seen in enumerate(events):
-        tokens = [event.token_id for event in seen]
-        assert tokens == references[index][0][: len(tokens) if index in lost else 30]
-    assert rig.is_idle(llm)
-    (output,) = llm.generate([PROMPTS[4]], params)
-    assert output.outputs[0].token_ids == references[4][0][:30]
-
-
 def test_two_llms_take_turns_on_one_engine(rig, references) -> None:
     """A step in flight is another LLM's business no less: the device holds the state of one."""
     params = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -493,15 +265,6 @@ def test_two_llms_take_turns_on_one_engine(rig, references) -> None:
     assert tokens == [references[0][0][:30], references[1][0][:30]]
     assert rig.num_ahead > 5
     assert all(rig.is_idle(llm) for llm in llms)
-
-
-class ByLoad(Policy):
-    """Chains for few, plain decoding for many; `needs_results` as the test says."""
-
-    needs_results = True
-
-    def choose(self, num_running: int, stats: SpecStats) -> str:
-        return "chain-3" if num_running < 2 else "off"
 
 
 @pytest.mark.parametrize("needs_results", [True, False])
@@ -519,33 +282,6 @@ def test_a_policy_says_whether_it_needs_results(rig, references, needs_results) 
     stats = llm.get_metrics()
     assert 0 < stats.num_spec_steps < stats.num_steps
     assert (rig.num_ahead > 0) == (needs_results is False)
-
-
-def test_drafts_catch_up_again_after_an_interrupt(rig, references, monkeypatch) -> None:
-    """Plans change from off to a chain; a catch-up whose step is given up is repeated."""
-    policy: Any = ByLoad()
-    policy.needs_results = False
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (9, 30)]
-    whole = LLM(rig.engine, policy=policy).generate(PROMPTS[:2], params)
-    num_caught_up = 0
-    for skip in range(12):
-        llm = LLM(rig.engine, policy=policy)
-        stream = llm.stream(PROMPTS[:2], params)
-        events = [next(stream)]
-        with monkeypatch.context() as patch:
-            fail_once(patch, HostResults, "wait", skip=skip, is_done=False)
-            with pytest.raises(KeyboardInterrupt):
-                all(llm._in_flight.advance() for _ in itertools.count())
-        groups = [group for queued in llm._in_flight.queued for group in queued.batch.groups]
-        chained = [s for group in groups if group.plan.speculates for s in group.requests]
-        num_caught_up += any(s.draft_lens[0] < s.cache_len - 1 for s in chained)
-        events += stream
-        for index, output in enumerate(whole):
-            seen = [event for event in events if event.index == index]
-            assert [event.token_id for event in seen] == output.outputs[0].token_ids, skip
-            assert counters(seen[-1].metrics) == counters(output.metrics), skip
-        assert rig.is_idle(llm)
-    assert num_caught_up > 0
 
 
 def test_a_hook_sees_every_step(rig) -> None:

@@ -5,7 +5,6 @@ Every request has the tokens that it has alone, whatever was in flight; and most
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import SpecPlan
 from tests.interleavings import Figures, Moody, NearTies, Solo, run_interleaving
 from tests.logprob_interleavings import DrawLogprobs
+from tests.runtime.interrupts import fail_now_and_then
 from tests.runtime.late_engine import Rig, late_rig
 
 PLANS = [SpecPlan.from_widths(widths) for widths in ((), (1,), (1, 1, 1), (2, 1))]
@@ -191,36 +191,11 @@ PLACES = [
 def test_an_interrupt_anywhere_loses_nothing(rig, alone, monkeypatch, owner, name, is_done) -> None:
     """Now and then a call ends early, with prompts and steps of several plans in flight."""
     solo, ties = alone
-    original, calls = getattr(owner, name), itertools.count(1)
-    num_failed = 0
-
-    def interrupted(*args: Any) -> Any:
-        nonlocal num_failed
-        is_due = next(calls) % 7 == 0
-        result = original(*args) if is_done or not is_due else None
-        if is_due:
-            num_failed += 1
-            raise KeyboardInterrupt
-        return result
-
-    advance = EngineCore.advance
-
-    def persistent(core: EngineCore) -> bool:
-        while True:
-            try:
-                return advance(core)
-            except KeyboardInterrupt:
-                assert core.scheduler._torn == []
-                if not core.scheduler.has_work:
-                    # it came after the last of all was done
-                    return True
-
     figures = Figures()
-    monkeypatch.setattr(EngineCore, "advance", persistent)
-    monkeypatch.setattr(owner, name, interrupted)
+    interrupts = fail_now_and_then(monkeypatch, owner, name, every=7, is_done=is_done)
     run_interleaving(
         rig.engine, solo, 5, PROMPTS, figures, ties, policy=Switching, num_requests=10
     )  # fmt: skip
-    assert num_failed > 3
+    assert interrupts.count > 3
     assert rig.device.num_waiting == 0
     assert figures.num_ahead > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from specc.sampling.structured import StructuredOutputsParams
 from tests import models
 from tests.interleavings import Figures, NearTies, Solo, draw_params, run_interleaving
 from tests.lossless import Zoo
+from tests.runtime.interrupts import fail_now_and_then
 from tests.runtime.ranks.test_led_engine import cases, params, rule_of
 from tests.runtime.ranks.test_stages import Engines, assert_same
 
@@ -242,32 +242,10 @@ def test_an_interrupt_anywhere_loses_nothing(
 ) -> None:
     """Now and then a call ends early, with a batch in the other stage: results nobody reads."""
     solo, ties = alone.of()
-    original, calls, num_failed = getattr(owner, name), itertools.count(1), 0
-
-    def interrupted(*args: Any) -> Any:
-        nonlocal num_failed
-        is_due = next(calls) % 9 == 0
-        result = original(*args) if is_done or not is_due else None
-        if is_due:
-            num_failed += 1
-            raise KeyboardInterrupt
-        return result
-
-    advance = EngineCore.advance
-
-    def persistent(core: EngineCore) -> bool:
-        while True:
-            try:
-                return advance(core)
-            except KeyboardInterrupt:
-                if not core.scheduler.has_work:
-                    return True
-
-    monkeypatch.setattr(EngineCore, "advance", persistent)
-    monkeypatch.setattr(owner, name, interrupted)
+    interrupts = fail_now_and_then(monkeypatch, owner, name, every=9, is_done=is_done)
     figures = Figures()
     run_interleaving(load.staged((1, 2), **FEW), solo, 5, prompts(), figures, ties, num_requests=6)
-    assert num_failed > 3
+    assert interrupts.count > 3
 
 
 def test_micro_batches_of_an_engine_without_stages_are_refused(load: Engines) -> None:
