@@ -19,7 +19,7 @@ from specc.errors import RequestError
 from specc.runtime.llm import LLM
 from specc.runtime.requests.chat_template import load_template
 from specc.sampling.params import SamplingParams
-from tests.specc.cli.test_main import assert_refused, invoke
+from tests.command_line import assert_refused, invoke
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad words') }}"

@@ -11,7 +11,7 @@ import pytest
 from specc.artifact.directory import open_engine
 from specc.compiler.extend import extend_engine
 from specc.speculation.plans import MERGE, OFF, DynamicTree, SpecPlan
-from tests.specc.cli.test_main import assert_refused, invoke
+from tests.command_line import assert_refused, invoke
 from tests.specc.draw.read_svg import Svg
 
 TREE = SpecPlan.from_widths((2, 1))

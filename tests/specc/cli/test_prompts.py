@@ -12,7 +12,7 @@ from specc.cli.prompts import read_prompt_lines
 from specc.errors import SpeccError
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
-from tests.specc.cli.test_main import assert_refused, invoke
+from tests.command_line import assert_refused, invoke
 
 IDS = [104, 101, 108, 108, 111]
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
 from specc.cli.app import in_words_of, synonym
-from specc.cli.main import app
 from specc.errors import ConfigError, RequestError
-
-
-def invoke(*args: str):
-    return CliRunner().invoke(app, list(args))
+from tests.command_line import invoke
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from specc.cli.main import app
 from specc.cost.latency_table import LatencyTable, PassSeconds
 from specc.draw.charts import draw_load, is_wide, lines_of
 from specc.errors import RequestError
@@ -26,8 +25,11 @@ from specc.simulate.comparison import compare
 from specc.simulate.load import Drafting, Load, SimulatedRequest
 from specc.simulate.simulator import Limits
 from specc.system.extras import install_command
+from tests import command_line
 from tests.specc.draw.read_svg import Svg
 from tests.specc.server.serving import serve
+
+invoke = partial(command_line.invoke, "bench", "serve")
 
 # a pass takes 10 ms and a little for each token; a draft's, a twentieth
 TABLE = LatencyTable(
@@ -180,10 +182,6 @@ def test_lines_of_a_picture_skip_what_has_no_place():
     }
 
 
-def invoke(*args: object):
-    return CliRunner().invoke(app, ["bench", "serve", *map(str, args)])
-
-
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
     path = tmp_path / "table.json"
@@ -331,10 +329,10 @@ def test_tables_that_are_none(tmp_path):
 
 def test_bench_alone_still_takes_an_engine():
     """`bench serve` is a command of its own, `bench` another one."""
-    done = CliRunner().invoke(app, ["bench", "--help"])
+    done = command_line.invoke("bench", "--help")
     assert "--against" in done.stdout
-    assert "--request-rate" in CliRunner().invoke(app, ["bench", "serve", "--help"]).stdout
-    done = CliRunner().invoke(app, ["bench", "nowhere/serve"])
+    assert "--request-rate" in invoke("--help").stdout
+    done = command_line.invoke("bench", "nowhere/serve")
     assert done.exit_code == 2
     assert "nowhere/serve" in done.stderr
 

@@ -34,8 +34,8 @@ from specc.tune.long_prompts import LongPrompts, join_prompts
 from specc.tune.options import TuneOptions
 from specc.tune.run import tune
 from tests import engines, models
+from tests.command_line import invoke
 from tests.lossless import Zoo
-from tests.specc.cli.test_main import invoke
 from tests.specc.tune.runs import CHAIN, trajectories
 
 

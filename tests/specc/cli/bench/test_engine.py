@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
 
 from specc.bench import step_bytes as bench_bytes
 from specc.bench.engine import EngineContender
-from specc.cli.main import app
 from specc.system.machine import num_usable_cores
+from tests import command_line
+from tests.command_line import assert_refused
+
+invoke = partial(command_line.invoke, "bench")
 
 RUN_FIELDS = {
     "name": str,
@@ -75,23 +78,10 @@ def prompts(tmp_path):
     return path
 
 
-def invoke(*args: object):
-    return CliRunner().invoke(app, ["bench", *map(str, args)])
-
-
 def report_of(*args: object) -> dict:
     result = invoke(*args, "--json", "-")
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
-
-
-def assert_refused(result, *words: str) -> None:
-    """Exit code 2 and three lines, after those of progress; `words` are in them."""
-    assert result.exit_code == 2, result.output
-    lines = [line for line in result.stderr.splitlines() if " … " not in line or ":" in line[:8]]
-    assert [line.partition(":")[0] for line in lines] == ["found", "needed", "do"], result.stderr
-    for word in words:
-        assert word in result.stderr
 
 
 def test_help_has_examples():

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from specc.bench import baseline as bench_transformers
 from specc.bench import device as bench_device
 from specc.bench.baseline import STATIC, TransformersContender, static_cache_options
 from specc.bench.synthetic import engine as bench_shapes_engine
 from specc.cli.bench.synthetic import choose_shape_plans
-from specc.cli.main import app
 from specc.cli.options.bench import ShapesOptions
 from specc.passes.step.draw_acceptance import Draws
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.speculation.tree import TokenTree
+from tests import command_line
+from tests.command_line import assert_refused
 from tests.models import build_model, tiny_config
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.specc.cli.bench.test_engine import RUN_FIELDS as ENGINE_RUN_FIELDS
-from tests.specc.cli.bench.test_engine import assert_refused
+
+invoke = partial(command_line.invoke, "bench")
 
 REPORT_FIELDS = [
     "schema_version", "command", "date", "machine", "versions", "device", "engine", "settings",
@@ -82,10 +84,6 @@ def device(request, monkeypatch) -> GraphDevice:
     simulated = SimulatedDevice()
     monkeypatch.setattr(bench_device, "open_device", lambda: (simulated, "cuda"))
     return simulated
-
-
-def invoke(*args: object):
-    return CliRunner().invoke(app, ["bench", *map(str, args)])
 
 
 def report_of(*args: object) -> dict[str, Any]:
