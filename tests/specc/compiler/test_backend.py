@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from specc.artifact import directory as artifact
 from specc.artifact.manifest import MANIFEST_FILE
-from specc.cli.main import app
 from specc.compiler import build as compiler
 from specc.compiler.backends.registry import choose_backend
 from specc.compiler.build import Compilation
@@ -28,21 +26,13 @@ from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from specc.system.files import hash_file
+from tests import fake_compiler as fakes
+from tests.command_line import invoke
 
 PLANS = (SpecPlan.from_widths((2, 1)),)
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [65] * 20]
 LIBRARY = f"native/{native.LIBRARY_NAME}"
-# writes its number of inputs where -o says, slowly enough for two to meet
-FAKE_BUILD = """
-while [ $# -gt 0 ]; do
-  case "$1" in -o) out="$2"; shift;; *) last="$1";; esac
-  shift
-done
-echo "$out" >> "$(dirname "$0")/runs"
-sleep 0.2
-echo "made of $last" > "$out"
-"""
 FAIL = 'echo "x.cpp:1: error: no such thing" >&2; exit 1'
 
 
@@ -55,17 +45,7 @@ def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fake_compiler(tmp_path: Path) -> Callable[..., Path]:
-    """Make an executable that says this version, and runs this script otherwise."""
-
-    def make(version: str, script: str = FAKE_BUILD, name: str = "g++") -> Path:
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        answer = f'if [ "$1" = --version ]; then echo "{version}"; exit 0; fi\n' if version else ""
-        path.write_text(f"#!/bin/sh\n{answer}{script}")
-        path.chmod(0o755)
-        return path
-
-    return make
+    return partial(fakes.fake_compiler, tmp_path / "bin")
 
 
 def compile_pair(tiny_models: Any, output: Path, backend: str | None) -> Compilation:
@@ -107,10 +87,6 @@ def replace_file(engine: Path, name: str, content: bytes) -> None:
     (engine / name).write_bytes(content)
     entry = {"sha256": hash_file(engine / name), "bytes": len(content)}
     edit_manifest(engine, lambda data: data["files"].update({name: entry}))
-
-
-def with_hash(library: Path) -> list[Path]:
-    return [library, library.with_name(f"{library.name}.sha256")]
 
 
 def files_in(directory: Path) -> list[Path]:
@@ -228,7 +204,7 @@ class TestCompile:
         self, tiny_models, tmp_path, fake_compiler, monkeypatch
     ):
         """It makes the library; nothing is left of the engine, and no program in the cache."""
-        script = f'case "$*" in */inductor/*) {FAIL};; esac\n{FAKE_BUILD}'
+        script = f'case "$*" in */inductor/*) {FAIL};; esac\n{fakes.FAKE_BUILD}'
         monkeypatch.setenv("CXX", str(fake_compiler("g++ (x) 12.1.0", script)))
         monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
         place = tmp_path / "place"
@@ -339,77 +315,10 @@ def load_elsewhere(*engines: Path) -> list[str]:
     return errors
 
 
-class TestCache:
-    @pytest.fixture
-    def runs(self, fake_compiler, monkeypatch) -> Callable[[], int]:
-        """Use a compiler that makes files of text; returns how often it ran."""
-        path = fake_compiler("g++ (x) 12.1.0")
-        monkeypatch.setenv("CXX", str(path))
-        log = path.parent / "runs"
-        return lambda: len(log.read_text().splitlines()) if log.exists() else 0
-
-    def test_the_second_build_is_the_first(self, runs, tmp_path):
-        library = native.build(tmp_path / "cache")
-        assert library.is_relative_to(tmp_path / "cache" / "native")
-        assert library.read_text().startswith("made of")
-        count = runs()
-        assert count == len(native._sources()) + 1
-        assert native.build(tmp_path / "cache") == library
-        assert runs() == count
-        # nothing but the library and its hash is kept
-        assert sorted(files_in(tmp_path / "cache")) == with_hash(library)
-
-    def test_whatever_a_library_is_made_of_is_in_its_key(self, runs, tmp_path, monkeypatch):
-        sources = tmp_path / "sources"
-        shutil.copytree(native.SOURCE_DIR, sources)
-        # each is a process for each library
-        for path in sources.glob("*.cpp"):
-            if path.name not in ("step.cpp", *native._INTERFACE):
-                path.unlink()
-        monkeypatch.setattr(native, "SOURCE_DIR", sources)
-        made = {native.build(tmp_path / "cache")}
-        for name in ("vec.h", "step.cpp"):
-            (sources / name).write_text((sources / name).read_text() + "// changed\n")
-            made.add(native.build(tmp_path / "cache"))
-        for name, value in (("isa_flags", lambda: ("avx9",)), ("_FLAGS", (*native._FLAGS, "-g"))):
-            with monkeypatch.context() as patch:
-                patch.setattr(native, name, value)
-                made.add(native.build(tmp_path / "cache"))
-        monkeypatch.setattr(native.torch, "__version__", "9.9.9")
-        made.add(native.build(tmp_path / "cache"))
-        assert len(made) == 6
-
-    def test_two_builds_at_once(self, runs, tmp_path):
-        script = "from specc.kernels import native; print(native.build())"
-        environment = os.environ | {"SPECC_CACHE_DIR": str(tmp_path / "cache")}
-        command = [sys.executable, "-P", "-c", script]
-        processes = [
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-            for _ in range(2)
-        ]
-        found = [process.communicate(timeout=120)[0].strip() for process in processes]
-        assert [process.returncode for process in processes] == [0, 0]
-        assert found[0] == found[1]
-        assert sorted(files_in(tmp_path / "cache")) == with_hash(Path(found[0]))
-
-    def test_where_the_cache_lies(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "a"))
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
-        assert native.default_cache_dir() == tmp_path / "a"
-        monkeypatch.delenv("SPECC_CACHE_DIR")
-        assert native.default_cache_dir() == tmp_path / "b" / "specc"
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setenv("HOME", str(tmp_path))
-        assert native.default_cache_dir() == tmp_path / ".cache" / "specc"
-
-
 class TestCommandLine:
-    def invoke(self, *args: object) -> Any:
-        return CliRunner().invoke(app, [str(arg) for arg in args])
-
     def compile(self, tiny_models: Any, output: Path, *options: str) -> Any:
         pair = "--target", tiny_models.target, "--draft", tiny_models.draft, "-o", output
-        return self.invoke("compile", *pair, "--max-seq-len", 64, "--no-probe", *options)
+        return invoke("compile", *pair, "--max-seq-len", 64, "--no-probe", *options)
 
     @pytest.fixture(autouse=True)
     def no_compiler(self, monkeypatch) -> None:
@@ -419,7 +328,7 @@ class TestCommandLine:
         result = self.compile(tiny_models, tmp_path / "engine", "--backend", "eager")
         assert result.exit_code == 0, result.stderr
         assert "warning" not in result.stderr
-        assert "backend eager on cpu" in self.invoke("inspect", tmp_path / "engine").stdout
+        assert "backend eager on cpu" in invoke("inspect", tmp_path / "engine").stdout
 
     def test_no_backend_and_no_compiler(self, tiny_models, tmp_path):
         result = self.compile(tiny_models, tmp_path / "engine")
@@ -439,8 +348,8 @@ class TestCommandLine:
         assert list(tmp_path.iterdir()) == []
 
     def test_an_engine_for_cpu(self, built):
-        assert "backend cpu on cpu" in self.invoke("inspect", built).stdout
-        result = self.invoke("run", built, "hello", "--max-tokens", 4, "--ignore-eos")
+        assert "backend cpu on cpu" in invoke("inspect", built).stdout
+        result = invoke("run", built, "hello", "--max-tokens", 4, "--ignore-eos")
         assert result.exit_code == 0, result.stderr
 
 

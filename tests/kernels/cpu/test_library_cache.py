@@ -1,0 +1,90 @@
+"""Where the library of C++ operators is kept, and when it is built anew."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specc.kernels import native
+from tests.fake_compiler import fake_compiler
+
+
+def with_hash(library: Path) -> list[Path]:
+    return [library, library.with_name(f"{library.name}.sha256")]
+
+
+def files_in(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> Callable[[], int]:
+    """Use a compiler that makes files of text; returns how often it ran."""
+    path = fake_compiler(tmp_path / "bin", "g++ (x) 12.1.0")
+    monkeypatch.setenv("CXX", str(path))
+    log = path.parent / "runs"
+    return lambda: len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_the_second_build_is_the_first(runs, tmp_path):
+    library = native.build(tmp_path / "cache")
+    assert library.is_relative_to(tmp_path / "cache" / "native")
+    assert library.read_text().startswith("made of")
+    count = runs()
+    assert count == len(native._sources()) + 1
+    assert native.build(tmp_path / "cache") == library
+    assert runs() == count
+    # nothing but the library and its hash is kept
+    assert sorted(files_in(tmp_path / "cache")) == with_hash(library)
+
+
+def test_whatever_a_library_is_made_of_is_in_its_key(runs, tmp_path, monkeypatch):
+    sources = tmp_path / "sources"
+    shutil.copytree(native.SOURCE_DIR, sources)
+    # each is a process for each library
+    for path in sources.glob("*.cpp"):
+        if path.name not in ("step.cpp", *native._INTERFACE):
+            path.unlink()
+    monkeypatch.setattr(native, "SOURCE_DIR", sources)
+    made = {native.build(tmp_path / "cache")}
+    for name in ("vec.h", "step.cpp"):
+        (sources / name).write_text((sources / name).read_text() + "// changed\n")
+        made.add(native.build(tmp_path / "cache"))
+    for name, value in (("isa_flags", lambda: ("avx9",)), ("_FLAGS", (*native._FLAGS, "-g"))):
+        with monkeypatch.context() as patch:
+            patch.setattr(native, name, value)
+            made.add(native.build(tmp_path / "cache"))
+    monkeypatch.setattr(native.torch, "__version__", "9.9.9")
+    made.add(native.build(tmp_path / "cache"))
+    assert len(made) == 6
+
+
+def test_two_builds_at_once(runs, tmp_path):
+    script = "from specc.kernels import native; print(native.build())"
+    environment = os.environ | {"SPECC_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-P", "-c", script]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    found = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert found[0] == found[1]
+    assert sorted(files_in(tmp_path / "cache")) == with_hash(Path(found[0]))
+
+
+def test_where_the_cache_lies(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "a"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert native.default_cache_dir() == tmp_path / "a"
+    monkeypatch.delenv("SPECC_CACHE_DIR")
+    assert native.default_cache_dir() == tmp_path / "b" / "specc"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert native.default_cache_dir() == tmp_path / ".cache" / "specc"
