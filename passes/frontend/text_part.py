@@ -7,14 +7,12 @@ compiled of it, and the user is told so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from specc.artifact.decoders.checkpoint_format import QUANTIZATION_FIELDS
-from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, TensorReader
-from specc.artifact.tensor_part import TensorPart
+from specc.artifact.forwarding_reader import ForwardingReader
+from specc.artifact.safetensors_io import TensorReader
 
 _SUFFIX = "ForConditionalGeneration"
 # of newer checkpoints, then of older ones; what has none of them is not read, but for the head
@@ -56,7 +54,7 @@ def is_wrapper(architectures: Any) -> bool:
     return bool(names) and isinstance(names[0], str) and names[0].endswith(_SUFFIX)
 
 
-class TextReader:
+class TextReader(ForwardingReader):
     """The tensors of the language model, under the names that it has alone.
 
     Args:
@@ -80,33 +78,9 @@ class TextReader:
     def keys(self) -> Iterable[str]:
         return self._names.keys()
 
-    def dtype(self, key: str) -> torch.dtype:
-        return self._reader.dtype(self._name(key))
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self._reader.shape(self._name(key))
-
     def location(self, key: str | None = None) -> str:
-        return self._reader.location(None if key is None else self._name(key))
+        return self._reader.location(None if key is None else self._names.get(key, key))
 
-    def read_chunks(
-        self,
-        key: str,
-        chunk_bytes: int = CHUNK_BYTES,
-        rows: tuple[int, int] | None = None,
-        transpose: bool = False,
-    ) -> Iterator[Buffer]:
-        return self._reader.read_chunks(self._name(key), chunk_bytes, rows, transpose)
-
-    def read_part(
-        self,
-        key: str,
-        part: TensorPart,
-        transpose: bool = False,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> Iterator[Buffer]:
-        return self._reader.read_part(self._name(key), part, transpose, chunk_bytes)
-
-    def _name(self, key: str) -> str:
+    def source_of(self, key: str) -> tuple[TensorReader, str]:
         # of a tensor that is not there, the whole reader says so
-        return self._names.get(key, key)
+        return self._reader, self._names.get(key, key)

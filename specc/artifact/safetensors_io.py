@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol
@@ -193,16 +194,14 @@ class SafetensorsReader:
             return
         file = self._open(entry.file)
         if transpose:
-            first = (rows or (0, 0))[0]
-            vectors = (first, first + (end - begin) // (entry.shape[1] * item_bytes))
-            part = TensorPart((vectors,), ((0, entry.shape[1]),))
+            part = TensorPart.of_rows(entry.shape, rows)
             yield from self.read_part(key, part, transpose, chunk_bytes)
             return
         chunk_bytes = max(item_bytes, chunk_bytes - chunk_bytes % item_bytes)
         buffer = new_buffer(min(chunk_bytes, end - begin))
         for offset in range(begin, end, chunk_bytes):
             chunk = buffer[: end - offset]
-            _read_exactly(file, chunk, offset, entry.file)
+            read_exactly(file, chunk, offset, partial(_malformed, entry.file))
             yield chunk
 
     def read_part(
@@ -216,7 +215,7 @@ class SafetensorsReader:
         file = self._open(entry.file)
 
         def read(offset: int, target: memoryview) -> None:
-            _read_exactly(file, target, entry.begin + offset, entry.file)
+            read_exactly(file, target, entry.begin + offset, partial(_malformed, entry.file))
 
         width = entry.shape[-1] if entry.shape else 1
         yield from read_part(read, width, item_bytes, part, transpose, chunk_bytes)
@@ -320,15 +319,27 @@ def _malformed(path: Path, reason: str) -> WeightError:
     )
 
 
-def _read_exactly(file: BinaryIO, target: memoryview, offset: int, path: Path) -> None:
+def read_exactly(
+    file: BinaryIO, target: memoryview, offset: int, malformed: Callable[[str], WeightError]
+) -> None:
+    """Fill a buffer from an offset of a file on.
+
+    Args:
+        file: opened without a buffer.
+        target: all of it is filled.
+        offset: in the file.
+        malformed: makes the error of this file from what is wrong with it.
+    Raises:
+        WeightError: the file ends before that, or cannot be read.
+    """
     done = 0
     while done < len(target):
         try:
             num_bytes = os.preadv(file.fileno(), [target[done:]], offset + done)
         except OSError as error:
-            raise _malformed(path, f"it cannot be read: {error.strerror}") from error
+            raise malformed(f"it cannot be read: {error.strerror}") from error
         if num_bytes == 0:
-            raise _malformed(path, f"it ends at byte {offset + done}")
+            raise malformed(f"it ends at byte {offset + done}")
         done += num_bytes
 
 

@@ -6,6 +6,7 @@ a checkpoint.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,15 @@ class TensorPart:
 
     vectors: tuple[Range, ...]
     columns: tuple[Range, ...]
+
+    @classmethod
+    def of_rows(cls, shape: tuple[int, ...], rows: Range | None = None) -> TensorPart:
+        """All of a tensor of this shape, or its rows start … stop - 1 along dim 0."""
+        if rows is not None and len(shape) == 1:
+            return cls(((0, 1),), (rows,))
+        first, last = rows or (0, shape[0] if len(shape) > 1 else 1)
+        inner = math.prod(shape[1:-1])  # vectors of a row
+        return cls(((first * inner, last * inner),), ((0, shape[-1] if shape else 1),))
 
     @property
     def num_vectors(self) -> int:

@@ -108,13 +108,7 @@ class RankReader:
         transpose: bool = False,
     ) -> Iterator[Buffer]:
         """See `TensorReader`; weights of engines are not transposed."""
-        shape = self.shape(key)
-        inner, columns = math.prod(shape[1:-1]), shape[-1] if shape else 1
-        first, last = rows or (0, shape[0] if len(shape) > 1 else 1)
-        if len(shape) < 2 and rows is not None:
-            part = TensorPart(((0, 1),), (rows,))
-        else:
-            part = TensorPart(((first * inner, last * inner),), ((0, columns),))
+        part = TensorPart.of_rows(self.shape(key), rows)
         yield from self.read_part(key, part, transpose, chunk_bytes)
 
     def read_part(

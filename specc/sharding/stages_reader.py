@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
-from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer
-from specc.artifact.tensor_part import TensorPart
+from specc.artifact.forwarding_reader import ForwardingReader
+from specc.artifact.safetensors_io import TensorReader
 from specc.errors import WeightError
 from specc.sharding.rank_reader import RankReader
 
 
-class StagesReader:
+class StagesReader(ForwardingReader):
     """The weights of a model of an engine as a `TensorReader`, of all of its stages.
 
-    A weight that two stages read is in the files of both, and is taken from the first one.
+    A weight that two stages read is in the files of both, and is taken from the first one. Weights
+    of engines are not transposed.
 
     Args:
         stages: what reads the files of each; they belong to this one.
@@ -35,12 +35,6 @@ class StagesReader:
     def keys(self) -> Iterable[str]:
         return self._by_key.keys()
 
-    def dtype(self, key: str) -> torch.dtype:
-        return self._of(key).dtype(key)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self._of(key).shape(key)
-
     def location(self, key: str | None = None) -> str:
         return (self._stages[0] if key is None else self._of(key)).location(key)
 
@@ -52,25 +46,8 @@ class StagesReader:
         """
         return self._of(key).tensor(key)
 
-    def read_chunks(
-        self,
-        key: str,
-        chunk_bytes: int = CHUNK_BYTES,
-        rows: tuple[int, int] | None = None,
-        transpose: bool = False,
-    ) -> Iterator[Buffer]:
-        """See `TensorReader`; weights of engines are not transposed."""
-        return self._of(key).read_chunks(key, chunk_bytes, rows, transpose)
-
-    def read_part(
-        self,
-        key: str,
-        part: TensorPart,
-        transpose: bool = False,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> Iterator[Buffer]:
-        """See `TensorReader`; weights of engines are not transposed."""
-        return self._of(key).read_part(key, part, transpose, chunk_bytes)
+    def source_of(self, key: str) -> tuple[TensorReader, str]:
+        return self._of(key), key
 
     def _of(self, key: str) -> RankReader:
         if (found := self._by_key.get(key)) is None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, missing_tensor
+from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, missing_tensor, read_exactly
 from specc.artifact.tensor_part import TensorPart, read_part
 from specc.errors import WeightError
 
@@ -112,15 +112,8 @@ class GGUFReader:
         rows: tuple[int, int] | None = None,
         transpose: bool = False,
     ) -> Iterator[Buffer]:
-        shape = self.shape(key)
-        width = shape[-1] if shape else 1
-        inner = math.prod(shape[1:-1])  # vectors of a row along dim 0
-        count = math.prod(shape[:-1])
-        vectors = (0, count) if rows is None else (rows[0] * inner, rows[1] * inner)
-        columns = (0, width)
-        if rows is not None and len(shape) == 1:
-            vectors, columns = (0, 1), rows
-        yield from self.read_part(key, TensorPart((vectors,), (columns,)), transpose, chunk_bytes)
+        part = TensorPart.of_rows(self.shape(key), rows)
+        yield from self.read_part(key, part, transpose, chunk_bytes)
 
     def read_part(
         self,
@@ -133,7 +126,7 @@ class GGUFReader:
         width = tensor.stored_shape[-1] if tensor.shape else 1
 
         def read(offset: int, target: memoryview) -> None:
-            self._read_exactly(target, tensor.begin + offset)
+            read_exactly(self._file, target, tensor.begin + offset, partial(_malformed, self.path))
 
         yield from read_part(read, width, tensor.dtype.itemsize, part, transpose, chunk_bytes)
 
@@ -141,14 +134,6 @@ class GGUFReader:
         if key not in self.tensors:
             raise missing_tensor(key, self)
         return self.tensors[key]
-
-    def _read_exactly(self, target: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._file.fileno(), [target[done:]], offset + done)
-            if count == 0:
-                raise _malformed(self.path, f"it ends at byte {offset + done}")
-            done += count
 
 
 class _Cursor:

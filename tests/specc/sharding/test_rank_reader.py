@@ -128,7 +128,7 @@ def test_each_byte_is_read_once_from_the_first_that_has_it(
 ) -> None:
     """All of a weight, whatever the chunks: as many bytes as it has, and none of a copy."""
     taken: list[int] = []
-    plain = safetensors_io._read_exactly
+    plain = safetensors_io.read_exactly
 
     def read(file: Any, target: memoryview, *where: Any) -> None:
         taken.append(len(target))
@@ -136,7 +136,7 @@ def test_each_byte_is_read_once_from_the_first_that_has_it(
 
     files = Files(tmp_path, torch.float32, ("tall", "wide"))
     reader = files.open()
-    monkeypatch.setattr(safetensors_io, "_read_exactly", read)
+    monkeypatch.setattr(safetensors_io, "read_exactly", read)
     for key, whole in files.whole.items():
         for chunk_bytes in (4, 700, 1 << 20):
             taken.clear()
