@@ -44,6 +44,7 @@ from specc.config import CompileConfig
 from specc.runtime.engine import Engine
 from specc.speculation.plans import SpecPlan
 from specc.system.machine import describe_machine
+from specc.tune.latency import timed_inputs
 
 PAIR = Path(__file__).resolve().parent / "pair"
 VERIFY, DRAFT = "verify", "draft"
@@ -61,25 +62,11 @@ def passes(
     engine: Engine, table: torch.Tensor, context: int, gamma: int
 ) -> dict[str, Callable[[], Any]]:
     """Verification of a chain, and the levels in which the draft proposes it."""
-    batch = len(table)
-
-    def inputs(width: int, first: int) -> tuple[torch.Tensor, ...]:
-        nodes = torch.arange(width)
-        words = torch.tensor([[(1 << node + 1) - 1] for node in range(width)])
-        return (
-            torch.zeros(batch * width, dtype=torch.int64),
-            (first + nodes).repeat(batch),
-            torch.arange(0, batch * width + 1, width, dtype=torch.int32),
-            (first + nodes).int().repeat(batch),
-            torch.full((batch,), first, dtype=torch.int32),
-            words.repeat(batch, 1),
-            table,
-            torch.arange(batch * width),
-        )
-
-    verified = inputs(gamma + 1, context)
+    verified = timed_inputs(table, context, gamma + 1)
     # the first level reads what a step left unread, besides the root
-    levels = [inputs(2 if level == 0 else 1, context + level) for level in range(gamma)]
+    levels = [
+        timed_inputs(table, context + level, 2 if level == 0 else 1) for level in range(gamma)
+    ]
 
     def verify() -> None:
         engine.target(*verified)

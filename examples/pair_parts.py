@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import copy
 import csv
+import datetime
+import json
+import platform
+import shlex
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -147,3 +153,18 @@ def held_out_loss(model: Qwen3ForCausalLM, stream: Tensor, windows: int = 48) ->
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         losses.append(F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()))
     return torch.stack(losses).mean().item()
+
+
+def facts_of_training(script: str, seed: int) -> dict[str, Any]:
+    """How a model was made, as far as every script says it: command, date, versions, seed."""
+    return {
+        "command": shlex.join(["python", f"examples/{script}", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "seed": seed,
+    }
+
+
+def write_json(path: Path, facts: dict[str, Any]) -> None:
+    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -18,12 +18,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
-import json
 import os
-import platform
-import shlex
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,7 +32,7 @@ import torch.nn.functional as F
 from long_data import Documents
 from long_eval import evaluate, write_readme
 from pair_data import load_corpus
-from pair_parts import Optimizer, autocast, save_pair
+from pair_parts import Optimizer, autocast, facts_of_training, save_pair, write_json
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
@@ -198,11 +193,7 @@ def train(args: argparse.Namespace) -> None:
 def write_facts(args: argparse.Namespace, corpus: int, now: Progress) -> None:
     """Write training.json: how the target was made, for its README."""
     facts = {
-        "command": shlex.join(["python", "examples/train_long.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "seed": args.seed,
+        **facts_of_training("train_long.py", args.seed),
         "corpus_tokens": corpus,
         "layers": args.layers,
         "rope_theta": args.theta,
@@ -212,7 +203,7 @@ def write_facts(args: argparse.Namespace, corpus: int, now: Progress) -> None:
         "tokens_seen": now.tokens,
         "minutes": round(now.seconds / 60, 1),
     }
-    (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_json(args.out / "training.json", facts)
 
 
 def parse_args() -> argparse.Namespace:

@@ -19,12 +19,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
-import json
 import os
-import platform
-import shlex
-import sys
 import time
 from pathlib import Path
 
@@ -48,8 +43,10 @@ from pair_parts import (
     Schedule,
     autocast,
     build_model,
+    facts_of_training,
     held_out_loss,
     save_pair,
+    write_json,
 )
 from pair_policy import CONTEXT, build_pool, continue_greedily, draw_prompts, train_on_policy
 from torch import Tensor
@@ -176,15 +173,11 @@ def unlearn_loops(
 def write_facts(args: argparse.Namespace, train: Tensor, held_out: Tensor) -> None:
     """Write training.json: how the pair was made, for its README."""
     facts = {
-        "command": shlex.join(["python", "examples/train_pair.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "seed": args.seed,
+        **facts_of_training("train_pair.py", args.seed),
         "corpus_tokens": len(train),
         "held_out_tokens": len(held_out),
     }
-    (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_json(args.out / "training.json", facts)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -208,7 +208,7 @@ def _time_pass(
     width: int,
     mass: torch.Tensor | None = None,
 ) -> float:
-    """Seconds of one pass of `width` tokens of each sequence: a chain after its context.
+    """Seconds of one pass of `width` tokens of each sequence, after its context.
 
     Args:
         engine: on whose device it runs.
@@ -218,22 +218,8 @@ def _time_pass(
         width: tokens of each.
         mass: [B, n] float32 that the tokens add their votes to; None is no vote.
     """
-    batch = table.shape[0]
     device = engine.cache.device
-    tree = torch.arange(width)
-    words = torch.zeros(width, -(-width // 64), dtype=torch.int64)
-    for node in range(width):
-        words[node, node // 64] = 1 << (node % 64) if node % 64 < 63 else -(1 << 63)
-    inputs = (
-        torch.zeros(batch * width, dtype=torch.int64),
-        (context + tree).repeat(batch),
-        torch.arange(0, batch * width + 1, width, dtype=torch.int32),
-        (context + tree).int().repeat(batch),
-        torch.full((batch,), context, dtype=torch.int32),
-        words.repeat(batch, 1),
-        table,
-        torch.arange(batch * width),
-    )
+    inputs = timed_inputs(table, context, width)
     moved = [x.to(device) for x in (*inputs, *([] if mass is None else [mass]))]
     synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
     synchronize()
@@ -241,6 +227,33 @@ def _time_pass(
     model(*moved)
     synchronize()
     return time.perf_counter() - begin
+
+
+def timed_inputs(table: torch.Tensor, context: int, width: int) -> tuple[torch.Tensor, ...]:
+    """Inputs of a program for a pass that is timed, on the host, in the order that it takes them.
+
+    Every token has token id 0 and logits, and sees its context and itself.
+
+    Args:
+        table: [B, n] blocks of the sequences.
+        context: committed rows of each.
+        width: tokens of each, which take the rows after those.
+    """
+    batch = table.shape[0]
+    nodes = torch.arange(width)
+    words = torch.zeros(width, -(-width // 64), dtype=torch.int64)
+    for node in range(width):
+        words[node, node // 64] = 1 << (node % 64) if node % 64 < 63 else -(1 << 63)
+    return (
+        torch.zeros(batch * width, dtype=torch.int64),
+        (context + nodes).repeat(batch),
+        torch.arange(0, batch * width + 1, width, dtype=torch.int32),
+        (context + nodes).int().repeat(batch),
+        torch.full((batch,), context, dtype=torch.int32),
+        words.repeat(batch, 1),
+        table,
+        torch.arange(batch * width),
+    )
 
 
 def _vote_s(engine: Engine, table: torch.Tensor, context: int, width: int) -> float:
