@@ -12,7 +12,7 @@ from specc.passes.pipeline import Phases
 from specc.passes.program import Program
 
 
-class CpuBackend(CompilerBackend):
+class CpuCompiler(CompilerBackend):
     """Compiles each program without its weights, and brings the operators that it calls."""
 
     facts = facts_of("cpu")
@@ -55,4 +55,4 @@ def _programs(model: CompiledModel) -> list[tuple[Program, str]]:
     ]
 
 
-BACKEND = CpuBackend()
+BACKEND = CpuCompiler()

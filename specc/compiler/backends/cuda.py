@@ -8,7 +8,7 @@ from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import Phases
 
 
-class CudaBackend(CompilerBackend):
+class CudaCompiler(CompilerBackend):
     """Rewrites the graphs; kernels are compiled by the GPU's machine when it loads the engine."""
 
     facts = facts_of("cuda")
@@ -22,4 +22,4 @@ class CudaBackend(CompilerBackend):
         return cuda_phases(max_seq_len)
 
 
-BACKEND = CudaBackend()
+BACKEND = CudaCompiler()

@@ -12,7 +12,7 @@ from specc.errors import SpeccError
 from specc.passes.lower.cpu import lower as lower_cpu
 
 
-class EagerBackend(CompilerBackend):
+class EagerCompiler(CompilerBackend):
     """Nothing is compiled: every engine holds the graphs."""
 
     facts = facts_of("eager")
@@ -46,4 +46,4 @@ def _num_ranks(config: CompileConfig) -> int:
     return config.tensor_parallel_size * config.pipeline_parallel_size
 
 
-BACKEND = EagerBackend()
+BACKEND = EagerCompiler()

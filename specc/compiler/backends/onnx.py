@@ -25,7 +25,7 @@ from specc.speculation.plans import SpecPlan
 RANK_OPTIONS = ("tensor_parallel_size", "draft_tensor_parallel_size")
 
 
-class PaddedBackend(CompilerBackend):
+class PaddedCompiler(CompilerBackend):
     """Traces every model over [batch, nodes] tokens and writes it as ONNX."""
 
     def adapt(self, config: CompileConfig) -> CompileConfig:
@@ -101,7 +101,7 @@ def cache_rows_of(limits: LimitsEntry, plans: Sequence[SpecPlan]) -> CacheRowsEn
     return CacheRowsEntry(OPSET, rows.front, rows.slots, rows.scratch)
 
 
-class OnnxBackend(PaddedBackend):
+class OnnxCompiler(PaddedCompiler):
     """Adds the compiled operators of a step, where there is a compiler for them."""
 
     facts = facts_of("onnx")
@@ -128,4 +128,4 @@ def native_operators(writer: EngineWriter) -> NativeEntry | None:
     return NativeEntry(lower_cpu.LIBRARY_FILE, isa_flags)
 
 
-BACKEND = OnnxBackend()
+BACKEND = OnnxCompiler()

@@ -10,7 +10,7 @@ from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import LimitsEntry, TensorRTEntry
 from specc.artifact.model_entry import ModelEntry, rank_prefix
 from specc.compiler.backends.base import Emitted, UnfinishedEngine
-from specc.compiler.backends.onnx import RANK_OPTIONS, PaddedBackend
+from specc.compiler.backends.onnx import RANK_OPTIONS, PaddedCompiler
 from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -22,7 +22,7 @@ from specc.speculation.plans import SpecPlan
 from specc.tensorrt import library as trt
 
 
-class TensorRTBackend(PaddedBackend):
+class TensorRTCompiler(PaddedCompiler):
     """Builds each model's engine for the shapes that its passes have."""
 
     facts = facts_of("tensorrt")
@@ -154,4 +154,4 @@ def _warnings(report: BuildReport) -> list[str]:
     return told
 
 
-BACKEND = TensorRTBackend()
+BACKEND = TensorRTCompiler()

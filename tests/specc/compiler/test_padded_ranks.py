@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from specc.artifact.directory import read_manifest
 from specc.cli.main import app
-from specc.compiler.backends.onnx import OnnxBackend
+from specc.compiler.backends.onnx import OnnxCompiler
 from specc.compiler.reshard import reshard_engine
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
@@ -77,7 +77,7 @@ def test_each_rank_of_a_cut_model_has_its_own_onnx_file(onnx_engine: Path) -> No
 
 def test_onnxruntime_runs_no_sums_over_ranks(onnx_engine: Path) -> None:
     manifest = read_manifest(onnx_engine)
-    assert "sums over ranks" in str(OnnxBackend().probe_refusal(manifest))
+    assert "sums over ranks" in str(OnnxCompiler().probe_refusal(manifest))
     with pytest.raises(ConfigError, match="several ranks of an engine of the backend onnx") as told:
         Engine.load(onnx_engine)
     assert told.value.do.startswith("run its graphs with --backend eager")

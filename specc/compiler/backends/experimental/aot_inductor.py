@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from specc.compiler.backends.base import Emitted, UnfinishedEngine
-from specc.compiler.backends.cuda import CudaBackend
+from specc.compiler.backends.cuda import CudaCompiler
 from specc.passes.lower.experimental import aot_inductor
 
 
-class AotInductorBackend(CudaBackend):
+class AotInductorCompiler(CudaCompiler):
     """Adds a package for each size that passes of steps have."""
 
     @property
@@ -24,4 +24,4 @@ class AotInductorBackend(CudaBackend):
         return Emitted()
 
 
-BACKEND = AotInductorBackend()
+BACKEND = AotInductorCompiler()

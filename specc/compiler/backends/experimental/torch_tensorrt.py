@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specc.compiler.backends.base import UnfinishedEngine
-from specc.compiler.backends.tensorrt import TensorRTBackend
+from specc.compiler.backends.tensorrt import TensorRTCompiler
 from specc.compiler.compiled_model import CompiledModel
 from specc.passes.lower.experimental import torch_tensorrt
 from specc.passes.lower.experimental.export_with_weights import read_weights
@@ -14,7 +14,7 @@ from specc.passes.lower.tensorrt.lower import BuildReport
 from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
 
 
-class TorchTensorRTBackend(TensorRTBackend):
+class TorchTensorRTCompiler(TensorRTCompiler):
     """Builds from the padded programs instead of the ONNX files."""
 
     # it builds for the GPU that it finds
@@ -48,4 +48,4 @@ class TorchTensorRTBackend(TensorRTBackend):
         )
 
 
-BACKEND = TorchTensorRTBackend()
+BACKEND = TorchTensorRTCompiler()
