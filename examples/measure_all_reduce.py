@@ -27,7 +27,7 @@ from torch import Tensor
 from specc.kernels import native
 from specc.percentile import percentile
 from specc.runtime.ranks.gloo import join_gloo
-from specc.runtime.ranks.group import RankGroup
+from specc.runtime.ranks.group import SharedGroup
 from specc.system.machine import describe_machine
 
 SHAPES = ((1, 2048), (8, 2048), (64, 2048))
@@ -78,17 +78,17 @@ def input_of(rank: int, shape: tuple[int, int]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
 
 
-def open_shared(rank: int, num_ranks: int) -> RankGroup:
+def open_shared(rank: int, num_ranks: int) -> SharedGroup:
     import torch.distributed as dist
 
     tickets: list[str | None] = [None]
     if rank == 0:
-        group = RankGroup.create(num_ranks)
+        group = SharedGroup.create(num_ranks)
         tickets = [group.ticket]
     dist.broadcast_object_list(tickets)
     if rank:
         assert tickets[0] is not None
-        group = RankGroup.open(tickets[0], rank, num_ranks)
+        group = SharedGroup.open(tickets[0], rank, num_ranks)
     group.wait_for_all(60)
     return group
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from specc.runtime.ranks.group import RankGroup
+from specc.runtime.ranks.group import SharedGroup
 
 _FORK = multiprocessing.get_context("fork")
 # of a test as a whole: what hangs is a failure, not a wait
@@ -33,7 +33,7 @@ class RankProcesses:
         body: returns what can be pickled.
         arguments: of all ranks alike.
         transport: `shared` or `gloo`.
-        options: of `RankGroup.create` and `join_gloo`.
+        options: of `SharedGroup.create` and `join_gloo`.
     """
 
     def __init__(
@@ -152,17 +152,17 @@ def _run(
 
 def _open(
     transport: str, rank: int, tickets: list[tuple[Any, Any]], options: dict[str, Any]
-) -> RankGroup:
+) -> SharedGroup:
     num_ranks = len(tickets)
     if transport == "gloo":
         from specc.runtime.ranks.gloo import join_gloo
 
         return join_gloo(tickets[rank][0].recv(), rank, num_ranks, **options)
     if rank == 0:
-        group = RankGroup.create(num_ranks, **options)
+        group = SharedGroup.create(num_ranks, **options)
         for _, theirs in tickets[1:]:
             theirs.send(group.ticket)
     else:
-        group = RankGroup.open(tickets[rank][0].recv(), rank, num_ranks)
+        group = SharedGroup.open(tickets[rank][0].recv(), rank, num_ranks)
     group.wait_for_all(PATIENCE_S)
     return group

@@ -16,7 +16,7 @@ from specc.kernels.reference.fused import ACTIVATIONS
 
 
 @dataclass(frozen=True)
-class Config:
+class ActAndMulConfig:
     """Rows and columns of a program, and its warps."""
 
     block_r: int
@@ -25,10 +25,12 @@ class Config:
 
 
 # 8 elements a thread; narrow layers, as of experts, share a program
-_CONFIGS = {block_i: Config(1024 // block_i, block_i, 4) for block_i in (64, 128, 256, 512, 1024)}
+_CONFIGS = {
+    block_i: ActAndMulConfig(1024 // block_i, block_i, 4) for block_i in (64, 128, 256, 512, 1024)
+}
 
 
-def config(size: int) -> Config:
+def config(size: int) -> ActAndMulConfig:
     """Launch parameters for results of `size` columns, on every device and for every dtype."""
     return _CONFIGS[min(1024, max(64, triton.next_power_of_2(size)))]
 

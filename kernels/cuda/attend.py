@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from specc.kernels.cuda.arrivals import counters
-from specc.kernels.cuda.attend_config import Config, config, machine, plan_work
+from specc.kernels.cuda.attend_config import AttendConfig, config, machine, plan_work
 from specc.kernels.cuda.attend_kernels import NO_WINDOW, attend_kernel
 from specc.kernels.cuda.launch import is_even, launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -225,7 +225,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
 
 
 def _shipped_attend(
-    dtype: torch.dtype, head_dim: int, c: Config, page: int, is_tree: bool
+    dtype: torch.dtype, head_dim: int, c: AttendConfig, page: int, is_tree: bool
 ) -> Shipped:
     name = TYPE_NAMES[dtype]
     tensors = {"q": name, "k_cache": name, "v_cache": name, "out": name, "position": "i64"}

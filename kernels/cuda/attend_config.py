@@ -19,7 +19,7 @@ INTERPRETER_SMS = 1
 
 
 @dataclass(frozen=True)
-class Config:
+class AttendConfig:
     """Launch parameters of the first kernel.
 
     Args:
@@ -74,47 +74,47 @@ class Work:
     waves: int
 
 
-# (bytes of an element, padded head size, rows) → Config; rows are the largest of a tile
+# (bytes of an element, padded head size, rows) → AttendConfig; rows are the largest of a tile
 _TABLE = {
-    (2, 64, 16): Config(16, 64, 4, 5),
+    (2, 64, 16): AttendConfig(16, 64, 4, 5),
     # chains: six nodes of four query heads
-    (2, 64, 32): Config(32, 64, 4, 5),
-    (2, 64, 64): Config(64, 64, 4, 5),
-    (2, 64, 128): Config(128, 64, 8, 5, 1),
-    (2, 128, 16): Config(16, 64, 4, 5),
-    (2, 128, 32): Config(32, 32, 4, 5),
-    (2, 128, 64): Config(64, 32, 4, 5),
-    (2, 128, 128): Config(128, 64, 8, 5, 1),
-    (2, 256, 16): Config(16, 32, 8, 5, 1),
-    (2, 256, 64): Config(64, 32, 8, 5, 1),
-    (4, 64, 16): Config(16, 16, 4, 5),
+    (2, 64, 32): AttendConfig(32, 64, 4, 5),
+    (2, 64, 64): AttendConfig(64, 64, 4, 5),
+    (2, 64, 128): AttendConfig(128, 64, 8, 5, 1),
+    (2, 128, 16): AttendConfig(16, 64, 4, 5),
+    (2, 128, 32): AttendConfig(32, 32, 4, 5),
+    (2, 128, 64): AttendConfig(64, 32, 4, 5),
+    (2, 128, 128): AttendConfig(128, 64, 8, 5, 1),
+    (2, 256, 16): AttendConfig(16, 32, 8, 5, 1),
+    (2, 256, 64): AttendConfig(64, 32, 8, 5, 1),
+    (4, 64, 16): AttendConfig(16, 16, 4, 5),
     # 4 warps would need all registers that a thread can have, and a few more here and there
-    (4, 128, 16): Config(16, 16, 8, 5, 1),
-    (4, 256, 16): Config(16, 16, 8, 5, 1),
+    (4, 128, 16): AttendConfig(16, 16, 8, 5, 1),
+    (4, 256, 16): AttendConfig(16, 16, 8, 5, 1),
 }
-# (capability, bytes, padded head size, rows) → Config, where the one above does not fit
+# (capability, bytes, padded head size, rows) → AttendConfig, where the one above does not fit
 _EXCEPTIONS = {
     # mma.sync keeps accumulators and both operands in registers, where wgmma and tcgen05 read
     # shared and write tensor memory: the tiles above spill
-    **{(c, 2, 128, rows): Config(64, 32, 8, 5, 1) for c in (80, 120) for rows in (64, 128)},
-    **{(c, 2, 256, 64): Config(32, 32, 8, 5, 1) for c in (80, 120)},
+    **{(c, 2, 128, rows): AttendConfig(64, 32, 8, 5, 1) for c in (80, 120) for rows in (64, 128)},
+    **{(c, 2, 256, 64): AttendConfig(32, 32, 8, 5, 1) for c in (80, 120)},
     # with five stages ptxas makes three programs fit the registers, and spills
-    (90, 2, 64, 32): Config(32, 64, 4, 4),
+    (90, 2, 64, 32): AttendConfig(32, 64, 4, 4),
     # in four warps, Triton 3.6 spills with any number of stages
-    (90, 4, 64, 16): Config(16, 16, 8, 5, 1),
-    (90, 4, 128, 16): Config(16, 16, 8, 4, 1),
+    (90, 4, 64, 16): AttendConfig(16, 16, 8, 5, 1),
+    (90, 4, 128, 16): AttendConfig(16, 16, 8, 4, 1),
     # with 32 keys, too, and with fewer stages it lacks a few registers
-    (100, 2, 128, 64): Config(64, 64, 4, 5),
+    (100, 2, 128, 64): AttendConfig(64, 64, 4, 5),
     # left to itself, ptxas gives 128 registers to a thread, so that two programs fit
-    **{(c, 4, 128, 16): Config(16, 16, 8, 5, 1, 255) for c in (100, 120)},
+    **{(c, 4, 128, 16): AttendConfig(16, 16, 8, 5, 1, 255) for c in (100, 120)},
     # 100 KiB of a multiprocessor hold two programs with two key blocks each, not with four; of
     # head size 64 ptxas makes three fit, as above
-    **{(120, 2, size, 16): Config(16, 64, 4, 3) for size in (64, 128)},
-    (120, 2, 128, 32): Config(32, 32, 4, 4),
+    **{(120, 2, size, 16): AttendConfig(16, 64, 4, 3) for size in (64, 128)},
+    (120, 2, 128, 32): AttendConfig(32, 32, 4, 4),
 }
 
 
-def config(dtype: torch.dtype, head_dim: int, rows: int, capability: int) -> Config:
+def config(dtype: torch.dtype, head_dim: int, rows: int, capability: int) -> AttendConfig:
     """Launch parameters for tiles of up to `rows` packed rows.
 
     Args:

@@ -42,7 +42,7 @@ BLOCK_PAIRS, BLOCK_EXPERTS, BLOCK_TOP, BLOCK_SUM = 1024, 128, 8, 256
 
 
 @dataclass(frozen=True)
-class Tile:
+class ExpertTile:
     """Launch parameters of a product.
 
     Args:
@@ -72,9 +72,9 @@ class Tile:
 
 
 # of few pairs, and of more; few pairs read matrices, of which a step of gate and up has two blocks
-_HALF_GATE_UP = (Tile(16, 32, 128, 4, 4), Tile(64, 64, 64, 4, 3))
-_HALF_DOWN = (Tile(16, 32, 128, 4, 5), Tile(64, 128, 64, 4, 3))
-_FLOAT = (Tile(16, 16, 32, 4, 3), Tile(32, 32, 32, 4, 3))
+_HALF_GATE_UP = (ExpertTile(16, 32, 128, 4, 4), ExpertTile(64, 64, 64, 4, 3))
+_HALF_DOWN = (ExpertTile(16, 32, 128, 4, 5), ExpertTile(64, 128, 64, 4, 3))
+_FLOAT = (ExpertTile(16, 16, 32, 4, 3), ExpertTile(32, 32, 32, 4, 3))
 GATE_UP = {torch.bfloat16: _HALF_GATE_UP, torch.float16: _HALF_GATE_UP, torch.float32: _FLOAT}
 DOWN = {torch.bfloat16: _HALF_DOWN, torch.float16: _HALF_DOWN, torch.float32: _FLOAT}
 
@@ -142,7 +142,7 @@ def _launch_down(x: Tensor, places: _Places, weight: Tensor, out: Tensor) -> Non
     )  # fmt: skip
 
 
-def _constexprs(tile: Tile) -> dict[str, int]:
+def _constexprs(tile: ExpertTile) -> dict[str, int]:
     return {"BS": FEW, "BE": BLOCK_EXPERTS} | tile.sizes
 
 

@@ -21,7 +21,7 @@ MAX_SIZE = 16384
 
 
 @dataclass(frozen=True)
-class Config:
+class RmsNormConfig:
     """Rows and columns of a program, and its warps."""
 
     block_r: int
@@ -31,19 +31,19 @@ class Config:
 
 # 16 elements a thread and at least two warps; 32 elements of the longest rows, which spills nothing
 _CONFIGS = {
-    64: Config(16, 64, 2),
-    128: Config(8, 128, 2),
-    256: Config(4, 256, 2),
-    512: Config(2, 512, 2),
-    1024: Config(1, 1024, 2),
-    2048: Config(1, 2048, 4),
-    4096: Config(1, 4096, 8),
-    8192: Config(1, 8192, 8),
-    16384: Config(1, 16384, 16),
+    64: RmsNormConfig(16, 64, 2),
+    128: RmsNormConfig(8, 128, 2),
+    256: RmsNormConfig(4, 256, 2),
+    512: RmsNormConfig(2, 512, 2),
+    1024: RmsNormConfig(1, 1024, 2),
+    2048: RmsNormConfig(1, 2048, 4),
+    4096: RmsNormConfig(1, 4096, 8),
+    8192: RmsNormConfig(1, 8192, 8),
+    16384: RmsNormConfig(1, 16384, 16),
 }
 
 
-def config(size: int) -> Config:
+def config(size: int) -> RmsNormConfig:
     """Launch parameters for rows of `size` elements, on every device and for every dtype."""
     return _CONFIGS[max(64, triton.next_power_of_2(size))]
 

@@ -35,7 +35,7 @@ from torch import fx
 
 from specc.artifact.segments import SCHEMA_VERSION
 from specc.passes.program import HIDDEN, Program, constant_key, program_to_json
-from specc.passes.segments.places import Place, follows_from_inputs
+from specc.passes.segments.places import CutPlace, follows_from_inputs
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Segment:
         return sum(sizes) + sum(value.nbytes for value in program.constants.values())
 
 
-def cut_segments(program: Program, places: Sequence[Place]) -> list[Segment]:
+def cut_segments(program: Program, places: Sequence[CutPlace]) -> list[Segment]:
     """Cut a program; it is left as it is.
 
     Args:

@@ -21,7 +21,7 @@ from specc.passes.program import MASS, Program, Weight, is_update
 
 
 @dataclass(frozen=True)
-class Place:
+class CutPlace:
     """After one call of a graph.
 
     Args:
@@ -55,7 +55,7 @@ def follows_from_inputs(program: Program) -> set[fx.Node]:
     return found
 
 
-def cut_places(program: Program) -> list[Place]:
+def cut_places(program: Program) -> list[CutPlace]:
     """All places where a program can be cut, in order; linear in its nodes.
 
     Args:
@@ -64,7 +64,7 @@ def cut_places(program: Program) -> list[Place]:
     return _scan(program)[0]
 
 
-def _scan(program: Program) -> tuple[list[Place], int]:
+def _scan(program: Program) -> tuple[list[CutPlace], int]:
     """The places, and `weight_bytes` of the end."""
     free = follows_from_inputs(program)
     nodes = list(program.graph.nodes)
@@ -72,7 +72,7 @@ def _scan(program: Program) -> tuple[list[Place], int]:
     for index, node in enumerate(nodes):
         last_use |= dict.fromkeys(node.all_input_nodes, index)
     alive: set[fx.Node] = set()
-    places: list[Place] = []
+    places: list[CutPlace] = []
     read, seen = 0, set[str]()
     for index, node in enumerate(nodes):
         if node.op != "call_function":
@@ -90,12 +90,12 @@ def _scan(program: Program) -> tuple[list[Place], int]:
         (value,) = alive
         is_new = not places or places[-1].value is not value
         if is_new and _is_of_tokens(program, value) and not _is_result(value):
-            places.append(Place(value, index, read))
+            places.append(CutPlace(value, index, read))
             seen.clear()
     return places, read
 
 
-def layer_places(program: Program) -> list[Place]:
+def layer_places(program: Program) -> list[CutPlace]:
     """Where each layer of a model begins, and where the last one ends.
 
     Segments between them are what comes before the first layer, each layer with its one attention,
@@ -119,7 +119,7 @@ def layer_places(program: Program) -> list[Place]:
     return [places[i] for i in dict.fromkeys([*starts, end])]
 
 
-def stage_places(program: Program, num_stages: int) -> list[Place]:
+def stage_places(program: Program, num_stages: int) -> list[CutPlace]:
     """The num_stages - 1 places that make stages whose weights are nearest to equal.
 
     Nearest: the sum of the squares of their bytes is the least that there is.
@@ -153,7 +153,7 @@ def stage_places(program: Program, num_stages: int) -> list[Place]:
     return [places[j] for j in cuts]
 
 
-def stream_places(program: Program) -> list[Place]:
+def stream_places(program: Program) -> list[CutPlace]:
     """Places whose value is one of the residual stream: of the shape that the first layer reads.
 
     Raises:

@@ -38,7 +38,7 @@ _TRIED = 64
 
 
 @dataclass(frozen=True)
-class Draws:
+class DrawnAcceptance:
     """Where each sequence's walk goes, ahead of time.
 
     Step k of sequence b takes an even quantile from `shift` on. Rows that no walk from `start`
@@ -158,7 +158,7 @@ def draw_acceptance(
     assert step.plan.tile is None, "a plan in tiles has no logits to edit"
     assert period > 0
     assert max_batch * period < 1 << 31, "rows are int32"
-    draws = Draws(tree, tuple(probabilities), max_batch, period, start, seed)
+    draws = DrawnAcceptance(tree, tuple(probabilities), max_batch, period, start, seed)
     won = torch.tensor(draws.accepted())
     # infinite ones have no difference, of which probabilities are made; a temperature divides it
     far = torch.finfo(dtype).max / 8

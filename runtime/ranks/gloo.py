@@ -13,10 +13,10 @@ from typing import Any
 
 from specc.errors import RankError
 from specc.kernels import ranks
-from specc.runtime.ranks.group import TIME_LIMIT_S, RankGroup
+from specc.runtime.ranks.group import TIME_LIMIT_S, SharedGroup
 
 
-class GlooRankGroup(RankGroup):
+class GlooRankGroup(SharedGroup):
     """This process's rank in a group over gloo; `join_gloo` makes it.
 
     What `states` knows of others is what came with their last message.

@@ -2,8 +2,8 @@
 
 Rank 0 makes it and gives the others its `ticket`; they open it:
 
-    group = RankGroup.create(num_ranks=2)        # rank 0, which then starts the others
-    group = RankGroup.open(ticket, rank=1, num_ranks=2)
+    group = SharedGroup.create(num_ranks=2)        # rank 0, which then starts the others
+    group = SharedGroup.open(ticket, rank=1, num_ranks=2)
     group.wait_for_all(60)
 
 Ranks of one host share memory: a file without a name, which a ticket names by process and
@@ -30,7 +30,7 @@ SLOT_BYTES = 512 << 10
 TIME_LIMIT_S = 30.0
 
 
-class RankGroup:
+class SharedGroup:
     """This process's rank in the one group that it has; `create` or `open` make it.
 
     `specc::all_reduce` and its like, in eager graphs and in compiled programs, belong to it until
@@ -56,7 +56,7 @@ class RankGroup:
     @classmethod
     def create(
         cls, num_ranks: int, time_limit: float = TIME_LIMIT_S, slot_bytes: int = SLOT_BYTES
-    ) -> RankGroup:
+    ) -> SharedGroup:
         """Make a group on this host, as its rank 0.
 
         Args:
@@ -71,7 +71,7 @@ class RankGroup:
         return cls(0, num_ranks, ticket, descriptor)
 
     @classmethod
-    def open(cls, ticket: str, rank: int, num_ranks: int) -> RankGroup:
+    def open(cls, ticket: str, rank: int, num_ranks: int) -> SharedGroup:
         """Open the group that rank 0 has made, as another of its ranks.
 
         Args:

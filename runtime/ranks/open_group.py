@@ -30,7 +30,7 @@ def make_group(
         return NcclGathering(address, size)
     if address is not None:
         return Gathering(address, size, partial(_join_gloo, address, 0, size))
-    from specc.runtime.ranks.group import RankGroup as SharedGroup
+    from specc.runtime.ranks.group import SharedGroup
 
     return SharedGroup.create(size, timeout_s)
 
@@ -59,7 +59,7 @@ def open_group(ticket: str, rank: int, size: int, timeout_s: float) -> RankGroup
         raise FaultError(
             f"a group {ticket!r}", "a group of this specc", "start all ranks with one installation"
         )
-    from specc.runtime.ranks.group import RankGroup as SharedGroup
+    from specc.runtime.ranks.group import SharedGroup
 
     return SharedGroup.open(ticket, rank, size)
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from specc.errors import RankError
-from specc.runtime.ranks.group import RankGroup as SharedGroup
+from specc.runtime.ranks.group import SharedGroup
 from specc.runtime.ranks.links import Link
 from specc.runtime.ranks.rank_group import Copies, RankGroup
 from specc.runtime.ranks.stage_results import StageResults

@@ -22,7 +22,7 @@ _TARGET = "target"
 _MOST_SIZES = 4096
 
 
-class Prompts(NamedTuple):
+class PromptShare(NamedTuple):
     """Prompts that share the target's passes with steps.
 
     Args:
@@ -58,11 +58,11 @@ class PredictedSeconds:
         self._wholes: dict[str, LatencyCorrection] = {}
         # tokens → seconds of a pass by the table, and their ratio, until that changes
         self._sizes: dict[float, tuple[float, float]] = {}
-        self._prompts, self._num_passes = Prompts(0.0, 0.0), 0
+        self._prompts, self._num_passes = PromptShare(0.0, 0.0), 0
         # of those iterations, prompts not counted
         self._mean_s = 0.0
 
-    def iteration(self, shapes: Sequence[StepShape], prompts: Prompts | None = None) -> float:
+    def iteration(self, shapes: Sequence[StepShape], prompts: PromptShare | None = None) -> float:
         """Seconds that these groups take in an iteration, those of prompts not counted.
 
         Args:
@@ -101,7 +101,7 @@ class PredictedSeconds:
         return self._ratio(_draft_key(plan), rows)
 
     def passed(
-        self, parts: Sequence[PassPart], besides: float = 0.0, prompts: Prompts | None = None
+        self, parts: Sequence[PassPart], besides: float = 0.0, prompts: PromptShare | None = None
     ) -> float:
         """Seconds by which groups make one pass of the target longer.
 
@@ -198,7 +198,7 @@ class PredictedSeconds:
         if not self.shares_pass:
             return
         if is_due:
-            alone_s = self.iteration(_shapes(batch, result), Prompts(0.0, 0.0))
+            alone_s = self.iteration(_shapes(batch, result), PromptShare(0.0, 0.0))
             self._mean_s += (
                 TUNED.prompt_news * (alone_s - self._mean_s) if self._mean_s else alone_s
             )
@@ -209,25 +209,25 @@ class PredictedSeconds:
         share += news * (bool(tokens) - share)
         if tokens:
             known = known + TUNED.prompt_news * (tokens - known) if known else tokens
-        self._prompts = Prompts(share, known)
+        self._prompts = PromptShare(share, known)
 
-    def _lately(self, seconds: float) -> Prompts:
+    def _lately(self, seconds: float) -> PromptShare:
         """Prompts that come along with an iteration that takes so long without them."""
         share, tokens = self._prompts
         if not (share and self._mean_s):
             return self._prompts
         a_second = -math.log(1 - min(share, TUNED.always)) / self._mean_s
-        return Prompts(1 - math.exp(-a_second * seconds), tokens)
+        return PromptShare(1 - math.exp(-a_second * seconds), tokens)
 
     def _target_s(
-        self, parts: Sequence[PassPart], besides: float, prompts: Prompts | None
+        self, parts: Sequence[PassPart], besides: float, prompts: PromptShare | None
     ) -> float:
         row_s = self.table.target.row_s
         rows_s = sum(part.context * row_s(part.tokens / part.rows) for part in parts)
         return self.pass_s(sum(part.tokens for part in parts), rows_s, besides, prompts)
 
     def pass_s(
-        self, tokens: float, rows_s: float, besides: float = 0.0, prompts: Prompts | None = None
+        self, tokens: float, rows_s: float, besides: float = 0.0, prompts: PromptShare | None = None
     ) -> float:
         """Seconds by which groups make one pass of the target longer, by what they add up to.
 

@@ -17,7 +17,7 @@ from specc.cost.contexts import Contexts
 from specc.cost.latency_table import StepShape
 from specc.runtime.policies.goodput.arrival_statistics import ArrivalStatistics, Demand
 from specc.runtime.policies.goodput.constants import TUNED
-from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, Prompts
+from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, PromptShare
 from specc.speculation.plans import OFF, SpecPlan
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class QueueingModel:
 
     def _now(self) -> Demand:
         alone = [StepShape(OFF, 1.0, 0.0)]
-        return self._demand.now(self._seconds.iteration(alone, Prompts(0.0, 0.0)))
+        return self._demand.now(self._seconds.iteration(alone, PromptShare(0.0, 0.0)))
 
     def _raised(self, demand: Demand, ways: Sequence[Parts], context: Contexts) -> Demand:
         """The demand at which as many run as there are now, if that is more than chance explains.
@@ -157,13 +157,13 @@ class QueueingModel:
             shapes = [
                 StepShape(p, size * s, size * s * context.mean, context) for p, s, _ in parts if s
             ]
-            alone = seconds.iteration(shapes, Prompts(0.0, 0.0))
+            alone = seconds.iteration(shapes, PromptShare(0.0, 0.0))
             mean_s = alone / max(0.05, 1 - busy)
             # in the long run no more prompts come in than requests leave: what is more waits
             admitted = min(demand.rate * mean_s, size * tokens / demand.output)
             share = 1 - math.exp(-admitted)
             present = admitted * demand.prompt / share if share else 0.0
-            step_s = seconds.iteration(shapes, Prompts(share, present))
+            step_s = seconds.iteration(shapes, PromptShare(share, present))
             return busy + demand.rate * demand.output * step_s / (size * tokens)
 
         return needed

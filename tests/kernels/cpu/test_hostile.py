@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels import native
-from specc.runtime.ranks.group import RankGroup
+from specc.runtime.ranks.group import SharedGroup
 from tests.kernels.cpu.hostile_calls import Arguments, calls, hostile_int
 
 NUM_CALLS = int(os.environ.get("SPECC_HOSTILE_CALLS", "100"))
@@ -30,7 +30,7 @@ _UNCLEAN = ("bad_alloc", "call into torch", "no memory", "vector", "stoi", "INTE
 @pytest.fixture(scope="module")
 def operators(native_operators: Any) -> Iterator[Any]:
     # collectives are called, too; small slots, so that tensors take several
-    group = RankGroup.create(1, slot_bytes=64)
+    group = SharedGroup.create(1, slot_bytes=64)
     yield native_operators
     group.close()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.reference.ranks import LockstepGroup
-from specc.runtime.ranks.group import RankGroup
+from specc.runtime.ranks.group import SharedGroup
 from tests.rank_processes import rank_processes, run_ranks
 
 pytestmark = pytest.mark.usefixtures("native_operators")
@@ -36,7 +36,7 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
-def sums(group: RankGroup) -> list[str]:
+def sums(group: SharedGroup) -> list[str]:
     """Sizes and dtypes whose sum has other bits than the oracle's."""
     wrong = []
     for salt, size in enumerate(SIZES):
@@ -63,14 +63,14 @@ def test_sums_over_gloo_are_the_oracles(num_ranks):
     assert run_ranks(num_ranks, sums, transport="gloo") == [[]] * num_ranks
 
 
-def cancel(group: RankGroup) -> list[float]:
+def cancel(group: SharedGroup) -> list[float]:
     # only in the order of ranks is the sum 3: elsewhere a 1 or a 2 is lost beside 1e8
     value = (1e8, -1e8, 1.0, 2.0)[group.rank]
     sizes = (1, 100, 40000)
     return [float(x) for n in sizes for x in specc_cpu().all_reduce(torch.full((n,), value))[:1]]
 
 
-def mix(group: RankGroup) -> tuple[bool, float]:
+def mix(group: SharedGroup) -> tuple[bool, float]:
     """Whether the sums of random floats are those of the order; the share that others change."""
     xs = [values_of(rank, 40000, torch.float32) for rank in range(group.size)]
     right = xs[0] + xs[1] + xs[2] + xs[3]
@@ -89,7 +89,7 @@ def test_sums_are_in_the_order_of_ranks(transport):
         assert share > 0.2  # or the order would not matter
 
 
-def shapes(group: RankGroup) -> None:
+def shapes(group: SharedGroup) -> None:
     """Results have the shape and the dtype of arguments, whatever their strides."""
     lockstep = LockstepGroup(group.size)
     xs = [values_of(rank, 2 * 3 * 4, torch.float32).view(2, 3, 4) for rank in range(group.size)]
@@ -110,7 +110,7 @@ def test_any_shape():
     run_ranks(2, shapes)
 
 
-def gathers(group: RankGroup) -> list[str]:
+def gathers(group: SharedGroup) -> list[str]:
     wrong = []
     lockstep = LockstepGroup(group.size)
     for rows, columns in ((1, 1), (3, 5), (0, 4), (4, 0), (7, 1001), (33, 777)):
@@ -135,7 +135,7 @@ def test_rows_and_what_rank_0_has(num_ranks, transport):
     assert run_ranks(num_ranks, gathers, transport=transport, **options) == [[]] * num_ranks
 
 
-def best_tokens(group: RankGroup) -> list[tuple[list[int], list[int]]]:
+def best_tokens(group: SharedGroup) -> list[tuple[list[int], list[int]]]:
     """Tokens of scores with ties, infinities and NaN, and the oracle's."""
     nan, inf = float("nan"), float("inf")
     few = (nan, inf, -inf, 0.0, -0.0, 1.0, 1.5)
@@ -170,7 +170,7 @@ def test_the_oracle_takes_the_smaller_token_of_equal_scores():
         assert best.tolist() == [4, 3, 9, 9, 9, 6]
 
 
-def wait_with_a_thread(group: RankGroup) -> tuple[float, int, list[float]]:
+def wait_with_a_thread(group: SharedGroup) -> tuple[float, int, list[float]]:
     """Seconds in a collective that others come to late, and how far another thread got meanwhile.
 
     One of Python's threads can do nothing while another one holds the interpreter.
@@ -212,7 +212,7 @@ def resident_bytes() -> int:
     return 1024 * int(text.split("VmRSS:")[1].split()[0])
 
 
-def call_often(group: RankGroup, num_calls: int) -> tuple[int, int, int, int]:
+def call_often(group: SharedGroup, num_calls: int) -> tuple[int, int, int, int]:
     """Calls with a wrong sum, growth of memory in bytes, descriptors, and the group's count.
 
     The sizes change, and so does what is added, so that what is left of a turn before shows.
@@ -247,7 +247,7 @@ def test_many_calls(transport, num_ranks, num_calls):
         assert position == num_calls
 
 
-def add_constants(group: RankGroup, value: float) -> float:
+def add_constants(group: SharedGroup, value: float) -> float:
     for _ in range(2000):
         total = specc_cpu().all_reduce(torch.full((64,), value))
     return float(total[0])
@@ -283,7 +283,7 @@ def test_a_process_that_is_no_rank(native_operators):
     ],
 )
 def test_what_is_refused(native_operators, name, arguments, message):
-    group = RankGroup.create(1)
+    group = SharedGroup.create(1)
     try:
         with pytest.raises(RuntimeError, match=message):
             getattr(native_operators, name)(*arguments)

@@ -18,7 +18,7 @@ from specc.kernels import native, ops
 from specc.kernels.ranks import rank_error
 from specc.passes.lower.inductor import package
 from specc.runtime.backends.cpu.compiled_program import unpacked_package
-from specc.runtime.ranks.group import RankGroup
+from specc.runtime.ranks.group import SharedGroup
 from specc.system.cxx_compiler import compiler_version, find_compiler
 from specc.system.file_cache import FileCache
 from specc.system.machine import isa_flags
@@ -83,7 +83,7 @@ def load(path: Path, rank: int) -> Any:
     return program
 
 
-def run_layer(group: RankGroup, path: Path) -> tuple[float, list[bytes]]:
+def run_layer(group: SharedGroup, path: Path) -> tuple[float, list[bytes]]:
     """Largest error beside the whole sum, and the bits of each result."""
     program = load(path, group.rank)
     error, results = 0.0, []
@@ -107,7 +107,7 @@ def test_a_program_adds_up_over_ranks(compiled, num_ranks):
         assert results == answers[0][1]
 
 
-def lose_a_rank(group: RankGroup, path: Path) -> str:
+def lose_a_rank(group: SharedGroup, path: Path) -> str:
     program = load(path, group.rank)
     inputs = [torch.ones(1, NUM_INPUTS), torch.ones(1, NUM_OUTPUTS)]
     program.run(inputs)

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specc.kernels.cuda.attend_config import Config, Work, plan_work
+from specc.kernels.cuda.attend_config import AttendConfig, Work, plan_work
 from specc.kernels.cuda.attend_work import START_BLOCKS
 
 NUM_SMS = 132
@@ -37,7 +37,7 @@ class Share:
 
 
 def work_of(
-    lengths: Sequence[int], tokens: int, heads: tuple[int, int], capacity: int, c: Config
+    lengths: Sequence[int], tokens: int, heads: tuple[int, int], capacity: int, c: AttendConfig
 ) -> Work:
     """What the host gives a launch for sequences of as many tokens each."""
     group = heads[0] // heads[1]
@@ -51,7 +51,12 @@ def work_of(
 
 
 def shares(
-    lengths: Sequence[int], tokens: Sequence[int], group: int, capacity: int, c: Config, work: Work
+    lengths: Sequence[int],
+    tokens: Sequence[int],
+    group: int,
+    capacity: int,
+    c: AttendConfig,
+    work: Work,
 ) -> list[Share]:
     """Of the programs of one KV head, in their order; those that have none are left out.
 
@@ -113,7 +118,7 @@ def utilization_of(
     lengths: Sequence[int], capacity: int, tokens: int = 1, heads: tuple[int, int] = (32, 8)
 ) -> float:
     """Of an H200 with tiles of 16 rows, head size 128, bfloat16."""
-    c = Config(16, 64, 4, 5)
+    c = AttendConfig(16, 64, 4, 5)
     work = work_of(lengths, tokens, heads, capacity, c)
     of_head = shares(lengths, [tokens] * len(lengths), heads[0] // heads[1], capacity, c, work)
     return utilization(

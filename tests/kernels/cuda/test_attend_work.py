@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specc.kernels.cuda.attend_config import Config, Work, plan_work
+from specc.kernels.cuda.attend_config import AttendConfig, Work, plan_work
 from specc.kernels.cuda.attend_work import find_work
 from tests.kernels.cuda.attend_shares import MIXED, Share, shares, utilization_of, work_of
 
@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 PADDING = -(1 << 30)
 # an H200's tile of a few rows, and one of the interpreter's machine
-DECODE, SMALL = Config(16, 64, 4, 5), Config(16, 16, 4, 5)
+DECODE, SMALL = AttendConfig(16, 64, 4, 5), AttendConfig(16, 16, 4, 5)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def find(
     tokens: Sequence[int],
     group: int,
     capacity: int,
-    c: Config,
+    c: AttendConfig,
     work: Work,
     is_even: bool,
     device: torch.device,
@@ -89,7 +89,7 @@ def check(
     tokens: Sequence[int],
     group: int,
     capacity: int,
-    c: Config,
+    c: AttendConfig,
     work: Work,
     device: torch.device,
     most: int = 12,
@@ -162,7 +162,7 @@ def test_any_batch(seed: int, device: torch.device) -> None:
         tokens = [most] * num_seqs
     tokens[0] += sum(tokens) == 0
     lengths = [rng.choice([0, rng.randrange(capacity), capacity, PADDING]) for _ in tokens]
-    c = rng.choice([SMALL, DECODE, Config(64, 32, 4, 5)])
+    c = rng.choice([SMALL, DECODE, AttendConfig(64, 32, 4, 5)])
     rows = -(-sum(tokens) // num_seqs) * group
     for slots in (1, 4, 37, 264):
         work = plan_work(

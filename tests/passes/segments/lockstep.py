@@ -13,14 +13,14 @@ from specc.artifact.segments import SegmentedModel
 from specc.passes.pipeline import PHASES, Phases, Pipeline
 from specc.passes.program import Program, constant_key, program_to_json
 from specc.passes.segments.cut_segments import Segment, cut_segments, segments_to_json
-from specc.passes.segments.places import Place, layer_places
+from specc.passes.segments.places import CutPlace, layer_places
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.segmented_program import SegmentedProgram
 from tests import models
 from tests.passes.shard.lockstep import Inputs, make_caches, whole_weights
 from tests.traces import trace_once
 
-Choose = Callable[[Program], Sequence[Place]]
+Choose = Callable[[Program], Sequence[CutPlace]]
 
 
 @dataclass

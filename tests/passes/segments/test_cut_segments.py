@@ -19,7 +19,7 @@ from specc.passes.proof.verify_graph import verify_graph
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.segments.cut_segments import cut_segments, segments_to_json
 from specc.passes.segments.places import (
-    Place,
+    CutPlace,
     cut_places,
     layer_places,
     stage_places,
@@ -119,7 +119,7 @@ def test_stages_are_the_best_that_there_are() -> None:
     program = by_layers("llama").program
     places = stream_places(program)
 
-    def squares(chosen: Sequence[Place]) -> int:
+    def squares(chosen: Sequence[CutPlace]) -> int:
         return sum(s.weight_bytes**2 for s in cut_segments(program, chosen))
 
     pairs = [(a, b) for i, a in enumerate(places) for b in places[i + 1 :]]
@@ -171,7 +171,7 @@ def test_sums_of_attention_are_added_to_by_all_segments() -> None:
 def test_a_place_with_two_values_alive_is_refused() -> None:
     program = by_layers("llama").program
     first, second = layer_places(program)[:2]
-    middle = Place(second.value, (first.index + second.index) // 2, 0)
+    middle = CutPlace(second.value, (first.index + second.index) // 2, 0)
     with pytest.raises(ValueError, match=r"which a segment before it computes|does not compute"):
         cut_segments(program, [middle])
 

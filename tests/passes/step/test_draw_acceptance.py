@@ -15,7 +15,7 @@ from specc.artifact.graph_io import graph_from_json
 from specc.bench.dice import SyntheticAcceptance
 from specc.cost.acceptance import expected_tokens
 from specc.kernels import ops as _ops  # noqa: F401
-from specc.passes.step.draw_acceptance import STAGE, Draws, draw_acceptance
+from specc.passes.step.draw_acceptance import STAGE, DrawnAcceptance, draw_acceptance
 from specc.passes.step.fuse_step import fuse_step
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import TokenTree
@@ -123,7 +123,7 @@ def walk(
 ) -> list[list[int]]:
     """The same in plain Python: independent numbers, then those of the steps from `start` on."""
     max_batch = max_batch or len(cache_len)
-    shift = Draws(plan.tree, probabilities, max_batch, period, start, seed).shift
+    shift = DrawnAcceptance(plan.tree, probabilities, max_batch, period, start, seed).shift
     paths = enumerate_paths(plan, probabilities)
     chance = random.Random(seed)
     table: dict[tuple[int, int], list[int]] = {}
@@ -244,7 +244,7 @@ CASES = [
 ]
 
 
-def accepted_paths(draws: Draws, place: int) -> list[list[int]]:
+def accepted_paths(draws: DrawnAcceptance, place: int) -> list[list[int]]:
     """Nodes that each step accepts, as the table says, until `period` rows are committed."""
     table, row, found = draws.accepted(), 0, []
     while row < draws.period:
@@ -259,7 +259,7 @@ def accepted_paths(draws: Draws, place: int) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_mean_of_few_steps_is_the_expected_one(probabilities, widths, tokens, seed):
     """Of the steps that queue back to back, and of those that emit all tokens: both within 3%."""
-    draws = Draws(TokenTree.from_widths(widths), probabilities, 1, tokens, 1024, seed)
+    draws = DrawnAcceptance(TokenTree.from_widths(widths), probabilities, 1, tokens, 1024, seed)
     lengths = [1 + len(path) for path in accepted_paths(draws, 0)]
     few = tokens // (len(widths) + 1)
     # the first token is that of prefill; the step that emits the last one is cut
@@ -275,7 +275,7 @@ def test_the_mean_of_few_steps_is_the_expected_one(probabilities, widths, tokens
 def test_every_path_has_its_share(probabilities, widths, max_batch):
     """Not only the mean: how often a sequence, and a batch, ends at each node, within 3 steps."""
     plan = SpecPlan.from_widths(widths)
-    draws = Draws(plan.tree, probabilities, max_batch, 300, start=77)
+    draws = DrawnAcceptance(plan.tree, probabilities, max_batch, 300, start=77)
     shares = {path[-1]: p for path, p in enumerate_paths(plan, probabilities)}
     every = [accepted_paths(draws, place) for place in range(max_batch)]
     fewest = min(map(len, every))
@@ -293,7 +293,7 @@ def test_sequences_of_a_batch_are_even_together():
     """Step k of all sequences: evenly spaced quantiles, so its mean is the expected one."""
     probabilities, widths = CASES[0]
     tree = TokenTree.from_widths(widths)
-    draws = Draws(tree, probabilities, 16, 128, 1024)
+    draws = DrawnAcceptance(tree, probabilities, 16, 128, 1024)
     every = [accepted_paths(draws, place) for place in range(16)]
     for step in range(20):
         lengths = [1 + len(paths[step]) for paths in every]
@@ -303,7 +303,7 @@ def test_sequences_of_a_batch_are_even_together():
 
 def test_the_evenest_start_is_chosen():
     """Of 64 for a single sequence, in the order of the seed."""
-    draws = Draws(TokenTree.from_widths((1,) * 5), (0.8,), 1, 128, 1024, seed=3)
+    draws = DrawnAcceptance(TokenTree.from_widths((1,) * 5), (0.8,), 1, 128, 1024, seed=3)
     chance = random.Random(3)
     tried = [chance.random() for _ in range(64)]
     found = [draws.deviation(shift) for shift in tried]
@@ -319,7 +319,7 @@ def test_certain_acceptance_is_certain(probabilities, length):
     """Also where rounding leaves a sum below 1, and for the shortest of outputs."""
     widths = (len(probabilities),) * 3
     for period in (1, 2, 40):
-        draws = Draws(TokenTree.from_widths(widths), probabilities, 3, period)
+        draws = DrawnAcceptance(TokenTree.from_widths(widths), probabilities, 3, period)
         assert {1 + sum(row) for row in draws.accepted()} == {length}
         assert draws.ends.mean_length == pytest.approx(length)
 

@@ -19,7 +19,7 @@ import torch
 from specc.errors import RankError
 from specc.kernels import native
 from specc.kernels.ranks import rank_error
-from specc.runtime.ranks.group import RankGroup
+from specc.runtime.ranks.group import SharedGroup
 from tests.rank_processes import rank_processes, run_ranks, timed_error
 
 TRANSPORTS = ("shared", "gloo")
@@ -34,7 +34,7 @@ def add(*values: float) -> Any:
     return torch.ops.specc_cpu.all_reduce(torch.tensor(values))
 
 
-def wait_for_one_that_never_comes(group: RankGroup) -> tuple[str, float, str]:
+def wait_for_one_that_never_comes(group: SharedGroup) -> tuple[str, float, str]:
     """Rank 2 sleeps after the first collective; what the others are told, and when."""
     add(1.0)
     if group.rank == 2:
@@ -77,7 +77,7 @@ def test_a_rank_that_is_gone_or_hangs(number, transport):
         assert min(ages) > 0.5
 
 
-def wait_for_a_watcher(group: RankGroup) -> tuple[str, float]:
+def wait_for_a_watcher(group: SharedGroup) -> tuple[str, float]:
     """Rank 1 hangs; a thread of rank 0, as a watcher would, ends the wait of all."""
     begin = time.monotonic()
     if group.rank == 0:
@@ -103,7 +103,7 @@ def test_an_abort_wakes_this_rank_and_is_told_over_gloo():
     assert 0.4 < seconds < 1.5
 
 
-def leave_early(group: RankGroup) -> str | None:
+def leave_early(group: SharedGroup) -> str | None:
     """Rank 1 ends in an error of its own."""
     add(1.0)
     if group.rank == 1:
@@ -120,7 +120,7 @@ def test_a_rank_that_closes_the_group(transport):
         assert f"rank 1 (pid {pid}) has closed the group" in text
 
 
-def disagree(group: RankGroup, kind: str) -> tuple[str, float]:
+def disagree(group: SharedGroup, kind: str) -> tuple[str, float]:
     """Rank 1 calls something else; the last rank agrees with rank 0."""
     operators = torch.ops.specc_cpu
     add(1.0)
@@ -152,7 +152,7 @@ def test_ranks_that_disagree(kind, transport):
         assert len({text for text, _ in answers}) == 1
 
 
-def count_calls(group: RankGroup) -> list[Any]:
+def count_calls(group: SharedGroup) -> list[Any]:
     for _ in range(5):
         add(1.0)
     time.sleep(0.5)
@@ -170,7 +170,7 @@ def test_what_ranks_know_of_each_other():
 @pytest.fixture
 def alone() -> Any:
     """A group of two whose rank 1 never comes."""
-    group = RankGroup.create(2, time_limit=0.3)
+    group = SharedGroup.create(2, time_limit=0.3)
     yield group
     group.close()
 
@@ -182,7 +182,7 @@ def test_ranks_that_do_not_open_it(alone):
 
 def test_one_group_at_a_time(alone):
     with pytest.raises(RankError, match="a second group of ranks in this process"):
-        RankGroup.create(1)
+        SharedGroup.create(1)
     assert alone.position == 0
 
 
@@ -193,7 +193,7 @@ def test_a_closed_group(alone):
         add(1.0)
     with pytest.raises(RankError, match="a process that is no rank"):
         torch.ops.specc.all_reduce(torch.ones(1))
-    again = RankGroup.create(1)
+    again = SharedGroup.create(1)
     assert torch.ops.specc.all_reduce(torch.ones(1)).tolist() == [1.0]
     again.close()
 
@@ -212,7 +212,7 @@ def test_a_closed_group(alone):
 def test_groups_that_cannot_be(values, message):
     num_ranks, time_limit, slot_bytes = values
     with pytest.raises(RankError, match=message):
-        RankGroup.create(num_ranks, time_limit, slot_bytes)
+        SharedGroup.create(num_ranks, time_limit, slot_bytes)
 
 
 OPEN = """
@@ -220,11 +220,11 @@ import sys
 from specc.errors import RankError
 from specc.kernels import native
 native.load(native.build())
-from specc.runtime.ranks.group import RankGroup
+from specc.runtime.ranks.group import SharedGroup
 for call in sys.argv[1:]:
     ticket, rank, num_ranks = call.rsplit(",", 2)
     try:
-        RankGroup.open(ticket, int(rank), int(num_ranks))
+        SharedGroup.open(ticket, int(rank), int(num_ranks))
         print("opened", end="\\0")
     except RankError as error:
         print(error, end="\\0")
@@ -288,9 +288,9 @@ def test_a_group_imports_nothing_of_torch_distributed():
         import torch
         before = set(sys.modules)
         from specc.kernels import native
-        from specc.runtime.ranks.group import RankGroup
+        from specc.runtime.ranks.group import SharedGroup
         native.load(native.build())
-        group = RankGroup.create(1)
+        group = SharedGroup.create(1)
         torch.ops.specc.all_reduce(torch.ones(2))
         group.close()
         new = {name for name in sys.modules if name.startswith("torch.distributed")} - before

@@ -18,7 +18,7 @@ from specc.bench.baseline import STATIC, TransformersContender, static_cache_opt
 from specc.bench.synthetic import engine as bench_shapes_engine
 from specc.cli.bench.synthetic import choose_shape_plans
 from specc.cli.options.bench import ShapesOptions
-from specc.passes.step.draw_acceptance import Draws
+from specc.passes.step.draw_acceptance import DrawnAcceptance
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.speculation.tree import TokenTree
 from tests import command_line
@@ -190,7 +190,7 @@ def test_both_measures_draw_the_even_walk(pair):
         "--num-speculative-tokens", 3, "--synthetic-acceptance", "0.7",
     )  # fmt: skip
     run = report["runs"][1]
-    draws = Draws(TokenTree.chain(3), (0.7,), 1, tokens, start=20)
+    draws = DrawnAcceptance(TokenTree.chain(3), (0.7,), 1, tokens, start=20)
     lengths = [draws.ends.length(q) for q in islice(draws.quantiles(0, draws.shift), tokens)]
     few = tokens // 4
     assert run["step"]["acceptance_length"] == pytest.approx(sum(lengths[:few]) / few)
