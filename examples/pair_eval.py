@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import textwrap
 from pathlib import Path
 
 import torch
@@ -281,7 +282,7 @@ def write_readme(out: Path) -> None:
     tokens = {row["stage"]: int(row["tokens"]) for row in rows}
     decoding, text = report["greedy_decoding"], report["held_out_text"]
     page = README.format(
-        **{"note": ""} | facts,
+        **facts | {"note": textwrap.fill(facts.get("note", ""), 100)},
         target_parameters=report["parameters"]["target"],
         draft_parameters=report["parameters"]["draft"],
         target_bytes=report["bytes"]["target"],

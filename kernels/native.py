@@ -205,7 +205,7 @@ def is_loaded() -> bool:
 
 
 def c_functions() -> ctypes.CDLL:
-    """The loaded library, for those who call its C functions."""
+    """The loaded library, for what calls its C functions."""
     assert _loaded is not None, "load() first"
     return _loaded[1]
 

@@ -1,6 +1,6 @@
 // Slots, block ids and ranges of tokens come from outside as numbers: a wrong one would be a read
 // or a write anywhere in memory. What a call does not use may be anything, as entries of a block
-// table behind a sequence's last block are.
+// table after a sequence's last block are.
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -133,7 +133,7 @@ void check_bounds(const RecordTokens& a) {
     if (length < 0) continue;
     if (accepted < 0 || accepted >= a.width)
       refuse(indexed("num_accepted", b, accepted), up_to(a.width - 1));
-    // the bonus token, behind what is committed, may have no row
+    // the bonus token, after what is committed, may have no row
     const int64_t committed = length + 1 + accepted;
     if (committed > table.rows()) table.refuse_length(committed);
     table.check(length / table.block_size, divide_up(committed, table.block_size));

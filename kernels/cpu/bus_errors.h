@@ -1,4 +1,4 @@
-// A process that reads behind the end of a mapped file gets SIGBUS: let it say why it dies.
+// A process that reads beyond the end of a mapped file gets SIGBUS: let it say why it dies.
 #pragma once
 
 #include <cstddef>

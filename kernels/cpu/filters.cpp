@@ -137,7 +137,7 @@ float descend(float* s, int64_t count, float best, double needed) {
     for (int64_t first = 0; first < count; first += kBlock) {
       const Block block = load_block(s + first, count - first);
       const Block weights = weights_of(block, best);
-      // -inf behind the end weighs nothing
+      // -inf after the end weighs nothing
       for (int j = 0; j < kTogether; ++j) {
         const Int buckets = buckets_of(block.at[j]);
         for (int i = 0; i < kWidth; ++i) mass[i % kTables][buckets[i]] += weights.at[j][i];

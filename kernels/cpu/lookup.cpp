@@ -23,7 +23,7 @@ constexpr int64_t kChunk = 2048;
 constexpr int kLanes = 4 * kWidth;
 // Tokens of a suffix that are compared for all lanes; the rest, place by place.
 constexpr int64_t kReach = 32;
-// In front of a chunk: what its first lanes and their suffixes reach.
+// Before a chunk: what its first lanes and their suffixes reach.
 constexpr int64_t kRoom = kReach + kLanes;
 
 // Bit i is set where p[i] is x.
@@ -93,7 +93,7 @@ struct Rows {
 // The longest suffix of a context that ends earlier in it, too, and the latest place where.
 class Search {
  public:
-  // `length` tokens in `rows` and the root behind them.
+  // `length` tokens in `rows` and the root after them.
   Search(const Rows& rows, int64_t length, int32_t root, int64_t ngram)
       : rows_(rows),
         length_(length),
@@ -132,7 +132,7 @@ class Search {
     }
   }
 
-  // Lanes in which the token `back` before `place` is the suffix's. In front of the context there
+  // Lanes in which the token `back` before `place` is the suffix's. Before the context there
   // are none.
   uint64_t lanes(const int32_t* own, int64_t place, int64_t back) const {
     const uint64_t bits = equal_bits(own - back, suffix_[back]);
@@ -196,7 +196,7 @@ void lookup(const Lookup& a) {
       const int64_t place = search.last() + 1 + i;
       if (place < length) tokens[1 + i] = *rows.at(place);
       if (place == length) tokens[1 + i] = root;
-      // behind the context stand the proposals themselves
+      // after the context stand the proposals themselves
       if (place > length) tokens[1 + i] = tokens[1 + i - period];
       parents[1 + i] = static_cast<int32_t>(i);
     }

@@ -1,4 +1,4 @@
-// The target's own token behind each node of a tile; the walk of accept.cpp asks for those on its
+// The target's own token after each node of a tile; the walk of accept.cpp asks for those on its
 // path alone.
 #include <vector>
 

@@ -88,7 +88,7 @@ class StepRunner : public torch::CustomClassHolder {
   void literal(const c10::IValue& constant);
   // The next `count` arguments form one list.
   void list(int64_t count);
-  // Nobody reads this value behind the last instruction: its memory is free from there on.
+  // Nobody reads this value after the last instruction: its memory is free from there on.
   void release(int64_t slot);
   // Values that stages hand to each other: their memory is free when the step has ended.
   void pass_on(const std::vector<int64_t>& slots);
@@ -96,7 +96,7 @@ class StepRunner : public torch::CustomClassHolder {
   // Run stages [first, last); values 0 … inputs.size() - 1 are set before stage 0.
   void run(const std::vector<at::Tensor>& inputs, int64_t first, int64_t last);
   // Stages [first, last) of a step from host integers to host integers: row b of `rows` holds the
-  // last tokens of sequence b and its committed rows, read in front of stage 0; the result is
+  // last tokens of sequence b and its committed rows, read before stage 0; the result is
   // the content of `results`, one after the other. Inputs 0, 1 and 2 of the step are last_tokens,
   // cache_len and block_table. Also returns seconds(). Values of the slots `kept` stay after the
   // last stage, for `get`.

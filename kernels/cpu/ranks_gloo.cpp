@@ -325,7 +325,7 @@ class GlooGroup : public Group {
     check_ended();
   }
 
-  // What gloo says names a socket; `other` is the rank behind it, -1 where that is not known.
+  // What gloo says names a socket; `other` is the rank at its other end, -1 where that is not known.
   template <typename F>
   void guarded(int other, F&& body) {
     const auto begin = Clock::now();

@@ -9,7 +9,7 @@ namespace specc {
 
 class RowMemory {
  public:
-  // Floats behind the end of a row that may be written, too: whole registers need no last case.
+  // Floats after the end of a row that may be written, too: whole registers need no last case.
   static constexpr int64_t kPadding = 64;
 
   // [size], of whatever the last use left.

@@ -1,4 +1,4 @@
-// What a sequence makes of the target's logits behind a node: penalties of the tokens down to it,
+// What a sequence makes of the target's logits after a node: penalties of the tokens down to it,
 // filters, noise. Semantics: kernels/reference/accept.py. Wherever this is included, the last bit
 // decides (kernels/native.py, _EXACT_SOURCES).
 #pragma once
@@ -39,7 +39,7 @@ class TargetRows {
   const Options options;
   const int64_t length;  // committed rows: the position of the root
 
-  // A token of the tree, which stands `depth` behind the root.
+  // A token of the tree, which stands `depth` after the root.
   void add(int64_t token, int64_t depth) {
     if (options.has_penalties()) memory_.counts.add(token, is_output(depth));
   }
@@ -58,7 +58,7 @@ class TargetRows {
     return filter(row.dtype, row.data, vocab_, options, memory_.target.row(vocab_));
   }
 
-  // The target's own token behind a node, of a row after penalties.
+  // The target's own token after a node, of a row after penalties.
   int64_t winner(const LogitRow& row, int64_t depth) {
     if (options.is_sampled()) return sample(filtered(row), depth);
     Best best;
@@ -70,7 +70,7 @@ class TargetRows {
     best_with_noise(row.row, noise(depth, kTokenNoise), row.best, 1, &best);
     return best.token;
   }
-  // Of the position behind a node.
+  // Of the position after a node.
   Noise noise(int64_t depth, uint32_t purpose) const {
     return {options.seed, length + depth + 1, purpose};
   }

@@ -131,7 +131,7 @@ class Worker {
 
 template <class T, class Tile>
 void Worker<T, Tile>::write(int64_t first, int64_t last) {
-  // tokens behind those of the last sequence are nobody's
+  // tokens after those of the last sequence are nobody's
   for (int64_t t = std::max<int64_t>(first, a_.q_start[a_.batch]); t < last; ++t) clear_output(t);
   for (int64_t b = 0; b < a_.batch; ++b) {
     const int64_t begin = std::max<int64_t>(first, a_.q_start[b]);

@@ -133,7 +133,7 @@ void ancestor_words(const AncestorWords& a) {
       int64_t* own = words + node * a.num_words;
       depths[node] = 0;
       if (parent < 0 && node > 0) continue;  // dead
-      // words behind the parent's own are 0; a dead parent has no bits, not even its own
+      // words after the parent's own are 0; a dead parent has no bits, not even its own
       if (parent >= 0 && parent < node) {
         const int64_t* above = words + parent * a.num_words;
         std::copy(above, above + parent / 64 + 1, own);

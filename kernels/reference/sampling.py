@@ -223,7 +223,7 @@ def rerank_tree_reference(
     Returns:
         tokens: [B, N] int64 in the order of the candidates.
         parents: [B, N] int32; -1 at the root, and where a score above its parent's has left the
-            parent behind.
+            parent after it.
         kept: [B, N] int32 candidate that each node was.
     Source: EAGLE-2, arXiv:2406.16858 §4.2. Ties go to the earlier candidate, so every node that is
         kept keeps its parent.

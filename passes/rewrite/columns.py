@@ -50,7 +50,7 @@ def columns_of(node: fx.Node, source: fx.Node) -> tuple[int, int] | None:
 
 
 def through_widening(node: fx.Node) -> fx.Node:
-    """The node behind conversions that lose nothing: to the same or to a wider float."""
+    """The node before conversions that lose nothing: to the same or to a wider float."""
     while is_conversion(node):
         source = node.args[0]
         before, after = source.meta["val"].dtype, node.meta["val"].dtype

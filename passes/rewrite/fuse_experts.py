@@ -168,7 +168,7 @@ def _without_conversions(node: Any) -> Any:
 
 
 def _stack(program: Program, node: Any) -> fx.Node:
-    """The parameter [E, out, in] behind a matrix [in, out] of each expert."""
+    """The parameter [E, out, in] whose transposes are the experts' matrices [in, out]."""
     reason = "matrices of experts are not parameters of rows of their inputs"
     if not isinstance(node, fx.Node) or node.target is not aten.transpose.int:
         raise _NoMatch(reason)

@@ -154,7 +154,7 @@ def _factors(product: fx.Node) -> list[fx.Node]:
 
 
 def _weight(factor: fx.Node, size: int) -> tuple[fx.Node, bool]:
-    """The vector behind a factor, and whether one is added to it."""
+    """The vector that a factor is made of, and whether one is added to it."""
     weight, unit_offset = through_widening(factor), False
     if weight.target is aten.add.Tensor and weight.kwargs.get("alpha", 1) == 1:
         terms = [arg for arg in weight.args if isinstance(arg, fx.Node)]

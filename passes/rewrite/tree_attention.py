@@ -45,7 +45,7 @@ class RewriteTreeAttention(Pass):
 
     Repeated key and value heads are followed back to the HK heads that the model computes, so the
     cache holds those. The replaced node is erased by hand: it is tagged nondeterministic and
-    would survive dead-code elimination, with the whole mask behind it.
+    would survive dead-code elimination, with all that makes the mask.
     """
 
     requires = (masks_are_classified, is_off_meta_device)

@@ -173,7 +173,7 @@ def _target(
 ) -> fx.Node:
     """A pass of the target over `count` nodes [B, count] of each sequence.
 
-    Its nodes vote on the blocks that the plan's views are to see; who votes, the host says.
+    Its nodes vote on the blocks that the plan's views are to see, as the host says.
     """
     batch = g.batch
     mass = [g[BLOCK_MASS]] if plan.chooses_blocks else []

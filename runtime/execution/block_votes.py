@@ -1,4 +1,4 @@
-"""Who votes, in a pass of the target, on the blocks that self-drafts see; and what came of it."""
+"""Which tokens of a pass vote on the blocks that self-drafts see, and what came of it."""
 
 from __future__ import annotations
 

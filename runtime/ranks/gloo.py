@@ -1,6 +1,6 @@
 """A group of ranks on several hosts, over gloo.
 
-Only who calls `join_gloo` imports torch.distributed. The collectives are the same as those of
+Only what calls `join_gloo` imports torch.distributed. The collectives are the same as those of
 ranks that share memory, sums included, bit for bit; a call of one costs some hundred microseconds
 (docs/sharding.md).
 """

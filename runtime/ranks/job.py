@@ -100,7 +100,7 @@ class Job:
     def order(
         self, kind: Kind, tensors: tuple[Any, ...] = (), model: int = 0, holds: bool = False
     ) -> int:
-        """Give an order to all who follow; returns its number.
+        """Give an order to all that follow; returns its number.
 
         Args:
             kind: of the order.
@@ -245,7 +245,7 @@ class Job:
         self.fail(self._fault_of(error))
 
     def _wait_for_cause(self) -> None:
-        """Until the watch has seen who is lost, or for so long that nobody is."""
+        """Until the watch has seen which rank is lost, or for so long that none is."""
         with self.changed:
             self.changed.wait_for(lambda: self.failure is not None, _CAUSE_S)
 

@@ -39,7 +39,7 @@ class RankGroup(Protocol):
 
     @property
     def position(self) -> int:
-        """Collectives that this rank has been through; tells who keeps the others waiting."""
+        """Collectives that this rank has been through; tells which one keeps the others waiting."""
         ...
 
     def gather(self, logits: Tensor) -> Tensor:

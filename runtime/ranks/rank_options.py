@@ -39,7 +39,7 @@ class RankOptions:
 
     @property
     def collective_timeout_s(self) -> float:
-        """That a rank waits for others in a collective: who watches sees more, and earlier."""
+        """That a rank waits for others in a collective: what watches sees more, and earlier."""
         return self.timeout_s + _LATER_S
 
     @property

@@ -1,7 +1,7 @@
 """Ranks that a launcher has started find each other: `torchrun`, or whoever sets its variables.
 
-RANK and WORLD_SIZE say who they are, MASTER_ADDR and MASTER_PORT where torch's store is. There rank
-0 leaves its address, and a secret that a connection has to show.
+RANK and WORLD_SIZE say which they are, MASTER_ADDR and MASTER_PORT where torch's store is. There
+rank 0 leaves its address, and a secret that a connection has to show.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECRET_BYTES = 16
 _GREETING = struct.Struct(f"<4sII{_SECRET_BYTES}s")
 _MAGIC = b"spcH"
 _ORDERS, _SIGNS = 0, 1
-# for a stranger to say who it is
+# for a stranger to say what it is
 _GREETING_S = 5.0
 _LOOK_S = 0.2
 

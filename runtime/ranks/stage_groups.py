@@ -2,7 +2,7 @@
 
 Ranks of a stage are a group, whose collectives are those of tensor parallelism. A stage hands on
 what it has computed, rank by rank, and the first rank of the last stage gives logits or tokens to
-rank 0. Each group and link is made by its first rank and opened by the others, whom rank 0 tells
+rank 0. Each group and link is made by its first rank and opened by the others, which rank 0 tells
 how: all offer what they have made, and then meet.
 """
 
@@ -195,7 +195,7 @@ class StageGroups:
 
     @property
     def position(self) -> int:
-        """See `RankGroup.position`; who waits for another stage keeps nobody waiting."""
+        """See `RankGroup.position`; a rank that waits for another stage keeps none waiting."""
         return _WAITS if self._waits else self.group.position
 
     def gather(self, logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rank 0's thread that starts the others, hears from them, and sees who is lost."""
+"""Rank 0's thread that starts the others, hears from them, and sees which is lost."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Beside:
         return [request for request in idle if id(request) in chosen]
 
     def gives_way(self, request: Request, running: Sequence[Request]) -> Request | None:
-        """Who gives its blocks up for a request: of those that are idle, the one that is last.
+        """The idle request that gives its blocks up for another one: the last.
 
         None where that is the request itself, and somebody after it is in flight, whose blocks
         can be had soon: it waits.

@@ -67,7 +67,7 @@ class PromptSpans:
             budget -= end - start
             drafts = readers(request)
             if drafts:
-                # a draft that lags behind catches up later, before its first step
+                # a draft that lags catches up later, before its first step
                 known = ahead.drafts_at(request, start)
                 drafts = tuple(i for i in drafts if i in known)
             spans.append(Span(request, start, end, drafts))

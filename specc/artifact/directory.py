@@ -217,7 +217,7 @@ def _check_memory(
 ) -> None:
     limits = manifest.limits
     sizes = (max_num_seqs, kv_cache_tokens)
-    # of a cut engine, what each rank takes at least: who starts them knows how many come here
+    # of a cut engine, what each rank takes at least: what starts them knows how many come here
     ranks = (0,) if manifest.parallel is None else (1,)
     needed = manifest.memory_of(ranks, *sizes, weights_budget)
     if needed > available:

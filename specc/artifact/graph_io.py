@@ -163,7 +163,7 @@ def graph_from_json(
 
 
 def resolve_target(name: str) -> Any:
-    """The operator behind a name of `target_name`.
+    """The operator that has a name of `target_name`.
 
     Raises:
         EngineError: the name is not one that a program may call, or torch does not have it.

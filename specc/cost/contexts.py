@@ -22,7 +22,7 @@ class Contexts:
         self._read: dict[float, float] = {}
 
     def read(self, most: float) -> float:
-        """Mean rows that are read of a sequence by who reads at most so many of each."""
+        """Mean rows that are read of a sequence by what reads at most so many of each."""
         found = self._read.get(most)
         if found is None:
             found = sum(min(rows, most) for rows in self.rows) / len(self.rows)

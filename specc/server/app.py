@@ -196,10 +196,10 @@ async def _logging(
 
 
 class _NeedsKey:
-    """Lets nobody under /v1 who does not know a key.
+    """Lets no request under /v1 through that has none of the keys.
 
     Args:
-        app: behind it.
+        app: that answers what it lets through.
         keys: any of which will do.
     """
 

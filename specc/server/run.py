@@ -178,7 +178,7 @@ class _Process:
 
     Args:
         app: to serve.
-        service: behind it.
+        service: that the application hands requests to.
         listener: bound.
         place: where it is bound to.
     """

@@ -163,7 +163,7 @@ class RankReader:
                     first = last
 
     def _vectors(self, key: str, ask: Range) -> Iterator[_Run]:
-        """Who has which vectors, seen along all dimensions but the last; from around `ask` on."""
+        """Which rank has which vectors, along all dimensions but the last; from around `ask` on."""
         shape = self.shape(key)
         cuts = self._cuts[key].cuts[:-1] if key in self._cuts else ()
         dim = next((d for d, cut in enumerate(cuts) if any(x.parts > 1 for x in cut)), None)

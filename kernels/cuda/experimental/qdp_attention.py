@@ -151,7 +151,7 @@ def strip_hidden_parameters(ptx: str, num_parameters: int) -> str:
     for hidden in parameters[num_parameters:]:
         name = hidden.split()[-1]
         if not hidden.startswith(".param .u64 .ptr"):
-            raise _unfit(f"the parameter {hidden}", "pointers alone behind those of TensorRT")
+            raise _unfit(f"the parameter {hidden}", "pointers alone after those of TensorRT")
         if re.search(rf"\b{re.escape(name)}\b", ptx[entry.end() :]):
             raise _unfit(f"code that reads {name}", "code that leaves Triton's own pointers alone")
     kept = ",\n".join(f"\t{line}" for line in parameters[:num_parameters])

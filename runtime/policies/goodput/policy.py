@@ -291,7 +291,7 @@ class GoodputPolicy(Policy):
         """The same with the seconds in which drafts catch up, if they are to be kept in step.
 
         Args:
-            request: whose drafts may lag behind.
+            request: whose drafts may lag.
             options: of each plan.
         """
         found = list(options)

@@ -27,7 +27,7 @@ class DecodedReader:
     """Names, shapes and values of a checkpoint as if it were not quantized.
 
     What its tensors stand for has the name of the parameter and is read as float32; the tensors
-    that it consists of have no names here. Who wants integers and scales asks `decoded`.
+    that it consists of have no names here. Integers and scales are had from `decoded`.
 
     Args:
         reader: of the checkpoint.
