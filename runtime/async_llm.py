@@ -83,7 +83,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Complete one prompt and yield what there is of it, whenever there is more.
 
-        Each output holds all tokens so far, and the last one has `finished`. Who reads slowly
+        Each output holds all tokens so far, and the last one has `finished`. A slow reader
         gets fewer of them. Leaving the iteration, or the task being cancelled, ends the request.
 
         Args:

@@ -199,6 +199,11 @@ def _speedup(choice: SkipChoice) -> float:
     return choice.speedup
 
 
+def _draft_without(skipped: tuple[int, ...]) -> SelfDraft:
+    """The target without these layers."""
+    return SelfDraft(None, Layers(skipped, are_skipped=True))
+
+
 def _acceptance(
     engine: Engine,
     layers: SkippedLayers,
@@ -210,7 +215,7 @@ def _acceptance(
     target = engine.target
     caches = caches_of(engine.manifest.models[0], engine.cache)  # type: ignore[union-attr]
     programs, like = {}, None
-    drafts = [SelfDraft(None, Layers(skipped, are_skipped=True)) for skipped in choices]
+    drafts = [_draft_without(skipped) for skipped in choices]
     for draft, skipped in zip(drafts, choices, strict=True):
         weights = target.weights  # type: ignore[attr-defined]
         made = ModelProgram(layers.program(skipped), weights, caches, like=like)
@@ -223,7 +228,7 @@ def _seconds(
     latency: LatencyTable, layers: SkippedLayers, skipped: tuple[int, ...]
 ) -> LatencyTable:
     """A table in which the draft's passes are the target's, less what it leaves out."""
-    name = SelfDraft(None, Layers(skipped, are_skipped=True)).name
+    name = _draft_without(skipped).name
     share = 1 - len(skipped) / layers.num_layers
     passes = latency.target.scaled(layers.weight_share(skipped), share)
     return replace(latency, drafts={**latency.drafts, name: passes})
@@ -237,7 +242,7 @@ def _judged(
     context: int,
     options: TuneOptions,
 ) -> SkipChoice:
-    name = SelfDraft(None, Layers(skipped, are_skipped=True)).name
+    name = _draft_without(skipped).name
     seconds = StepSeconds(latency, name, size, context)
     chain = best_plan(table, seconds, options.max_nodes, options.max_depth).speculative
     share = seconds.level(0, 1) / (seconds.off - latency.iteration_s)
