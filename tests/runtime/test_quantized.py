@@ -147,7 +147,6 @@ def check_logits(path: Path | Engine, model: Any, dtype: str, tolerance: float =
         pytest.param("phi", "int4", None, "float32", marks=pytest.mark.slow),
         pytest.param("phi3", "int4", 128, "bfloat16", marks=pytest.mark.slow),
         pytest.param("gemma3", "int8", None, "float32", marks=pytest.mark.slow),
-        pytest.param("gemma3-tied", "int4", None, "float32", marks=pytest.mark.slow),
     ],
 )
 def test_plans_and_logits(make, name, quantize, group, dtype) -> None:

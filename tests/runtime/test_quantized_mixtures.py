@@ -33,7 +33,7 @@ from tests.runtime.test_quantized_checkpoints import reference
 SLOW = pytest.mark.slow
 FILE = "weights.safetensors"
 # prompts and tokens: the oracle unpacks every expert at every call
-FEW = (2, 10)
+FEW = (1, 8)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ WIDE = {"intermediate_size": 128}
 INT4 = {"quantize": "int4", "quantize_group": 32}
 PLANS = tuple(SpecPlan.from_widths(widths) for widths in ((1, 1, 1), (2, 2, 1)))
 SELF = SpecPlan.from_widths((1, 1, 1), ("self_int8",))
-FEW = {"max_tokens": 20}
+FEW = {"max_tokens": 10}
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def check_pieces(one: Path, cut: Path, num_ranks: int) -> ShardPlan:
         ("llama", 4, WIDE | {"head_dim": 32}, {"quantize": "int4", "quantize_group": 32}),
         # fused in the checkpoint, columns of logits padded for four
         ("phi3", 4, {"vocab_size": 126}, {"quantize": "int8"}),
-        ("mixtral", 2, WIDE, {"quantize": "int4", "quantize_group": 32}),
+        pytest.param("mixtral", 2, WIDE, {"quantize": "int4", "quantize_group": 32}, marks=SLOW),
         # experts are columns of their parameters, and whole on every rank
         pytest.param("gpt_oss", 2, {}, {"quantize": "fp8"}, marks=SLOW),
         # transposed in the checkpoint
@@ -133,6 +133,7 @@ def test_integers_of_checkpoints(tmp_path, form) -> None:
     check_pieces(one, cut, 4)
 
 
+@pytest.mark.slow
 def test_experts_in_mxfp4(tmp_path) -> None:
     checkpoint = models.save_tiny("gpt_oss", tmp_path / "checkpoint", **WIDE)
     written = write_experts(checkpoint, tmp_path)
