@@ -53,6 +53,7 @@ from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord, Phases
 from specc.passes.rewrite.require_attention import RequireAttention
+from specc.passes.rewrite.require_layouts import RequireLayouts
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
@@ -167,7 +168,13 @@ def _compile(
     keeps_integers = any(source.is_quantized for source in sources)
     rounded = quantize_phases(config.quantization, keeps_integers)
     lowering: Phases = (
-        ("backend", (functools.partial(RequireAttention, backend.facts),)),
+        (
+            "backend",
+            tuple(
+                functools.partial(kind, backend.facts)
+                for kind in (RequireAttention, RequireLayouts)
+            ),
+        ),
         *backend.phases(limits.max_seq_len),
     )
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size

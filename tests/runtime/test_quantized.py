@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from specc.compiler.backends.registry import check_options, compiler_backend
 from specc.compiler.reshard import reshard_engine
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.passes.program import Weight
+from specc.passes.rewrite.require_layouts import RequireLayouts
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -251,15 +254,32 @@ def test_engines_of_several_ranks_are_refused(make, tmp_path) -> None:
         reshard_engine(engine, tmp_path / "cut", 2)
 
 
-@pytest.mark.parametrize("backend", ["onnx", "tensorrt", "cuda"])
-def test_other_backends_are_refused_before_anything_is_read(tmp_path, backend) -> None:
-    backend = compiler_backend(backend)
+def test_other_backends_are_refused_before_anything_is_read() -> None:
+    backend = compiler_backend("tensorrt")
     config = CompileConfig(quantize="int4", backend=backend.name)
     with pytest.raises(ConfigError) as caught:
         check_options(config, backend)
     assert caught.value.found == f"--quantize with backend {backend.name}"
-    assert caught.value.needed == "the backend cpu or eager, which it is for"
+    assert caught.value.needed == "the backend cpu or cuda or eager or onnx, which it is for"
     assert "--backend cpu" in caught.value.do
+
+
+def test_kinds_that_a_backend_lacks_are_refused() -> None:
+    """By the option before anything is read, and of a checkpoint when its graph is there."""
+    backend = compiler_backend("onnx")
+    with pytest.raises(ConfigError) as caught:
+        check_options(CompileConfig(quantize="fp8", backend="onnx"), backend)
+    assert caught.value.found == "--quantize fp8 with backend onnx"
+    assert caught.value.needed.startswith(
+        "--quantize int8 or int4, or a backend that reads fp8: cpu"
+    )
+    for kind in ("int8", "int4"):
+        check_options(CompileConfig(quantize=kind, backend="onnx"), backend)
+    weight = Weight(("w",), torch.float32, (64, 64), quantized=QuantizedLayout.named("mxfp4"))
+    program = SimpleNamespace(name="target", weights={"w": weight})
+    RequireLayouts(compiler_backend("cuda").facts).run(program)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="target: w in mxfp4, and backend onnx"):
+        RequireLayouts(backend.facts).run(program)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

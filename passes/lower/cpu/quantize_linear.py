@@ -21,6 +21,8 @@ from specc.passes.program import Program, Weight, add_placeholder, bind_args, em
 aten = torch.ops.aten
 # of the head: its errors are those of the logits, and nothing after it evens them out
 HEAD = QuantizedLayout(8)
+# float16 on devices, and in files for others
+_ROWS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize_phases(name: str | None, keeps_integers: bool = False) -> Phases:
@@ -62,7 +64,7 @@ class QuantizeLinear(Pass):
                 result.decline(node.name, "its weight is computed")
                 continue
             weight = program.weights[weight_node.target]
-            reason = why_not(node, [weight_node])
+            reason = why_not(node, [weight_node], _ROWS)
             if reason is None and weight.shape[0] < BLOCK:
                 reason = f"{weight.shape[0]} outputs, fewer than a block has"
             if reason is not None:
