@@ -28,7 +28,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, out_features: int
 def linear_q(
     input: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, *args: object
 ) -> Tensor:
-    return input.new_empty(input.shape[0], out_features)
+    return input.new_empty(*input.shape[:-1], out_features)
 
 
 def embedding_of_blocks(weight: Tensor, tokens: Tensor, num_embeddings: int, width: int) -> Tensor:

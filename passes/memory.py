@@ -70,6 +70,7 @@ def plan_memory(
     shapes: list[PassShape],
     num_kept: int = 0,
     attention: str = WHOLE,
+    decoded: int = 0,
 ) -> ModelMemory:
     """Memory of one model, from its final graph.
 
@@ -80,6 +81,7 @@ def plan_memory(
         shapes: the largest passes: prefill and step. The workspace is the largest of theirs.
         num_kept: rows of logits that several passes leave alive, where one makes fewer.
         attention: see `specc.artifact.backends.BackendFacts`.
+        decoded: `decoded_bytes` of these facts.
     """
     rows = (program.placeholder(name).meta["val"].dtype for name in program.caches)
     kind = INT8 if torch.int8 in rows else AUTO
@@ -94,7 +96,7 @@ def plan_memory(
         weights=_stored_bytes(program, dtype) + constants,
         cache=row * cache_rows,
         logits=num_rows * logit_row_bytes(program),
-        workspace=max(peak_bytes(program, shape, attention) for shape in shapes),
+        workspace=max(peak_bytes(program, shape, attention, decoded) for shape in shapes),
     )
 
 
@@ -117,7 +119,7 @@ def _stored_bytes(program: Program, dtype: torch.dtype) -> int:
     )
 
 
-def peak_bytes(program: Program, shape: PassShape, attention: str = WHOLE) -> int:
+def peak_bytes(program: Program, shape: PassShape, attention: str = WHOLE, decoded: int = 0) -> int:
     """Most bytes of intermediate values that live at one time, in order of execution.
 
     Views take no memory of their own: they extend the life of what they look into.
@@ -126,8 +128,9 @@ def peak_bytes(program: Program, shape: PassShape, attention: str = WHOLE) -> in
         program: after its last phase.
         shape: of the pass.
         attention: see `specc.artifact.backends.BackendFacts`.
+        decoded: `decoded_bytes` of these facts.
     """
-    sizes = _Sizes(program, shape, attention)
+    sizes = _Sizes(program, shape, attention, decoded)
     owner: dict[fx.Node, fx.Node] = {}
     last_use: dict[fx.Node, int] = {}
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
@@ -156,9 +159,9 @@ def peak_bytes(program: Program, shape: PassShape, attention: str = WHOLE) -> in
 class _Sizes:
     """Bytes of values whose sizes are symbols, for one shape of pass."""
 
-    def __init__(self, program: Program, shape: PassShape, attention: str) -> None:
+    def __init__(self, program: Program, shape: PassShape, attention: str, decoded: int) -> None:
         self.shape = shape
-        self._attention = attention
+        self._attention, self._decoded = attention, decoded
         self.known: dict[str, int] = {}
         values = {
             "tokens": (shape.num_tokens,),
@@ -186,13 +189,16 @@ class _Sizes:
         times.
 
         And what the experts of a mixture do: a row of each product for every pair of a token and
-        one of its experts, and the order of these pairs.
+        one of its experts, and the order of these pairs; and a quantized weight, as much of it as
+        is decoded at a time, with what comes of it.
         """
         if node.target is ops.experts:
             x, ids, _, gate_up, down = (item.meta["val"] for item in node.args[:5])
             num_pairs = self._size(ids.shape[0]) * int(ids.shape[1])
             inner, outer = int(down.shape[2]) * x.dtype.itemsize, int(down.shape[1]) * _FLOAT_BYTES
             return num_pairs * (inner + outer + _INT_BYTES) + int(gate_up.shape[0]) * _INT_BYTES
+        if node.target is ops.linear_q:
+            return self._decoded_part(node)
         if node.target in _PRODUCTS:
             return self._inside_product(node)
         if node.target is ops.attend:
@@ -214,6 +220,14 @@ class _Sizes:
         scores = 2 * num_heads * rows * self.shape.context
         gathered = 2 * num_kv_heads * head_dim * self.shape.context
         return _FLOAT_BYTES * (scores + gathered)
+
+    def _decoded_part(self, node: fx.Node) -> int:
+        x, num_out = node.args[0].meta["val"], int(node.args[3])
+        num_rows, size = map(self._size, x.shape)
+        whole = num_out * size * x.dtype.itemsize
+        if whole <= self._decoded or not self._decoded:
+            return min(whole, self._decoded)
+        return self._decoded + num_rows * self._decoded // size
 
     def _inside_product(self, node: fx.Node) -> int:
         """Of many rows: what the norm makes of them, and a product before what follows it."""

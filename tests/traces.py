@@ -56,6 +56,9 @@ def trace_once(
 
 def write_once(program: Program, path: Path, weights: Path) -> OnnxFile:
     """What `lower_onnx` writes: a model's name, and places of its weights, but no weight."""
+    if any(weight.quantized is not None for weight in program.weights.values()):
+        # levels are written beside the file, from the weights
+        return lower_onnx(program, path, weights)
     with weights.open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     constants = [(key, _bytes_of(value)) for key, value in program.constants.items()]

@@ -61,6 +61,37 @@ TILES = {
     torch.float32: (Tile(16, 32, 4, 3),),
 }
 
+# of quantized weights: rows of one launch, and layouts that have kernels; others are decoded
+MAX_QUANTIZED_ROWS = 64
+QUANTIZED = (
+    "int8", "fp8", "fp8-g128", "mxfp4",
+    *(f"int4-g{group}{zeros}" for group in (32, 64, 128) for zeros in ("", "-zeros")),
+)  # fmt: skip
+# the first is for blocks of the weight that are many, the second where they are not
+_QUANTIZED_TILES = {
+    torch.bfloat16: (Tile(32, 128, 4, 4), Tile(16, 128, 4, 6)),
+    torch.float16: (Tile(32, 128, 4, 4), Tile(16, 128, 4, 6)),
+    torch.float32: (Tile(16, 32, 4, 3),),
+}
+_MANY_TILES = {
+    torch.bfloat16: (Tile(32, 128, 4, 4),),
+    torch.float16: (Tile(32, 128, 4, 4),),
+    torch.float32: (),
+}
+
+
+def quantized_tiles(layout: str, dtype: torch.dtype, num_rows: int) -> tuple[Tile, ...]:
+    """Tiles of `linear_q`; none where the weight is decoded instead.
+
+    Args:
+        layout: name of a `specc.artifact.quantized_layout.QuantizedLayout`.
+        dtype: of rows.
+        num_rows: of the product.
+    """
+    if layout not in QUANTIZED or num_rows > MAX_QUANTIZED_ROWS:
+        return ()
+    return (_QUANTIZED_TILES if num_rows <= MAX_ROWS else _MANY_TILES)[dtype]
+
 
 @dataclass(frozen=True)
 class Product:
@@ -68,24 +99,36 @@ class Product:
 
     Args:
         operator: name.
-        dtype: of activations and weight.
+        dtype: of activations, and of a weight that is not quantized.
         shape: of the weight [N, K].
         rows: of the product, rounded up to a power of two.
+        layout: of a quantized weight; empty where it is not.
     """
 
     operator: str
     dtype: torch.dtype
     shape: tuple[int, int]
     rows: int
+    layout: str = ""
 
     @classmethod
     def of(cls, operator: str, num_rows: int, weight: Tensor) -> Product:
         n, k = weight.shape
         return cls(operator, weight.dtype, (n, k), triton.next_power_of_2(max(1, num_rows)))
 
+    @classmethod
+    def of_quantized(
+        cls, num_rows: int, dtype: torch.dtype, shape: tuple[int, int], layout: str
+    ) -> Product:
+        """That of `linear_q`."""
+        rows = triton.next_power_of_2(max(1, num_rows))
+        return cls("linear_q", dtype, shape, rows, layout)
+
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """What its kernel may be launched with; none beyond MAX_ROWS."""
+        """What its kernel may be launched with; none of more rows than it takes."""
+        if self.layout:
+            return quantized_tiles(self.layout, self.dtype, self.rows)
         return TILES[self.dtype] if self.rows <= MAX_ROWS else ()
 
 
@@ -101,6 +144,20 @@ def tile_for(operator: str, num_rows: int, weight: Tensor) -> Tile | None:
     forced = _forced.get()
     if forced is None:
         return choices.get(product)
+    (number,) = forced
+    return None if number is None or number >= len(product.tiles) else product.tiles[number]
+
+
+def quantized_tile_for(x: Tensor, size: int, layout: str) -> Tile | None:
+    """The tile of a product of rows x [M, K] with N = `size` outputs; None decodes the weight.
+
+    Without a measurement it is the first: a weight that is decoded is read and written as floats,
+    several times what a tile that suits it badly costs.
+    """
+    product = Product.of_quantized(x.shape[0], x.dtype, (size, x.shape[1]), layout)
+    forced = _forced.get()
+    if forced is None:
+        return choices.get(product, next(iter(product.tiles), None))
     (number,) = forced
     return None if number is None or number >= len(product.tiles) else product.tiles[number]
 

@@ -26,6 +26,7 @@ from specc.kernels.cuda.draft_children import draft_children
 from specc.kernels.cuda.embed_norm_rope_write import embed_norm_rope_write
 from specc.kernels.cuda.experts import experts
 from specc.kernels.cuda.leave_step import leave_step
+from specc.kernels.cuda.linear_q import linear_q
 from specc.kernels.cuda.lookup import lookup
 from specc.kernels.cuda.merge import ancestor_words, merge_trees, rerank_tree
 from specc.kernels.cuda.node_winners import node_winners
@@ -85,7 +86,7 @@ KERNELS: dict[str, Callable] = {
         ancestor_words, image_slots, lookup, merge_trees, record_tokens, rerank_tree, vote_chain,
         accept, draft_children, leave_step, node_winners,
         add_norm_gate_up, add_norm_linear, add_norm_rope_write,
-        add_norm_head, embed_norm_rope_write, experts,
+        add_norm_head, embed_norm_rope_write, experts, linear_q,
     )
 }  # fmt: skip
 _registered: dict[str, torch.library.Library] = {}

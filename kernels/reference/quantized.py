@@ -5,7 +5,7 @@ bits of this one at any number of rows and threads and with any instructions.
 
 A row x is cut into the groups of columns that share a scale of the weight, or into groups of 128
 where the weight has one scale for each output. Of each group, with M = 32639 (16 bits) for bfloat16
-rows and M = 8355711 (24 bits) for float32 rows:
+rows and M = 8355711 (24 bits) for float32 rows, and for float16 ones, which devices have:
 
     e = the smallest exponent, at least -64, with max |x| ≤ M · 2^e
     X = x · 2^-e rounded to the nearest integer, ties to even
@@ -48,7 +48,7 @@ from specc.artifact.quantized_layout import QuantizedLayout, unpack
 # columns of a row that share an exponent, where the weight has no groups
 ROW_GROUP = 128
 LEAST_EXPONENT = -64
-_MOST = {torch.bfloat16: 32639, torch.float32: 8355711}
+_MOST = {torch.bfloat16: 32639, torch.float32: 8355711, torch.float16: 8355711}
 
 
 def linear_q_reference(
@@ -64,7 +64,8 @@ def linear_q_reference(
     """Project rows by a quantized weight; see above.
 
     Args:
-        input: [M, K] float32 or bfloat16; M may be 0.
+        input: [M, K] float32, bfloat16 or float16; M may be 0. Only padded programs, which are
+            not run but written, have more dimensions before K.
         weight: uint8 [blocks, bytes], see `specc.artifact.quantized_layout`.
         bias: [N] in the dtype of the input, or None.
         out_features: N.
@@ -145,7 +146,7 @@ def row_integers(x: Tensor, group: int) -> tuple[list[Tensor], list[Tensor]]:
     """Integers and scales of rows, for each group of columns.
 
     Args:
-        x: [M, K] float32 or bfloat16.
+        x: [M, K] float32, bfloat16 or float16.
         group: columns of a group; the last one may have fewer.
     Returns:
         of each group, X [M, columns] int64 and 2^e [M] float32, NaN where a value is not finite.

@@ -41,6 +41,7 @@ _PROJECTIONS = (
     aten.matmul.default,
     aten.embedding.default,
     ops.linear,
+    ops.linear_q,
     ops.attend,
     ops.tree_attention,
 )

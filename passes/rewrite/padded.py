@@ -21,6 +21,7 @@ from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
 from specc.passes.rewrite.fuse_rms_norm import FuseRMSNorm
 from specc.passes.rewrite.normalize import Normalize
+from specc.passes.rewrite.quantize_like import QuantizeLike
 from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.shard.shard import Shard
@@ -53,6 +54,7 @@ def padded_program(
     cut, layers = flat.shard, whole_layers or flat.layers
     width = logits_width(flat) if cut is None else cut.vocab_size
     program = trace_padded(module, flat.name, rope_length)
+    program.integers = dict(flat.integers)
     phases: Phases = (
         ("normalize", (Normalize, ReplaceGroupedMM)),
         ("attention", (partial(RewriteCachedAttention, layers, cache_rows),)),
@@ -60,6 +62,7 @@ def padded_program(
         ("fuse", (FuseQKV, FuseGateUp)),
         ("norms", (FuseRMSNorm,)),
         ("vocabulary", (partial(FitVocabulary, width),)),
+        ("quantize", (partial(QuantizeLike, flat),)),
     )
     if cut is not None:
         phases = (*phases, ("shard", (partial(Shard, cut.num_ranks),)))

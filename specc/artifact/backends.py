@@ -50,6 +50,11 @@ class BackendFacts:
             files, pass by pass, and single `weights` copied from the host to a GPU.
         attention_extras: what its attention computes besides masked products of keys and values of
             one width: `sinks`, `softcap`, `value width`.
+        quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8` and
+            `mxfp4`.
+        cuts_quantized: several ranks may have parts of a quantized weight.
+        decoded_bytes: of a quantized weight, how much of it a pass of many tokens has as floats at
+            a time; 0 where products read integers at any number of rows.
     """
 
     name: str
@@ -71,6 +76,9 @@ class BackendFacts:
     takes_int8_rows: bool = False
     offloads_weights: Literal["", "segments", "weights"] = ""
     attention_extras: tuple[str, ...] = ()
+    quantized: tuple[str, ...] = ()
+    cuts_quantized: bool = False
+    decoded_bytes: int = 0
 
     def most_voting_dim(self, dtype: str) -> int | None:
         """Largest heads whose queries can vote on blocks in this type; None is any."""
@@ -99,6 +107,7 @@ class BackendFacts:
 
 _TWO_DTYPES = ("float32", "bfloat16")
 _EXTRAS = ("sinks", "softcap", "value width")
+_QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
 _DTYPES = (*_TWO_DTYPES, "float16")
 _known: dict[str, BackendFacts] = {}
 
@@ -137,27 +146,28 @@ register(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
         model_files=("package_file",), by_default=True, takes_views=True, takes_ranks=True,
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments",
-        attention_extras=_EXTRAS,
+        attention_extras=_EXTRAS, quantized=_QUANTIZED, cuts_quantized=True,
     )
 )  # fmt: skip
 register(
     BackendFacts(
         "cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True, takes_ranks=True,
         attention=NATIVE, voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
-        offloads_weights="weights",
+        offloads_weights="weights", quantized=_QUANTIZED, decoded_bytes=64 << 20,
     )
 )  # fmt: skip
 register(
     BackendFacts(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
         by_default=True, takes_views=True, runs_all=True, takes_ranks=True, attention=SPLIT,
-        takes_int8_rows=True, attention_extras=_EXTRAS,
+        takes_int8_rows=True, attention_extras=_EXTRAS, quantized=_QUANTIZED,
+        cuts_quantized=True,
     )
 )  # fmt: skip
 register(
     BackendFacts(
         "onnx", _DTYPES, "cpu", "padded", native="sometimes", model_files=("onnx_file",),
-        unrun_dtypes=("bfloat16",),
+        unrun_dtypes=("bfloat16",), quantized=("int8", "int4"),
     )
 )  # fmt: skip
 register(

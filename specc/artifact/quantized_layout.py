@@ -84,9 +84,13 @@ class QuantizedLayout:
     @property
     def name(self) -> str:
         """`int8`, `int8-g32`, `int4-g64`, `int4-g64-zeros`, `fp8`, `fp8-g128`, `mxfp4`, …"""
-        kind = _NAMES[self.bits, self.is_float]
-        group = f"-g{self.group}" if self.group and kind != "mxfp4" else ""
-        return kind + group + ("-zeros" if self.has_zeros else "")
+        group = f"-g{self.group}" if self.group and self.kind != "mxfp4" else ""
+        return self.kind + group + ("-zeros" if self.has_zeros else "")
+
+    @property
+    def kind(self) -> str:
+        """`int8`, `int4`, `fp8` or `mxfp4`: what its levels are."""
+        return _NAMES[self.bits, self.is_float]
 
     @property
     def middle(self) -> int:

@@ -42,7 +42,11 @@ from specc.compiler.engine_plans import (
     tile_plans,
 )
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
-from specc.compiler.quantized_models import describe_quantization, told_of_quantized
+from specc.compiler.quantized_models import (
+    check_cut_integers,
+    describe_quantization,
+    told_of_quantized,
+)
 from specc.compiler.self_drafts import self_draft_programs, write_self_drafts
 from specc.compiler.stages import cut_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
@@ -53,6 +57,7 @@ from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord, Phases
 from specc.passes.rewrite.require_attention import RequireAttention
+from specc.passes.rewrite.require_layouts import RequireLayouts
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
@@ -165,9 +170,16 @@ def _compile(
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
     keeps_integers = any(source.is_quantized for source in sources)
+    check_cut_integers(config, backend.facts, plans, keeps_integers)
     rounded = quantize_phases(config.quantization, keeps_integers)
     lowering: Phases = (
-        ("backend", (functools.partial(RequireAttention, backend.facts),)),
+        (
+            "backend",
+            tuple(
+                functools.partial(kind, backend.facts)
+                for kind in (RequireAttention, RequireLayouts)
+            ),
+        ),
         *backend.phases(limits.max_seq_len),
     )
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size

@@ -24,6 +24,7 @@ from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.model_source import ModelSource
+from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.program import constant_key, program_to_json
 from specc.passes.step.draw_acceptance import draw_acceptance
 from specc.passes.step.fuse_step import StepProgram, fuse_step
@@ -47,6 +48,7 @@ class ShapeOptions:
         acceptance: probabilities by sibling rank, drawn inside of steps; None is real acceptance.
         block_size: rows of a KV cache block.
         prefill_chunk: prompt tokens of a pass; None is the default of the backend.
+        quantization: name of the layout of projections' weights; None leaves them in `dtype`.
     """
 
     plans: tuple[SpecPlan, ...]
@@ -58,6 +60,7 @@ class ShapeOptions:
     acceptance: tuple[float, ...] | None = None
     block_size: int = 16
     prefill_chunk: int | None = None
+    quantization: str | None = None
 
     @property
     def max_seq_len(self) -> int:
@@ -112,7 +115,7 @@ def compile_shapes(
         for name, label, config in zip(_NAMES, labels, configs, strict=False)
     ]
     check_budgets(plans, limits.block_size, limits.max_seq_len)
-    lowering = backend.phases(limits.max_seq_len)
+    lowering = (*quantize_phases(options.quantization), *backend.phases(limits.max_seq_len))
     compiled, _ = compile_models(sources, plans, limits.max_seq_len, lowering, phases)
     for source in sources:
         _check_rows(source, limits.max_seq_len)

@@ -175,4 +175,4 @@ def plan_model_memory(
     prefill = PassShape(chunk, batch, batch, min(chunk, limits.max_seq_len), context)
     step = PassShape(batch * nodes, batch * min(nodes, rows), batch, nodes, context)
     sizes = (limits.cache_rows(), [prefill, step], batch * rows)
-    return plan_memory(program, dtype, *sizes, attention=facts.attention)
+    return plan_memory(program, dtype, *sizes, facts.attention, facts.decoded_bytes)

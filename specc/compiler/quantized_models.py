@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from specc.artifact.backends import backend_names
+from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.model_entry import ModelEntry
 from specc.compiler.backends.base import CompilerBackend
 from specc.compiler.backends.registry import compiler_backend
@@ -15,6 +15,7 @@ from specc.compiler.checks import Candidate
 from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.speculation.plans import SpecPlan
 
 _FIELD = "quantize"
 
@@ -70,3 +71,31 @@ def told_of_quantized(models: Sequence[CompiledModel]) -> list[str]:
                 f" them as they are: {shown}"
             )
     return told
+
+
+def check_cut_integers(
+    config: CompileConfig, facts: BackendFacts, plans: Sequence[SpecPlan], keeps_integers: bool
+) -> None:
+    """Refuse ranks where a backend has no parts of integers.
+
+    Args:
+        config: of the engine.
+        facts: of its backend.
+        plans: of the engine; the weights of self-drafts may be rounded.
+        keeps_integers: a checkpoint is quantized.
+    Raises:
+        ConfigError: some weights are quantized, and ranks would have parts of them.
+    """
+    rounded = [own.option for plan in plans for own in plan.self_drafts if own.weights]
+    # drafts are cut for as many, or not at all
+    ranks = config.tensor_parallel_size
+    if facts.cuts_quantized or ranks == 1:
+        return
+    if not (keeps_integers or config.quantization or rounded):
+        return
+    takers = [name for name in backend_names() if facts_of(name).cuts_quantized]
+    raise ConfigError(
+        f"quantized weights for {ranks} ranks with backend {facts.name}",
+        f"the backend {' or '.join(takers)}, whose ranks have parts of them",
+        f"pass --backend {takers[0]}, one rank, or weights that are not quantized",
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,11 @@ from specc.artifact.offload import least_budget, plan_offload, read_pieces
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
 from specc.artifact.segments import SegmentedModel
 from specc.compiler.backends.registry import check_options, compiler_backend
+from specc.compiler.quantized_models import check_cut_integers
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.passes.program import Weight
+from specc.passes.rewrite.require_layouts import RequireLayouts
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -246,15 +250,59 @@ def test_bytes_are_told(make) -> None:
     assert line.startswith("target has weights of projections in int4-g32, the rest in float32: ")
 
 
-@pytest.mark.parametrize("backend", ["onnx", "tensorrt", "cuda"])
-def test_other_backends_are_refused_before_anything_is_read(tmp_path, backend) -> None:
-    backend = compiler_backend(backend)
+def test_other_backends_are_refused_before_anything_is_read() -> None:
+    backend = compiler_backend("tensorrt")
     config = CompileConfig(quantize="int4", backend=backend.name)
     with pytest.raises(ConfigError) as caught:
         check_options(config, backend)
     assert caught.value.found == f"--quantize with backend {backend.name}"
-    assert caught.value.needed == "the backend cpu or eager, which it is for"
+    assert caught.value.needed == "the backend cpu or cuda or eager or onnx, which it is for"
     assert "--backend cpu" in caught.value.do
+
+
+def test_kinds_that_a_backend_lacks_are_refused() -> None:
+    """By the option before anything is read, and of a checkpoint when its graph is there."""
+    backend = compiler_backend("onnx")
+    with pytest.raises(ConfigError) as caught:
+        check_options(CompileConfig(quantize="fp8", backend="onnx"), backend)
+    assert caught.value.found == "--quantize fp8 with backend onnx"
+    assert caught.value.needed.startswith(
+        "--quantize int8 or int4, or a backend that reads fp8: cpu"
+    )
+    for kind in ("int8", "int4"):
+        check_options(CompileConfig(quantize=kind, backend="onnx"), backend)
+    weight = Weight(("w",), torch.float32, (64, 64), quantized=QuantizedLayout.named("mxfp4"))
+    program = SimpleNamespace(name="target", weights={"w": weight})
+    RequireLayouts(compiler_backend("cuda").facts).run(program)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="target: w in mxfp4, and backend onnx"):
+        RequireLayouts(backend.facts).run(program)  # type: ignore[arg-type]
+
+
+ROUNDED = SpecPlan.from_widths((1, 1), ("self_int8",))
+
+
+@pytest.mark.parametrize(
+    ("options", "plans", "keeps_integers", "is_refused"),
+    [
+        ({"quantize": "int4", "tensor_parallel_size": 2}, (), False, True),
+        ({"tensor_parallel_size": 2}, (ROUNDED,), False, True),
+        ({"tensor_parallel_size": 2}, (), True, True),
+        ({"tensor_parallel_size": 2}, PLANS, False, False),
+        ({"quantize": "int4"}, (ROUNDED,), True, False),
+    ],
+)
+def test_parts_of_integers_are_for_some_backends(
+    options, plans, keeps_integers, is_refused
+) -> None:
+    config = CompileConfig(**options)
+    for name in ("cuda", "onnx"):
+        arguments = config, compiler_backend(name).facts, plans, keeps_integers
+        if is_refused:
+            with pytest.raises(ConfigError, match=f"for 2 ranks with backend {name}"):
+                check_cut_integers(*arguments)
+        else:
+            check_cut_integers(*arguments)
+    check_cut_integers(config, compiler_backend("cpu").facts, plans, keeps_integers)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, fx
@@ -46,8 +47,16 @@ def _is_weight(user: fx.Node, nodes: list[fx.Node]) -> bool:
     return user.target is aten.linear.default and bind_args(user)["weight"] in nodes
 
 
-def why_not(user: fx.Node, weights: list[fx.Node]) -> str | None:
-    """Why a call that reads one of these weights needs their rows; None where it does not."""
+def why_not(
+    user: fx.Node, weights: list[fx.Node], dtypes: Collection[torch.dtype] = UNITS
+) -> str | None:
+    """Why a call that reads one of these weights needs their rows; None where it does not.
+
+    Args:
+        user: the call.
+        weights: inputs.
+        dtypes: of rows that the operator takes.
+    """
     if user.target is aten.embedding.default:
         if user.args[0] not in weights:
             return f"{user.name} looks values of it up"
@@ -62,7 +71,7 @@ def why_not(user: fx.Node, weights: list[fx.Node]) -> str | None:
         return f"{user.name} reads it as another argument"
     values: list[Tensor] = [x.meta["val"] for x in bound.values() if x is not None]
     x, weight = values[:2]
-    if x.dtype not in UNITS or any(value.dtype != x.dtype for value in values):
+    if x.dtype not in dtypes or any(value.dtype != x.dtype for value in values):
         return f"dtypes {', '.join(str(value.dtype) for value in values)}"
     if weight.dim() != 2:
         return f"a weight of {weight.dim()} dimensions"

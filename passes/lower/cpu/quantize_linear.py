@@ -28,6 +28,8 @@ aten = torch.ops.aten
 HEAD = QuantizedLayout(8)
 # the phase
 QUANTIZE = "quantize"
+# float16 on devices, and in files for others
+_ROWS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize_phases(name: str | None, keeps_integers: bool = False) -> Phases:
@@ -71,7 +73,7 @@ class QuantizeLinear(Pass):
                 result.decline(node.name, "its weight is computed")
                 continue
             weight = program.weights[weight_node.target]
-            reason, outputs = why_not(node, [weight_node]), whole_shape(program, weight)[0]
+            reason, outputs = why_not(node, [weight_node], _ROWS), whole_shape(program, weight)[0]
             if reason is None and outputs < BLOCK:
                 reason = f"{outputs} outputs, fewer than a block has"
             if reason is not None:

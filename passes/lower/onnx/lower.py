@@ -2,7 +2,8 @@
 
 torch's exporter translates the operators of aten; those of specc are in `operators.py`. The
 file holds no weight: its initializers name places in the safetensors file that eager graphs of
-the engine read, too. So nothing is copied, and no weight is read here.
+the engine read, too. So nothing is copied, and no weight is read here, but for quantized ones
+(`quantized.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from specc.artifact.safetensors_io import SafetensorsReader
 from specc.errors import ConfigError, UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.lower.onnx.operators import OPSET, translations
+from specc.passes.lower.onnx.quantized import expand_quantized
 from specc.passes.program import PADDED_INPUTS, Program
 from specc.system.extras import install_command
 
@@ -166,6 +168,7 @@ def _write(
     import onnx
     import onnx_ir
 
+    expand_quantized(model, program, path, weights)
     _bind_weights(model, program, constants, weights)
     _describe(model, program)
     onnx_ir.save(model, path)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specc.kernels import ops
+from specc.passes.lower.onnx.quantized import linear_q
 
 # the first with TensorScatter; Attention came with 23
 OPSET = 24
@@ -67,6 +68,7 @@ def translations(num_ranks: int = 1) -> dict[Any, Callable[..., Any]]:
         ops.masked_attention: masked_attention,
         ops.rms_norm: rms_norm,
         ops.grouped_mm: grouped_mm,
+        ops.linear_q: linear_q(),
     }
 
 

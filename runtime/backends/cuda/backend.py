@@ -62,10 +62,11 @@ class CudaBackend(CapturedBackend):
             )
             for entry in manifest.self_drafts
         }
-        # the products of self-drafts are among the target's own
         # weights that share a slot would be read from the GPU's own cache while they are timed
         timed = [m for m in models.values() if not isinstance(m, StreamedProgram) or m.is_resident]
         choose_on_gpu(timed, graphs)
+        # the products of self-drafts are among the target's own, but for weights of their own
+        choose_on_gpu(self_drafts.values(), graphs)
         return DeviceModels(models, models | self_drafts)
 
 

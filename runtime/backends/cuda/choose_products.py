@@ -1,9 +1,10 @@
 """Which product runs for which shape: measured while an engine loads, before anything is captured.
 
 The operators `add_norm_*` and `embed_norm_rope_write` have kernels for few rows beside the
-library's product. Nobody knows which is faster on a GPU before it has run both, so each shape is
-timed with each number of rows, over the weights of all layers in turn, as a step reads them: a
-kernel takes the library's place only where it was faster.
+library's product, and `linear_q` beside that of the decoded weight. Nobody knows which is faster on
+a GPU before it has run both, so each shape is timed with each number of rows, over the weights of
+all layers in turn, as a step reads them: a kernel takes the library's place only where it was
+faster.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from torch import Tensor, fx
 
 from specc.errors import FaultError
 from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.cuda.quantized_calls import NAME as QUANTIZED
+from specc.runtime.backends.cuda.quantized_calls import QuantizedCall, quantized_call
 
 # those that end with rotation and cache write, and all
 _WRITERS = ("add_norm_rope_write", "embed_norm_rope_write")
-OPERATORS = ("add_norm_linear", "add_norm_gate_up", "add_norm_head", *_WRITERS)
-# rows that are measured; others are rounded up to one of them
+OPERATORS = ("add_norm_linear", "add_norm_gate_up", "add_norm_head", *_WRITERS, QUANTIZED)
+# rows of products with a norm that are measured; others are rounded up to one of them
 ROWS = (1, 2, 4, 8, 16)
 # a kernel that saves less than this share may be as fast as the library's: it is not chosen
 _LEAST_GAIN = 0.01
@@ -61,13 +64,22 @@ class DeviceLostError(FaultError):
 
 
 class GraphProgram(Protocol):
-    """What is read of a model's program on a device: its graph, and the values of its inputs."""
+    """What is read of a model's program on a device: its graph, and the values of its inputs.
+
+    Of quantized weights also their shapes [N, K] by the names of inputs, and the type of rows.
+    """
 
     @property
     def graph(self) -> fx.Graph: ...
 
     @property
     def tensors(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def quantized_shapes(self) -> Mapping[str, tuple[int, int]]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,13 @@ class ProductCall:
     last: Any
     caches: tuple[Tensor, ...]
     embedding: Tensor | None = None
+    rows = ROWS
+
+    def product(self, rows: int) -> Any:
+        """What a choice is made for."""
+        from specc.kernels.cuda.few_rows import Product
+
+        return Product.of(self.operator, rows, self.weight)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -128,7 +147,7 @@ class ProductCall:
         return lambda: operator(*args)
 
 
-def calls_of(program: GraphProgram) -> Iterator[ProductCall]:
+def calls_of(program: GraphProgram) -> Iterator[ProductCall | QuantizedCall]:
     """Calls of the operators in a model's graph, in order."""
     tensors = program.tensors
 
@@ -139,6 +158,9 @@ def calls_of(program: GraphProgram) -> Iterator[ProductCall]:
         packet = getattr(node.target, "overloadpacket", None)
         name = getattr(packet, "__name__", "")
         if getattr(node.target, "namespace", "") != "specc" or name not in OPERATORS:
+            continue
+        if name == QUANTIZED:
+            yield quantized_call(node, tensors, program.quantized_shapes, program.dtype)
             continue
         _, second, gamma, eps, unit_offset, weight, last = node.args[:7]
         caches = node.args[9:11] if name in _WRITERS else ()
@@ -184,7 +206,7 @@ def choose_products(
     programs: Iterable[GraphProgram],
     graphs: GraphDevice,
     timer: Timer | None = None,
-    rows: Iterable[int] = ROWS,
+    rows: Iterable[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every shape of these programs that was not measured before, and choose.
 
@@ -192,16 +214,19 @@ def choose_products(
         programs: of the models, on the device.
         graphs: the device.
         timer: what measures; None replays graphs.
-        rows: numbers of rows to measure.
+        rows: numbers of rows to measure; None is those that kernels are for.
     Returns:
-        what was found, ready for JSON: `operator`, `shape` [N, K], `dtype`, `rows`, `ms` of all
-        layers' calls by candidate (`library`, and the number of each tile), and `chosen`.
+        what was found, ready for JSON: `operator`, `shape` [N, K], `dtype`, `rows`, `layout` of
+        quantized weights, `ms` of all layers' calls by candidate (`library`, and the number of each
+        tile), and `chosen`.
     Raises:
         DeviceLostError: a kernel has ended the work of the device.
     """
     # a hundred captures follow
     with _quick_collections():
-        report = _choose(programs, timer or graph_timer(graphs), graphs, tuple(rows))
+        report = _choose(
+            programs, timer or graph_timer(graphs), graphs, None if rows is None else tuple(rows)
+        )
     measured.extend(report)
     return report
 
@@ -226,21 +251,24 @@ def _quick_collections() -> Iterator[None]:
 
 
 def _choose(
-    programs: Iterable[GraphProgram], timer: Timer, graphs: GraphDevice, rows: Sequence[int]
+    programs: Iterable[GraphProgram],
+    timer: Timer,
+    graphs: GraphDevice,
+    rows: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
     # Triton is optional where an engine runs on any other backend
     from specc.kernels.cuda import few_rows
 
-    groups: dict[tuple[Any, ...], list[ProductCall]] = {}
+    groups: dict[tuple[Any, ...], list[ProductCall | QuantizedCall]] = {}
     for program in programs:
         for call in calls_of(program):
             groups.setdefault(call.kind, []).append(call)
     report: list[dict[str, Any]] = []
     with graphs.active(), torch.inference_mode():
         for calls in groups.values():
-            for count in rows:
-                product = few_rows.Product.of(calls[0].operator, count, calls[0].weight)
-                if product in few_rows.choices:
+            for count in rows or calls[0].rows:
+                product = calls[0].product(count)
+                if product in few_rows.choices or not product.tiles:
                     continue
                 bound = [call.bind(count) for call in calls]
                 item: dict[str, Any] = {
@@ -249,6 +277,8 @@ def _choose(
                     "dtype": str(product.dtype).removeprefix("torch."),
                     "rows": product.rows,
                 }
+                if product.layout:
+                    item["layout"] = product.layout
                 found: dict[int | None, float] = {}
                 for number, seconds in _measure(bound, len(product.tiles), timer):
                     if seconds is not None:

@@ -138,12 +138,8 @@ class KeptProducts:
 
 def _choices(items: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, int | None]]:
     """Products, and the numbers of their tiles; None is the library's."""
-    from specc.kernels.cuda import few_rows
-
     for item in items:
-        shape = (item["shape"][0], item["shape"][1])
-        dtype = getattr(torch, item["dtype"])
-        product = few_rows.Product(item["operator"], dtype, shape, item["rows"])
+        product = _product(item)
         chosen = item["chosen"]
         number = None if chosen == _LIBRARY else int(chosen.removeprefix("tile-"))
         if number is None or number < len(product.tiles):
@@ -152,15 +148,19 @@ def _choices(items: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, int | No
 
 def _is_whole(item: Mapping[str, Any]) -> bool:
     """Whether every candidate was timed, or one of them can never be."""
-    from specc.kernels.cuda import few_rows
+    return "lost" in item or len(item["ms"]) == 1 + len(_product(item).tiles)
 
-    return "lost" in item or len(item["ms"]) == 1 + len(
-        few_rows.TILES[getattr(torch, item["dtype"])]
-    )
+
+def _product(item: Mapping[str, Any]) -> Any:
+    from specc.kernels.cuda.few_rows import Product
+
+    shape = (item["shape"][0], item["shape"][1])
+    dtype = getattr(torch, item["dtype"])
+    return Product(item["operator"], dtype, shape, item["rows"], item.get("layout", ""))
 
 
 def _key(item: Mapping[str, Any]) -> tuple[Any, ...]:
-    return item["operator"], item["dtype"], *item["shape"], item["rows"]
+    return item["operator"], item["dtype"], *item["shape"], item["rows"], item.get("layout", "")
 
 
 def _warn(what: str, error: Exception) -> None:

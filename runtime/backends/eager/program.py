@@ -50,6 +50,11 @@ class ModelProgram(nn.Module):
             for entry in program["inputs"]
             if entry["kind"] == "cache"
         ]
+        self.quantized_shapes: dict[str, tuple[int, int]] = {
+            entry["name"]: (entry["quantized_of"][0], entry["quantized_of"][1])
+            for entry in program["inputs"]
+            if "quantized_of" in entry
+        }
         self._no_mass = [torch.empty(1, 0, device=device)] if takes_mass(program) else []
         graph = graph_from_json(program["graph"])
         taken = len(graph.graph.find_nodes(op="placeholder"))
@@ -74,6 +79,11 @@ class ModelProgram(nn.Module):
             **dict(zip(names, self._weights, strict=False)),
             **dict(zip(names[first:], self._caches, strict=True)),
         }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of keys and values, and of what products read."""
+        return self._caches[0].dtype if self._caches else torch.float32
 
     def forward(
         self,

@@ -29,6 +29,8 @@ _ELEMENT_TYPES = {
     torch.float16: 10,
     torch.bfloat16: 16,
 }
+# of quantized weights: rows stay float32, while the default rounds them to int8
+_ACCURACY, _FLOATS = "session.qdq_matmulnbits_accuracy_level", "1"
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 # slots → rows of a sequence, and the caches of every layer
 Grow = Callable[[int], tuple[int, Sequence[tuple[Tensor, Tensor]]]]
@@ -151,6 +153,7 @@ def load_onnx(
     file = path / model.onnx_file
     # where the model is not read from a file, that of the weights cannot be found beside it
     options.add_session_config_entry(_WEIGHTS_FOLDER, str(file.parent))
+    options.add_session_config_entry(_ACCURACY, _FLOATS)
     source: str | bytes = str(file) if grow is None else any_length(file)
     try:
         session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])

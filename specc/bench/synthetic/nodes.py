@@ -44,6 +44,8 @@ _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 _CACHES = ("k_cache", "v_cache", "slab")
 # argument of which a kernel reads rows that tokens name
 _TABLE = "embedding"
+# a quantized weight as scales and zero points: its bytes are those of its levels
+_LEVELS, _OF_LEVELS = "levels", ("scales", "zeros")
 # what programs of one launch hand to each other: as large as it may get, and used again at once
 _SCRATCH = ("partial", "lse", "arrived")
 _ATTENTION = ("attend", "tree_attention")
@@ -228,12 +230,12 @@ class _Counter(TorchDispatchMode):
     def note(self, kernel: str, tensors: Mapping[str, Tensor]) -> None:
         """A launch of the operator that is running."""
         operator = self._operator
-        left_out = (*_CACHES, *_SCRATCH, _TABLE)
+        left_out = (*_CACHES, *_SCRATCH, *_OF_LEVELS, _TABLE)
         moved = sum(_bytes(x) for name, x in tensors.items() if name not in left_out)
         # as many rows of a table are read as are written
         moved += _bytes(tensors["total"]) if _TABLE in tensors else 0
         kind = ATTEND if operator in _ATTENTION else OTHER
-        if "weight" in tensors and tensors["weight"].dim() > 1:
+        if _LEVELS in tensors or ("weight" in tensors and tensors["weight"].dim() > 1):
             kind = PRODUCT
         self._add(kernel, operator, kind, moved + self._pending)
         self._pending = 0

@@ -50,13 +50,14 @@ def run_estimate(options: ShapesOptions, common: BenchOptions) -> None:
 def estimate(options: ShapesOptions, common: BenchOptions, phases: PhaseTimer) -> dict[str, Any]:
     """Compile the shapes without weights, count the nodes of their steps, and make the report."""
     from specc.bench.synthetic.estimate import make_estimate
-    from specc.cli.bench.synthetic import compile_for
+    from specc.cli.bench.synthetic import compile_for, layout_of
 
     programs = compile_for(options, common, phases, "cuda")
     settings = {
         "synthetic": options.synthetic,
         "context": options.num_context,
         "batch_size": common.batch_size,
+        "quantize": layout_of(options),
     }
     with phases.phase("count nodes"):
         return make_estimate(programs, options.num_context, settings)
@@ -78,6 +79,7 @@ def print_estimate(report: dict[str, Any]) -> None:
     lines.append(
         f"estimated for {report['device']}, nothing was measured; {settings['dtype']}, batch size"
         f" {settings['batch_size']}, context {settings['context']}"
+        + (f"; projections in {settings['quantize']}" if settings["quantize"] else "")
     )
     print_lines(console, lines)
     console.print()

@@ -35,6 +35,12 @@ def run_shapes_bench(options: ShapesOptions, common: BenchOptions) -> None:
         SpeccError: of an option, of a shape, or of the device's memory.
     """
     common.check_outputs()
+    if layout_of(options) is not None:
+        raise ConfigError(
+            f"--quantize {layout_of(options)} without --estimate",
+            "random weights, which are drawn in the type that models compute in",
+            "add --estimate, or measure an engine that was compiled with --quantize",
+        )
     with make_listener() as listen:
         report = measure_shapes(options, common, PhaseTimer(listen))
     from specc.cli.bench.report import put_out
@@ -189,7 +195,7 @@ def compile_for(
 def _shape_options(
     options: ShapesOptions, common: BenchOptions, plans: tuple[SpecPlan, ...], backend: str
 ) -> ShapeOptions:
-    """Raises ConfigError: a dtype or a batch size that no engine has."""
+    """Raises ConfigError: a dtype, a batch size or a layout of weights that no engine has."""
     from specc.artifact.backends import facts_of
     from specc.compiler.in_memory import ShapeOptions
 
@@ -204,7 +210,18 @@ def _shape_options(
         tokens=common.tokens,
         backend=backend,
         acceptance=None if acceptance is None else tuple(acceptance),
+        quantization=layout_of(options),
     )
+
+
+def layout_of(options: ShapesOptions) -> str | None:
+    """Name of the layout of projections' weights; None where they are not quantized.
+
+    Raises:
+        ConfigError: there is no such layout.
+    """
+    given = {"quantize": options.quantize, "quantize_group": options.quantize_group}
+    return CompileConfig(**given).quantization  # type: ignore[arg-type]
 
 
 def _settings(options: ShapesOptions, common: BenchOptions) -> ShapesSettings:

@@ -121,6 +121,13 @@ class ShapesOptions:
     dtype: str | None = option(
         None, "With --synthetic: dtype of the weights; without it, what suits the device."
     )
+    quantize: str | None = option(
+        None,
+        "With --estimate: weights of projections in int8, int4 or fp8, as specc compile has them.",
+    )
+    quantize_group: int | None = option(
+        None, "With --quantize int4: how many columns share a scale: 32, 64 or 128."
+    )
     estimate: bool = option(
         False,
         "With --synthetic: nodes, bytes and estimated time of a step on an H200; needs no GPU and"
@@ -142,5 +149,7 @@ class ShapesOptions:
             "--tree": self.trees,
             "--num-speculative-tokens": self.num_speculative_tokens,
             "--dtype": self.dtype,
+            "--quantize": self.quantize,
+            "--quantize-group": self.quantize_group,
             "--estimate": self.estimate or None,
         }

@@ -106,7 +106,7 @@ class OnnxCompiler(PaddedCompiler):
 
     facts = facts_of("onnx")
     aliases = ("onnxruntime",)
-    options = RANK_OPTIONS
+    options = (*RANK_OPTIONS, "quantize")
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
         return dataclasses.replace(super().emit(engine), native=native_operators(engine.writer))

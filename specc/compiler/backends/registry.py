@@ -95,6 +95,8 @@ def check_options(config: CompileConfig, backend: CompilerBackend) -> None:
             f"the backend {' or '.join(takers)}, which reads quantized weights",
             f"pass --backend {takers[0]}, or another draft",
         )
+    if config.quantize is not None and "quantize" in backend.options:
+        _check_kind(config.quantize, backend)
     for name, default in BACKEND_OPTIONS.items():
         if getattr(config, name) == default or name in backend.options:
             continue
@@ -105,6 +107,19 @@ def check_options(config: CompileConfig, backend: CompilerBackend) -> None:
             f"the backend {' or '.join(takers)}, which it is for",
             f"pass --backend {takers[0]}, or leave out {option}",
         )
+
+
+def _check_kind(kind: str, backend: CompilerBackend) -> None:
+    """Whether the backend reads weights of this kind."""
+    if kind in backend.facts.quantized:
+        return
+    takers = [name for name in backend_names() if kind in facts_of(name).quantized]
+    raise ConfigError(
+        f"--quantize {kind} with backend {backend.name}",
+        f"--quantize {' or '.join(backend.facts.quantized)}, or a backend that reads {kind}:"
+        f" {', '.join(takers)}",
+        f"pass --backend {takers[0]}, or --quantize {backend.facts.quantized[0]}",
+    )
 
 
 def _default_backend() -> tuple[CompilerBackend, list[str]]:

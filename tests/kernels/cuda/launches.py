@@ -41,7 +41,7 @@ NUM_SMS = 132
 DEFAULTS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 I32, I64 = torch.int32, torch.int64
-_TYPES = {**TYPE_NAMES, torch.int8: "i8", torch.int16: "i16"}
+_TYPES = {**TYPE_NAMES, torch.int8: "i8", torch.int16: "i16", torch.uint8: "u8"}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels.cuda import (
     add_norm_gate_up,
     add_norm_head,
@@ -16,8 +17,10 @@ from specc.kernels.cuda import (
     embed_norm_rope_write,
     experts,
     few_rows,
+    linear_q,
 )
 from specc.kernels.reference.fused import ACTIVATIONS
+from tests.kernels.cuda.cases_linear_q import ALL
 
 I32, I64 = torch.int32, torch.int64
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -102,6 +105,21 @@ def _experts_calls() -> Iterator[Any]:
                     yield experts.experts(x, ids, weights, *stacks, activation)
 
 
+def _linear_q_calls() -> Iterator[Any]:
+    # outputs that align nothing, one row, some of each kernel, and those of a prompt
+    for dtype in FLOATS:
+        for name in ALL:
+            layout = QuantizedLayout.named(name)
+            facts = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
+            for num_rows, size in ((1, 6144), (_TOKENS, 50257), (16, 6144), (40, 6144), (512, 96)):
+                weight = _meta(*layout.stored_shape((size, _HIDDEN)), dtype=torch.uint8)
+                x = _meta(num_rows, _HIDDEN, dtype=dtype)
+                for bias in (None, _meta(size, dtype=dtype)):
+                    for number in range(2):
+                        with few_rows.forced(number):
+                            yield linear_q.linear_q(x, weight, bias, size, *facts)
+
+
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "add_norm_gate_up": _gate_up_calls,
     "add_norm_head": _head_calls,
@@ -109,4 +127,5 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "add_norm_rope_write": _rope_write_calls,
     "embed_norm_rope_write": _embed_calls,
     "experts": _experts_calls,
+    "linear_q": _linear_q_calls,
 }

@@ -61,7 +61,7 @@ SAMPLED_ODD = (
 PRODUCTS = (
     *(f"_add_norm_{name}_kernel" for name in ("linear", "gate_up", "rope_write", "head")),
     "_embed_norm_rope_write_kernel",
-    "experts_gate_up_kernel", "experts_down_kernel", "_votes_kernel",
+    "experts_gate_up_kernel", "experts_down_kernel", "_votes_kernel", "linear_q_kernel",
 )  # fmt: skip
 
 every_table = pytest.mark.parametrize(
@@ -304,7 +304,8 @@ def compile_kernels(
 
 def _is_of_floats(item: Shipped) -> bool:
     """Of a kernel among `PRODUCTS`."""
-    return item.signature.get("weight", item.signature.get("q")) == "*fp32"
+    given = [item.signature[name] for name in ("weight", "q", "x") if name in item.signature]
+    return given[0] == "*fp32"
 
 
 def _type_of(item: Shipped) -> str:

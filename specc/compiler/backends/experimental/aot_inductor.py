@@ -10,6 +10,9 @@ from specc.passes.lower.experimental import aot_inductor
 class AotInductorCompiler(CudaCompiler):
     """Adds a package for each size that passes of steps have."""
 
+    # nobody has compiled packages of quantized weights
+    options = tuple(name for name in CudaCompiler.options if name != "quantize")
+
     @property
     def name(self) -> str:
         return aot_inductor.BACKEND

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 from typing import Any
 
 import pytest
@@ -46,7 +47,9 @@ LIBRARY_LAYER = [
 
 
 @functools.cache
-def compiled(backend: str = "cuda", batch_size: int = 1) -> BenchPrograms:
+def compiled(
+    backend: str = "cuda", batch_size: int = 1, quantization: str | None = None
+) -> BenchPrograms:
     configs = [tiny_config("llama", num_hidden_layers=4), tiny_config("llama", num_hidden_layers=3)]
     has_draft = backend == "cuda"
     if not has_draft:
@@ -58,6 +61,7 @@ def compiled(backend: str = "cuda", batch_size: int = 1) -> BenchPrograms:
         context=CONTEXT,
         tokens=24,
         backend=backend,
+        quantization=quantization,
     )
     return compile_shapes("TD"[: len(configs)], configs, options, PhaseTimer())
 
@@ -283,6 +287,30 @@ def test_the_second_graph_fits_into_the_memory_of_the_first() -> None:
     assert more > 16 * 4 * row
 
 
+@pytest.mark.parametrize("layout", ["int8", "int4-g64", "fp8"])
+def test_quantized_weights_count_the_bytes_that_they_have(layout: str) -> None:
+    """Levels, scales and zero points once, in the nodes of products and in the floor."""
+    programs = compiled(quantization=layout)
+    launches = Launches(recorded, KERNELS)
+    nodes = of_model(step_nodes(programs, OFF, CONTEXT, launches, is_filtered=False), "target")
+    products = [node for node in nodes if node.name == "linear_q_kernel"]
+    assert {node.kind for node in products} == {PRODUCT}
+    stored = [
+        math.prod(item["shape"])
+        for item in programs.models[0].program["inputs"]
+        if "quantized_of" in item
+    ]
+    assert len(products) == len(stored) == 4 * 4 + 1
+    assert not [node for node in nodes if "decode" in node.name or node.name == "linear"]
+    # rows and results besides
+    assert sum(stored) < sum(node.num_bytes for node in products) < 1.3 * sum(stored)
+    plain, own = (
+        make_estimate(item, CONTEXT, {})["plans"]["off"]["bytes"] for item in (compiled(), programs)
+    )
+    shapes = [i["quantized_of"] for i in programs.models[0].program["inputs"] if "layout" in i]
+    assert plain - own == 2 * sum(math.prod(shape) for shape in shapes) - sum(stored)
+
+
 def test_the_command(tmp_path) -> None:
     config = tiny_config("llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1)
     config.save_pretrained(tmp_path)
@@ -297,6 +325,7 @@ def test_the_command(tmp_path) -> None:
         "context": 64,
         "batch_size": 1,
         "dtype": "bfloat16",
+        "quantize": None,
     }
     for text in ("nothing was measured", "assumed; to be measured", "off"):
         assert text in " ".join(result.output.split())
@@ -312,6 +341,20 @@ def test_the_command(tmp_path) -> None:
 def test_what_only_measurements_have_is_refused(more: list[str], found: str) -> None:
     shapes = ["--synthetic", "llama-3.1-8b/llama-3.2-1b", "--estimate"]
     result = CliRunner().invoke(app, ["bench", *shapes, *more])
+    assert result.exit_code != 0
+    assert found in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        (["--quantize", "int4"], "--quantize int4-g64 without --estimate"),
+        (["--estimate", "--quantize", "int5"], "--quantize int5"),
+        (["--estimate", "--quantize-group", "32"], "--quantize-group 32"),
+    ],
+)
+def test_layouts_that_are_refused(more: list[str], found: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "--synthetic", "llama-3.2-1b", *more])
     assert result.exit_code != 0
     assert found in " ".join(result.output.split())
 

@@ -1,0 +1,217 @@
+"""`specc::linear_q`: rows times a weight of 8 or 4 bits, as the engine's file has it.
+
+Up to MAX_QUANTIZED_ROWS rows one launch reads the integers, once, and nothing else of the weight.
+More rows have the weight decoded to their own type and multiplied by the library, DECODED_BYTES of
+it at a time: a prompt multiplies for longer than that takes.
+
+What is fixed by the oracle (`specc.kernels.reference.quantized`) are rows as integers; here they
+are the floats that they were, and sums are in float32, group by group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from specc.artifact.backends import facts_of
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.weight_layout import BLOCK
+from specc.kernels.cuda.few_rows import (
+    MAX_ROWS,
+    QUANTIZED,
+    Tile,
+    in_rows,
+    quantized_tile_for,
+    quantized_tiles,
+)
+from specc.kernels.cuda.launch import launcher
+from specc.kernels.cuda.linear_q_kernels import linear_q_decode_kernel, linear_q_kernel
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.strided_rows import FLOATS, check
+
+NAME = "linear_q"
+# of a weight, as floats, at a time: the memory plan counts them
+DECODED_BYTES = facts_of("cuda").decoded_bytes
+# a program decodes so many columns, and so many of them in a row
+_DECODE_BLOCK, _DECODE_PARTS = 32, 4
+# columns of a step of the product, where groups are shorter
+_STEP = 128
+
+
+def linear_q(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    bits: int,
+    group: int,
+    has_zeros: bool,
+    is_float: bool = False,
+) -> Tensor:
+    """See `linear_q_reference`; rows in float16, too. What is not finite is as floats have it."""
+    layout = QuantizedLayout(bits, group, has_zeros, is_float)
+    _check(input, weight, bias, out_features, layout)
+    x = in_rows(input)
+    tile = quantized_tile_for(x, out_features, layout.name)
+    if tile is None:
+        return _by_library(x, weight, bias, out_features, layout)
+    out = x.new_empty(x.shape[0], out_features)
+    if x.shape[0]:
+        launcher(linear_q_kernel)[(triton.cdiv(out_features, tile.block_n),)](
+            x, *_parts(weight, layout), x if bias is None else bias, out,
+            x.shape[0], out_features, 0 if bias is None else out_features, x.shape[1],
+            **_constexprs(layout, tile, _block_rows(x.shape[0])),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )  # fmt: skip
+    return out
+
+
+def _by_library(
+    x: Tensor, weight: Tensor, bias: Tensor | None, size: int, layout: QuantizedLayout
+) -> Tensor:
+    """The product with the weight in the type of x, some blocks of it after others."""
+    step = max(1, DECODED_BYTES // (BLOCK * x.shape[1] * x.dtype.itemsize))
+    if step >= weight.shape[0]:
+        return functional.linear(x, decoded(weight, x, 0, size, layout), bias)
+    out = x.new_empty(x.shape[0], size)
+    for first in range(0, weight.shape[0], step):
+        begin, end = first * BLOCK, min(size, (first + step) * BLOCK)
+        part = decoded(weight, x, first, end - begin, layout)
+        own = None if bias is None else bias[begin:end]
+        out[:, begin:end] = functional.linear(x, part, own)
+    return out
+
+
+def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: QuantizedLayout) -> Tensor:
+    """(u - z) · s of `size` outputs from block `first` on: [size, K] in the dtype of `like`."""
+    columns = like.shape[1]
+    out = like.new_empty(size, columns)
+    grid = (triton.cdiv(size, BLOCK), triton.cdiv(columns, _DECODE_BLOCK * _DECODE_PARTS))
+    launcher(linear_q_decode_kernel)[grid](
+        *_parts(weight, layout), out, first, size, layout.header_columns or columns, columns,
+        **_format(layout),
+        BK=_DECODE_BLOCK,
+        PARTS=_DECODE_PARTS,
+        num_warps=4,
+        num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def _parts(weight: Tensor, layout: QuantizedLayout) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The weight as elements of units, as scales, and as zero points."""
+    return (
+        weight.view(_ELEMENTS[layout.unit]),
+        weight if layout.is_float and layout.bits == 4 else weight.view(torch.float32),
+        weight.view(torch.int16) if layout.has_zeros else None,
+    )
+
+
+# columns of a unit → what holds those of an output
+_ELEMENTS = {2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def _format(layout: QuantizedLayout) -> dict[str, Any]:
+    return {
+        "BITS": layout.bits,
+        "IS_FLOAT": layout.is_float,
+        "UNIT": layout.unit,
+        "HEADER": layout.header_bytes,
+    }
+
+
+def _constexprs(layout: QuantizedLayout, tile: Tile, rows: int) -> dict[str, Any]:
+    columns = min(tile.block_k, layout.group or tile.block_k)
+    return _format(layout) | {
+        "WIDTH": layout.header_columns,
+        "BM": rows,
+        "BN": tile.block_n,
+        "BK": columns,
+        "PARTS": max(1, min(tile.block_k, _STEP) // columns),
+    }
+
+
+def _block_rows(num_rows: int) -> int:
+    return MAX_ROWS if num_rows <= MAX_ROWS else 64
+
+
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, size: int, layout: QuantizedLayout
+) -> None:
+    is_rows = x.dim() == 2 and x.dtype in FLOATS and x.shape[1] > 0
+    check(is_rows, NAME, f"input {x.dtype} {list(x.shape)}", "[M, K] of floats")
+    wanted = layout.stored_shape((size, x.shape[1]))
+    check(
+        weight.dtype == torch.uint8 and weight.shape == wanted and weight.is_contiguous(),
+        NAME,
+        f"weight {weight.dtype} {list(weight.shape)}, strides {weight.stride()}",
+        f"a contiguous {list(wanted)} of torch.uint8, {layout.name}",
+    )
+    if bias is not None:
+        check(
+            bias.shape == (size,) and bias.dtype == x.dtype and bias.is_contiguous(),
+            NAME,
+            f"bias {bias.dtype} {list(bias.shape)}",
+            f"a contiguous [{size}] of {x.dtype}",
+        )
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """Every tile of every layout that has them, and what decodes all layouts."""
+    for dtype in FLOATS:
+        for name in QUANTIZED:
+            for rows in (MAX_ROWS, 64):
+                for tile in quantized_tiles(name, dtype, rows):
+                    yield _product(dtype, QuantizedLayout.named(name), tile, rows)
+        for name in ("int8", "int8-zeros", "int4-g32", "int4-g32-zeros", "fp8", "mxfp4"):
+            yield _decode(dtype, QuantizedLayout.named(name))
+
+
+def _product(dtype: torch.dtype, layout: QuantizedLayout, tile: Tile, rows: int) -> Shipped:
+    kind = TYPE_NAMES[dtype]
+    given = _given(layout)
+    pointers = {"x": f"*{kind}", **given, "bias": f"*{kind}", "out": f"*{kind}"}
+    return Shipped(
+        name=f"{kind}-{layout.name}-rows{rows}-n{tile.block_n}",
+        kernel=linear_q_kernel,
+        signature=pointers | dict.fromkeys(("num_rows", "size", "bias_size", "K"), "i32"),
+        constexprs=_absent(layout) | _constexprs(layout, tile, rows),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        divisible=(*pointers, "K"),
+    )
+
+
+def _decode(dtype: torch.dtype, layout: QuantizedLayout) -> Shipped:
+    kind = TYPE_NAMES[dtype]
+    pointers = {**_given(layout), "out": f"*{kind}"}
+    # groups of other sizes are other numbers, not other binaries
+    name = layout.name.replace("-g32", "")
+    return Shipped(
+        name=f"{kind}-decode-{name}",
+        kernel=linear_q_decode_kernel,
+        signature=pointers | dict.fromkeys(("first", "size", "width", "K"), "i32"),
+        constexprs=_absent(layout)
+        | _format(layout)
+        | {"BK": _DECODE_BLOCK, "PARTS": _DECODE_PARTS},
+        num_warps=4,
+        num_stages=1,
+        divisible=(*pointers, "K"),
+    )
+
+
+def _given(layout: QuantizedLayout) -> dict[str, str]:
+    is_mx = layout.is_float and layout.bits == 4
+    element = TYPE_NAMES.get(_ELEMENTS[layout.unit], "i16")
+    zeros = {"zeros": "*i16"} if layout.has_zeros else {}
+    return {"levels": f"*{element}", "scales": "*u8" if is_mx else "*fp32", **zeros}
+
+
+def _absent(layout: QuantizedLayout) -> dict[str, None]:
+    return {} if layout.has_zeros else {"zeros": None}

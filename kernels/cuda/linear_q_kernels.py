@@ -1,0 +1,175 @@
+"""Kernels of `specc::linear_q`: rows times the integers of a weight, and that weight as floats.
+
+Blocks lie as `specc.artifact.quantized_layout` has them: of each header, 32 scales, 32 zero points
+where there are any, and units of 32 elements, one for each output. So a program reads a step of its
+outputs in one run of bytes. Levels are multiplied as they are: u - z, and the values of e4m3 and
+e2m1, are exact in every type of rows, so products are, too, and a scale multiplies the sum over its
+group, in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# outputs of a block of the weight
+BLOCK: tl.constexpr = tl.constexpr(32)
+
+
+@triton.jit(do_not_specialize=["num_rows", "size", "bias_size"])
+def linear_q_kernel(
+    x,
+    levels,
+    scales,
+    zeros,
+    bias,
+    out,
+    num_rows,
+    size,
+    bias_size,
+    K,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEADER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """BN outputs of up to BM rows; a step is PARTS products of BK columns, which share a scale.
+
+    WIDTH is the columns of a header, 0 where one is for all. bias [bias_size] counts where it is
+    not empty.
+    """
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    i_b = (tl.program_id(0) * BN // BLOCK).to(tl.int64)
+    o_lane = o_n % BLOCK
+    width = K if WIDTH == 0 else WIDTH
+    o_m = tl.arange(0, BM)
+    m_m = (o_m < num_rows)[:, None]
+    o_k = tl.arange(0, BK)
+    p_x = x + o_m[:, None] * K + o_k[None, :]
+    b_out = tl.zeros([BM, BN], tl.float32)
+    for step in range(0, K, BK * PARTS):
+        for part in tl.static_range(PARTS):
+            k = step + part * BK
+            b_x = tl.load(p_x + k, mask=m_m & (o_k[None, :] < K - k), other=0.0)  # [BM, BK]
+            b_w = _values(
+                levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER, BK, BN
+            )
+            b_w = b_w.to(x.dtype.element_ty)  # [BK, BN]
+            if WIDTH == 0:
+                b_out = tl.dot(b_x, b_w, b_out, input_precision="ieee")
+            else:
+                b_scale = _scale(scales, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER)
+                b_out += tl.dot(b_x, b_w, input_precision="ieee") * b_scale[None, :]
+    if WIDTH == 0:
+        b_out *= _scale(scales, i_b, o_lane, 0, K, width, BITS, IS_FLOAT, UNIT, HEADER)[None, :]
+    b_out += tl.load(bias + o_n, mask=o_n < bias_size, other=0.0).to(tl.float32)[None, :]
+    m_out = m_m & (o_n < size)[None, :]
+    p_out = out + o_m[:, None] * size + o_n[None, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
+
+
+@triton.jit(do_not_specialize=["first", "size", "width"])
+def linear_q_decode_kernel(
+    levels,
+    scales,
+    zeros,
+    out,
+    first,
+    size,
+    width,
+    K,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEADER: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Rows of blocks first, first + 1, … as floats, in `out` [size, K]; width as in `_values`."""
+    i_b = (first + tl.program_id(0)).to(tl.int64)
+    o_lane = tl.arange(0, BLOCK)
+    o_n = tl.program_id(0) * BLOCK + o_lane
+    for part in tl.static_range(PARTS):
+        k = (tl.program_id(1) * PARTS + part) * BK
+        if k < K:
+            b_w = _values(
+                levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER, BK, BLOCK
+            )
+            b_scale = _scale(scales, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER)
+            b_w = (b_w * b_scale[None, :]).to(out.dtype.element_ty)
+            o_k = k + tl.arange(0, BK)
+            m_out = (o_k < K)[:, None] & (o_n < size)[None, :]
+            p_out = out + o_n.to(tl.int64)[None, :] * K + o_k[:, None]
+            tl.store(p_out, b_w, mask=m_out)
+
+
+@triton.jit
+def _header(i_b, k, K, width, UNIT: tl.constexpr, HEADER: tl.constexpr):
+    """Where the header of column k of a block is, in bytes; `width` columns have one."""
+    UNIT_BYTES: tl.constexpr = BLOCK * (2 if UNIT == 2 else 4)
+    num_headers = (K + width - 1) // width
+    block_bytes = num_headers * HEADER + (K + UNIT - 1) // UNIT * UNIT_BYTES
+    i_h = k // width
+    return i_b * block_bytes + i_h * HEADER + i_h * width // UNIT * UNIT_BYTES
+
+
+@triton.jit
+def _values(
+    levels, zeros, i_b, o_lane, k, K, width,
+    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Columns k … k + BK - 1 of outputs o_lane of a block: u - z, or v, [BK, BN] float32.
+
+    `levels` are elements of units, int32 or, of fp8, int16; `zeros` int16, or None where all are
+    the middle. `width` is the columns of a header, a multiple of BK, or K where one is for all.
+    Of a step's parts the last may begin after K, where there is no header any more.
+    """
+    ELEMENT: tl.constexpr = 2 if UNIT == 2 else 4
+    o_u = tl.arange(0, BK // UNIT)
+    place = _header(i_b, k, K, width, UNIT, HEADER)
+    p_unit = levels + (place + HEADER) // ELEMENT + k % width // UNIT * BLOCK
+    p_unit += o_u[:, None] * BLOCK + o_lane[None, :]
+    m_unit = (o_u * UNIT < K - k)[:, None]
+    b_unit = tl.load(p_unit, mask=m_unit, other=0).to(tl.int32)  # [units, BN]
+    o_c = tl.arange(0, UNIT)
+    b_shift = o_c % 4 * 8 + o_c // 4 * 4 if BITS == 4 else o_c * 8
+    b_level = (b_unit[:, None, :] >> b_shift[None, :, None]) & ((1 << BITS) - 1)
+    b_level = tl.reshape(b_level, [BK, BN])
+    if IS_FLOAT:
+        # exponent and mantissa at the places of half precision: a power of two away
+        if BITS == 8:
+            b_bits = (b_level & 127) << 7 | (b_level & 128) << 8
+            b_value = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        else:
+            b_bits = (b_level & 7) << 9 | (b_level & 8) << 12
+            b_value = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    else:
+        if zeros is None:
+            b_value = (b_level - (1 << (BITS - 1))).to(tl.float32)
+        else:
+            # after 32 scales
+            b_zero = tl.load(zeros + place // 2 + 2 * BLOCK + o_lane, mask=k < K, other=0)
+            b_value = (b_level - b_zero.to(tl.int32)[None, :]).to(tl.float32)
+    return b_value
+
+
+@triton.jit
+def _scale(
+    scales, i_b, o_lane, k, K, width,
+    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr,
+):  # fmt: skip
+    """Scales of column k: [outputs] float32; see `_values`. Of mxfp4 `scales` are bytes."""
+    place = _header(i_b, k, K, width, UNIT, HEADER)
+    if IS_FLOAT and BITS == 4:
+        # a header has those of 4 groups of 32 columns
+        b_byte = tl.load(scales + place + k % width // 32 * BLOCK + o_lane, mask=k < K, other=0)
+        b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        b_scale = tl.load(scales + place // 4 + o_lane, mask=k < K, other=0.0)
+    return b_scale

@@ -1,0 +1,81 @@
+"""Calls of `specc.linear_q` in a model's graph, to be timed: see `choose_products`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specc.artifact.quantized_layout import QuantizedLayout
+
+NAME = "linear_q"
+
+
+@dataclass(frozen=True)
+class QuantizedCall:
+    """A call, with the tensors that do not change.
+
+    Args:
+        weight: uint8 [blocks, bytes].
+        bias: [N], or None.
+        shape: of the weight, [N, K].
+        layout: of the weight.
+        dtype: of rows.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    shape: tuple[int, int]
+    layout: QuantizedLayout
+    dtype: torch.dtype
+    operator = NAME
+    # a tree of several sequences has more than a kernel with a norm takes
+    rows = (1, 2, 4, 8, 16, 32, 64)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for calls that run the same code."""
+        return NAME, self.dtype, self.shape, self.layout, self.bias is None
+
+    def product(self, rows: int) -> Any:
+        """What a choice is made for."""
+        from specc.kernels.cuda.few_rows import Product
+
+        return Product.of_quantized(rows, self.dtype, self.shape, self.layout.name)
+
+    def bind(self, rows: int) -> Callable[[], object]:
+        """The call for this many rows."""
+        dice = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, self.shape[1], generator=dice).to(self.weight.device, self.dtype)
+        layout = self.layout
+        facts = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
+        args = (x, self.weight, self.bias, self.shape[0], *facts)
+        return lambda: torch.ops.specc.linear_q(*args)
+
+
+def quantized_call(
+    node: fx.Node,
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, int]],
+    dtype: torch.dtype,
+) -> QuantizedCall:
+    """What a node of a graph calls.
+
+    Args:
+        node: of `specc.linear_q`.
+        tensors: weights by the names of inputs.
+        shapes: of quantized weights [N, K], likewise.
+        dtype: of rows.
+    """
+    _, weight, bias, _, *facts = node.args
+    name = weight.target  # type: ignore[union-attr]
+    return QuantizedCall(
+        tensors[name],
+        None if bias is None else tensors[bias.target],  # type: ignore[union-attr]
+        shapes[name],
+        QuantizedLayout(*facts),  # type: ignore[arg-type]
+        dtype,
+    )

@@ -1,0 +1,161 @@
+"""Products by quantized weights equal their oracle: few rows by tiles, more by decoded weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.kernels.cuda import few_rows
+from specc.kernels.cuda import linear_q as module
+from specc.kernels.cuda.few_rows import Product, forced, quantized_tile_for
+from specc.kernels.cuda.linear_q import linear_q
+from tests.kernels.cuda import cases_linear_q as cases
+from tests.kernels.cuda.cases_linear_q import BF16, DTYPES, F16, F32
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+TILES = cases.tiles()
+# each tile with one shape, and with others in the slow tier
+QUICK = [
+    (name, dtype, (cases.SHAPES if rows <= 16 else cases.MANY)[i % 3], number, i % 2 == 0)
+    for i, (name, dtype, rows, number) in enumerate(TILES)
+]
+EVERY = [
+    (name, dtype, shape, number, i % 2 == 1)
+    for i, (name, dtype, rows, number) in enumerate(TILES)
+    for shape in (cases.SHAPES if rows <= 16 else cases.MANY)
+]
+
+
+def _ids(items):
+    return [
+        f"{n}-{str(d).removeprefix('torch.')}-{'x'.join(map(str, s))}-{t}"
+        for n, d, s, t, _ in items
+    ]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=_ids(QUICK))
+def test_tiles(case, device):
+    cases.check_tile(*case, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EVERY, ids=_ids(EVERY))
+def test_tiles_with_every_shape(case, device):
+    cases.check_tile(*case, device)
+
+
+@pytest.mark.parametrize("name", cases.ALL)
+def test_decoded_weights(name, device):
+    """Every layout, in one type each; short groups, and a last block that is."""
+    dtype = DTYPES[cases.ALL.index(name) % 3]
+    cases.check_decoded(name, dtype, 200, 70, device)
+    cases.check_decoded(name, F32, 331, 65, device)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_every_code_of_floats(name, device):
+    """All of them, subnormals and both zeros, of e4m3 and e2m1."""
+    weight, want = cases.every_code(name)
+    layout = QuantizedLayout.named(name)
+    for dtype in DTYPES:
+        like = torch.zeros(1, want.shape[1], dtype=dtype, device=device)
+        found = module.decoded(weight.to(device), like, 0, 32, layout)
+        assert torch.equal(found, want.to(dtype).to(device))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("int8", F32), ("int4-g64-zeros", BF16), ("int8-g32", F16), ("mxfp4", BF16)],
+)
+def test_more_rows(name, dtype, device, monkeypatch):
+    """By the decoded weight, in one piece and in several: of one block each, and of two."""
+    cases.check_library(name, dtype, (70, 200, 100), device)
+    for blocks in (1, 2):
+        size = 32 * 200 * dtype.itemsize * blocks
+        monkeypatch.setattr(module, "DECODED_BYTES", size)
+        cases.check_library(name, dtype, (70, 200, 100), device)
+
+
+def test_a_weight_is_decoded_only_so_much_at_a_time(device, monkeypatch):
+    """What the memory plan counts."""
+    made = []
+
+    def decoded(*args):
+        made.append(original(*args))
+        return made[-1]
+
+    original = module.decoded
+    monkeypatch.setattr(module, "decoded", decoded)
+    monkeypatch.setattr(module, "DECODED_BYTES", 2 * 32 * 64 * 2 + 10)
+    cases.check_library("int8", BF16, (70, 64, 150), device)
+    assert [len(item) for item in made] == [64, 64, 22]
+    assert max(item.nbytes for item in made) <= module.DECODED_BYTES
+
+
+def test_which_product(device):
+    """The first tile until something else was measured; never more rows than a kernel takes."""
+    x = torch.zeros(5, 256, dtype=BF16, device=device)
+    tiles = few_rows.quantized_tiles("int4-g64", BF16, 5)
+    assert quantized_tile_for(x, 64, "int4-g64") == tiles[0]
+    product = Product.of_quantized(5, BF16, (64, 256), "int4-g64")
+    for chosen in (tiles[1], None):
+        few_rows.choices[product] = chosen
+        try:
+            assert quantized_tile_for(x, 64, "int4-g64") == chosen
+            # rows of one bucket share a choice; other layouts do not
+            assert quantized_tile_for(x[:1].repeat(7, 1), 64, "int4-g64") == chosen
+            assert quantized_tile_for(x[:1], 64, "int4-g64") == tiles[0]
+            assert quantized_tile_for(x, 64, "int4-g32") == tiles[0]
+        finally:
+            del few_rows.choices[product]
+    for rows, dtype, layout in (
+        (65, BF16, "int8"),
+        (17, F32, "int8"),
+        (1, BF16, "int8-g32"),
+        (1, F16, "fp8-g64"),
+    ):
+        x = torch.zeros(rows, 256, dtype=dtype, device=device)
+        assert quantized_tile_for(x, 64, layout) is None
+        with forced(0):
+            assert quantized_tile_for(x, 64, layout) is None
+
+
+@pytest.mark.parametrize("number", [0, None])
+def test_no_rows(number, device):
+    operands = cases.make_operands("int8", (0, 64, 40), F16, device, has_bias=True)
+    with forced(number):
+        assert linear_q(**operands).shape == (0, 40)
+
+
+def test_large_values(device):
+    """Sums beyond float16's range are kept until a scale has brought them back."""
+    operands = cases.make_operands("int8", (2, 256, 32), F16, device)
+    operands["input"] = torch.full_like(operands["input"], 300.0)
+    shape = (32, 256)
+    layout = QuantizedLayout.named("int8")
+    weight = torch.linspace(1e-3, 2e-3, 32)[:, None].expand(shape).contiguous()
+    operands["weight"] = cases.quantize(weight, layout).to(device)
+    with forced(0):
+        found = linear_q(**operands)
+    assert bool(found.isfinite().all())
+    cases.assert_close(found, cases.oracle(operands), cases.TOLERANCE[F16])
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"input": torch.zeros(2, 64, dtype=torch.float64)}, "found input"),
+        ({"input": torch.zeros(1, 2, 64)}, "found input"),
+        ({"weight": torch.zeros(2, 64, dtype=torch.uint8)}, "found weight"),
+        ({"weight": torch.zeros(2, 2176)}, "found weight"),
+        ({"bias": torch.zeros(39)}, "found bias"),
+        ({"bias": torch.zeros(40, dtype=BF16)}, "found bias"),
+        ({"bits": 4, "group": 32}, "found weight"),
+    ],
+)
+def test_bad_input_is_refused(change, found, device):
+    operands = cases.make_operands("int8", (2, 64, 40), F32, device) | change
+    with pytest.raises(ValueError, match=found):
+        linear_q(**operands)

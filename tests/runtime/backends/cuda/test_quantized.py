@@ -1,0 +1,149 @@
+"""Engines of quantized weights for CUDA, without a GPU: a simulated device, kernels interpreted.
+
+The reference is transformers with the float32 weights that the engine's integers stand for, and the
+engine's own plan off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specc.config import CompileConfig
+from specc.runtime.backends.captured import backend as captured_backend
+from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import SpecPlan
+from tests import engines, models
+from tests.conftest import save_tiny_llama
+from tests.runtime.backends.captured.simulated_device import SimulatedDevice
+from tests.runtime.test_quantized import TOLERANCE, reference_model
+
+PLANS = tuple(
+    SpecPlan.from_widths(*plan)
+    for plan in (((),), ((1, 1, 1),), ((2, 1),), ((1, 1), ("self_int8",)))
+)
+MAX_SEQ_LEN = 64
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    """Stands for the GPU of this machine."""
+    simulated = SimulatedDevice()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(captured_backend, "cuda_device", lambda: simulated)
+    return simulated
+
+
+@pytest.fixture
+def triton_kernels() -> Iterator[None]:
+    """The kernels, interpreted, in place of the oracles."""
+    from specc.kernels.cuda.register import register, unregister
+
+    register("CPU")
+    yield
+    unregister("CPU")
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(checkpoint, engine) of a tiny model with its noisy draft."""
+    made: dict[Any, tuple[Path, Path]] = {}
+
+    def make_one(quantize: str, group: int | None = None, plans: Any = PLANS[:3], **options: Any):
+        key = (quantize, group, plans, *options.items())
+        if key not in made:
+            root = tmp_path_factory.mktemp("quantized")
+            target, draft = root / "target", root / "draft"
+            for seed, model in ((1, target), (2, draft)):
+                save_tiny_llama(model, seed)
+            config = CompileConfig(
+                max_seq_len=MAX_SEQ_LEN, max_batch_size=2, quantize=quantize,
+                quantize_group=group, backend="cuda", probe=False, plans=plans, **options,
+            )  # fmt: skip
+            made[key] = target, engines.build(target, draft, root / "engine", config)
+        return made[key]
+
+    return make_one
+
+
+def generate(engine: Engine, plan: str, prompts: Any, count: int = 8) -> Any:
+    llm = LLM(engine, plan=plan)
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    outputs = llm.generate([list(prompt) for prompt in prompts], params)
+    return [output.outputs[0].token_ids for output in outputs], llm.get_metrics()
+
+
+def logits_error(engine: Engine, model: Any, num_tokens: int) -> float:
+    """Of one pass over a prompt, beside the spread of transformers' logits."""
+    tokens = torch.tensor(models.prompts()[-1][:num_tokens])
+    with torch.inference_mode():
+        want = model(tokens[None]).logits[0]
+        found = engine.target(
+            tokens,
+            torch.arange(num_tokens),
+            torch.tensor([0, num_tokens], dtype=torch.int32),
+            torch.arange(num_tokens, dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+            None,
+            torch.arange(num_tokens // 16 + 1, dtype=torch.int32)[None],
+            torch.arange(num_tokens),
+        )
+    return float((found - want).abs().max() / want.std())
+
+
+# in float32: the interpreter's bfloat16 is patched for tests of kernels alone
+@pytest.mark.parametrize(
+    ("quantize", "group"),
+    [
+        ("int4", 32),
+        ("int8", None),
+        ("fp8", None),
+    ],
+)
+@pytest.mark.slow  # minutes: kernels are interpreted, element by element
+def test_the_kernels_say_what_transformers_says(
+    make, tmp_path, device, triton_kernels, quantize, group
+) -> None:
+    """Logits of prompts, and tokens of a tree, which are those of off; no launch races."""
+    from tests.kernels.cuda.races import watched
+
+    checkpoint, path = make(quantize, group)
+    engine = Engine.load(path, capture=CaptureLimits(sizes=(2,), max_seconds=-1))
+    model = reference_model(checkpoint, path, tmp_path / "rounded")
+    with watched(quantize) as launches:
+        # by the kernel's tile, and by the decoded weight
+        for num_tokens in (3, 20):
+            assert logits_error(engine, model, num_tokens) < TOLERANCE
+        prompts = [prompt[:5] for prompt in models.prompts()[1:3]]
+        plain, _ = generate(engine, "off", prompts, 3)
+        assert generate(engine, "tree-2-1", prompts, 3)[0] == plain
+    names = {launch.name for launch in launches}
+    assert {"linear_q_kernel", "linear_q_decode_kernel"} <= names
+    assert {(launch.name, name) for launch in launches for name in launch.folded} == set()
+
+
+@pytest.mark.parametrize(
+    ("quantize", "group", "dtype"),
+    [("int4", None, "float32"), pytest.param("int8", None, "bfloat16", marks=pytest.mark.slow)],
+)
+def test_replayed_steps_say_the_same(make, device, quantize, group, dtype) -> None:
+    """Every plan, its graphs captured, with the oracles of the operators."""
+    _, path = make(quantize, group, PLANS, dtype=dtype)
+    engine, prompts = Engine.load(path), models.prompts()[:3]
+    plain, _ = generate(engine, "off", prompts, 16)
+    assert len(set(plain[0])) > 3
+    captured = len(device.tapes)
+    for plan in PLANS[1:]:
+        found, stats = generate(engine, plan.name, prompts, 16)
+        assert found == plain, plan.name
+        assert stats.num_spec_steps > 0
+    # the last one drafts with the target in int8, so what it accepts is more than by chance
+    assert stats.mean_acceptance_length > 2
+    assert len(device.tapes) == captured

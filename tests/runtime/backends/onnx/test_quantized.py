@@ -1,0 +1,109 @@
+"""ONNX engines of quantized weights: logits of transformers, tokens of their own off.
+
+The reference has the float32 weights that the engine's integers stand for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.config import CompileConfig
+from specc.passes.lower.onnx.quantized import _packed, parts_of
+from specc.passes.program import Weight
+from specc.runtime.backends.onnx import program as onnx_program
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import SpecPlan
+from tests import engines, models
+from tests.runtime.test_quantized import reference_model
+
+PLANS = tuple(SpecPlan.from_widths(widths) for widths in ((), (1, 1, 1), (2, 1)))
+NUM_TOKENS = 24
+
+
+def make(root: Path, quantize: str, group: int | None) -> tuple[Path, Path]:
+    """(checkpoint, engine) of a tiny model with its noisy draft."""
+    target = models.save_tiny("llama", root / "target")
+    draft = models.save_tiny("llama", root / "draft", 0, models.DRAFT_NOISE["llama"])
+    config = CompileConfig(
+        max_seq_len=models.MAX_SEQ_LEN, quantize=quantize, quantize_group=group,
+        backend="onnx", probe=False, plans=PLANS,
+    )  # fmt: skip
+    return target, engines.build(target, draft, root / "engine", config)
+
+
+def generate(engine: Engine, plan: str, prompts: Any) -> list[tuple[int, ...]]:
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    outputs = LLM(engine, plan=plan).generate([list(prompt) for prompt in prompts], params)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("quantize", "group"), [("int4", 32), pytest.param("int8", None, marks=pytest.mark.slow)]
+)
+def test_tokens_are_those_of_transformers_and_of_off(
+    tmp_path: Path, quantize: str, group: int | None
+) -> None:
+    checkpoint, path = make(tmp_path, quantize, group)
+    model = reference_model(checkpoint, path, tmp_path / "rounded")
+    engine, prompts = Engine.load(path), models.prompts()[:3]
+    plain = generate(engine, "off", prompts)
+    with torch.inference_mode():
+        for prompt, found in zip(prompts, plain, strict=True):
+            ids = torch.tensor([prompt])
+            want = model.generate(
+                ids, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
+            )
+            assert list(found) == want[0, len(prompt) :].tolist()
+    for plan in PLANS[1:]:
+        assert generate(engine, plan.name, prompts) == plain
+    check_fused(path / "target" / "model.onnx")
+
+
+def check_fused(file: Path) -> None:
+    """What the engine's integers became: products that read them, with rows in float32."""
+    import onnx
+
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(file.with_name("fused.onnx"))
+    options.add_session_config_entry(onnx_program._ACCURACY, onnx_program._FLOATS)
+    onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    fused = onnx.load(options.optimized_model_filepath, load_external_data=False)
+    nodes = fused.graph.node
+    products = [node for node in nodes if node.op_type == "MatMulNBits"]
+    levels = [{a.name: a.i for a in node.attribute}["accuracy_level"] for node in products]
+    assert len(levels) == 2 * 4 + 1
+    assert set(levels) == {1}
+    assert "DequantizeLinear" not in {node.op_type for node in nodes}
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-g32", "int4-g32", "int4-g64-zeros", "int8-zeros"])
+def test_parts_are_the_weight(name: str) -> None:
+    """Levels less zero points, times scales, by the places that the attributes say; and nibbles."""
+    layout, shape = QuantizedLayout.named(name), (70, 100)
+    torch.manual_seed(1)
+    values = torch.randn(shape) + (1 if layout.has_zeros else 0)
+    stored = quantize(values, layout)
+    found = parts_of(stored, Weight(("w",), torch.float32, shape, quantized=layout), "target")
+    scales, zeros = found.scales, found.zeros
+    if found.attributes == {"axis": 1}:
+        scales, zeros = scales[None], None if zeros is None else zeros[None]
+        group = 100
+    else:
+        assert found.attributes["axis"] == 0
+        group = found.attributes["block_size"]
+    wide = lambda x: x.float().repeat_interleave(group, 0)[:100]  # noqa: E731
+    levels = found.levels.float() - (0 if zeros is None else wide(zeros))
+    assert torch.equal((levels * wide(scales)).T, dequantize(stored, shape, layout))
+    if layout.bits == 4:
+        flat = found.levels.contiguous().view(torch.uint8).flatten() & 15
+        packed = _packed(found.levels)
+        assert torch.equal(packed & 15, flat[::2])
+        assert torch.equal(packed >> 4, flat[1::2])
