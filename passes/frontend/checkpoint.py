@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.safetensors_io import TensorReader, missing_tensor
-from specc.artifact.weights import Source
+from specc.artifact.weight_spec import Source
 from specc.errors import WeightError
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from specc.artifact.decoders.decoded_reader import DecodedReader
 from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.quantized_weights import kept_integers
 from specc.artifact.safetensors_io import TensorReader
-from specc.artifact.weights import MemoryReader, Source, WeightSpec
+from specc.artifact.weight_spec import Source, WeightSpec
+from specc.artifact.weights import MemoryReader
 from specc.errors import ConfigError, WeightError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from specc.artifact.decoders.integer_rows import IntegerReader, integer_rows
 from specc.artifact.decoders.kept_integers import KeptIntegers
@@ -17,25 +15,7 @@ from specc.artifact.packed_stream import (
 )
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import Buffer, TensorReader
-from specc.artifact.tensor_part import Range
-
-if TYPE_CHECKING:
-    from specc.artifact.weights import Source, WeightSpec
-
-
-@dataclass(frozen=True)
-class QuantizedPart:
-    """What a rank has of a quantized weight, whose rows are rounded as wholes before that.
-
-    Args:
-        shape: [N, K] of each matrix that the sources hold.
-        rows: of each matrix; () is all of them, where the sources have the rank's rows alone.
-        columns: whole groups, but for the last one.
-    """
-
-    shape: tuple[int, int]
-    rows: tuple[Range, ...]
-    columns: tuple[Range, ...]
+from specc.artifact.weight_spec import QuantizedPart, Source, WeightSpec
 
 
 def kept_integers(sources: Sequence[Source], reader: TensorReader) -> KeptIntegers | None:

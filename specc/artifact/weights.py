@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,8 +19,7 @@ from specc.artifact.nonfinite import (
     refuse_integers,
     watch,
 )
-from specc.artifact.quantized_layout import QuantizedLayout
-from specc.artifact.quantized_weights import QuantizedPart, quantized_chunks
+from specc.artifact.quantized_weights import quantized_chunks
 from specc.artifact.safetensors_io import (
     CHUNK_BYTES,
     Buffer,
@@ -31,84 +30,9 @@ from specc.artifact.safetensors_io import (
 )
 from specc.artifact.safetensors_writer import OutputTensor, convert_chunks, write_safetensors
 from specc.artifact.tensor_part import TensorPart
-from specc.artifact.weight_layout import blocks_of_stream, blocks_shape
+from specc.artifact.weight_layout import blocks_of_stream
+from specc.artifact.weight_spec import Source, WeightSpec
 from specc.errors import WeightError
-
-
-@dataclass(frozen=True)
-class Source:
-    """A run of bytes of a checkpoint.
-
-    Args:
-        name: tensor name in the checkpoint.
-        rows: take rows start … stop - 1 along dim 0; None takes all.
-        transpose: take the transpose of those rows; for 2-D tensors.
-        part: take these of the whole tensor's vectors and columns, in place of rows; with
-            `transpose`, the transpose of that.
-        zeros: so many zeros, and no tensor at all.
-    """
-
-    name: str
-    rows: tuple[int, int] | None = None
-    transpose: bool = False
-    part: TensorPart | None = None
-    zeros: int = 0
-
-
-@dataclass(frozen=True)
-class WeightSpec:
-    """One tensor of the engine's weight file: its sources' bytes one after the other.
-
-    Concatenating and stacking along leading axes is concatenating bytes, so a fused q/k/v is three
-    sources, and stacked experts [E, 2I, H] are e0.w1, e0.w3, e1.w1, …
-
-    Args:
-        key: name in the engine's file.
-        dtype: type to write; floating-point sources are converted to it.
-        shape: shape of the whole tensor.
-        sources: where the bytes come from; empty for a constant.
-        constant: a small tensor in memory (rotary frequencies) in place of sources.
-        in_blocks: write a matrix in blocks; see `specc.artifact.weight_layout`.
-        quantized: write a matrix as integers: those of the checkpoint, where it has them in this
-            layout, else rounded from its numbers in `dtype`.
-        is_turned: of a quantized weight [..., N, K]: sources have matrices [..., K, N].
-        part: of a quantized weight, the part of a rank.
-    """
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    sources: tuple[Source, ...] = ()
-    constant: Tensor | None = field(default=None, compare=False)
-    in_blocks: bool = False
-    quantized: QuantizedLayout | None = None
-    is_turned: bool = False
-    part: QuantizedPart | None = None
-
-    @classmethod
-    def from_tensor(cls, key: str, tensor: Tensor) -> WeightSpec:
-        """Make a constant, written in its own dtype."""
-        return cls(key, tensor.dtype, tuple(tensor.shape), constant=tensor)
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Shape in the engine's file."""
-        if self.quantized is not None:
-            return self.quantized.stored_shape(self.shape)
-        return blocks_shape(self.shape, self.dtype) if self.in_blocks else self.shape
-
-    @property
-    def source_shape(self) -> tuple[int, ...]:
-        """Shape of what the sources hold."""
-        shape = self.shape
-        if self.part is not None:
-            shape = (*shape[:-2], *self.part.shape)
-        return (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else shape
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Type of the elements in the engine's file."""
-        return self.dtype if self.quantized is None else torch.uint8
 
 
 class MemoryReader:

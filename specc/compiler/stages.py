@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest_entries import MemoryEntry, StageEntry
 from specc.artifact.model_entry import ModelEntry
-from specc.artifact.weights import WeightSpec
+from specc.artifact.weight_spec import WeightSpec
 from specc.compiler.model_entries import plan_model_memory
 from specc.errors import ConfigError
 from specc.passes.program import Program

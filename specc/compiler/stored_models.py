@@ -15,7 +15,7 @@ from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
 from specc.artifact.quantized_layout import QuantizedLayout
-from specc.artifact.weights import Source, WeightSpec
+from specc.artifact.weight_spec import Source, WeightSpec
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.self_drafts import SelfDraftProgram
 from specc.errors import EngineError

@@ -10,10 +10,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from specc.artifact.quantized_weights import QuantizedPart
 from specc.artifact.safetensors_io import TensorReader
 from specc.artifact.tensor_part import Range, TensorPart
-from specc.artifact.weights import Source, WeightSpec
+from specc.artifact.weight_spec import QuantizedPart, Source, WeightSpec
 from specc.sharding.shard_plan import Cut, Interval, ShardPlan, WeightCut, joined, pieces_of
 
 

@@ -11,7 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from specc.artifact.safetensors_io import SafetensorsReader
-from specc.artifact.weights import Source, WeightSpec, write_weights
+from specc.artifact.weight_spec import Source, WeightSpec
+from specc.artifact.weights import write_weights
 from specc.errors import WeightError
 from specc.passes.frontend.checkpoint import CheckpointMap
 

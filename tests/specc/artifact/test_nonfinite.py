@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from specc.artifact.nonfinite import is_finite
 from specc.artifact.safetensors_io import CHUNK_BYTES, SafetensorsReader, tensor_bytes
-from specc.artifact.weights import Source, WeightSpec, write_weights
+from specc.artifact.weight_spec import Source, WeightSpec
+from specc.artifact.weights import write_weights
 from specc.errors import WeightError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

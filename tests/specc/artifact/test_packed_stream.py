@@ -16,8 +16,8 @@ from specc.artifact.packed_stream import (
     zero_rows,
 )
 from specc.artifact.quantized_layout import QuantizedLayout, quantize, round_weight
-from specc.artifact.quantized_weights import QuantizedPart
-from specc.artifact.weights import MemoryReader, Source, WeightSpec, check_spec, write_weights
+from specc.artifact.weight_spec import QuantizedPart, Source, WeightSpec
+from specc.artifact.weights import MemoryReader, check_spec, write_weights
 from specc.errors import WeightError
 
 NAMES = ("int8", "int4-g32", "int4-g64-zeros", "int8-zeros", "fp8", "mxfp4")

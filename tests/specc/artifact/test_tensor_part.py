@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specc.artifact.safetensors_io import SafetensorsReader, TensorReader, tensor_bytes
 from specc.artifact.tensor_part import TensorPart, read_part
-from specc.artifact.weights import MemoryReader, Source, WeightSpec, check_spec
+from specc.artifact.weight_spec import Source, WeightSpec
+from specc.artifact.weights import MemoryReader, check_spec
 from specc.errors import WeightError
 
 SHAPES = ((7,), (6, 5), (3, 4, 5))

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from specc.artifact.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from specc.artifact.safetensors_writer import OutputTensor, convert_chunks, write_safetensors
-from specc.artifact.weights import MemoryReader, Source, WeightSpec, write_weights
+from specc.artifact.weight_spec import Source, WeightSpec
+from specc.artifact.weights import MemoryReader, write_weights
 from specc.errors import ModelNotFoundError, OutputError, WeightError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -364,7 +365,8 @@ _MEASURE = """
     import sys, torch
     from safetensors.torch import load_file
     from specc.artifact.safetensors_io import SafetensorsReader
-    from specc.artifact.weights import Source, WeightSpec, write_weights
+    from specc.artifact.weights import write_weights
+    from specc.artifact.weight_spec import Source, WeightSpec
 
     def peak():
         # not ru_maxrss: a child inherits its parent's

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from specc.artifact.directory import read_manifest
-from specc.artifact.weights import MemoryReader, Source, WeightSpec, check_spec
+from specc.artifact.weight_spec import Source, WeightSpec
+from specc.artifact.weights import MemoryReader, check_spec
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
