@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specc
+from specc.artifact import directory
 from specc.artifact.directory import open_engine, read_manifest
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import PROFILE_FILE, Manifest
@@ -332,6 +333,20 @@ def test_what_is_wrong_with_an_engine_is_told(
     with pytest.raises(kind, match=told):
         reshard_engine(engine, output, 1)
     assert [path.name for path in engine.parent.iterdir() if path != engine] == []
+
+
+def test_a_weight_between_the_samples_was_altered(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What loads compare sees all of a small file; of a large one it may miss this."""
+    file = engine / "target" / "rank-1.weights.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    monkeypatch.setattr(directory, "_check_rank_files", lambda *_: None)
+    with pytest.raises(EngineError, match=r"rank-1\.weights\.safetensors has sha256"):
+        reshard_engine(engine, engine.parent / "output", 1)
+    assert not (engine.parent / "output").exists()
 
 
 @pytest.mark.parametrize(
