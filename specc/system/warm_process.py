@@ -104,18 +104,24 @@ class WarmProcess:
 
     def _send(self, job: bytes, *ends: int) -> None:
         with self._lock:
-            if self._process is not None and self._process.poll() is not None:
-                # killed, for want of memory perhaps: its jobs have ended
-                assert self._control is not None
-                self._control.close()
-                self._control = None
             if self._control is None:
                 self._start()
-            assert self._control is not None
-            socket.send_fds(self._control, [_SIZE.pack(len(job))], ends, socket.MSG_NOSIGNAL)
-            self._control.sendall(job, socket.MSG_NOSIGNAL)
+            try:
+                self._write(job, ends)
+            except OSError:
+                # it has been killed, for want of memory perhaps: its jobs have ended
+                self._start()
+                self._write(job, ends)
+
+    def _write(self, job: bytes, ends: Sequence[int]) -> None:
+        assert self._control is not None
+        socket.send_fds(self._control, [_SIZE.pack(len(job))], ends, socket.MSG_NOSIGNAL)
+        self._control.sendall(job, socket.MSG_NOSIGNAL)
 
     def _start(self) -> None:
+        if self._control is not None and self._process is not None:
+            self._control.close()
+            self._process.wait()
         own, theirs = socket.socketpair()
         with theirs:
             # -P: the working directory may hold folders called kernels or passes

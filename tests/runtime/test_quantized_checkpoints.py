@@ -220,7 +220,7 @@ def test_an_option_and_a_draft(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"backend": "onnx"}, "with backend onnx"),
+        ({"backend": "tensorrt"}, "with backend tensorrt"),
     ],
 )
 def test_what_it_does_not_go_with(tmp_path, options, found) -> None:

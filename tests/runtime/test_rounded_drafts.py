@@ -139,8 +139,8 @@ def test_bytes_are_told(made: Made) -> None:
 @pytest.mark.parametrize(
     ("draft", "options", "found"),
     [
-        ("self_int8", {"backend": "onnx"}, "--draft self:int8 with backend onnx"),
-        ("self_int8", {"backend": "cuda"}, "--draft self:int8 with backend cuda"),
+        ("self_int8", {"backend": "onnx"}, "--draft self:int8 and the backend onnx"),
+        ("self_int8", {"backend": "tensorrt"}, "--draft self:int8 with backend tensorrt"),
         ("self_int8", {"quantize": "int8"}, "and a target whose weights are in int8, too"),
         ("self_int4_w16_s4_b16", {}, "blocks, and other weights"),
     ],
@@ -156,10 +156,8 @@ def test_drafts_that_cannot_be(made: Made, tmp_path: Path, draft, options, found
     assert caught.value.do
 
 
-@pytest.mark.parametrize(
-    "options", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"segments": True}]
-)
-def test_ranks_and_segments_are_refused(options) -> None:
+@pytest.mark.parametrize("options", [{"pipeline_parallel_size": 2}, {"segments": True}])
+def test_stages_and_segments_are_refused(options) -> None:
     with pytest.raises(ConfigError, match="--draft self:int4"):
         config("eager", [INT4], **options)
 

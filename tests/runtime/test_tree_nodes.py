@@ -7,6 +7,7 @@ on the tokens of its path alone.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -46,7 +47,9 @@ def test_nodes_see_their_own_path(
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     llm = LLM(engine, plan=plan.name)
     # whole steps, with all requests in them: prompts go first, in passes of their own
-    llm._runner.shares_pass = llm._scheduler._shares_pass = False
+    llm._runner.shares_pass = False
+    spans = llm._scheduler._prompts
+    llm._scheduler._prompts = dataclasses.replace(spans, shares_pass=False)
     outputs = llm.generate(prompts, params)
     texts = [p + o.outputs[0].token_ids for p, o in zip(prompts, outputs, strict=True)]
     target = zoo.reference_model(name)

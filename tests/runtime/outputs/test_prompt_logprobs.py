@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -52,7 +53,9 @@ def test_they_are_the_targets_own(
 ) -> None:
     """In chunks, beside requests that decode, and again where the cache has all of it."""
     llm = LLM(make_engine(prefill_chunk=chunk), plan=plan)
-    llm._runner.shares_pass = llm._scheduler._shares_pass = shares_pass
+    llm._runner.shares_pass = shares_pass
+    spans = llm._scheduler._prompts
+    llm._scheduler._prompts = dataclasses.replace(spans, shares_pass=shares_pass)
     asked = SamplingParams(max_tokens=5, prompt_logprobs=2, logprobs=1)
     params = [asked, *[SamplingParams(max_tokens=7)] * 2, *[asked] * (len(prompts) - 3)]
     for _ in range(2):

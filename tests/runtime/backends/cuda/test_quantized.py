@@ -116,7 +116,7 @@ def test_the_kernels_say_what_transformers_says(
 
     checkpoint, path = make(quantize, group)
     engine = Engine.load(path, capture=CaptureLimits(sizes=(2,), max_seconds=-1))
-    model = reference_model(checkpoint, path, tmp_path / "rounded")
+    model = reference_model(checkpoint, path)
     with watched(quantize) as launches:
         # by the kernel's tile, and by the decoded weight
         for num_tokens in (3, 20):

@@ -52,7 +52,7 @@ def test_tokens_are_those_of_transformers_and_of_off(
     tmp_path: Path, quantize: str, group: int | None
 ) -> None:
     checkpoint, path = make(tmp_path, quantize, group)
-    model = reference_model(checkpoint, path, tmp_path / "rounded")
+    model = reference_model(checkpoint, path)
     engine, prompts = Engine.load(path), models.prompts()[:3]
     plain = generate(engine, "off", prompts)
     with torch.inference_mode():
