@@ -146,7 +146,8 @@ def check_logits(path: Path | Engine, model: Any, dtype: str, tolerance: float =
     [
         ("llama", "int4", 32, "float32"),
         ("llama", "int8", None, "bfloat16"),
-        ("llama", "fp8", None, "float32"),
+        # a minute: the oracle of fp8 goes column by column
+        pytest.param("llama", "fp8", None, "float32", marks=pytest.mark.slow),
         # biases
         pytest.param("phi", "int4", None, "float32", marks=pytest.mark.slow),
         pytest.param("phi3", "int4", 128, "bfloat16", marks=pytest.mark.slow),
