@@ -78,13 +78,18 @@ class ChildProcesses:
                 kill()
 
 
+def die_with_parent() -> None:
+    """Let this process be killed when the thread that started it ends, from here on; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def end_with_parent() -> None:
     """Let this process be killed when the thread that started it ends, however it ends.
 
     For processes that `ChildProcesses` runs. One whose parent is gone already ends at once.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.environ.get(_PARENT) not in (None, str(os.getppid())):
         raise SystemExit(1)
 

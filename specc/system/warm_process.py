@@ -1,4 +1,4 @@
-"""A process that has imported a module once, and forks for each job of it.
+"""A fork server: a process that has imported a module once, and forks for each job of it.
 
 What takes seconds to import, as Inductor does, is imported once for all jobs. A job is a call of
 the module's `main(arguments)` in a fork, with an environment and an output of its own: as if the
@@ -12,7 +12,6 @@ module had been run with `python -m`, whose exit codes it has, too.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -28,9 +27,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from specc.system.child_processes import ChildProcesses
+from specc.system.child_processes import ChildProcesses, die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _SIZE, _CODE = struct.Struct(">Q"), struct.Struct(">i")
 
 
@@ -226,8 +224,7 @@ class _Server:
         code = 1
         try:
             os.setsid()
-            if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for stream in (1, 2):
