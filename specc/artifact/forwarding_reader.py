@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -10,19 +11,19 @@ from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, TensorReader
 from specc.artifact.tensor_part import TensorPart
 
 
-class ForwardingReader:
+class ForwardingReader(ABC):
     """What `TensorReader` says of single tensors, asked of the reader that has them.
 
     Subclasses say which tensors there are, and where each of them is.
     """
 
+    @abstractmethod
     def source_of(self, key: str) -> tuple[TensorReader, str]:
         """The reader that has a tensor, and the name that it has there.
 
         Raises:
             WeightError: there is none of this name.
         """
-        raise NotImplementedError
 
     def dtype(self, key: str) -> torch.dtype:
         reader, name = self.source_of(key)

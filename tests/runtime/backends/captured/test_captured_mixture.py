@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from specc.config import CompileConfig
-from specc.runtime.backends.captured import backend as captured_backend
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.captured_step import CaptureWarning
 from specc.runtime.engine import Engine
@@ -68,23 +67,6 @@ def wanted(target: Path) -> list[list[int]]:
                 tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
         found.append(tokens[len(prompt) :])
     return found
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
-    simulated = SimulatedDevice()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(captured_backend, "cuda_device", lambda: simulated)
-    return simulated
-
-
-@pytest.fixture
-def triton_kernels() -> Iterator[None]:
-    from specc.kernels.cuda.register import register, unregister
-
-    register("CPU")
-    yield
-    unregister("CPU")
 
 
 def generate(llm: LLM, num_tokens: int = NUM_TOKENS) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ from specc.artifact.directory import read_manifest
 from specc.cli.render import stats_rows
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
-from specc.runtime.backends.captured import backend as captured_backend
 from specc.runtime.backends.captured import captured_step
 from specc.runtime.backends.captured.capture_limits import CaptureLimits, fit_device
 from specc.runtime.backends.captured.engine_steps import capture_within
@@ -28,7 +26,6 @@ from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import engines
-from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7]
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)
@@ -41,25 +38,6 @@ def cuda_engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> P
     plans = (SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1)))
     config = CompileConfig(plans=plans, max_seq_len=48, max_batch_size=2, backend="cuda")
     return engines.build(tiny_models.target, tiny_models.draft, path, config)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
-    """Stands for the GPU of this machine."""
-    simulated = SimulatedDevice()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(captured_backend, "cuda_device", lambda: simulated)
-    return simulated
-
-
-@pytest.fixture
-def triton_kernels() -> Iterator[None]:
-    """The kernels, interpreted, in place of the oracles."""
-    from specc.kernels.cuda.register import register, unregister
-
-    register("CPU")
-    yield
-    unregister("CPU")
 
 
 @pytest.fixture(scope="module")

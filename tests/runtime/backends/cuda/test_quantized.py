@@ -6,7 +6,6 @@ engine's own plan off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from specc.config import CompileConfig
-from specc.runtime.backends.captured import backend as captured_backend
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -22,7 +20,6 @@ from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
 from tests.conftest import save_tiny_llama
-from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.runtime.test_quantized import TOLERANCE, reference_model
 
 PLANS = tuple(
@@ -30,25 +27,6 @@ PLANS = tuple(
     for plan in (((),), ((1, 1, 1),), ((2, 1),), ((1, 1), ("self_int8",)))
 )
 MAX_SEQ_LEN = 64
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
-    """Stands for the GPU of this machine."""
-    simulated = SimulatedDevice()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(captured_backend, "cuda_device", lambda: simulated)
-    return simulated
-
-
-@pytest.fixture
-def triton_kernels() -> Iterator[None]:
-    """The kernels, interpreted, in place of the oracles."""
-    from specc.kernels.cuda.register import register, unregister
-
-    register("CPU")
-    yield
-    unregister("CPU")
 
 
 @pytest.fixture(scope="module")
