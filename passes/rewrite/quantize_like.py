@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
-from torch import fx
 
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
-from specc.passes.program import Program, Weight, add_placeholder, bind_args, emit_call, replace
+from specc.passes.program import Program, Weight, bind_args, emit_call, replace
+from specc.passes.rewrite.quantized_inputs import QuantizedInputs, order_columns
 
 aten = torch.ops.aten
 
@@ -29,49 +27,27 @@ class QuantizeLike(Pass):
             self._weights[weight.parameters] = weight
 
     def run(self, program: Program) -> PassResult:
-        result = PassResult()
-        made: dict[Weight, fx.Node] = {}
+        result, inputs = PassResult(), QuantizedInputs(program)
         for node in program.calls(aten.linear.default):
-            bound = bind_args(node)
-            plain = program.weights.get(bound["weight"].target)
+            read = bind_args(node)["weight"]
+            plain = program.weights.get(read.target)
             weight = None if plain is None else self._weights.get(plain.parameters)
-            if plain is None or weight is None or weight.quantized is None:
+            if weight is None or weight.quantized is None:
                 result.decline(node.name, "its weight is not quantized")
                 continue
-            own = dataclasses.replace(plain, quantized=weight.quantized)
-            if own not in made:
-                made[own] = _add_weight(program, bound["weight"], own)
             layout = weight.quantized
+            own = inputs.add(read, layout)
+            kept = self._integers.get(weight.parameters[0])
+            if kept is not None and kept.layout == layout and kept.columns is not None:
+                order_columns(program, node, read, kept.columns)
+            bound = bind_args(node)
             facts = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
             with program.graph.inserting_before(node):
-                x = self._ordered(program, bound["input"], weight)
                 quantized = emit_call(
-                    program.graph, ops.linear_q, x, made[own], bound["bias"], own.shape[0], *facts
-                )
+                    program.graph, ops.linear_q, bound["input"], own, bound["bias"],
+                    weight.shape[0], *facts,
+                )  # fmt: skip
             replace(node, quantized)
-            if not bound["weight"].users:
-                program.graph.erase_node(bound["weight"])
-                del program.weights[bound["weight"].target]
+            inputs.drop(read)
             result.rewrites += 1
         return result
-
-    def _ordered(self, program: Program, x: fx.Node, weight: Weight) -> fx.Node:
-        """Columns of x in the order in which the weight's are stored."""
-        kept = self._integers.get(weight.parameters[0])
-        if kept is None or kept.layout != weight.quantized or kept.columns is None:
-            return x
-        name = f"column_order_{weight.parameters[0].replace('.', '_')}"
-        if name not in program.constants:
-            beside = next(iter(program.graph.find_nodes(op="placeholder")))
-            value = beside.meta["val"].new_empty(kept.columns.shape, dtype=torch.int64)
-            add_placeholder(program, name, value, beside)
-            program.constants[name] = kept.columns
-        return emit_call(program.graph, aten.index_select.default, x, -1, program.placeholder(name))
-
-
-def _add_weight(program: Program, beside: fx.Node, weight: Weight) -> fx.Node:
-    assert weight.quantized is not None
-    value = beside.meta["val"].new_empty(weight.stored_shape, dtype=torch.uint8)
-    node = add_placeholder(program, f"{beside.target}_q{weight.quantized.bits}", value, beside)
-    program.weights[node.target] = weight
-    return node

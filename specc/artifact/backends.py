@@ -52,6 +52,7 @@ class BackendFacts:
             one width: `sinks`, `softcap`, `value width`.
         quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8` and
             `mxfp4`.
+        quantizes_experts: products of the experts of mixtures read quantized weights, too.
         cuts_quantized: several ranks may have parts of a quantized weight.
         decoded_bytes: of a quantized weight, how much of it a pass of many tokens has as floats at
             a time; 0 where products read integers at any number of rows.
@@ -77,6 +78,7 @@ class BackendFacts:
     offloads_weights: Literal["", "segments", "weights"] = ""
     attention_extras: tuple[str, ...] = ()
     quantized: tuple[str, ...] = ()
+    quantizes_experts: bool = False
     cuts_quantized: bool = False
     decoded_bytes: int = 0
 
@@ -146,7 +148,8 @@ register(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
         model_files=("package_file",), by_default=True, takes_views=True, takes_ranks=True,
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments",
-        attention_extras=_EXTRAS, quantized=_QUANTIZED, cuts_quantized=True,
+        attention_extras=_EXTRAS, quantized=_QUANTIZED, quantizes_experts=True,
+        cuts_quantized=True,
     )
 )  # fmt: skip
 register(
@@ -161,7 +164,7 @@ register(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
         by_default=True, takes_views=True, runs_all=True, takes_ranks=True, attention=SPLIT,
         takes_int8_rows=True, attention_extras=_EXTRAS, quantized=_QUANTIZED,
-        cuts_quantized=True,
+        quantizes_experts=True, cuts_quantized=True,
     )
 )  # fmt: skip
 register(

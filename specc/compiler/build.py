@@ -171,7 +171,7 @@ def _compile(
     check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
     keeps_integers = any(source.is_quantized for source in sources)
     check_cut_integers(config, backend.facts, plans, keeps_integers)
-    rounded = quantize_phases(config.quantization, keeps_integers)
+    rounded = quantize_phases(config.quantization, keeps_integers, backend.facts.quantizes_experts)
     lowering: Phases = (
         (
             "backend",
@@ -197,7 +197,9 @@ def _compile(
     dims = [layer.head_dim for layer in models[0].entry.layers]
     check_voters(plans, dims, models[0].entry.dtype, backend.facts)
     sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
-    drafts, told = self_draft_programs(models[0], *sizes, config.quantization)
+    drafts, told = self_draft_programs(
+        models[0], *sizes, config.quantization, backend.facts.quantizes_experts
+    )
     records += told
     for model in models:
         model.entry = describe_quantization(model, config.quantization)

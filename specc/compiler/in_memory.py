@@ -115,7 +115,9 @@ def compile_shapes(
         for name, label, config in zip(_NAMES, labels, configs, strict=False)
     ]
     check_budgets(plans, limits.block_size, limits.max_seq_len)
-    lowering = (*quantize_phases(options.quantization), *backend.phases(limits.max_seq_len))
+    experts = backend.facts.quantizes_experts
+    rounded = quantize_phases(options.quantization, experts=experts)
+    lowering = (*rounded, *backend.phases(limits.max_seq_len))
     compiled, _ = compile_models(sources, plans, limits.max_seq_len, lowering, phases)
     for source in sources:
         _check_rows(source, limits.max_seq_len)

@@ -46,10 +46,10 @@ from specc.compiler.whole_graph import WholeGraph
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
-from specc.passes.lower.cpu.quantized_inputs import COLUMN_ORDER
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
+from specc.passes.rewrite.quantized_inputs import COLUMN_ORDER
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.passes.shard.shard import Shard

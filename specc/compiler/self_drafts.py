@@ -54,6 +54,7 @@ def self_draft_programs(
     dump: Path | None = None,
     kv_cache_dtype: str = AUTO,
     quantization: str | None = None,
+    experts: bool = True,
 ) -> tuple[list[SelfDraftProgram], list[PassRecord]]:
     """Derive the programs that self-drafts of some plans run beside the target's own.
 
@@ -70,6 +71,7 @@ def self_draft_programs(
         phases: tells the listener how far this is.
         dump: directory that gets each program's graph after each phase, or None.
         kv_cache_dtype: of the target's caches.
+        experts: see `quantize_phases`.
     Returns:
         programs that read the target's weights by their keys, and what each pass did.
     Raises:
@@ -93,7 +95,8 @@ def self_draft_programs(
             layout: Phases = ((DERIVE, tuple(chosen)), *rest, *cache_phases(kv_cache_dtype))
             found = SelfDraftProgram(program, entry, is_rounded=draft.weights is not None)
             keeps_integers = target.source.is_quantized
-            rounded = quantize_phases(draft.quantization or quantization, keeps_integers)
+            layout_name = draft.quantization or quantization
+            rounded = quantize_phases(layout_name, keeps_integers, experts)
             records += cut_and_lower(found, target, layout, (*rounded, *lowering), dump)
         made.append(found)
     return made, records

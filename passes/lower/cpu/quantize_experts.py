@@ -9,14 +9,14 @@ from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK, UNITS
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
-from specc.passes.lower.cpu.quantized_inputs import (
+from specc.passes.program import Program, bind_args, emit_call, replace
+from specc.passes.rewrite.quantized_inputs import (
     QuantizedInputs,
     kept_of,
     name_sums,
     order_columns,
     whole_shape,
 )
-from specc.passes.program import Program, bind_args, emit_call, replace
 
 aten = torch.ops.aten
 
@@ -31,10 +31,11 @@ class QuantizeExperts(Pass):
 
     Args:
         layout: of weights that the checkpoint has no integers of; None leaves them as they are.
+        is_read: the backend has such a product; else all weights are left as they are.
     """
 
-    def __init__(self, layout: QuantizedLayout | None) -> None:
-        self._layout = layout
+    def __init__(self, layout: QuantizedLayout | None, is_read: bool = True) -> None:
+        self._layout, self._is_read = layout, is_read
 
     def run(self, program: Program) -> PassResult:
         result, inputs = PassResult(), QuantizedInputs(program)
@@ -42,7 +43,11 @@ class QuantizeExperts(Pass):
             bound = bind_args(node)
             x, read = bound["x"], bound["weight"]
             source = _source_of(read)
-            reason = _why_not(program, x, read, source)
+            reason = (
+                _why_not(program, x, read, source)
+                if self._is_read
+                else "the backend multiplies experts by floats alone"
+            )
             if reason is not None:
                 result.decline(node.name, reason)
                 continue

@@ -13,15 +13,15 @@ from specc.passes.base import Pass, PassResult
 from specc.passes.lower.cpu.linear import replace_linear
 from specc.passes.lower.cpu.pack_weights import why_not
 from specc.passes.lower.cpu.quantize_experts import QuantizeExperts
-from specc.passes.lower.cpu.quantized_inputs import (
+from specc.passes.pipeline import Phases
+from specc.passes.program import Program, bind_args
+from specc.passes.rewrite.quantized_inputs import (
     QuantizedInputs,
     kept_of,
     name_sums,
     order_columns,
     whole_shape,
 )
-from specc.passes.pipeline import Phases
-from specc.passes.program import Program, bind_args
 
 aten = torch.ops.aten
 # of the head: its errors are those of the logits, and nothing after it evens them out
@@ -32,17 +32,18 @@ QUANTIZE = "quantize"
 _ROWS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantize_phases(name: str | None, keeps_integers: bool = False) -> Phases:
+def quantize_phases(name: str | None, keeps_integers: bool = False, experts: bool = True) -> Phases:
     """What the pipeline does before the backend's own phases.
 
     Args:
         name: of the layout of weights; None leaves them in the engine's dtype.
         keeps_integers: a model has integers in its checkpoint, see `Program.integers`.
+        experts: of mixtures, too, where the backend multiplies them by integers.
     """
     if name is None and not keeps_integers:
         return ()
     layout = None if name is None else QuantizedLayout.named(name)
-    passes = partial(QuantizeLinear, layout), partial(QuantizeExperts, layout)
+    passes = partial(QuantizeLinear, layout), partial(QuantizeExperts, layout, experts)
     return ((QUANTIZE, passes),)
 
 

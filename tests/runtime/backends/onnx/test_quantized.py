@@ -17,12 +17,15 @@ from specc.config import CompileConfig
 from specc.passes.lower.onnx.quantized import _packed, parts_of
 from specc.passes.program import Weight
 from specc.runtime.backends.onnx import program as onnx_program
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
+from tests import quantized_checkpoints as made
 from tests.runtime.test_quantized import reference_model
+from tests.runtime.test_quantized_checkpoints import reference
 
 PLANS = tuple(SpecPlan.from_widths(widths) for widths in ((), (1, 1, 1), (2, 1)))
 NUM_TOKENS = 24
@@ -65,6 +68,47 @@ def test_tokens_are_those_of_transformers_and_of_off(
     for plan in PLANS[1:]:
         assert generate(engine, plan.name, prompts) == plain
     check_fused(path / "target" / "model.onnx")
+
+
+def test_a_checkpoint_whose_columns_are_in_another_order(tmp_path: Path) -> None:
+    """Its integers are kept, in the order of their groups, and rows are gathered to match."""
+    target = models.save_tiny("llama", tmp_path / "target", num_hidden_layers=1)
+    form = made.in_order(made.gptq(4, 32))
+    written = made.write_checkpoint(target, tmp_path, form.config, form.writer)
+    config = CompileConfig(plans=(), max_seq_len=64, backend="onnx", probe=False)
+    path = engines.build(written.quantized, (), tmp_path / "engine", config)
+    prompt = models.prompts()[0][:12]
+    (found,) = generate(Engine.load(path), "off", [prompt])
+    want = reference(written).generate(
+        torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
+    )
+    assert list(found) == want[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("backend", [pytest.param("onnx", marks=pytest.mark.slow), "cuda"])
+def test_experts_stay_floats_where_none_multiplies_their_integers(
+    tmp_path: Path, backend: str
+) -> None:
+    target = models.save_tiny("mixtral", tmp_path / "target", num_hidden_layers=1)
+    config = CompileConfig(
+        plans=(), max_seq_len=64, backend=backend, probe=False, quantize="int4", quantize_group=32
+    )
+    path = engines.build(target, (), tmp_path / "engine", config)
+    program = read_json(path / "target" / "program.json")
+    held = {entry["key"]: "quantized_of" in entry for entry in program["inputs"] if "key" in entry}
+    experts = {key: is_held for key, is_held in held.items() if ".experts." in key}
+    assert list(experts.values()) == [False, False]
+    # projections and the head are quantized
+    assert sum(held.values()) == 3
+    called = {node.get("target") for node in program["graph"]["nodes"]}
+    assert not any("grouped_mm_q" in str(target) for target in called)
+    if backend == "onnx":
+        prompt = models.prompts()[0][:12]
+        (found,) = generate(Engine.load(path), "off", [prompt])
+        want = reference_model(target, path).generate(
+            torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
+        )
+        assert list(found) == want[0, len(prompt) :].tolist()
 
 
 def check_fused(file: Path) -> None:
