@@ -31,6 +31,7 @@ from tests.interleavings import Draw, Figures, Moody, NearTies, Solo, draw_param
 from tests.logprob_interleavings import DrawLogprobs
 from tests.runtime.interrupts import fail_now_and_then
 from tests.runtime.late_engine import Rig, late_rig
+from tests.tiers import every
 
 PLANS = [SpecPlan.from_widths(widths) for widths in ((), (1,), (1, 1, 1), (2, 1))]
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7, list(range(60, 83)), [200], list(range(100, 130))]
@@ -191,7 +192,7 @@ def lost_halves() -> Iterator[list[bool]]:
         yield lost
 
 
-@pytest.mark.parametrize(("policy", "share", "least"), READERS)
+@pytest.mark.parametrize(("policy", "share", "least"), every(2, READERS))
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_requests_that_read_logits_are_ahead_too(rig, alone, policy, share, least, seeds) -> None:
     """Log probabilities, masks and controls come and go beside requests without."""
@@ -282,7 +283,7 @@ MASKED_PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "is_done"), PLACES)
+@pytest.mark.parametrize(("owner", "name", "is_done"), every(2, PLACES))
 def test_an_interrupt_anywhere_loses_nothing(rig, alone, monkeypatch, owner, name, is_done) -> None:
     """Now and then a call ends early, with prompts and steps of several plans in flight."""
     interrupt_now_and_then(rig, alone, monkeypatch, owner, name, is_done, draw_params)

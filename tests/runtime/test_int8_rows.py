@@ -33,6 +33,7 @@ from tests.runtime.test_views import (
     rows_of,
     serve,
 )
+from tests.tiers import every
 
 PLANS = [
     SpecPlan.from_widths((1, 1, 1, 1)),
@@ -109,7 +110,7 @@ def texts() -> list[list[int]]:
     return [torch.randint(0, 60, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+@pytest.mark.parametrize("plan", every(2, PLANS), ids=IDS)
 def test_tokens_and_rows(
     engine: Engine, oracle: CodeOracle, texts: list[list[int]], plan: SpecPlan
 ) -> None:

@@ -181,6 +181,7 @@ def test_compiled_engines(make, quantize, group, dtype) -> None:
     assert all(torch.equal(one[key], other[key]) for key in quantized)
 
 
+@pytest.mark.slow
 def test_segments_say_the_same(make) -> None:
     """Cut at layers, with the integers of each layer next to each other in the file."""
     _, engine = make("llama", "int4", 32, segments=True)

@@ -24,6 +24,7 @@ from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from tests import engines, models
 from tests.runtime.test_views import RowOracle, serve
+from tests.tiers import every
 
 # those of Gemma 3: the second one sees all rows, the others 16
 LAYERS = 3
@@ -117,7 +118,7 @@ def texts() -> list[list[int]]:
     return [torch.randint(0, models.VOCAB, (n,), generator=dice).tolist() for n in LENGTHS]
 
 
-@pytest.mark.parametrize(("name", "plan", "batch"), in_turn([1, 5]))
+@pytest.mark.parametrize(("name", "plan", "batch"), every(2, in_turn([1, 5])))
 def test_greedy_tokens_and_rows(
     made: Callable[[str], Made], texts: list[list[int]], name: str, plan: SpecPlan, batch: int
 ) -> None:
@@ -136,7 +137,7 @@ def test_greedy_tokens_and_rows(
     assert own.oracle.num_rows - before > 200
 
 
-@pytest.mark.parametrize(("name", "plan", "batch"), in_turn([5]))
+@pytest.mark.parametrize(("name", "plan", "batch"), every(2, in_turn([5]), 1))
 def test_seeded_tokens_and_rows(
     made: Callable[[str], Made], texts: list[list[int]], name: str, plan: SpecPlan, batch: int
 ) -> None:

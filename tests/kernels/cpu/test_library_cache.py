@@ -65,6 +65,7 @@ def test_whatever_a_library_is_made_of_is_in_its_key(runs, tmp_path, monkeypatch
     assert len(made) == 6
 
 
+@pytest.mark.slow
 def test_two_builds_at_once(runs, tmp_path):
     script = "from specc.kernels import native; print(native.build())"
     environment = os.environ | {"SPECC_CACHE_DIR": str(tmp_path / "cache")}

@@ -234,7 +234,7 @@ def call_often(group: SharedGroup, num_calls: int) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize(
     ("transport", "num_ranks", "num_calls"),
-    [("shared", 3, 20_000), ("gloo", 2, 4_000)],
+    [("shared", 3, 5_000), ("gloo", 2, 1_000)],
     ids=TRANSPORTS,
 )
 def test_many_calls(transport, num_ranks, num_calls):

@@ -112,7 +112,7 @@ def test_a_rope_length_is_a_pass_of_that_length(kind):
 
 
 @kinds
-@pytest.mark.parametrize("length", [None, 3 * ORIGINAL])
+@pytest.mark.parametrize("length", [None, pytest.param(3 * ORIGINAL, marks=pytest.mark.slow)])
 def test_modules_that_ran_and_modules_without_weights_have_the_same_numbers(kind, length):
     """A longer pass leaves its frequencies in a module; a module on the meta device has none."""
     used = model_of(kind)

@@ -31,6 +31,7 @@ from specc.speculation.tree import TokenTree
 from tests.passes.step.grown_trees import Proposed, Request, look_up, propose
 from tests.passes.step.reading_models import NOTHING, logits_of
 from tests.passes.step.stepped_plan import Stepped, accept_alone, requests_of
+from tests.tiers import every
 
 PAIR, THREE = ("draft_0", "draft_1"), ("draft_2", "draft_0", "draft_1")
 # later nodes have more children than earlier ones
@@ -245,7 +246,7 @@ def decode_plainly(request: Request, count: int) -> list[int]:
 OFF_TREE = SpecPlan("off", drafts=(SUFFIX,))
 
 
-@pytest.mark.parametrize("plan", STEPPED)
+@pytest.mark.parametrize("plan", every(2, STEPPED))
 def test_steps(plan):
     run = Stepped(plan, requests_of(plan, seed=1), seed=2)
     begin = list(run.requests)

@@ -14,6 +14,7 @@ from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.step_constants import step_constants
 from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
+from tests.tiers import every
 
 PAIR = ("draft_0", "draft_1")
 # a node with children stands beside two leaves, which stand between it and the next
@@ -87,7 +88,7 @@ def spoil(rng: random.Random, values: list) -> list:
     return values
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", every(3, PLANS), ids=lambda plan: plan.name)
 def test_others_are_refused(plan):
     rng = random.Random(plan.name)
     program = program_of(plan)

@@ -99,6 +99,7 @@ def server(tmp_path_factory) -> Iterator[Clocked]:
 JUMPS = (YEAR, -YEAR, 3600.0, -3600.0, 0.0)
 
 
+@pytest.mark.slow
 def test_requests_across_jumps(server) -> None:
     """Deadlines, connections and figures do not notice; `created` and `Date` follow."""
     body: dict[str, Any] = {"prompt": "ab", "max_tokens": 60, "ignore_eos": True, "temperature": 0}

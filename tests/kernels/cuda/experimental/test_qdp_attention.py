@@ -22,6 +22,9 @@ from specc.kernels.cuda.experimental.masked_attend import TILE_ROWS, masked_atte
 from specc.kernels.reference.padded import masked_attention_reference
 from specc.tensorrt import library as tensorrt
 
+# no GPU has run it, and no default path uses it
+pytestmark = pytest.mark.slow
+
 # batch, heads, KV heads, nodes, rows, head size
 SHAPES = [
     (1, 1, 1, 1, 16, 64),

@@ -20,6 +20,7 @@ from tests.passes.modules import (
     rewrites,
     several_passes,
 )
+from tests.tiers import every
 
 PASSES = ("FuseRMSNorm", "FuseAddRMSNorm", "FuseSwiGLU", "FuseRopeWrite", "SplitTreeAttention")
 # model → what each of these rewrites; products that take a norm along: with nothing after them,
@@ -81,7 +82,7 @@ def test_every_architecture_is_listed():
     assert set(FUSED) == {*models.ARCHITECTURES, *models.ROTARY_VARIANTS, "gemma3-tied"}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(2, CASES))
 def test_fused_program_runs_alike(name):
     before, after, program, pipeline = lower(build_model(name))
     counts, products, (embeds, heads), per_layer = FUSED[name]

@@ -21,6 +21,7 @@ from tests.passes.shard.lockstep import (
     tree_inputs,
 )
 from tests.passes.shard.test_lockstep import PROMPTS
+from tests.tiers import every
 from tests.traces import trace_once
 
 # nodes of one pass each: a token, a chain, a tree
@@ -56,7 +57,7 @@ def lowered(name: str, num_ranks: int) -> Program:
     return program
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), CASES)
+@pytest.mark.parametrize(("name", "num_ranks"), every(3, CASES))
 def test_fused_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
     """A prompt, then a token, a chain and a tree over the rows that it left."""
     found = both(name, num_ranks)

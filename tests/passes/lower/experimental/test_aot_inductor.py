@@ -16,6 +16,9 @@ from specc.passes.lower.experimental import aot_inductor
 from specc.passes.lower.experimental.inline_kernels import CacheSizes
 from specc.speculation.plans import OFF, SpecPlan
 
+# no GPU has run it, and no default path uses it
+pytestmark = pytest.mark.slow
+
 TREE = SpecPlan.from_widths((2, 1))
 
 

@@ -15,6 +15,9 @@ from specc.passes.lower.tensorrt.onnx_attention import Cache, CachedAttention, D
 from specc.tensorrt import library as tensorrt
 from specc.tensorrt.layers import layers_from_log, read_layers
 
+# no GPU has run it, and no default path uses it
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def rtx(monkeypatch):

@@ -17,6 +17,9 @@ from specc.passes.lower.experimental.export_with_weights import (
 from specc.passes.program import upstream
 from tests.onnx_models import WEIGHTS, lowered, save_file
 
+# no GPU has run it, and no default path uses it
+pytestmark = pytest.mark.slow
+
 ROWS = CacheRows(front=1, slots=60, scratch=19)
 
 

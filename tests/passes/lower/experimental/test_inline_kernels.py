@@ -22,6 +22,9 @@ from tests.models import POSITIONS, VOCAB, build_model
 from tests.passes.lower.experimental.inlined import describe, export_for, kernel_name, launches_of
 from tests.passes.modules import BLOCK_SIZE, BLOCKS_A_ROW, Runner, compiled, several_passes
 
+# no GPU has run it, and no default path uses it
+pytestmark = pytest.mark.slow
+
 FOLDER = "tests/passes/lower/experimental"
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 # model → operator → calls; what is split, and not fused, is in gpt2 alone

@@ -29,6 +29,9 @@ from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
 from specc.tensorrt import library as tensorrt
 from tests.onnx_models import lowered as lowered_once
 
+# no GPU has run it, and no default path uses it
+pytestmark = pytest.mark.slow
+
 lowered = functools.cache(lowered_once)
 ROWS = CacheRows(front=1, slots=60, scratch=19)
 PROFILES = (

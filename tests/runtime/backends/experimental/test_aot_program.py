@@ -32,6 +32,9 @@ from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
+# no GPU has run it, and no default path uses it
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7]
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)
 CPU = torch.device("cpu")
