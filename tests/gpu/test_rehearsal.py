@@ -157,7 +157,11 @@ def test_what_the_sanitizer_finds_fails_its_task(status, environment, tmp_path):
         (REFUSES, "ended with status 1\n========= Error: Device not supported"),
         (HANGS, "hung: nothing came for 2 s\n========= COMPUTE-SANITIZER"),
         # it runs, and lets what the probe plants pass
-        ("true", "status 0, and it did not say: Invalid __global__ write"),
+        pytest.param(
+            "true",
+            "status 0, and it did not say: Invalid __global__ write",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["refuses", "hangs", "sees-nothing"],
 )

@@ -11,13 +11,14 @@ import pytest
 
 from tests import models, more_models
 from tests.lossless import PLANS, Zoo, run_case
+from tests.tiers import every
 
 NUM_TOKENS = 32
 # off, chain-4, tree-2-2-1
 CHOSEN = (PLANS[0], PLANS[2], PLANS[3])
 
 
-@pytest.mark.parametrize("name", more_models.COVERING)
+@pytest.mark.parametrize("name", every(2, more_models.COVERING))
 def test_trees_equal_generate(zoo: Zoo, name: str) -> None:
     engine = zoo.engine(name, prefill_chunk=7)
     outcome = run_case(zoo, name, engine, "tree-2-2-1", models.prompts(), NUM_TOKENS)

@@ -246,7 +246,7 @@ def test_products_of_a_mixture_have_the_bits_of_each(library, dtype, layout):
 
 @pytest.mark.parametrize("layout", INTEGERS, ids=lambda item: item.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_sums_at_the_ends_of_their_range(library, sign, dtype, layout):
     """Every integer is the largest there is: 8192 columns in one sum would not fit 32 bits."""
     k, n = 8192, 33

@@ -16,6 +16,7 @@ from specc.passes.program import Program
 from specc.passes.rewrite.classify_masks import ClassifyMasks, classify
 from specc.passes.rewrite.normalize import Normalize
 from tests.passes.modules import Tiny, aten, traced
+from tests.tiers import every
 
 # (query positions [T, 1], key positions [1, T], token ids [1, T]) → mask
 Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -197,7 +198,7 @@ def nodes() -> dict[str, fx.Node]:
     return attention_nodes(fixed)[1] | attention_nodes(symbolic, "symbolic")[1]
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", every(2, WINDOWS))
 def test_window_is_found(nodes, name):
     assert classify(nodes[name], nodes[name].args[3]) == WINDOWS[name][1]
 

@@ -106,7 +106,15 @@ def contender(engine: Engine, plan: str, synthetic: tuple[float, ...] | None) ->
     return EngineContender(engine, plan, plan, [token_ids, token_ids[:2]], 40, synthetic)
 
 
-@pytest.mark.parametrize("synthetic", [None, (0.5,), (0.5, 0.3), (0.0, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    "synthetic",
+    [
+        None,
+        (0.5, 0.3),
+        *(pytest.param(rates, marks=pytest.mark.slow) for rates in ((0.5,), (0.0, 1.0))),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("plan", ["chain-3", "tree-2-1"])
 def test_the_same_tokens_as_the_eager_engine(engine, eager, plan, synthetic) -> None:
     """The dice fall alike, and what they accept reaches the outputs, the counters, the caches."""

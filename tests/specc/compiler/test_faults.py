@@ -53,6 +53,7 @@ def check(outcomes: list[dict]) -> None:
     assert [outcome for outcome in outcomes if outcome["problems"]] == []
 
 
+@pytest.mark.slow
 def test_sigkill(tiny_models: Any, tmp_path: Path) -> None:
     cases = [Case("write target weights", "kill", replaces=True)]
     phases, outcomes = run_cases(tiny_models, tmp_path, "eager", cases)

@@ -188,6 +188,7 @@ def cut(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     return root / "whole", root / "cut"
 
 
+@pytest.mark.slow
 def test_ranks_have_their_heads_scales(cut: tuple[Path, Path]) -> None:
     """A row of a head has a scale of its own: the cut changes no code, so no token either."""
     manifests = [open_engine(path) for path in cut]

@@ -19,6 +19,7 @@ from tests import engines, models
 SLEEP_S = 0.02
 
 
+@pytest.mark.slow
 def test_the_hosts_part_counts_whatever_passes_take(
     tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
