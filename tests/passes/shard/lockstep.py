@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,19 @@ Inputs = tuple[Tensor | None, ...]
 
 def shard_phases(num_ranks: int) -> Phases:
     return (*PHASES, ("shard", (partial(Shard, num_ranks),)))
+
+
+def fused(model: torch.nn.Module) -> Program:
+    """The whole program of a model as a cut finds it."""
+    program = trace_once(model, "target")
+    Pipeline(PHASES).run(program)
+    return program
+
+
+@cache
+def _known(name: str) -> tuple[torch.nn.Module, Program]:
+    model = models.build_model(name)
+    return model, fused(model)
 
 
 def whole_weights(model: torch.nn.Module, program: Program) -> dict[str, Tensor]:
@@ -122,14 +135,23 @@ class Both:
     @classmethod
     def make(cls, name: str, num_ranks: int, **changes: Any) -> Both:
         """`changes` replace fields of the model's configuration."""
-        return cls.of(models.build_model(name, **changes), num_ranks)
+        if changes:
+            return cls.of(models.build_model(name, **changes), num_ranks)
+        model, whole = _known(name)
+        return cls.of(model, num_ranks, whole=whole)
 
     @classmethod
-    def of(cls, model: torch.nn.Module, num_ranks: int, lowering: Phases = ()) -> Both:
-        """`lowering` are phases of a backend, of the cut program alone."""
-        whole, cut = trace_once(model, "target"), trace_once(model, "target")
-        Pipeline(PHASES).run(whole)
-        Pipeline((*shard_phases(num_ranks), *lowering)).run(cut)
+    def of(
+        cls,
+        model: torch.nn.Module,
+        num_ranks: int,
+        lowering: Phases = (),
+        whole: Program | None = None,
+    ) -> Both:
+        """`lowering` are phases of a backend, of the cut program alone; `whole` is `fused`."""
+        whole = whole or fused(model)
+        cut = whole.copy("target")
+        Pipeline((("shard", (partial(Shard, num_ranks),)), *lowering)).run(cut)
         plan = cut.shard
         assert plan is not None
         weights = whole_weights(model, whole)
