@@ -66,8 +66,12 @@ class ThreadRanks:
         self._rank = threading.local()
         self._given: list[tuple[Tensor, ...]] = [()] * num_ranks
         self._barrier = threading.Barrier(num_ranks, timeout=60.0)
+        # bytes of each sum, as rank 0 gives them
+        self.sums: list[int] = []
 
     def all_reduce(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        if self._rank.value == 0:
+            self.sums.append(xs[0].nbytes)
         return self._meet(self.group.all_reduce, *xs)
 
     def gather_rows(self, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -125,12 +129,14 @@ class Both:
         ranks: the same program for each rank, with its weights and caches.
         plan: of the cut.
         caches: of the whole one and of each rank: k and v of each layer.
+        sums: bytes of each sum of the last pass of all ranks.
     """
 
     whole: ModelProgram
     ranks: list[ModelProgram]
     plan: ShardPlan
     caches: list[list[tuple[Tensor, Tensor]]]
+    sums: Sequence[int] = ()
 
     @classmethod
     def make(cls, name: str, num_ranks: int, **changes: Any) -> Both:
@@ -171,7 +177,10 @@ class Both:
     def run_ranks(self, inputs: Inputs) -> list[Tensor]:
         """The logits of each rank: its columns."""
         calls = [partial(program, *inputs) for program in self.ranks]
-        return ThreadRanks(len(calls)).run(calls)
+        ranks = ThreadRanks(len(calls))
+        found = ranks.run(calls)
+        self.sums = ranks.sums
+        return found
 
     def logits(self, inputs: Inputs) -> Tensor:
         """Of all ranks together [R, V]."""

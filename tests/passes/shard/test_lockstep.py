@@ -51,6 +51,10 @@ def test_sums_and_bytes_are_as_few_as_they_can_be(name: str, num_ranks: int) -> 
         [0, *range(1, layers + 1), *(range(1, layers + 1) if each == 2 else ())]
     )
     assert {item.bytes_per_token for item in found.plan.collectives} == {64 * 4}
+    # counted while a pass runs
+    found.run_ranks(prompt_inputs(PROMPTS))
+    tokens = sum(map(len, PROMPTS))
+    assert found.sums == [item.bytes_per_token * tokens for item in found.plan.collectives]
     for rank, program in enumerate(found.ranks):
         taken = {
             cut.key: cut.take(torch.empty(cut.shape), rank).numel() * 4
