@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda.launch import is_even
+from specc.runtime.ranks.draft_parts import SENT
 from specc.runtime.ranks.orders import MOST_BYTES, refused
 
 # the first number of a row of the table
-_PASS, _COMMIT = 0, 1
+_PASS, _COMMIT, _DRAFT, _TAKE = 0, 1, 2, 3
 _COLUMNS = 10
 # of tensors in what is sent, in bytes: what Triton specializes pointers on
 _ALIGNMENT = 16
@@ -107,14 +108,67 @@ class CommitWork(NamedTuple):
         return (rows, rows, (_I32, (self.sequences, self.blocks)))
 
 
-Work = PassWork | CommitWork
+class DraftWork(NamedTuple):
+    """Ranks that have drafts of a plan compute their parts of its draft stage.
+
+    Args:
+        plan: number of the plan in the engine.
+        sequences: B.
+        last: width of `last_tokens`; of what is not sent, here and below, 0.
+        blocks: width of the block table.
+        values: width of `sampling_values`.
+        words: width of `sampling_words`.
+    """
+
+    plan: int
+    sequences: int
+    last: int
+    blocks: int
+    values: int
+    words: int
+
+    @classmethod
+    def of(cls, plan: int, names: Sequence[str], inputs: Sequence[Tensor]) -> DraftWork:
+        """The sizes of the inputs with these names, see `SENT`."""
+        widths = {name: x.shape[-1] for name, x in zip(names, inputs, strict=True) if x.ndim == 2}
+        return cls(plan, len(inputs[0]), *(widths.get(name, 0) for name in _WIDE))
+
+    def specs_of(self, names: Sequence[str]) -> tuple[Spec, ...]:
+        """Of the inputs with these names."""
+        widths = {name: (width,) for name, width in zip(_WIDE, self[2:], strict=True)}
+        return tuple((SENT[name][0], (self.sequences, *widths.get(name, ()))) for name in names)
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """Of all inputs that may be sent."""
+        return self.specs_of([*SENT])
+
+
+class TakeWork(NamedTuple):
+    """What ranks have found of a draft stage goes to rank 0.
+
+    Args:
+        num_bytes: that each rank gives, those that have found nothing too.
+    """
+
+    num_bytes: int
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        return ((torch.uint8, (self.num_bytes,)),)
+
+
+Work = PassWork | CommitWork | DraftWork | TakeWork
+# inputs of `DraftWork` that have two dimensions, in the order of its fields
+_WIDE = tuple(name for name, (_, dimensions) in SENT.items() if dimensions == 2)
+_KINDS = {PassWork: _PASS, CommitWork: _COMMIT, DraftWork: _DRAFT, TakeWork: _TAKE}
 
 
 def table_of(works: Sequence[Work]) -> Tensor:
-    """[n, 8] int64: a row of numbers for each piece of work."""
+    """[n, 10] int64: a row of numbers for each piece of work."""
     rows = []
     for work in works:
-        row = [_PASS if isinstance(work, PassWork) else _COMMIT, *map(int, work)]
+        row = [_KINDS[type(work)], *map(int, work)]
         rows.append(row + [0] * (_COLUMNS - len(row)))
     return torch.tensor(rows, dtype=_I64)
 
@@ -146,6 +200,12 @@ def _work_of(row: Sequence[int]) -> Work:
     elif kind == _COMMIT:
         work = CommitWork(*sizes[:4])
         is_wrong, least = any(sizes[4:]) or work.model < 0, min(work[:-1])
+    elif kind == _DRAFT:
+        work = DraftWork(*sizes[:6])
+        is_wrong, least = any(sizes[6:]) or min(work) < 0, work.sequences
+    elif kind == _TAKE:
+        work = TakeWork(sizes[0])
+        is_wrong, least = any(sizes[1:]), work.num_bytes
     else:
         raise refused(f"work of kind {kind}")
     if is_wrong or least < 1 or max(sizes) > MOST_BYTES or _places(work.specs)[-1] > MOST_BYTES:
@@ -159,20 +219,36 @@ def give(values: Sequence[Tensor | None]) -> None:
     Args:
         values: of any shapes, with the dtypes of a `Spec` each.
     """
-    given = [value for value in values if value is not None]
-    gap = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=given[0].device)
-    parts = []
-    for value in given:
-        parts.append(value.contiguous().view(-1).view(torch.uint8))
-        if left := -value.nbytes % _ALIGNMENT:
-            parts.append(gap[:left])
-    torch.ops.specc.from_first(torch.cat(parts))
+    torch.ops.specc.from_first(joined([value for value in values if value is not None]))
 
 
 def take(specs: Sequence[Spec], device: torch.device) -> list[Tensor | None]:
     """What rank 0 has given, on the device of this rank."""
+    size = num_bytes_of(specs)
+    return parted(
+        torch.ops.specc.from_first(torch.empty(size, dtype=torch.uint8, device=device)), specs
+    )
+
+
+def joined(values: Sequence[Tensor]) -> Tensor:
+    """[bytes] uint8: values one after the other, each where Triton has its pointers."""
+    gap = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=values[0].device)
+    parts = []
+    for value in values:
+        parts.append(value.contiguous().view(-1).view(torch.uint8))
+        if left := -value.nbytes % _ALIGNMENT:
+            parts.append(gap[:left])
+    return torch.cat(parts)
+
+
+def num_bytes_of(specs: Sequence[Spec]) -> int:
+    """Of values that are `joined`."""
+    return _places(specs)[-1]
+
+
+def parted(found: Tensor, specs: Sequence[Spec]) -> list[Tensor | None]:
+    """The values that were `joined`, as views."""
     places = _places(specs)
-    found = torch.ops.specc.from_first(torch.empty(places[-1], dtype=torch.uint8, device=device))
     values: list[Tensor | None] = []
     for spec, begin in zip(specs, places, strict=False):
         if spec is None:

@@ -91,8 +91,8 @@ def leave_parts(
     parts: Sequence[Part],
     asked: Sequence[str],
     led: Collection[str],
-    ask: Callable[..., int],
-    take: Callable[[int], list[Any]],
+    ask: Callable[..., Any],
+    take: Callable[[Any], list[Any]],
 ) -> None:
     """Rewrite a stage to that of rank 0: parts of others are asked for, and taken.
 

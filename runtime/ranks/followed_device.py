@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from specc.kernels.cuda.launch import even_tokens
 from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import Graph, GraphDevice
 from specc.runtime.ranks.checksum import checksum
-from specc.runtime.ranks.device_work import PassWork, Work, take, works_of
+from specc.runtime.ranks.device_drafts import described, gathered, logit_bytes
+from specc.runtime.ranks.device_work import DraftWork, PassWork, TakeWork, Work, take, works_of
+from specc.runtime.ranks.draft_values import values_message
+from specc.runtime.ranks.followed_device_drafts import FollowedDeviceDrafts
 from specc.runtime.ranks.orders import Kind, Message, refused
 from specc.runtime.ranks.rank_group import (
     NUM_INPUTS,
@@ -42,24 +46,38 @@ class FollowedDevice:
     An order is done when the device has done it: rank 0 drafts meanwhile, for the next one.
 
     Args:
-        kept: the device and the models that all ranks run, target first.
+        kept: the device and the models that this rank has, or has a part of, target first.
         cache: of them.
         group: of this rank.
         vocab_size: columns of the target's logits, of all ranks together.
+        names: of models, by the numbers that orders have for them; some may be others'.
+        lone: of the models, those that one rank alone has.
+        drafts: with such models.
     """
 
-    def __init__(self, kept: KeptDevice, cache: KVCache, group: RankGroup, vocab_size: int) -> None:
-        # the target's second programs are the last ones
-        self._models = list(kept.models.within.values())
+    def __init__(
+        self,
+        kept: KeptDevice,
+        cache: KVCache,
+        group: RankGroup,
+        vocab_size: int,
+        names: Sequence[str],
+        lone: Collection[str],
+        drafts: FollowedDeviceDrafts,
+    ) -> None:
+        self._models = [(name, kept.models.within.get(name)) for name in names]
         self._graphs = kept.graphs
-        self._slabs = [cache.slabs[name] for name in kept.models.between]
+        self._slabs = cache.slabs
         self._group = group
         self._vocab_size = vocab_size
+        self._lone, self._drafts = lone, drafts
+        # of this rank's part of the draft stage that was begun last
+        self._found: list[Tensor | int] | None = None
         self._captured: list[Graph] = []
 
     @torch.inference_mode()
-    def follow(self, order: Message) -> None:
-        """Do what is ordered, and wait for it; rank 0 waits for no answer.
+    def follow(self, order: Message) -> Message | None:
+        """Do what is ordered, and wait for it; returns what rank 0 waits for, if it does.
 
         Raises:
             FaultError: it is no order of this engine.
@@ -67,7 +85,8 @@ class FollowedDevice:
         """
         with self._graphs.active():
             if order.kind is Kind.WORK and len(order.tensors) == 1:
-                self._do(works_of(order.tensors[0]))
+                works = works_of(order.tensors[0])
+                self._do(works)
             elif order.kind is Kind.CAPTURE and len(order.tensors) == 2:
                 self._check_number(order, len(self._captured))
                 run = partial(self._do, works_of(order.tensors[1]))
@@ -77,10 +96,15 @@ class FollowedDevice:
             else:
                 raise refused(f"{order.kind.name} of {len(order.tensors)} tensors among orders")
             self._graphs.record_event().synchronize()
+        is_asked = order.kind is Kind.WORK and any(isinstance(x, DraftWork) for x in works)
+        if is_asked and self._found is not None:
+            return values_message(described(self._found), order.sequence)
+        return None
 
     def checksum(self) -> bytes:
         """Of the caches of the models that all ranks run; see `checksum`."""
-        return checksum([slab for slabs in self._slabs for slab in slabs])
+        names = [name for name, _ in self._models if name in self._slabs]
+        return checksum([x for name in names if name not in self._lone for x in self._slabs[name]])
 
     def _check_number(self, order: Message, wanted: int | None = None) -> int:
         """The number of the graph that an order is about."""
@@ -95,20 +119,38 @@ class FollowedDevice:
 
     @torch.inference_mode()
     def _do(self, works: Sequence[Work]) -> None:
+        device = self._graphs.device
         for work in works:
+            if isinstance(work, DraftWork):
+                self._found = self._drafts.run(work)
+                continue
+            if isinstance(work, TakeWork):
+                found = [x for x in self._found or [] if isinstance(x, Tensor)]
+                gathered(found, work.num_bytes, device)
+                continue
             if work.model >= len(self._models):
                 raise refused(f"work of model {work.model} of {len(self._models)}")
-            given = take(work.specs, self._graphs.device)
+            name, model = self._models[work.model]
+            given = take(work.specs, device)
+            if isinstance(work, PassWork) and name in self._lone:
+                logits = []
+                if model is not None:
+                    with even_tokens(work.is_even):
+                        logits = [model(*given).float()]
+                if work.rows:
+                    gathered(logits, logit_bytes(work, self._vocab_size), device)
+                continue
             if isinstance(work, PassWork):
                 for mass in given[NUM_INPUTS:]:
                     assert mass is not None
                     given[NUM_INPUTS] = own_votes(mass)
+                assert model is not None
                 with even_tokens(work.is_even):
-                    logits = self._models[work.model](*given)
-                whole_logits(self._group, logits, self._vocab_size)
+                    columns = model(*given)
+                whole_logits(self._group, columns, self._vocab_size)
                 whole_votes(self._group, given)
                 continue
-            if work.model >= len(self._slabs):
+            if name not in self._slabs and name not in self._lone:
                 raise refused(f"rows of model {work.model}, which has no caches of its own")
-            for slab in self._slabs[work.model]:
+            for slab in self._slabs.get(name, []):
                 torch.ops.specc.commit_kv(slab, *given)

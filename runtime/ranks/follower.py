@@ -38,6 +38,7 @@ from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.draft_values import values_message
 from specc.runtime.ranks.followed_device import FollowedDevice, KeptDevice
+from specc.runtime.ranks.followed_device_drafts import FollowedDeviceDrafts
 from specc.runtime.ranks.followed_drafts import FollowedDrafts
 from specc.runtime.ranks.open_group import open_group
 from specc.runtime.ranks.order_checks import commit_of, drawn_inputs, pass_inputs
@@ -338,7 +339,11 @@ def load_follower(
         return FollowedEngine(loaded, group, vocab_size, names, lone, drafts, passes)
     kept = KeptDevice()
     loaded = load_part(path, manifest, setup, kept)
-    return FollowedDevice(kept, loaded.cache, group, vocab_size)
+    within, rank, homes = kept.models.within, setup["rank"], manifest.draft_homes
+    own = {name: within[name] for name in manifest.drafts_of(rank)}
+    parts = FollowedDeviceDrafts(path, manifest, own, rank, kept.graphs.device)
+    names = manifest.ordered_programs
+    return FollowedDevice(kept, loaded.cache, group, vocab_size, names, homes, parts)
 
 
 def load_part(

@@ -34,9 +34,9 @@ from specc.runtime.ranks.drawn_step import DrawnStep
 from specc.runtime.ranks.follower import facts_about, follow
 from specc.runtime.ranks.job import Follower, Job
 from specc.runtime.ranks.leader import Leader, end_job
-from specc.runtime.ranks.led_device import LedDevice
 from specc.runtime.ranks.led_drafts import led_drafts, led_plans
 from specc.runtime.ranks.led_model import LedModel
+from specc.runtime.ranks.led_models import LedDevice
 from specc.runtime.ranks.led_step import LedStep
 from specc.runtime.ranks.lone_draft import LoneDraft
 from specc.runtime.ranks.open_group import make_group
@@ -139,17 +139,17 @@ def load_led(
         if isinstance(group, Gathering):
             job.group = group.meet(options.start_timeout_s, job.check)
         vocab_size = manifest.models[0].vocab_size
+        own = manifest.of_rank(0)
+        others = manifest.draft_homes
+        own = own.part_of([m.name for m in manifest.models if m.name not in others])
         if facts_of(backend).is_captured:
             # the others have to be there when the first step is captured
             leader = Leader(job, watch, vocab_size)
             wait_ready = partial(job.wait_ready, starts=False)
-            led = LedDevice(leader, manifest.led_programs, wait_ready)
-            loaded = backend_of(backend).load(path, manifest, replace(limits, ranks=led))
+            led = LedDevice(leader, manifest, wait_ready)
+            loaded = backend_of(backend).load(path, own, replace(limits, ranks=led))
             job.start()
             return loaded
-        others = manifest.draft_homes
-        own = manifest.of_rank(0)
-        own = own.part_of([m.name for m in manifest.models if m.name not in others])
         # what drafts with other ranks is put together here
         limits = replace(limits, skips=led_plans(manifest))
         loaded = backend_of(backend).load(path, own, limits)

@@ -141,8 +141,8 @@ class Leader:
     @contextlib.contextmanager
     def ordered(
         self, kind: Kind, tensors: tuple[Tensor | None, ...], model: int = 0
-    ) -> Iterator[None]:
-        """Give an order; within it, this rank does its part.
+    ) -> Iterator[int]:
+        """Give an order, and yield its number; within it, this rank does its part.
 
         Args:
             kind: of the order.
@@ -152,8 +152,7 @@ class Leader:
             RankError: a rank is lost, this one included: what fails within fails all.
         """
         with self._or_lost():
-            self._job.order(kind, tensors, model)
-            yield
+            yield self._job.order(kind, tensors, model)
 
     def _wait(self, result: Callable[[], T]) -> T:
         with self._or_lost():

@@ -9,16 +9,15 @@ order to replay the other. Which sizes are captured, and when, rank 0 alone deci
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from specc.errors import RankError
-from specc.runtime.backends.captured.device_models import DeviceModels, DeviceProgram
+from specc.runtime.backends.captured.device_models import DeviceProgram
 from specc.runtime.backends.captured.graph_device import (
     CopyStream,
     Event,
@@ -42,6 +41,8 @@ class DeviceLeader:
 
     def __init__(self, leader: Leader) -> None:
         self.leader = leader
+        # known once the models are there
+        self.device = torch.device("cpu")
         self.num_graphs = 0
         # works since `recorded` began
         self._made: list[Work] | None = None
@@ -49,8 +50,8 @@ class DeviceLeader:
         self._expected: list[Work] | None = None
 
     @contextlib.contextmanager
-    def doing(self, work: Work) -> Iterator[None]:
-        """Around rank 0's part of a piece of work.
+    def doing(self, work: Work) -> Iterator[int | None]:
+        """Around rank 0's part of a piece of work; yields its order, or None within a capture.
 
         Raises:
             RankError: a rank is lost, this one included.
@@ -62,12 +63,12 @@ class DeviceLeader:
                     "the same work at every run",
                     "report this",
                 )
-            yield
+            yield None
             return
-        with self.leader.ordered(Kind.WORK, (table_of([work]),)):
+        with self.leader.ordered(Kind.WORK, (table_of([work]),)) as order:
             if self._made is not None:
                 self._made.append(work)
-            yield
+            yield order
 
     def recorded(self, run: Callable[[], object]) -> list[Work]:
         """Run once, and return what all ranks have done meanwhile."""
@@ -180,45 +181,6 @@ class LedGraphs:
 
     def free_bytes(self) -> int:
         return self._graphs.free_bytes()
-
-
-class LedDevice:
-    """See `DeviceRanks`: makes rank 0's programs those of all ranks.
-
-    Args:
-        leader: whose ranks are loading.
-        names: of the models that all ranks run, the target first, and of its second programs.
-        wait_ready: returns when they have loaded their part.
-    """
-
-    def __init__(
-        self, leader: Leader, names: Sequence[str], wait_ready: Callable[[], object]
-    ) -> None:
-        self._leader = DeviceLeader(leader)
-        self._names = tuple(names)
-        self._wait_ready = wait_ready
-
-    def join(self, graphs: GraphDevice, models: DeviceModels) -> tuple[GraphDevice, DeviceModels]:
-        """See `DeviceRanks.join`."""
-        self._wait_ready()
-        programs = {
-            name: LedProgram(self._leader, number, cast(DeviceProgram, models.within[name]))
-            for number, name in enumerate(self._names)
-        }
-        adapt = models.adapt
-
-        def share(graph: fx.GraphModule) -> None:
-            adapt(graph)
-            for number, name in enumerate(self._names):
-                share_commits(graph, self._leader, name, number)
-
-        led = replace(
-            models,
-            between={name: programs.get(name, model) for name, model in models.between.items()},
-            within={**models.within, **programs},
-            adapt=share,
-        )
-        return LedGraphs(graphs, self._leader), led
 
 
 def share_commits(graph: fx.GraphModule, leader: DeviceLeader, name: str, number: int = 0) -> None:

@@ -197,7 +197,7 @@ class _BoundStage:
     def run(self) -> None:
         values = self._known | {node: self._environment[node.target] for node in self._late}
         for node, function in self._calls:
-            with even_tokens(_is_even(node)):
+            with even_tokens(is_even_pass(node)):
                 values[node] = _call(node, function, values)
             # of one tile's logits after the other's, no two are alive
             for used in self._last_used[node]:
@@ -205,7 +205,7 @@ class _BoundStage:
         self._environment |= {name: values[node] for name, node in self._outputs.items()}
 
 
-def _is_even(node: fx.Node) -> bool:
+def is_even_pass(node: fx.Node) -> bool:
     """A pass of a model in which every sequence has as many tokens as the others."""
     if node.op != "call_module" or len(node.args) <= _Q_START:
         return False

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.errors import EngineError
 from specc.kernels.reference.processing import are_unfiltered
 from specc.runtime.backends.captured.bound_step import BoundStep, HookValues
+from specc.runtime.backends.captured.device_models import Adapt, leave_alone
 from specc.runtime.backends.captured.extended_step import ExtendedStep
 from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice
 from specc.runtime.backends.captured.pending_replay import HalfReplay, PendingReplay, rows_of
@@ -55,7 +56,7 @@ class CapturedStep:
         buckets: sizes, ascending; the last is the largest batch.
         by_block: request b of the models has cache row b, so each goes to the row of its block;
             the cache is dense.
-        adapt: called with each stage's graph, which it may change.
+        adapt: called with each stage's graph, which it may change; see `Adapt`.
         skips_filters: capture a second graph of each bucket, for batches without filters.
     Raises:
         EngineError: a malformed program.
@@ -70,7 +71,7 @@ class CapturedStep:
         graphs: GraphDevice,
         buckets: Sequence[int],
         by_block: bool = False,
-        adapt: Callable[[fx.GraphModule], object] = lambda graph: None,
+        adapt: Adapt = leave_alone,
         skips_filters: bool = False,
     ) -> None:
         self.skips_filters = skips_filters
@@ -90,7 +91,7 @@ class CapturedStep:
         }
         self.by_block = by_block
         for stage in self._stages.values():
-            adapt(stage)
+            adapt(stage, self.plan.name, self._constants)
             # the module and its graph name each other: weights would outlive the engine until the
             # garbage collector comes by
             stage.graph.owning_module = None

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, fx, nn
 
 from specc.runtime.backends.captured.graph_device import GraphDevice
+
+# of a stage's graph, the name of its plan, and names of the plan's constants
+Adapt = Callable[[fx.GraphModule, str, Collection[str]], object]
+
+
+def leave_alone(graph: fx.GraphModule, plan: str, constants: Collection[str]) -> None:
+    """Changes nothing about a stage."""
 
 
 class DeviceProgram(Protocol):
@@ -27,12 +34,12 @@ class DeviceModels:
     Args:
         between: name → program, as passes between steps call it.
         within: name → module, as steps call it; the target's second programs are among them.
-        adapt: called with the graph of each stage of a step, which it may change.
+        adapt: called with the graph of each stage of a step, which it may change; see `Adapt`.
     """
 
     between: Mapping[str, DeviceProgram]
     within: Mapping[str, nn.Module]
-    adapt: Callable[[fx.GraphModule], object] = lambda graph: None
+    adapt: Adapt = leave_alone
 
 
 class DeviceRanks(Protocol):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch import fx, nn
+from torch import nn
 
 from specc.artifact.manifest import Manifest
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.device_models import Adapt, leave_alone
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.captured.step_scores import UNFILTERED
@@ -26,7 +27,7 @@ def load_steps(
     cache: KVCache,
     graphs: GraphDevice,
     limits: CaptureLimits,
-    adapt: Callable[[fx.GraphModule], object] = lambda graph: None,
+    adapt: Adapt = leave_alone,
     *,
     skips_filters: bool = False,
 ) -> dict[str, CapturedStep]:
@@ -39,13 +40,15 @@ def load_steps(
         cache: on the device.
         graphs: the device.
         limits: of capturing.
-        adapt: called with each stage's graph, which it may change.
+        adapt: called with each stage's graph, which it may change; see `Adapt`.
         skips_filters: see `CapturedStep`.
     Raises:
         EngineError: a file is absent or malformed, or a step cannot run.
     """
     plans = [entry.plan for entry in manifest.plans]
-    buffers = make_buffers(graphs, cache, plans, len(manifest.models))
+    # of the drafts, other ranks may have some
+    num_models = max(len(manifest.models), *(1 + len(plan.models) for plan in plans))
+    buffers = make_buffers(graphs, cache, plans, num_models)
     steps = {
         entry.name: CapturedStep(
             read_json(path / entry.file),

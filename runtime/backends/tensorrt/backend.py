@@ -65,7 +65,7 @@ class TensorRTBackend(CapturedBackend):
             for model in manifest.models
         }
         within = {name: WholeBatch(model) for name, model in models.items()}
-        return DeviceModels(models, within, lambda graph: place_commits(graph, rows))
+        return DeviceModels(models, within, lambda graph, *_: place_commits(graph, rows))
 
 
 BACKEND = TensorRTBackend()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,6 +31,19 @@ def shard_phases(num_ranks: int) -> Phases:
     return (*PHASES, ("shard", (partial(Shard, num_ranks),)))
 
 
+def fused(model: torch.nn.Module) -> Program:
+    """The whole program of a model as a cut finds it."""
+    program = trace_once(model, "target")
+    Pipeline(PHASES).run(program)
+    return program
+
+
+@cache
+def _known(name: str) -> tuple[torch.nn.Module, Program]:
+    model = models.build_model(name)
+    return model, fused(model)
+
+
 def whole_weights(model: torch.nn.Module, program: Program) -> dict[str, Tensor]:
     """Key → weight of a program that is not cut."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
@@ -53,8 +66,12 @@ class ThreadRanks:
         self._rank = threading.local()
         self._given: list[tuple[Tensor, ...]] = [()] * num_ranks
         self._barrier = threading.Barrier(num_ranks, timeout=60.0)
+        # bytes of each sum, as rank 0 gives them
+        self.sums: list[int] = []
 
     def all_reduce(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        if self._rank.value == 0:
+            self.sums.append(xs[0].nbytes)
         return self._meet(self.group.all_reduce, *xs)
 
     def gather_rows(self, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -112,24 +129,35 @@ class Both:
         ranks: the same program for each rank, with its weights and caches.
         plan: of the cut.
         caches: of the whole one and of each rank: k and v of each layer.
+        sums: bytes of each sum of the last pass of all ranks.
     """
 
     whole: ModelProgram
     ranks: list[ModelProgram]
     plan: ShardPlan
     caches: list[list[tuple[Tensor, Tensor]]]
+    sums: Sequence[int] = ()
 
     @classmethod
     def make(cls, name: str, num_ranks: int, **changes: Any) -> Both:
         """`changes` replace fields of the model's configuration."""
-        return cls.of(models.build_model(name, **changes), num_ranks)
+        if changes:
+            return cls.of(models.build_model(name, **changes), num_ranks)
+        model, whole = _known(name)
+        return cls.of(model, num_ranks, whole=whole)
 
     @classmethod
-    def of(cls, model: torch.nn.Module, num_ranks: int, lowering: Phases = ()) -> Both:
-        """`lowering` are phases of a backend, of the cut program alone."""
-        whole, cut = trace_once(model, "target"), trace_once(model, "target")
-        Pipeline(PHASES).run(whole)
-        Pipeline((*shard_phases(num_ranks), *lowering)).run(cut)
+    def of(
+        cls,
+        model: torch.nn.Module,
+        num_ranks: int,
+        lowering: Phases = (),
+        whole: Program | None = None,
+    ) -> Both:
+        """`lowering` are phases of a backend, of the cut program alone; `whole` is `fused`."""
+        whole = whole or fused(model)
+        cut = whole.copy("target")
+        Pipeline((("shard", (partial(Shard, num_ranks),)), *lowering)).run(cut)
         plan = cut.shard
         assert plan is not None
         weights = whole_weights(model, whole)
@@ -149,7 +177,10 @@ class Both:
     def run_ranks(self, inputs: Inputs) -> list[Tensor]:
         """The logits of each rank: its columns."""
         calls = [partial(program, *inputs) for program in self.ranks]
-        return ThreadRanks(len(calls)).run(calls)
+        ranks = ThreadRanks(len(calls))
+        found = ranks.run(calls)
+        self.sums = ranks.sums
+        return found
 
     def logits(self, inputs: Inputs) -> Tensor:
         """Of all ranks together [R, V]."""

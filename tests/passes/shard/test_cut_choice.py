@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specc.sharding.shard_plan import ShardPlan
 from tests.passes.modules import VOCAB, Tiny, random_tokens
 from tests.passes.shard.lockstep import Both, assert_alike, prompt_inputs
 
@@ -232,7 +233,7 @@ TABLES = {"embedding.weight", "place.weight"}
     ],
 )
 def test_what_is_cut_and_what_stays_whole(kind: type[Tiny], cut: Collection[str]) -> None:
-    assert cut_of(kind, 2) == cut
+    assert cut_weights(checked_plan(kind, 2)) == cut
 
 
 @pytest.mark.parametrize(
@@ -246,18 +247,18 @@ def test_what_is_cut_and_what_stays_whole(kind: type[Tiny], cut: Collection[str]
     ],
 )
 def test_a_bias_of_a_sum_counts_once(kind: type[Tiny], is_first_only: bool) -> None:
-    assert cut_of(kind, 2) >= {"a.weight", "a.bias", "c.weight"}
-    plan = Both.of(kind().eval(), 2).plan
+    plan = checked_plan(kind, 2)
+    assert cut_weights(plan) >= {"a.weight", "a.bias", "c.weight"}
     assert plan.by_key["c.bias"].is_first_only == is_first_only
 
 
 def test_heads_that_ranks_share_are_in_no_sum() -> None:
-    assert cut_of(Tiny, 4) == HEADS | TABLES | {"head.weight"}
-    assert cut_of(ValuesToo, 4) == TABLES | {"head.weight"}
+    assert cut_weights(checked_plan(Tiny, 4)) == HEADS | TABLES | {"head.weight"}
+    assert cut_weights(checked_plan(ValuesToo, 4)) == TABLES | {"head.weight"}
 
 
-def cut_of(kind: type[Tiny], num_ranks: int) -> set[str]:
-    """Weights that ranks hold pieces of, once the logits are those of the whole model."""
+def checked_plan(kind: type[Tiny], num_ranks: int) -> ShardPlan:
+    """How a model is cut, once the logits are those of the whole model."""
     torch.manual_seed(3)
     model = kind().eval()
     found = Both.of(model, num_ranks)
@@ -267,5 +268,10 @@ def cut_of(kind: type[Tiny], num_ranks: int) -> set[str]:
         wanted = found.whole(*inputs)
     assert wanted.shape[1] in (VOCAB, 8)
     assert_alike(found.logits(inputs), wanted)
+    return found.plan
+
+
+def cut_weights(plan: ShardPlan) -> set[str]:
+    """Weights that ranks hold pieces of."""
     # the key of what is fused has the names of its parts
-    return {name for item in found.plan.weights if item.is_cut for name in item.key.split("+")}
+    return {name for item in plan.weights if item.is_cut for name in item.key.split("+")}

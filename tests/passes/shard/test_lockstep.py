@@ -51,6 +51,10 @@ def test_sums_and_bytes_are_as_few_as_they_can_be(name: str, num_ranks: int) -> 
         [0, *range(1, layers + 1), *(range(1, layers + 1) if each == 2 else ())]
     )
     assert {item.bytes_per_token for item in found.plan.collectives} == {64 * 4}
+    # counted while a pass runs
+    found.run_ranks(prompt_inputs(PROMPTS))
+    tokens = sum(map(len, PROMPTS))
+    assert found.sums == [item.bytes_per_token * tokens for item in found.plan.collectives]
     for rank, program in enumerate(found.ranks):
         taken = {
             cut.key: cut.take(torch.empty(cut.shape), rank).numel() * 4
@@ -84,7 +88,7 @@ def test_a_rank_has_the_heads_of_its_caches(num_ranks: int) -> None:
 
 def test_a_vocabulary_is_padded_and_its_padding_never_wins() -> None:
     """129 tokens on 4 ranks are 33 columns each, the last 3 of which no token has."""
-    found = Both.make("qwen3", 4, vocab_size=129)
+    found = Both.make("qwen3", 4, vocab_size=129, num_hidden_layers=1)
     assert (found.plan.local_vocab_size, found.plan.vocab_size) == (33, 129)
     inputs = prompt_inputs(PROMPTS)
     with torch.inference_mode():
@@ -138,5 +142,5 @@ def test_what_cannot_be_divided_is_told_before_anything_is_cut(
     changes: dict[str, int], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{told} in target, for 4 ranks")) as error:
-        Both.make("qwen3", 4, **changes)
+        Both.make("qwen3", 4, num_hidden_layers=1, **changes)
     assert "a number of ranks that divides them: " in str(error.value)

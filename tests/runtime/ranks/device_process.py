@@ -111,14 +111,14 @@ def break_follower(fault: str) -> None:
     follow = followed_device.FollowedDevice.follow
     count = 0
 
-    def broken(self: Any, order: Any) -> None:
+    def broken(self: Any, order: Any) -> Any:
         nonlocal count
         count += order.kind.name == "REPLAY"
         if count == 3 and fault == "dies":
             os._exit(7)
         if count == 3 and fault == "fails":
             raise RuntimeError("an illegal memory access")
-        follow(self, order)
+        return follow(self, order)
 
     followed_device.FollowedDevice.follow = broken  # type: ignore[method-assign]
 

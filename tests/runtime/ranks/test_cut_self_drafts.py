@@ -59,6 +59,9 @@ CASES = {
             SpecPlan.from_dynamic(DynamicTree(6, 3, 3), "self_w16_s0"),
         ),
     ),
+    # tables of tokens and of positions are cut by rows, of which each rank has a first one
+    "tables": Case("gpt2", (SpecPlan.from_widths((1, 1, 1), ("self_l0to1",)),)),
+    # last: votes are compared on its engines, too
     "blocks": Case(
         "llama",
         (
@@ -68,8 +71,6 @@ CASES = {
             replace(SpecPlan.from_widths((3, 1, 1), (BLOCKS,)), name="tiles-blocks", tile=2),
         ),
     ),
-    # tables of tokens and of positions are cut by rows, of which each rank has a first one
-    "tables": Case("gpt2", (SpecPlan.from_widths((1, 1, 1), ("self_l0to1",)),)),
 }
 # greedy rows and coupled ones are drawn on all ranks, the others on rank 0
 KINDS: dict[str, dict[str, Any]] = {"greedy": GREEDY, "mss": MSS, "coupled": COUPLED}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from tests import engines, models
 from tests.lossless import Zoo
 from tests.runtime.ranks.conftest import OPTIONS
+from tests.runtime.ranks.test_device_ranks import Launch, job
 from tests.runtime.ranks.test_led_engine import COUPLED, GREEDY, LOGPROBS, MSS, generate, params
 from tests.runtime.ranks.test_orders import received
 
@@ -41,6 +43,8 @@ PLANS = (
     replace(SpecPlan.from_widths((3, 1, 1), ("draft_1",)), name="tiles-lone", tile=2),
     SpecPlan.from_widths((1, 1)),
 )
+# captured on simulated devices: two drafts at once, logits that cross, and one that all ranks have
+CAPTURED = (PLANS[0], PLANS[3], PLANS[4], PLANS[6])
 KINDS: dict[str, dict[str, Any]] = {
     "mss": MSS,
     "greedy": GREEDY,
@@ -49,10 +53,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def path_of(zoo: Zoo, backend: str, num_ranks: int) -> Path:
+def path_of(zoo: Zoo, backend: str, num_ranks: int, plans: tuple[SpecPlan, ...] = PLANS) -> Path:
     def make(path: Path) -> Path:
         config = CompileConfig(
-            plans=PLANS,
+            plans=plans,
             max_batch_size=4,
             max_seq_len=models.MAX_SEQ_LEN,
             prefill_chunk=24,
@@ -60,12 +64,13 @@ def path_of(zoo: Zoo, backend: str, num_ranks: int) -> Path:
             probe=False,
             tensor_parallel_size=num_ranks,
             draft_ranks=num_ranks,
-            draft_dtypes=("float32", "bfloat16"),
+            # a device's kernels round halves elsewhere than what they are compared with
+            draft_dtypes=("float32", "bfloat16" if plans is PLANS else "float32"),
         )
         drafts = [zoo.checkpoint("llama", draft=name) for name in ("noisy", "target")]
         return engines.build(zoo.checkpoint("llama"), drafts, path, config)
 
-    return zoo.once(f"draft-ranks-{backend}-{num_ranks}", make)
+    return zoo.once(f"draft-ranks-{backend}-{num_ranks}-{len(plans)}", make)
 
 
 class Pair:
@@ -105,6 +110,47 @@ def test_ranks_draft_what_one_does(pair: Pair, plan: str, options: dict[str, Any
         accepted.append(llm.get_metrics().num_accepted_tokens)
     assert found[1] == found[0]
     assert accepted[1] == accepted[0] > 0
+
+
+def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
+    """In graphs that all ranks replay, on simulated devices: parts of other ranks are in them.
+
+    What they propose is the same, too, or fewer tokens would be accepted.
+    """
+    names = [plan.name for plan in CAPTURED]
+    kinds = (
+        *zip(names, ("greedy", "coupled", "greedy", "coupled"), strict=True),
+        (names[0], "mss"),
+    )
+    jobs = [job(name, kind) for name, kind in kinds]
+    with Launch(path_of(zoo, "cuda", 2, CAPTURED), 2, {"jobs": jobs, "capture": [4]}) as launch:
+        said = launch.said()
+        assert launch.codes == [0, 0], launch.errors
+    whole = Engine.load(path_of(zoo, "eager", 1, CAPTURED))
+    for job_, found in zip(jobs, said, strict=True):
+        llm = LLM(whole, plan=job_["plan"])
+        given = [SamplingParams(**one) for one in job_["params"]]
+        outputs = llm.generate(job_["prompts"], given)
+        assert "error" not in found, found
+        assert found["tokens"] == [list(output.outputs[0].token_ids) for output in outputs]
+        assert found["accepted"] == llm.get_metrics().num_accepted_tokens > 0, job_["plan"]
+        # with filters and without
+        assert found["captured"] == [2 * (len(CAPTURED) + 1)] * 2
+        assert found["warnings"] == 0
+
+
+def test_a_draft_rank_that_is_lost_between_replays_is_named(zoo: Zoo) -> None:
+    options = {
+        "jobs": [job(CAPTURED[0].name, "greedy")],
+        "capture": [4],
+        "max_seconds": -1,
+        "fault": "dies",
+    }
+    with Launch(path_of(zoo, "cuda", 2, CAPTURED), 2, options) as launch:
+        (found,) = launch.said()
+        assert launch.codes == [0, 7], launch.errors
+    assert "tokens" not in found
+    assert re.search(r"rank 1 \(pid", found["error"]), found
 
 
 def test_each_draft_is_on_one_rank(zoo: Zoo, pair: Pair) -> None:

@@ -46,8 +46,22 @@ class Passes:
         monkeypatch.setattr(leader, "run_pass", run_pass)
 
 
-@pytest.mark.parametrize("options", [{}, PLAIN, DELTA], ids=["greedy", "coupled", "delta"])
-@pytest.mark.parametrize("plan", PLAN_IDS)
+def cases() -> list[Any]:
+    """Every plan with one kind of rows or two; the others are slow."""
+    kinds = {"greedy": {}, "coupled": PLAIN, "delta": DELTA}
+    return [
+        pytest.param(
+            plan,
+            options,
+            id=f"{plan}-{name}",
+            marks=[] if plan == "off" or i % 3 == j or j == 1 else [pytest.mark.slow],
+        )
+        for i, plan in enumerate(PLAN_IDS)
+        for j, (name, options) in enumerate(kinds.items())
+    ]
+
+
+@pytest.mark.parametrize(("plan", "options"), cases())
 def test_no_logits_leave_their_rank(
     load: Engines, plan: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from specc.sampling.structured import StructuredOutputsParams
 from tests import models
 from tests.runtime.ranks.conftest import OPTIONS, PLANS
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 PLAN_IDS = ["off", *(plan.name for plan in PLANS)]
 GREEDY: dict[str, Any] = {}
 COUPLED = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}
@@ -36,6 +36,8 @@ KINDS = {
     "logprobs": LOGPROBS,
     "grammar": GRAMMAR,
 }
+# a cache in which not all of the longest requests have room
+FEW: dict[str, Any] = {"kv_cache_tokens": 160}
 LogProbs = list[dict[int, float]] | None
 
 
@@ -62,12 +64,12 @@ def check_caches(engine: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def alone(engine_path: Path) -> Engine:
-    return Engine.load(engine_path)
+    return Engine.load(engine_path, **FEW)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def led(request: pytest.FixtureRequest, engine_path: Path, load_led) -> Engine:
-    return load_led(engine_path, request.param)
+    return load_led(engine_path, request.param, **FEW)
 
 
 def rule_of(plan: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -117,10 +119,8 @@ def test_plans_that_share_a_pass(alone: Engine, led: Engine) -> None:
 
 
 @pytest.mark.parametrize("plan", ["chain-3", "dynamic-10-3-3"])
-def test_requests_that_give_way_to_others(engine_path: Path, load_led, plan: str) -> None:
-    """A cache in which not all of them have room: rows are given up, and computed again."""
-    few: dict[str, Any] = {"kv_cache_tokens": 160}
-    alone, led = Engine.load(engine_path, **few), load_led(engine_path, **few)
+def test_requests_that_give_way_to_others(alone: Engine, led: Engine, plan: str) -> None:
+    """Rows are given up, and computed again."""
     given = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in range(4)]
     llm = LLM(led, plan=plan)
     assert generate(llm, given) == generate(LLM(alone, plan=plan), given)
@@ -197,20 +197,16 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("how", ["leader", "dropped"])
-def test_ranks_end_with_the_engine(engine_path: Path, how: str) -> None:
+def test_ranks_end_with_the_engine(engine_path: Path) -> None:
     engine = Engine.load(engine_path, ranks=OPTIONS)
     pids = engine.target.leader.pids
     assert pids
     assert not any(map(is_gone, pids))
     begin_s = time.monotonic()
-    if how == "leader":
-        engine.target.leader.close()
-    else:
-        llm = LLM(engine)
-        del engine
-        llm.close()
-        gc.collect()
+    llm = LLM(engine)
+    del engine
+    llm.close()
+    gc.collect()
     assert all(map(is_gone, pids))
     assert time.monotonic() - begin_s < 8
 
@@ -225,7 +221,10 @@ def test_ranks_outlive_the_thread_that_loads_the_engine(engine_path: Path) -> No
     time.sleep(0.3)
     assert generate(LLM(engine, plan="chain-3"), params(1))
     check_caches(engine)
+    pids = engine.target.leader.pids
+    assert not any(map(is_gone, pids))
     engine.target.leader.close()
+    assert all(map(is_gone, pids))
 
 
 def test_a_child_that_is_forked_ends_no_ranks(led: Engine) -> None:

@@ -24,9 +24,8 @@ STAGES = ("prefill", "draft", "verify", "accept", "idle")
 LIMIT_S = 1.5
 
 
-def cases() -> list[Any]:
-    """Every rank, in every stage; the default tier has those that differ most."""
-    usual = {(2, 0, "verify")}
+def cases(*usual: tuple[int, int, str]) -> list[Any]:
+    """Every rank, in every stage; all but these are slow."""
     made = []
     for num_ranks in (2, 3):
         for rank in range(num_ranks):
@@ -37,6 +36,7 @@ def cases() -> list[Any]:
     return made
 
 
+# the default tier kills ranks of an engine that is cut: test_cut_ranks.py
 @pytest.mark.parametrize(("num_ranks", "rank", "stage"), cases())
 def test_a_rank_that_is_killed(engine_path: Path, num_ranks: int, rank: int, stage: str) -> None:
     with LedProcess(engine_path, {"num_ranks": num_ranks}, stage=stage) as led:
@@ -54,7 +54,7 @@ def test_a_rank_that_is_killed(engine_path: Path, num_ranks: int, rank: int, sta
         assert found in led.errors()
 
 
-@pytest.mark.parametrize(("num_ranks", "rank", "stage"), cases())
+@pytest.mark.parametrize(("num_ranks", "rank", "stage"), cases((2, 0, "verify")))
 def test_a_rank_that_is_stopped(engine_path: Path, num_ranks: int, rank: int, stage: str) -> None:
     ranks = {"num_ranks": num_ranks, "timeout_s": LIMIT_S}
     with LedProcess(engine_path, ranks, stage=stage) as led:
@@ -147,6 +147,8 @@ def test_a_rank_that_cannot_follow_says_so(engine_path: Path, what: str, found: 
         assert found in line
 
 
+# the default tier has it of an engine that is cut: test_cut_ranks.py
+@pytest.mark.slow
 def test_open_requests_of_a_service_get_an_error(engine_path: Path) -> None:
     options: dict[str, Any] = {"stage": "verify", "is_service": True}
     with LedProcess(engine_path, {"num_ranks": 2}, **options) as led:

@@ -36,6 +36,8 @@ from tests.runtime.ranks.test_sharded_engine import PLAIN, TOLERANCE
 # ranks of a stage, and stages
 SHAPES = [(1, 2), (2, 2)]
 SHAPE_IDS = ["pp-2", "tp-2-pp-2"]
+# a cache in which not all of the longest requests have room
+FEW: dict[str, Any] = {"kv_cache_tokens": 160}
 
 
 def staged_path(
@@ -134,9 +136,29 @@ def assert_same_rows(whole: Engine, staged: Engine) -> None:
 def test_two_stages_generate_what_one_does(
     load: Engines, plan: str, options: dict[str, Any]
 ) -> None:
-    whole, staged = load.whole(), load.staged((1, 2))
+    whole, staged = load.whole(**FEW), load.staged((1, 2), **FEW)
     assert_same(whole, staged, plan, params(4, **rule_of(plan, options)))
     assert_same_rows(whole, staged)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:1], ids=SHAPE_IDS[:1])
+def test_requests_that_give_way_and_prefixes_that_are_shared(
+    load: Engines, shape: tuple[int, int]
+) -> None:
+    whole, staged = load.whole(**FEW), load.staged(shape, **FEW)
+    given = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in range(4)]
+    llm = LLM(staged, plan="tree-3-2-1", micro_batches=1)
+    assert generate(llm, given) == generate(LLM(whole, plan="tree-3-2-1"), given)
+    assert llm.get_metrics().num_preemptions > 0
+    assert_same_rows(whole, staged)
+    prompt, found = models.prompts()[-1], []
+    for engine in (whole, staged):
+        llm = LLM(engine, plan="tree-3-2-1")
+        llm.generate([prompt], given[0])
+        again = llm.generate([[*prompt, 1, 2], [*prompt, 3]], given[:2])
+        assert llm.get_metrics().num_cached_tokens > 0
+        found.append([output.outputs[0].token_ids for output in again])
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
@@ -152,27 +174,6 @@ def test_stages_of_two_ranks(load: Engines) -> None:
     """Sums within a stage, tokens that its ranks draw, and logits that they gather."""
     for options in (GREEDY, MSS):
         assert_same(load.whole(), load.staged((2, 2)), "tree-3-2-1", params(3, **options))
-
-
-@pytest.mark.parametrize("shape", SHAPES[:1], ids=SHAPE_IDS[:1])
-def test_requests_that_give_way_and_prefixes_that_are_shared(
-    load: Engines, shape: tuple[int, int]
-) -> None:
-    few = {"kv_cache_tokens": 160}
-    whole, staged = load.whole(**few), load.staged(shape, **few)
-    given = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in range(4)]
-    llm = LLM(staged, plan="tree-3-2-1", micro_batches=1)
-    assert generate(llm, given) == generate(LLM(whole, plan="tree-3-2-1"), given)
-    assert llm.get_metrics().num_preemptions > 0
-    assert_same_rows(whole, staged)
-    prompt, found = models.prompts()[-1], []
-    for engine in (whole, staged):
-        llm = LLM(engine, plan="tree-3-2-1")
-        llm.generate([prompt], given[0])
-        again = llm.generate([[*prompt, 1, 2], [*prompt, 3]], given[:2])
-        assert llm.get_metrics().num_cached_tokens > 0
-        found.append([output.outputs[0].token_ids for output in again])
-    assert found[0] == found[1]
 
 
 @pytest.mark.slow

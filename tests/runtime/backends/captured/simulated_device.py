@@ -79,6 +79,11 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._tape = tape
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # nothing is compiled under it; torch would import its compiler, 2 s of each process
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
