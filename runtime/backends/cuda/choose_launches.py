@@ -9,6 +9,7 @@ again afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import statistics
@@ -24,7 +25,6 @@ from specc.errors import FaultError
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.graph_device import Graph, GraphDevice
 from specc.runtime.backends.cuda.kept_launches import KeptLaunches
-from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.sampling.rows import Value, Word
@@ -38,7 +38,7 @@ _LEAST_CUDA = (12, 3)
 _LEAST_GAIN = 0.002
 _ROUNDS, _REPLAYS, _CHECKS = 5, 5, 5
 # committed rows of a sequence, and of all, while steps are measured
-_CONTEXT, _ALL_ROWS = 256, 4096
+_CONTEXT, _ALL_ROWS = 256, 2048
 _SEED = 11
 
 
@@ -129,35 +129,18 @@ def _measure(
         trial = _Trial.of(step, cache, graphs, bucket)
         if trial is None:
             return
-        with trial:
-            found = _compare(trial, graphs, timer)
+        found = _try_both(trial, graphs, timer)
         yield found
         if not _is_better(found):
             return
 
 
-def _compare(trial: _Trial, graphs: GraphDevice, timer: Timer) -> dict[str, Any]:
+def _try_both(trial: _Trial, graphs: GraphDevice, timer: Timer) -> dict[str, Any]:
+    """What was found; `ms` is empty where something failed, memory ran out for example."""
     found: dict[str, Any] = {"batch": trial.bucket, "ms": {}, "differ": 0}
     try:
-        ordinary = trial.capture(is_dependent=False)
-    except OperatorError:
-        # the capture that follows says what is wrong
-        return found
-    wanted = trial.outcome(ordinary)
-    try:
-        dependent = trial.capture(is_dependent=True)
-        found["differ"] = sum(not _equal(trial.outcome(dependent), wanted) for _ in range(_CHECKS))
-        if found["differ"]:
-            text = f"{found['differ']} of {_CHECKS} replays give other results"
-            _warn(trial, text)
-            return found
-        ways = {ORDINARY: ordinary, DEPENDENT: dependent}
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(_ROUNDS):
-            for way, graph in ways.items():
-                trial.begin()
-                seconds[way].append(timer(graph.replay) / _REPLAYS)
-        found["ms"] = {way: 1e3 * statistics.median(own) for way, own in seconds.items()}
+        with trial:
+            _compare(trial, timer, found)
     except Exception as error:
         try:
             graphs.record_event().synchronize()
@@ -168,9 +151,25 @@ def _compare(trial: _Trial, graphs: GraphDevice, timer: Timer) -> dict[str, Any]
                 "kernels that run on this device",
                 "load the engine again: this was noted, and launches will be ordinary. Report it",
             ) from fault
-        found["ms"] = {}
         _warn(trial, str(error))
     return found
+
+
+def _compare(trial: _Trial, timer: Timer, found: dict[str, Any]) -> None:
+    ordinary = trial.capture(is_dependent=False)
+    wanted = trial.outcome(ordinary)
+    dependent = trial.capture(is_dependent=True)
+    found["differ"] = sum(not trial.is_outcome(dependent, wanted) for _ in range(_CHECKS))
+    if found["differ"]:
+        _warn(trial, f"{found['differ']} of {_CHECKS} replays give other results")
+        return
+    ways = {ORDINARY: ordinary, DEPENDENT: dependent}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(_ROUNDS):
+        for way, graph in ways.items():
+            trial.begin()
+            seconds[way].append(timer(graph.replay) / _REPLAYS)
+    found["ms"] = {way: 1e3 * statistics.median(own) for way, own in seconds.items()}
 
 
 def _warn(trial: _Trial, text: str) -> None:
@@ -211,7 +210,8 @@ class _Trial:
         self._regions = regions
         self._graphs = graphs
         self._inputs = inputs
-        self._kept: list[Tensor] = []
+        self._drawn: list[Tensor] = []
+        self._kept: list[Tensor | None] = []
 
     @classmethod
     def of(
@@ -247,26 +247,33 @@ class _Trial:
         return cls(step, regions, graphs, StepInputs([last] * bucket, table, values, words))
 
     def __enter__(self) -> _Trial:
-        self._kept = []
         dice = torch.Generator().manual_seed(_SEED)
         with torch.inference_mode():
             for region in self._regions:
-                self._kept.append(region.clone())
-                if region.is_floating_point():
-                    drawn = torch.randn(region.shape[-2:], generator=dice)
-                else:
-                    drawn = torch.randint(0, 8, region.shape[-2:], generator=dice)
-                region.copy_(drawn.to(region.device, region.dtype).expand_as(region))
-            self._filled = [region.clone() for region in self._regions]
+                # as they are drawn once for all layers and blocks, they take no memory to speak of
+                sizes = region.shape[-3:]
+                is_real = region.is_floating_point()
+                drawn = (
+                    torch.randn(sizes, generator=dice)
+                    if is_real
+                    else torch.randint(0, 8, sizes, generator=dice)
+                )
+                self._drawn.append(drawn.to(region.device, region.dtype).expand_as(region))
+                # caches are zeros, and what has a row for each sequence is small
+                self._kept.append(None if region.dim() > 2 else region.clone())
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is not None and issubclass(error[0], FaultError):  # type: ignore[arg-type]
+        drawn, self._drawn = self._drawn, []
+        if not drawn:
             return
-        with torch.inference_mode(), self._graphs.active():
+        with torch.inference_mode(), self._graphs.active(), contextlib.suppress(RuntimeError):
+            # a device that is lost says so again where it is asked
             for region, kept in zip(self._regions, self._kept, strict=True):
-                region.copy_(kept)
-        self._kept = self._filled = []
+                if kept is None:
+                    region.zero_()
+                else:
+                    region.copy_(kept)
 
     def capture(self, is_dependent: bool) -> Graph:
         return self.step.capture_alone(self.bucket, is_dependent)
@@ -275,29 +282,29 @@ class _Trial:
     def begin(self) -> None:
         """The same inputs and caches as ever."""
         with self._graphs.active():
-            for region, filled in zip(self._regions, self._filled, strict=True):
-                region.copy_(filled)
+            for region, drawn in zip(self._regions, self._drawn, strict=True):
+                region.copy_(drawn)
             self.step.buffers.copy_from(self._inputs, self.bucket)
 
     @torch.inference_mode()
     def outcome(self, graph: Graph) -> list[Tensor]:
         """Results and caches after one replay."""
+        return [value.clone() for value in self._after(graph)]
+
+    @torch.inference_mode()
+    def is_outcome(self, graph: Graph, wanted: list[Tensor]) -> bool:
+        """Whether one replay gives the same, bit for bit: a NaN is itself, and -0 is not 0."""
+        found = zip(self._after(graph), wanted, strict=True)
+        return all(bool((_bits(own) == _bits(other)).all()) for own, other in found)
+
+    def _after(self, graph: Graph) -> list[Tensor]:
         self.begin()
         with self._graphs.active():
             graph.replay()
             self._graphs.record_event().synchronize()
-            return [self.step.buffers.results[: self.bucket].clone()] + [
-                region.clone() for region in self._regions
-            ]
-
-
-def _equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    """Bit for bit: a NaN is itself, and -0 is not 0."""
-    return all(
-        bool((_bits(own) == _bits(other)).all()) for own, other in zip(found, wanted, strict=True)
-    )
+        return [self.step.buffers.results[: self.bucket], *self._regions]
 
 
 def _bits(value: Tensor) -> Tensor:
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return value.view(kinds[value.element_size()]) if value.is_floating_point() else value
