@@ -221,11 +221,8 @@ class _Trial:
         shape = cache.shape
         # while it is timed a step goes on from where the last one has left
         grown = (_REPLAYS + 1) * step.plan.num_rows
-        context = min(
-            _CONTEXT,
-            _ALL_ROWS // bucket,
-            shape.blocks_per_sequence * shape.rows_per_block - grown,
-        )
+        # tables of positions end where sequences do
+        context = min(_CONTEXT, _ALL_ROWS // bucket, shape.max_seq_len - grown)
         blocks = math.ceil((context + grown) / shape.rows_per_block)
         if context < 1 or blocks * bucket > shape.num_blocks or step.by_block:
             return None

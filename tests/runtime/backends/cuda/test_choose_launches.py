@@ -258,3 +258,17 @@ def test_a_cache_that_is_not_there_is_a_warning(rig: Rig, tmp_path: Path) -> Non
         report = choose(rig, kept=kept)
     assert {item["chosen"] for item in report} == {DEPENDENT}
     assert any("not kept" in str(item.message) for item in found)
+
+
+def test_no_position_is_beyond_those_that_the_engine_serves(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many replays go on from one another: a lookup there is a fault of the device."""
+    for name in ("_CONTEXT", "_ALL_ROWS"):
+        monkeypatch.setattr(chosen, name, 1 << 20)
+    for step in rig.steps.values():
+        trial = chosen._Trial.of(step, rig.other.cache, rig.device, 1)
+        assert trial is not None
+        *_, context = trial._inputs.rows[0]
+        last = context + (chosen._REPLAYS + 1) * step.plan.num_rows
+        assert last == rig.other.cache.shape.max_seq_len
