@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.kernels.cuda.act_and_mul import act_and_mul, activate
+from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
 from specc.kernels.cuda.few_rows import (
     BLOCK_TOTAL,
     MAX_ROWS,
@@ -83,19 +84,20 @@ def _launch(
         BT=BLOCK_TOTAL,
         COPIES=tile.copies(gamma.dtype),
         PRECISION=precision(x.dtype),
+        **launch_options(x.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """Every tile and activation; the same for all capabilities."""
+    """Every tile and activation."""
     given = ("x", "residual", "gamma", "weight", "out", "total")
     for dtype in FLOATS:
         pointer = f"*{TYPE_NAMES[dtype]}"
         for tile in TILES[dtype]:
             for activation in ACTIVATIONS:
-                yield Shipped(
+                item = Shipped(
                     name=f"{pointer[1:]}-{activation}-n{tile.block_n}",
                     kernel=_add_norm_gate_up_kernel,
                     signature=dict.fromkeys(given, pointer)
@@ -108,6 +110,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     num_stages=tile.num_stages,
                     divisible=(*given, "size", "K"),
                 )
+                yield from with_dependent(item, capability, dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -130,10 +133,12 @@ def _add_norm_gate_up_kernel(
     BT: tl.constexpr,
     COPIES: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     i_n = tl.program_id(0)
     o_i = i_n * BN + tl.arange(0, BN)
     o_gate = tl.minimum(o_i, size - 1)
+    ask_and_wait(weight, o_gate, o_gate + size, K, IS_DEPENDENT)
     o_r = tl.arange(0, BM)
     m_r = o_r < num_rows
     b_gate, b_up = normed_pair(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.kernels.cuda.add_norm_linear import store_pair
+from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
 from specc.kernels.cuda.few_rows import (
     MAX_ROWS,
     TILES,
@@ -69,6 +70,7 @@ def add_norm_head(
             BK=tile.block_k,
             COPIES=tile.copies(gamma.dtype),
             PRECISION=precision(x.dtype),
+            **launch_options(x.dtype),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )  # fmt: skip
@@ -76,14 +78,14 @@ def add_norm_head(
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """Every tile, with and without a bias; the same for all capabilities."""
+    """Every tile, with and without a bias."""
     for dtype in FLOATS:
         pointer = f"*{TYPE_NAMES[dtype]}"
         for tile in TILES[dtype]:
             for has_bias in (False, True):
                 biases = ("bias",) if has_bias else ()
                 given = ("x", "residual", "gamma", "weight", "out", *biases)
-                yield Shipped(
+                item = Shipped(
                     name=f"{pointer[1:]}-n{tile.block_n}{'-bias' if has_bias else ''}",
                     kernel=_add_norm_head_kernel,
                     signature=dict.fromkeys(given, pointer)
@@ -98,6 +100,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     num_stages=tile.num_stages,
                     divisible=(*given, "rows", "K"),
                 )
+                yield from with_dependent(item, capability, dtype)
 
 
 # vocabularies are odd as often as not, and columns of the result are stored one by one anyway
@@ -121,13 +124,16 @@ def _add_norm_head_kernel(
     BK: tl.constexpr,
     COPIES: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     o_a = tl.program_id(0) * 2 * BN + tl.arange(0, BN)
     o_b = o_a + BN
     last = size - 1
+    o_wa, o_wb = tl.minimum(o_a, last), tl.minimum(o_b, last)
+    ask_and_wait(weight, o_wa, o_wb, K, IS_DEPENDENT)
     o_r, m_r = looked_up(rows, 1, num_rows, num_tokens, BM)
     b_a, b_b = normed_pair(
-        x, residual, gamma, weight, o_r, m_r, tl.minimum(o_a, last), tl.minimum(o_b, last),
+        x, residual, gamma, weight, o_r, m_r, o_wa, o_wb,
         K, eps, offset, BM, BN, BK, COPIES, PRECISION,
     )  # fmt: skip
     store_pair(b_a, b_b, bias, out, o_a, o_b, num_rows, size, BM)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
 from specc.kernels.cuda.few_rows import (
     BLOCK_TOTAL,
     MAX_ROWS,
@@ -73,20 +74,21 @@ def _launch(
         BT=BLOCK_TOTAL,
         COPIES=tile.copies(gamma.dtype),
         PRECISION=precision(x.dtype),
+        **launch_options(x.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """Every tile, with and without a bias; the same for all capabilities."""
+    """Every tile, with and without a bias."""
     for dtype in FLOATS:
         pointer = f"*{TYPE_NAMES[dtype]}"
         for tile in TILES[dtype]:
             for has_bias in (False, True):
                 biases = ("bias",) if has_bias else ()
                 given = ("x", "residual", "gamma", "weight", "out", "total", *biases)
-                yield Shipped(
+                item = Shipped(
                     name=f"{pointer[1:]}-n{tile.block_n}{'-bias' if has_bias else ''}",
                     kernel=_add_norm_linear_kernel,
                     signature=dict.fromkeys(given, pointer)
@@ -100,6 +102,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     num_stages=tile.num_stages,
                     divisible=(*given, "size", "K"),
                 )
+                yield from with_dependent(item, capability, dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -122,15 +125,18 @@ def _add_norm_linear_kernel(
     BT: tl.constexpr,
     COPIES: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     i_n = tl.program_id(0)
     o_a = i_n * 2 * BN + tl.arange(0, BN)
     o_b = o_a + BN
     last = size - 1
+    o_wa, o_wb = tl.minimum(o_a, last), tl.minimum(o_b, last)
+    ask_and_wait(weight, o_wa, o_wb, K, IS_DEPENDENT)
     o_r = tl.arange(0, BM)
     m_r = o_r < num_rows
     b_a, b_b = normed_pair(
-        x, residual, gamma, weight, o_r, m_r, tl.minimum(o_a, last), tl.minimum(o_b, last),
+        x, residual, gamma, weight, o_r, m_r, o_wa, o_wb,
         K, eps, offset, BM, BN, BK, COPIES, PRECISION,
     )  # fmt: skip
     store_pair(b_a, b_b, bias, out, o_a, o_b, num_rows, size, BM)

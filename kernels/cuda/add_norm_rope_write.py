@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
 from specc.kernels.cuda.few_rows import (
     BLOCK_TOTAL,
     MAX_ROWS,
@@ -167,13 +168,14 @@ def _launch(
         COPIES=tile.copies(gamma.dtype),
         BB=SEARCH,
         PRECISION=precision(x.dtype),
+        **launch_options(x.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """Every tile, with and without a bias; the same for all capabilities."""
+    """Every tile, with and without a bias."""
     for dtype in FLOATS:
         pointer = f"*{TYPE_NAMES[dtype]}"
         for tile in TILES[dtype]:
@@ -181,7 +183,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 given = ("x", "residual", "gamma", "weight", "cos", "sin", "k_cache", "v_cache")
                 given += ("out", "total", *(("bias",) if has_bias else ()))
                 places = ("q_start", "slot", "block_table")
-                yield Shipped(
+                item = Shipped(
                     name=f"{pointer[1:]}-n{tile.block_n}{'-bias' if has_bias else ''}",
                     kernel=_add_norm_rope_write_kernel,
                     signature=dict.fromkeys(given, pointer)
@@ -196,6 +198,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     num_stages=tile.num_stages,
                     divisible=(*given, *places, "D", "K", *STRIDES),
                 )
+                yield from with_dependent(item, capability, dtype)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -241,9 +244,11 @@ def _add_norm_rope_write_kernel(
     COPIES: tl.constexpr,
     BB: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     i_n = tl.program_id(0)
     i_h, o_d, o_a = head_columns(i_n, D, BN)
+    ask_and_wait(weight, o_a, o_a + D // 2, K, IS_DEPENDENT)
     o_r = tl.arange(0, BM)
     m_r = o_r < num_rows
     b_a, b_b = normed_pair(

@@ -17,6 +17,7 @@ from torch import Tensor
 from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend_config import AttendConfig, config, machine, plan_work
 from specc.kernels.cuda.attend_kernels import NO_WINDOW, attend_kernel
+from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.launch import is_even, launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.speculation.tree import WORD_BITS
@@ -24,6 +25,9 @@ from specc.speculation.tree import WORD_BITS
 MAX_HEAD_DIM = 256
 # packed rows of a sequence that are no chunk of a prompt: 64 nodes × 8 heads
 LARGEST_DECODE = 512
+# of dependent launches: packed rows of a sequence, 16 nodes × 4 heads, and sizes of Llama's heads
+LARGEST_DEPENDENT = 64
+_DEPENDENT_HEAD_DIMS = (64, 128)
 # sequences, or tokens, that one step of a search looks at
 _SEARCH = 64
 
@@ -77,6 +81,8 @@ def attend(
         lse = q.new_empty(num_parts, c.block_m, dtype=torch.float32)
         partial = q.new_empty(num_parts, c.block_m, value_dim, dtype=torch.float32)
         arrived = counters(k_cache, num_parts)
+    can_start_early = rows <= LARGEST_DEPENDENT and head_dim in _DEPENDENT_HEAD_DIMS
+    can_start_early &= head_dim == value_dim
     # else q_start says
     tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
     launcher(attend_kernel)[(work.num_programs * num_kv_heads,)](
@@ -105,6 +111,7 @@ def attend(
         MERGED=c.merged(_padded(value_dim)),
         PAGE=_page(num_pages, block_size, c.block_n),
         IS_TREE=ancestors is not None,
+        **launch_options(q.dtype, can_start_early),
         **c.options,
     )  # fmt: skip
     return out.transpose(0, 1)
@@ -216,12 +223,16 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
     for dtype in _DTYPES:
         for head_dim in _SHIPPED_HEAD_DIMS:
-            configs = {config(dtype, head_dim, rows, capability) for rows in (1, 32, 64, 4096)}
+            sizes = (1, 32, LARGEST_DEPENDENT)
+            few = {config(dtype, head_dim, rows, capability) for rows in sizes}
+            configs = few | {config(dtype, head_dim, 4096, capability)}
             for c in sorted(configs, key=lambda c: c.block_m):
                 # where key blocks are no longer than pages, paged and dense caches are the same
                 for page in sorted({_page(*sizes, c.block_n) for sizes in _SHIPPED_PAGES}):
                     for is_tree in (True, False):
-                        yield _shipped_attend(dtype, head_dim, c, page, is_tree)
+                        item = _shipped_attend(dtype, head_dim, c, page, is_tree)
+                        is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
+                        yield from with_dependent(item, capability, dtype, is_able)
 
 
 def _shipped_attend(

@@ -12,6 +12,7 @@ import triton.language as tl
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.attend_merge import GROUP, merge_parts, store_part
 from specc.kernels.cuda.attend_work import find_work
+from specc.kernels.cuda.dependent import wait_for_earlier
 
 # a window that cuts nothing
 NO_WINDOW = tl.constexpr(1 << 30)
@@ -229,7 +230,9 @@ def attend_kernel(
     MERGED: tl.constexpr,
     PAGE: tl.constexpr,
     IS_TREE: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier(IS_DEPENDENT)
     # neighbors are the KV heads of one part: what is long starts early for all of them
     num_kv_heads = num_heads // group
     num_programs = tl.num_programs(0) // num_kv_heads

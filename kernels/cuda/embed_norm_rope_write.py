@@ -23,6 +23,7 @@ from specc.kernels.cuda.add_norm_rope_write import (
     heads_of,
     rotate_and_write,
 )
+from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
 from specc.kernels.cuda.few_rows import (
     BLOCK_TOTAL,
     MAX_ROWS,
@@ -129,13 +130,14 @@ def _launch(
         COPIES=tile.copies(gamma.dtype),
         BB=SEARCH,
         PRECISION=precision(embedding.dtype),
+        **launch_options(embedding.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """Every tile, with and without a bias; the same for all capabilities."""
+    """Every tile, with and without a bias."""
     for dtype in FLOATS:
         pointer = f"*{TYPE_NAMES[dtype]}"
         for tile in TILES[dtype]:
@@ -143,7 +145,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 given = ("embedding", "gamma", "weight", "cos", "sin", "k_cache", "v_cache")
                 given += ("out", "total", *(("bias",) if has_bias else ()))
                 places = ("q_start", "slot", "block_table")
-                yield Shipped(
+                item = Shipped(
                     name=f"{pointer[1:]}-n{tile.block_n}{'-bias' if has_bias else ''}",
                     kernel=_embed_norm_rope_write_kernel,
                     signature=dict.fromkeys(given, pointer)
@@ -159,6 +161,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     num_stages=tile.num_stages,
                     divisible=(*given, *places, "D", "K", *STRIDES),
                 )
+                yield from with_dependent(item, capability, dtype)
 
 
 @triton.jit(do_not_specialize=_UNKNOWN)
@@ -206,9 +209,11 @@ def _embed_norm_rope_write_kernel(
     COPIES: tl.constexpr,
     BB: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     i_n = tl.program_id(0)
     i_h, o_d, o_a = head_columns(i_n, D, BN)
+    ask_and_wait(weight, o_a, o_a + D // 2, K, IS_DEPENDENT)
     o_r, m_r = looked_up(tokens, token_stride, num_rows, num_embeddings, BM)
     b_a, b_b = normed_pair(
         embedding, None, gamma, weight, o_r, m_r, o_a, o_a + D // 2,

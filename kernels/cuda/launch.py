@@ -86,3 +86,25 @@ def unfiltered(is_unfiltered: bool = True) -> Iterator[None]:
         yield
     finally:
         _is_unfiltered.reset(token)
+
+
+_is_dependent: ContextVar[bool] = ContextVar("specc_is_dependent", default=False)
+
+
+def is_dependent() -> bool:
+    """Whether kernels may start before the one before them has ended."""
+    return _is_dependent.get()
+
+
+@contextlib.contextmanager
+def dependent_launches(is_dependent: bool = True) -> Iterator[None]:
+    """Let launches of this thread start before the kernel before them has ended, where they can.
+
+    For launches into one stream of a device that has them, while nothing writes to weights: see
+    `specc.kernels.cuda.dependent`.
+    """
+    token = _is_dependent.set(is_dependent)
+    try:
+        yield
+    finally:
+        _is_dependent.reset(token)

@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from specc.kernels.cuda import attend, few_rows
+from specc.kernels.cuda import attend, dependent, few_rows
+from specc.kernels.cuda.launch import dependent_launches
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ class Machine:
 H200 = Machine(90, 132)
 
 
-# name of a kernel, and its tensors by the names of its arguments
-Note = Callable[[str, Mapping[str, Tensor]], object]
+# name of a kernel, its tensors by the names of its arguments, and whether it may start early
+Note = Callable[[str, Mapping[str, Tensor], bool], object]
 
 
 @contextlib.contextmanager
 def recorded(note: Note, machine: Machine = H200, tile: int | None = 0) -> Iterator[None]:
-    """Note launches of this process instead of running them.
+    """Note launches of this process instead of running them; those that can are dependent.
 
     Args:
         note: called at each launch.
@@ -49,7 +50,7 @@ def recorded(note: Note, machine: Machine = H200, tile: int | None = 0) -> Itera
         def noted(*args: Any, **options: Any) -> None:
             given = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
             tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-            note(kernel.__name__, tensors)
+            note(kernel.__name__, tensors, bool(given.get("launch_pdl")))
 
         return noted
 
@@ -59,6 +60,8 @@ def recorded(note: Note, machine: Machine = H200, tile: int | None = 0) -> Itera
 
     with (
         few_rows.forced(tile),
+        dependent_launches(),
+        _replaced(dependent, "INTERPRETED", False),
         _replaced(KernelInterface, "__getitem__", launch),
         _replaced(attend, "machine", known),
     ):

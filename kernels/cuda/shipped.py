@@ -43,6 +43,7 @@ class Shipped:
             never are, or not always, are among `do_not_specialize` of the kernel: Triton would
             compile it anew for a 1, and for a multiple of 16, and no table would have that.
         max_registers: registers that a thread may have; None leaves it to ptxas.
+        is_dependent: launched as `specc.kernels.cuda.dependent` says.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Shipped:
     num_stages: int
     divisible: Iterable[str] = field(default=())
     max_registers: int | None = None
+    is_dependent: bool = False
 
     @property
     def attrs(self) -> dict[tuple[int, ...], list[list[Any]]]:
@@ -64,7 +66,8 @@ class Shipped:
     def options(self) -> dict[str, int]:
         """Options of `triton.compile`."""
         given = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return given if self.max_registers is None else given | {"maxnreg": self.max_registers}
+        given |= {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return given | ({"launch_pdl": True} if self.is_dependent else {})
 
     def source(self) -> Any:
         """What `triton.compile` takes; needs a process without `TRITON_INTERPRET`."""

@@ -70,6 +70,14 @@ class GraphCosts:
                 "measured on an H100 with empty kernels: Spector et al., “Look Ma, No Bubbles!”,"
                 " Hazy Research, 2025-05-27; no programmatic dependent launch",
             ),
+            (
+                "gap where both nodes are dependent launches, at least",
+                0.0,
+                "µs",
+                "assumed, for `least` alone: no measurement of it was found. After a kernel that"
+                " does not trigger, the whole gap: there PDL changed decode by less than the noise"
+                " on an RTX 5090 (github.com/kekzl/imp, pull request 1740, 2026-08)",
+            ),
         ]
         for kind in (PRODUCT, ATTEND, OTHER):
             rows.append((f"ramp of a node, {kind}", self.ramp_s[kind] * 1e6, "µs", assumed))

@@ -39,8 +39,11 @@ def measure_steps(results: Results, device: Device) -> None:
     products.watch(results)
 
     def on_steps(plan: str, figures: dict[str, Any]) -> None:
-        from specc.runtime.backends.cuda import choose_products
+        from specc.runtime.backends.cuda import choose_launches, choose_products
 
+        if choose_launches.measured:
+            # of each plan ms of a step with ordinary launches and dependent ones, and the choice
+            results.note(launches=choose_launches.measured)
         if choose_products.measured:
             results.note(products=choose_products.measured)
         state = "passed" if figures["is_captured"] else "failed"

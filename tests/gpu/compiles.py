@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import itertools
 import os
 import tempfile
 import time
@@ -254,7 +255,7 @@ def of_command_a(parts: Sequence[str] = PARTS) -> dict[str, Launches]:
     for part in parts:
         with tempfile.TemporaryDirectory() as scratch, recorded(is_run=False) as launches:
             if part == "8b-1b":
-                _walk(_shapes_engine(replay, graphs), [(replay.CONTEXT // 2,)])
+                _walk(_shapes_engine(replay, graphs), [(replay.CONTEXT // 2,)], (False, True))
             else:
                 # prompts of the output, all at once and as they come
                 engine = pair_engine(Path(scratch) / part, part, CaptureLimits.lazy())
@@ -292,19 +293,23 @@ def _choose(models: Any, graphs: MetaGraphs) -> list[dict[str, Any]]:
         return choose_products(models, graphs, seconds)
 
 
-def _walk(engine: Any, prompts: Sequence[tuple[int, ...]]) -> None:
+def _walk(
+    engine: Any, prompts: Sequence[tuple[int, ...]], launches: Sequence[bool] = (False,)
+) -> None:
     """Capture every step for every batch size, and pass prompts of these lengths.
 
     All of that with the library's products, and with each tile that kernels for few rows have.
+    Launches are ordinary, or dependent: these are measured where steps are captured at load.
     """
     from specc.kernels.cuda import few_rows
 
     most = max(map(len, few_rows.TILES.values()))
     for number in (None, *range(most)):
         for step in engine.steps.values():
-            for bucket in step.buckets:
+            for bucket, early in itertools.product(step.buckets, launches):
                 with few_rows.forced(number):
                     step._captured.clear()
+                    step.launches_dependent = early
                     step.capture(bucket)
     _pass(engine, prompts)
 

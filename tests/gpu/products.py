@@ -8,10 +8,13 @@ from typing import Any
 from tests.gpu.results import Results
 
 NAME = "choose products"
+LAUNCHES = "choose launches"
 
 
 def watch(results: Results) -> None:
     """Begin `choose products` before each candidate: a sign of life, and the place of a fault.
+
+    Likewise `choose launches` before that is measured.
 
     A process whose device such a kernel has taken along is followed by another one, which measures
     nothing: the library's products run, and every figure is there all the same.
@@ -19,6 +22,7 @@ def watch(results: Results) -> None:
     from specc.runtime.backends.cuda import choose_products
 
     replace: Any = setattr
+    _watch_launches(results)
     if NAME in results.known:
         replace(choose_products, "OPERATORS", ())
         results.note(products="not measured: that ended an attempt before this one")
@@ -35,3 +39,20 @@ def watch(results: Results) -> None:
         return seconds
 
     replace(choose_products, "graph_timer", make)
+
+
+def _watch_launches(results: Results) -> None:
+    from specc.runtime.backends.cuda import choose_launches
+
+    replace: Any = setattr
+    if LAUNCHES in results.known:
+        replace(choose_launches, "can_launch_dependent", lambda device: False)
+        results.note(launches="not measured: that ended an attempt before this one")
+        return
+    choose = choose_launches.choose_launches
+
+    def begin(*args: Any, **options: Any) -> Any:
+        results.begin(LAUNCHES)
+        return choose(*args, **options)
+
+    replace(choose_launches, "choose_launches", begin)

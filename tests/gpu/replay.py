@@ -57,6 +57,7 @@ def check_8b(results: Results, device: Device) -> None:
     from specc.bench.device import open_device
     from specc.bench.synthetic.engine import make_engine
     from specc.bench.synthetic.weights import make_weights
+    from specc.runtime.backends.cuda import choose_launches
     from specc.runtime.execution.batch_rows import last_tokens_of
     from tests.mixed_sampling import mixed_sampling
 
@@ -80,6 +81,10 @@ def check_8b(results: Results, device: Device) -> None:
             run = partial(compare, engine, step, inputs, device)
             results.check(f"{plan}, options {kind}", run)
             results.note(compiles=count())
+        if choose_launches.can_launch_dependent(graphs.device):
+            inputs = ([(*range(7, 7 + num_last), CONTEXT)], table, *mixed_sampling(1))
+            run = partial(compare_dependent, engine, step, inputs, device)
+            results.check(f"{plan}, dependent launches", run)
 
 
 def compile_8b(acceptance: tuple[float, ...] | None = None) -> Any:
@@ -108,6 +113,21 @@ def compare(engine: Any, step: Any, inputs: Any, device: Device) -> dict[str, An
 
     fill(engine.cache.environment, engine.vocab_size)
     return replays_alike(step, engine.cache.environment, StepInputs(*inputs), device)
+
+
+def compare_dependent(engine: Any, step: Any, inputs: Any, device: Device) -> dict[str, Any]:
+    """As `compare`, of a graph whose kernels may start early, whatever the engine has chosen.
+
+    Raises:
+        AssertionError: as `compare`.
+    """
+    chosen, captured, bound = step.launches_dependent, dict(step._captured), dict(step._bound)
+    step._captured.clear()
+    step.launches_dependent = True
+    try:
+        return compare(engine, step, inputs, device) | {"chosen": chosen}
+    finally:
+        step.launches_dependent, step._captured, step._bound = chosen, captured, bound
 
 
 def fill(slabs: Mapping[str, Any], vocab_size: int) -> None:

@@ -27,6 +27,7 @@ def prepare(kind: str) -> None:
         told_apart.prepare()
     from specc.bench import device as bench_device
     from specc.runtime.backends.captured import backend as captured_backend
+    from specc.runtime.backends.cuda import choose_launches, kept_products
     from tests.gpu import benchmark, collectives, replay, sampling
     from tests.models import tiny_config
     from tests.runtime.backends.captured.simulated_device import SimulatedDevice
@@ -41,8 +42,14 @@ def prepare(kind: str) -> None:
 
     replace(bench_device, "open_device", lambda: (device, "cuda"))
     replace(captured_backend, "cuda_device", lambda: device)
+    conditions = kept_products.Conditions("simulated", torch.__version__, "", "")
+    replace(kept_products.Conditions, "of", lambda device: conditions)
     # engines for CUDA are not loaded where there is none
     replace(torch.cuda, "is_available", lambda: True)
+    # as on a GPU that has them; kernels are not compiled here
+    replace(choose_launches, "can_launch_dependent", lambda device: kind != APART)
+    for name in ("_ROUNDS", "_REPLAYS", "_CHECKS"):
+        replace(choose_launches, name, 1)
     bench_device.COPY_BYTES["cpu"] = 1 << 20
     root = Path(tempfile.mkdtemp(prefix="specc-shapes-"))
     for name, layers in (("t", 2), ("d", 1)):

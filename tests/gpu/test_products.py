@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 
-from specc.runtime.backends.cuda import choose_products
+from specc.runtime.backends.cuda import choose_launches, choose_products
 from tests.gpu import check, importable, products, rehearsal
 from tests.gpu.results import Results
 from tests.gpu.tasks import Stage, Task
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is watched is replaced for good, in a process of its own."""
+    for name in ("choose_launches", "can_launch_dependent"):
+        monkeypatch.setattr(choose_launches, name, getattr(choose_launches, name))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -41,6 +48,17 @@ def test_what_ended_a_process_is_not_measured_again(tmp_path, monkeypatch):
     products.watch(Results(tmp_path / "events", ["choose products"]))
     assert choose_products.OPERATORS == ()
     assert choose_products.graph_timer is timer
+
+
+def test_launches_are_watched_and_left_out_where_they_ended_a_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(choose_launches, "choose_launches", lambda *args: ["found"])
+    monkeypatch.setattr(choose_launches, "can_launch_dependent", lambda device: True)
+    products.watch(Results(tmp_path / "events"))
+    assert choose_launches.choose_launches({}, None, None) == ["found"]
+    assert lines(tmp_path / "events") == [{"begin": "choose launches"}]
+    assert choose_launches.can_launch_dependent(None)
+    products.watch(Results(tmp_path / "again", ["choose launches"]))
+    assert not choose_launches.can_launch_dependent(None)
 
 
 ENTRY = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from specc.artifact.manifest import Manifest
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
 from specc.runtime.backends.captured.capture_limits import CaptureLimits, fit_device
+from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.device_models import DeviceModels, DeviceProgram
 from specc.runtime.backends.captured.engine_steps import load_steps
 from specc.runtime.backends.captured.graph_device import GraphDevice
@@ -60,6 +61,22 @@ class CapturedBackend(RuntimeBackend):
             EngineError: a file is absent, cannot be read, or does not fit this machine.
         """
 
+    def prepare_steps(
+        self,
+        steps: Mapping[str, CapturedStep],
+        manifest: Manifest,
+        cache: KVCache,
+        graphs: GraphDevice,
+    ) -> None:
+        """Look at the steps of an engine on one device before any of them is captured.
+
+        Args:
+            steps: plan → step.
+            manifest: of the engine.
+            cache: on the device, which nobody uses yet.
+            graphs: the device.
+        """
+
     def load(self, path: Path, manifest: Manifest, limits: LoadLimits) -> LoadedPrograms:
         """See `RuntimeBackend.load`; what does not fit the GPU is refused before it is read."""
         graphs: GraphDevice = cuda_device()
@@ -78,11 +95,20 @@ class CapturedBackend(RuntimeBackend):
         models = self.load_models(path, manifest, cache, graphs, limits.rank, budget)
         if limits.ranks is not None:
             graphs, models = limits.ranks.join(graphs, models)
+        # collectives and copies of weights run on streams beside that of the step
+        is_alone = limits.ranks is None and budget is None
+        # below 0 nothing is captured while the engine loads
+        can_measure = is_alone and capture.max_seconds >= 0
+
+        def prepare(steps: Mapping[str, CapturedStep]) -> None:
+            if can_measure:
+                self.prepare_steps(steps, manifest, cache, graphs)
+
         # a rank that follows has none
         steps = (
             load_steps(
                 path, manifest, models.within, cache, graphs, capture, models.adapt,
-                skips_filters=self.skips_filters,
+                skips_filters=self.skips_filters, before_capture=prepare,
             )
             if manifest.plans
             else {}

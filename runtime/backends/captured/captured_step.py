@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.errors import EngineError
+from specc.kernels.cuda.launch import dependent_launches
 from specc.kernels.reference.processing import are_unfiltered
 from specc.runtime.backends.captured.bound_step import BoundStep, HookValues
 from specc.runtime.backends.captured.device_models import Adapt, leave_alone
@@ -75,6 +76,8 @@ class CapturedStep:
         skips_filters: bool = False,
     ) -> None:
         self.skips_filters = skips_filters
+        # kernels of graphs that are captured from now on may start early, see `dependent_launches`
+        self.launches_dependent = False
         self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
         self.buckets = tuple(buckets)
@@ -103,6 +106,16 @@ class CapturedStep:
         # what the step that was queued last does besides
         self.kind: StepKind | None = None
         self._is_unfiltered = False
+
+    @property
+    def buffers(self) -> StepBuffers:
+        """Inputs and results."""
+        return self._buffers
+
+    @property
+    def slabs(self) -> Mapping[str, Tensor]:
+        """The caches that its graphs read and write."""
+        return self._slabs
 
     @property
     def staged(self) -> None:
@@ -140,7 +153,8 @@ class CapturedStep:
         if key in self._captured:
             return 0.0
         # padding alone: the run before the capture writes no cache row
-        with self._graphs.active(), self._buffers.kept_inputs(bucket):
+        launches = dependent_launches(self.launches_dependent)
+        with self._graphs.active(), self._buffers.kept_inputs(bucket), launches:
             bound = self._bind(bucket, kind)
             is_parted = kind.is_late if kind else self.is_split
             parts = bound.parts if is_parted else [bound.run]
@@ -148,6 +162,21 @@ class CapturedStep:
             begin_s = time.perf_counter()
             self._bound[key], self._captured[key] = bound, self._try_capture(parts, bucket)
             return time.perf_counter() - begin_s
+
+    def capture_alone(self, bucket: int, is_dependent: bool) -> Graph:
+        """A graph of the whole step that nothing replays but the caller, to measure it.
+
+        Args:
+            bucket: its size.
+            is_dependent: kernels may start early.
+        Raises:
+            OperatorError: it cannot run, or cannot be captured.
+        """
+        launches = dependent_launches(is_dependent)
+        with self._graphs.active(), self._buffers.kept_inputs(bucket), launches:
+            run = self._bind(bucket).run
+            run()
+            return self._graphs.capture(run)
 
     def submit(
         self,

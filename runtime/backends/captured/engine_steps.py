@@ -30,6 +30,7 @@ def load_steps(
     adapt: Adapt = leave_alone,
     *,
     skips_filters: bool = False,
+    before_capture: Callable[[Mapping[str, CapturedStep]], object] = lambda steps: None,
 ) -> dict[str, CapturedStep]:
     """The steps of an engine; what is captured at once is up to `limits`.
 
@@ -42,6 +43,7 @@ def load_steps(
         limits: of capturing.
         adapt: called with each stage's graph, which it may change; see `Adapt`.
         skips_filters: see `CapturedStep`.
+        before_capture: called with the steps, of which nothing is captured yet.
     Raises:
         EngineError: a file is absent or malformed, or a step cannot run.
     """
@@ -63,6 +65,7 @@ def load_steps(
         )
         for entry in manifest.plans
     }
+    before_capture(steps)
     # the plan that most steps run comes first
     order = sorted(steps, key=lambda name: name != manifest.default_plan)
     capture_within(limits, [steps[name] for name in order], graphs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
 from specc.errors import ConfigError
 from specc.runtime.backends.captured.backend import CapturedBackend
+from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.cuda import choose_launches
 from specc.runtime.backends.cuda.choose_products import DeviceLostError, Timer, choose_products
+from specc.runtime.backends.cuda.kept_launches import KeptLaunches
 from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts
 from specc.runtime.backends.cuda.streamed_program import StreamedProgram, load_streamed
 from specc.runtime.backends.eager.program import ModelProgram
@@ -69,6 +74,18 @@ class CudaBackend(CapturedBackend):
         choose_on_gpu(self_drafts.values(), graphs)
         return DeviceModels(models, models | self_drafts)
 
+    def prepare_steps(
+        self,
+        steps: Mapping[str, CapturedStep],
+        manifest: Manifest,
+        cache: KVCache,
+        graphs: GraphDevice,
+    ) -> None:
+        """See `CapturedBackend.prepare_steps`; chooses how their kernels are launched."""
+        if choose_launches.can_launch_dependent(graphs.device):
+            kept = KeptLaunches(Conditions.of(graphs.device), _programs_digest(manifest))
+            choose_launches.choose_launches(steps, cache, graphs, kept)
+
 
 BACKEND = CudaBackend()
 
@@ -113,6 +130,13 @@ def choose_and_keep(
         raise
     kept.add(found)
     return found
+
+
+def _programs_digest(manifest: Manifest) -> str:
+    """Of the files that are no weights: models and steps."""
+    files = sorted((name, entry.sha256) for name, entry in manifest.files.items())
+    text = json.dumps([item for item in files if item[0].endswith(".json")])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _load_model(

@@ -27,7 +27,7 @@ from specc.system.file_cache import FileCache
 SCHEMA_VERSION = 1
 _LIBRARY = "library"
 # of a cache that is not there for this user; an engine loads all the same (RuntimeError: no home)
-_FAILURES = (SpeccError, OSError, RuntimeError)
+FAILURES = (SpeccError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class KeptProducts:
         content = {"schema_version": SCHEMA_VERSION, "products": list(kept.values())}
         try:
             self._open().write(self._name, (json.dumps(content, indent=1) + "\n").encode())
-        except _FAILURES as error:
+        except FAILURES as error:
             _warn("what was measured of products is not kept", error)
 
     def _open(self) -> FileCache:
@@ -127,7 +127,7 @@ class KeptProducts:
     def _read(self) -> list[dict[str, Any]]:
         try:
             data = self._open().read(self._name)
-        except _FAILURES as error:
+        except FAILURES as error:
             _warn("what was measured of products earlier is not read", error)
             return []
         if data is None:

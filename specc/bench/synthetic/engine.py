@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from specc.kernels import ops as _ops  # noqa: F401
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.step_buffers import StepBuffers
+from specc.runtime.backends.cuda import choose_launches
 from specc.runtime.backends.cuda.backend import choose_on_gpu
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.engine import Engine
@@ -89,17 +89,19 @@ def make_engine(
         num_last=last_tokens_of(programs.plans),
     )
     buckets = (limits.max_batch_size,)
-    steps: dict[str, Any] = {
+    steps = {
         name: CapturedStep(
             step, models, cache.environment, buffers, graphs, buckets, skips_filters=True
         )
         for name, step in programs.steps.items()
     }
+    if choose_launches.can_launch_dependent(graphs.device):
+        choose_launches.choose_launches(steps, cache, graphs)
     target, *drafts = models.values()
     return Engine(
         target=target,
         drafts=list(drafts),
-        steps=steps,
+        steps=dict(steps),
         cache=cache,
         default_plan=programs.plans[0].name,
         prefill_chunk=limits.prefill_chunk,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -124,6 +125,14 @@ def _plan(
         },
         # a part of what lies between passes
         "sampling": _sampling(nodes, costs),
+        # where kernels start early: what is left of the gaps that this closes is not known, so this
+        # is the least that a step may take, and `estimate_ms` the most
+        "dependent": {
+            "nodes": sum(node.is_dependent for node in nodes),
+            "gaps": num_early_starts(nodes),
+            "least_ms": estimate_ms - num_early_starts(nodes) * 1e3 * costs.gap_s,
+            "least_ratio": (estimate_ms - num_early_starts(nodes) * 1e3 * costs.gap_s) / floor_ms,
+        },
         # of a batch with filters, or that tries proposals one by one
         "filtered": {
             "nodes": len(filtered.nodes),
@@ -134,6 +143,15 @@ def _plan(
         },
         "kernels": dict(Counter(node.name for node in nodes).most_common()),
     }
+
+
+def num_early_starts(nodes: Sequence[Node]) -> int:
+    """Nodes that start before the node before them has ended: both are dependent launches.
+
+    After any other kernel, which does not say that the next one may start, such a node starts when
+    that has ended, as it would in the ordinary way.
+    """
+    return sum(a.is_dependent and b.is_dependent for a, b in itertools.pairwise(nodes))
 
 
 def _sampling(nodes: Sequence[Node], costs: GraphCosts) -> dict[str, Any]:

@@ -64,6 +64,8 @@ class Node:
         model: whose pass it belongs to; empty between passes.
         num_bytes: read and written, caches by the rows that are in use; of attention with several
             launches the first has these.
+        is_dependent: its kernel has a configuration that waits for the node before by itself, and
+            lets the next one start early.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Node:
     kind: str
     model: str
     num_bytes: int
+    is_dependent: bool = False
 
 
 class Launches:
@@ -227,7 +230,7 @@ class _Counter(TorchDispatchMode):
             self._add(name, name, kind, _moved(func, args, kwargs, result))
         return result
 
-    def note(self, kernel: str, tensors: Mapping[str, Tensor]) -> None:
+    def note(self, kernel: str, tensors: Mapping[str, Tensor], is_dependent: bool) -> None:
         """A launch of the operator that is running."""
         operator = self._operator
         left_out = (*_CACHES, *_SCRATCH, *_OF_LEVELS, _TABLE)
@@ -237,7 +240,7 @@ class _Counter(TorchDispatchMode):
         kind = ATTEND if operator in _ATTENTION else OTHER
         if _LEVELS in tensors or ("weight" in tensors and tensors["weight"].dim() > 1):
             kind = PRODUCT
-        self._add(kernel, operator, kind, moved + self._pending)
+        self._add(kernel, operator, kind, moved + self._pending, is_dependent)
         self._pending = 0
 
     def _launch(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -258,8 +261,10 @@ class _Counter(TorchDispatchMode):
         rows = min(self._context, window or self._context) * given["cache_len"].shape[0]
         return sum(rows * c.shape[2] * c.shape[3] * c.element_size() for c in caches)
 
-    def _add(self, name: str, operator: str, kind: str, num_bytes: int) -> None:
-        self.nodes.append(Node(name, operator, kind, self.model, num_bytes))
+    def _add(
+        self, name: str, operator: str, kind: str, num_bytes: int, is_dependent: bool = False
+    ) -> None:
+        self.nodes.append(Node(name, operator, kind, self.model, num_bytes, is_dependent))
 
 
 def _moved(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:

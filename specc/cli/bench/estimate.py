@@ -85,7 +85,7 @@ def print_estimate(report: dict[str, Any]) -> None:
     console.print()
     columns = (
         "nodes", "reads", "floor ms", "estimate ms", "× floor", "draft", "verify", "rest",
-        "filtered", "× floor",
+        "filtered", "× floor", "early starts", "× floor, least",
     )  # fmt: skip
     table = render.make_table(("step", *columns), columns)
     for name, plan in report["plans"].items():
@@ -104,6 +104,8 @@ def print_estimate(report: dict[str, Any]) -> None:
             *(cell(part and part["estimate_ms"], ".3f") for part in parts),
             str(plan["filtered"]["nodes"]),
             f"{plan['filtered']['ratio']:.2f}",
+            str(plan["dependent"]["gaps"]),
+            f"{plan['dependent']['least_ratio']:.2f}",
         )
     print_table(console, table)
     console.print()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -36,6 +37,8 @@ MODULES = (
     "tree_context", "row_filters", "node_best", "node_winners", "accept_walk", "child_keys",
 )  # fmt: skip
 CAPABILITIES = (80, 90, 100, 120)
+# arguments whose memory no step writes
+CONSTANTS = ("weight",)
 _PTXAS = re.compile(
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores,"
     r" (?P<loads>\d+) bytes spill loads\s.*?Used (?P<registers>\d+) registers",
@@ -84,6 +87,7 @@ def usage(item: Any, capability: int) -> Usage:
     (found,) = _PTXAS.finditer(log.getvalue())
     if compiled.metadata.global_scratch_size:
         raise ValueError(f"{item.name}: needs memory that no launch gives it")
+    check_order(item, compiled.asm["ptx"])
     return Usage(
         registers=int(found["registers"]),
         spilled=int(found["stores"]) + int(found["loads"]),
@@ -92,6 +96,33 @@ def usage(item: Any, capability: int) -> Usage:
         tensor_memory=compiled.metadata.tmem_size,
         tensor_core=len(_TENSOR_CORES.findall(compiled.asm["ptx"])),
     )
+
+
+def check_order(item: Any, ptx: str) -> None:
+    """A kernel that is launched early waits before it touches memory; others know nothing of it.
+
+    Raises:
+        ValueError: what is wrong.
+    """
+    ptx_order = _beside("ptx_order")
+    if not item.is_dependent:
+        wrong = [] if ptx_order.is_ordinary(ptx) else ["instructions of dependent launches"]
+    else:
+        arguments = [name for name in item.kernel.arg_names if name in item.signature]
+        wrong = ptx_order.problems(ptx, arguments, CONSTANTS)
+    if wrong:
+        raise ValueError(f"{item.name}: {'; '.join(wrong[:5])}")
+
+
+def _beside(name: str) -> Any:
+    """A module of this folder: a script of its own finds no `tests`."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def read_lines(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:

@@ -21,6 +21,7 @@ from specc.kernels.cuda import (
     attend,
     block_mass,
     commit_kv,
+    dependent,
     leave_step,
     lookup,
     merge,
@@ -32,6 +33,7 @@ from specc.kernels.cuda import (
     trees,
     write_kv,
 )
+from specc.kernels.cuda.launch import dependent_launches
 from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped
 from tests.kernels.cuda import launches_products, launches_typed
 
@@ -126,8 +128,12 @@ def record(module: types.ModuleType, capability: int, monkeypatch: Any) -> list[
         if name.endswith("_kernel") and hasattr(value, "arg_names"):
             monkeypatch.setattr(module, name, _Recorder(value, launches))
     monkeypatch.setattr(attend, "machine", lambda device: (capability, NUM_SMS))
-    for _ in CALLS[module.__name__.rpartition(".")[2]]():
-        pass
+    # with early starts where engines have them
+    monkeypatch.setattr(dependent, "INTERPRETED", False)
+    for is_dependent in (False, True)[: 1 + (capability >= dependent.LEAST_CAPABILITY)]:
+        with dependent_launches(is_dependent):
+            for _ in CALLS[module.__name__.rpartition(".")[2]]():
+                pass
     return launches
 
 

@@ -170,7 +170,7 @@ def test_kernels_and_allocations_within_an_operator() -> None:
 def test_launches_are_noted_while_recorded_only() -> None:
     x = torch.empty(2, 8, device="meta")
     names: list[str] = []
-    note = lambda name, tensors: names.append(name)  # noqa: E731
+    note = lambda name, tensors, early: names.append(name)  # noqa: E731
     with recorded(note):
         act_and_mul(x, "silu")
     assert names == ["_act_and_mul_kernel"]
@@ -205,6 +205,32 @@ def test_an_estimate_is_the_sum_of_its_nodes() -> None:
     for name, plan in report["plans"].items():
         added = slower["plans"][name]["estimate_ms"] - plan["estimate_ms"]
         assert added == pytest.approx(plan["nodes"])
+
+
+@functools.cache
+def compiled_with_heads() -> BenchPrograms:
+    """Of the sizes that attention has dependent launches for."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    configs = [tiny_config("llama", num_hidden_layers=n, head_dim=64, **sizes) for n in (3, 2)]
+    options = ShapeOptions((CHAIN,), "bfloat16", 1, CONTEXT, 24, "cuda")
+    return compile_shapes("TD", configs, options, PhaseTimer())
+
+
+def test_gaps_that_dependent_launches_may_close() -> None:
+    """Those between two of them alone: the library's products do not let the next one start."""
+    costs = GraphCosts(gap_s=1e-3)
+    report = make_estimate(compiled_with_heads(), CONTEXT, {}, costs)
+    # cache writes before attention, in each layer of each pass
+    for name, gaps, per_pass in (("off", 3, [3]), ("chain-4", 3 + 4 * 2, [3, *4 * [2]])):
+        plan = report["plans"][name]
+        found = plan["dependent"]
+        assert found["gaps"] == gaps
+        # besides these two nodes a layer: gate and up, and the head of a pass
+        assert found["nodes"] == sum(3 * layers + 1 for layers in per_pass)
+        assert found["least_ms"] == pytest.approx(plan["estimate_ms"] - gaps)
+        assert found["least_ratio"] == pytest.approx(found["least_ms"] / plan["floor_ms"])
+    # attention with heads of another size has none
+    assert make_estimate(compiled(), CONTEXT, {})["plans"]["off"]["dependent"]["gaps"] == 0
 
 
 def test_the_report_names_what_is_asked_of_it() -> None:

@@ -1,0 +1,111 @@
+"""Programmatic dependent launch: a kernel that starts while the one before it still runs.
+
+Launched so (`launch_pdl`, from compute capability 9.0 on), the programs of a kernel may start as
+soon as every program of the kernel before it has called `griddepcontrol.launch_dependents` or has
+ended, and wait at `griddepcontrol.wait` until that kernel has completed and its writes are visible
+(PTX ISA, griddepcontrol; CUDA programming guide, programmatic dependent launch). Under stream
+capture the launch attribute becomes an edge of the graph, from the programmatic port of the kernel
+before (the same guide, "Use in CUDA Graphs"; CUDA 12.3 and newer).
+
+Why one wait is enough. Let kernels 1, 2, … run in a stream. Claim: when kernel n completes, kernels
+1 … n have completed. If n was launched in the ordinary way it started after n - 1 had completed. If
+it was launched so, every program of it waits before it ends, on every path, and returns from that
+only when n - 1 has completed; so n completes after n - 1. Either way the claim for n - 1 gives that
+for n. What a kernel reads or writes after its wait therefore comes after all that any earlier
+kernel reads or writes: no read comes before the write that it needs, and no write before a read or
+a write that it must not overtake. This needs that a program waits even where it has no work, and
+that nothing but constants is touched before: `tests/kernels/cuda/ptx_order.py` checks both in the
+code that is compiled. Kernels of the library, copies and collectives are launched in the ordinary
+way.
+
+Before the wait a product asks for the first lines of its weight, which no step writes. They are
+asked for in the cache (`prefetch.global.L2`), not loaded: results are those of the same loads in
+the same order, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specc.kernels.cuda.launch import is_dependent
+from specc.kernels.cuda.shipped import Shipped
+
+# Triton's interpreter runs programs one after another, and has no such instructions
+INTERPRETED = triton.knobs.runtime.interpret
+# compute capabilities from here on have the instructions
+LEAST_CAPABILITY = 90
+# of rows: each has configurations of its own, and others are rare or there to compare with
+DTYPES = (torch.bfloat16,)
+# end of the names of such configurations
+SUFFIX = "-dependent"
+# lines of each row of a weight that a program asks for before it waits, and bytes of a line
+LINES = tl.constexpr(8)
+LINE_BYTES = tl.constexpr(128)
+
+
+def launch_options(dtype: torch.dtype, is_able: bool = True) -> dict[str, bool]:
+    """Options of a launch: the constexpr of the kernel, and what Triton's launcher takes.
+
+    Args:
+        dtype: of the rows.
+        is_able: there is such a configuration of the kernel.
+    """
+    if not (is_able and dtype in DTYPES and is_dependent()) or INTERPRETED:
+        return {"IS_DEPENDENT": False}
+    return {"IS_DEPENDENT": True, "launch_pdl": True}
+
+
+def with_dependent(
+    item: Shipped, capability: int, dtype: torch.dtype, is_able: bool = True
+) -> Iterator[Shipped]:
+    """A configuration, and the same that is launched so, where a capability has that.
+
+    Args:
+        item: of a kernel with a constexpr `IS_DEPENDENT`.
+        capability: of the device.
+        dtype: of the rows.
+        is_able: as `launch_options` has it.
+    """
+    constexprs = {**item.constexprs, "IS_DEPENDENT": False}
+    yield replace(item, constexprs=constexprs)
+    if is_able and dtype in DTYPES and capability >= LEAST_CAPABILITY:
+        yield replace(
+            item,
+            name=f"{item.name}{SUFFIX}",
+            constexprs={**constexprs, "IS_DEPENDENT": True},
+            is_dependent=True,
+        )
+
+
+@triton.jit
+def wait_for_earlier(IS_DEPENDENT: tl.constexpr):
+    """Before anything is read or written; then the next kernel may start."""
+    if IS_DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def ask_and_wait(weight, o_a, o_b, K, IS_DEPENDENT: tl.constexpr):
+    """Ask for the first lines of rows o_a and o_b [BN] of a weight, then wait."""
+    if IS_DEPENDENT:
+        _ask(weight, o_a, K)
+        _ask(weight, o_b, K)
+    wait_for_earlier(IS_DEPENDENT)
+
+
+@triton.jit
+def _ask(weight, o_n, K):
+    COLUMNS: tl.constexpr = LINE_BYTES * 8 // weight.dtype.element_ty.primitive_bitwidth
+    o_k = tl.minimum(tl.arange(0, LINES) * COLUMNS, K - 1)  # inside the row
+    p_line = weight + o_n.to(tl.int64)[:, None] * K + o_k[None, :]  # [BN, LINES]
+    # Triton wants a result of every inline assembly; nothing writes or reads it
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [p_line], dtype=tl.int32, is_pure=False, pack=1
+    )

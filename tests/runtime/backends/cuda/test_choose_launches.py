@@ -1,0 +1,274 @@
+"""Dependent launches are chosen only where results are the same and the step is faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specc.errors import FaultError
+from specc.kernels.cuda import launch
+from specc.runtime.backends.cuda import choose_launches as chosen
+from specc.runtime.backends.cuda.choose_launches import (
+    DEPENDENT,
+    ORDINARY,
+    LaunchWarning,
+    can_launch_dependent,
+    choose_launches,
+)
+from specc.runtime.backends.cuda.kept_launches import KeptLaunches
+from specc.runtime.backends.cuda.kept_products import Conditions
+from specc.system.file_cache import FileCache
+from tests.runtime.backends.captured.simulated_device import SimulatedDevice
+from tests.runtime.backends.captured.test_captured_step import Rig, make_rig, same
+
+HERE = Conditions("NVIDIA H200", "2.13.0", "3.7.1", "abc")
+
+
+class WayDevice(SimulatedDevice):
+    """Knows of each graph how it was captured; dependent ones may be spoiled after a replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways: list[str] = []
+        self.newest = ""
+        self.spoil: Callable[[int], object] | None = None
+        self.fault: Exception | None = None
+        self.num_dependent = 0
+
+    def capture(self, run: Callable[[], object]) -> Any:
+        way = DEPENDENT if launch.is_dependent() else ORDINARY
+        self.ways.append(way)
+        tape = super().capture(run)
+        replay = tape.replay
+
+        def replayed() -> None:
+            self.newest = way
+            replay()
+            if way == DEPENDENT:
+                self.num_dependent += 1
+                if self.spoil is not None:
+                    self.spoil(self.num_dependent)
+
+        tape.replay = replayed  # type: ignore[method-assign]
+        return tape
+
+    def record_event(self) -> Any:
+        if self.fault is not None:
+            raise self.fault
+        return super().record_event()
+
+
+class FakeTimer:
+    """Seconds by the way in which a graph was captured."""
+
+    def __init__(self, device: WayDevice, seconds: dict[str, float]) -> None:
+        self.device, self.seconds, self.asked = device, seconds, 0
+
+    def __call__(self, replay: Callable[[], object]) -> float:
+        replay()
+        self.asked += 1
+        return self.seconds[self.device.newest]
+
+
+FASTER = {ORDINARY: 2.0, DEPENDENT: 1.0}
+SLOWER = {ORDINARY: 1.0, DEPENDENT: 2.0}
+AS_FAST = {ORDINARY: 1.0, DEPENDENT: 0.999}
+
+
+@pytest.fixture
+def rig(tiny_engine: Path) -> Rig:
+    return two_plans(tiny_engine)
+
+
+def two_plans(tiny_engine: Path) -> Rig:
+    """With a chain's step and another: what is done for one plan is done for each."""
+    rig = make_rig(tiny_engine, WayDevice())
+    for name in list(rig.steps)[2:]:
+        del rig.steps[name]
+    return rig
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "measured", [])
+
+
+def choose(rig: Rig, seconds: dict[str, float] = FASTER, **options: Any) -> list[dict[str, Any]]:
+    timer = FakeTimer(rig.device, seconds)
+    return choose_launches(rig.steps, rig.other.cache, rig.device, timer=timer, **options)
+
+
+def test_the_faster_way_is_chosen_and_captured(rig: Rig) -> None:
+    report = choose(rig)
+    assert [item["plan"] for item in report] == list(rig.steps)
+    for item in report:
+        assert item["chosen"] == DEPENDENT
+        # with the smallest batch, and the largest
+        assert [found["batch"] for found in item["batches"]] == [1, 4]
+        assert item["batches"][0]["ms"] == {
+            way: 1e3 * seconds / chosen._REPLAYS for way, seconds in FASTER.items()
+        }
+    rig.device.ways.clear()
+    for plan in rig.steps:
+        inputs = rig.state(2)
+        same(rig.advance(plan, inputs), rig.advance_eager(plan, inputs))
+    assert set(rig.device.ways) == {DEPENDENT}
+    assert not launch.is_dependent()
+
+
+@pytest.mark.parametrize("seconds", [SLOWER, AS_FAST], ids=["slower", "as fast"])
+def test_what_is_no_faster_is_not_chosen(rig: Rig, seconds: dict[str, float]) -> None:
+    for item in choose(rig, seconds):
+        assert (item["chosen"], len(item["batches"])) == (ORDINARY, 1)
+    rig.device.ways.clear()
+    rig.steps[next(iter(rig.steps))].capture(1)
+    assert rig.device.ways == [ORDINARY]
+
+
+def test_the_largest_batch_decides_too(rig: Rig) -> None:
+    timer = FakeTimer(rig.device, FASTER)
+    step = rig.steps[next(iter(rig.steps))]
+
+    def seconds(replay: Callable[[], object]) -> float:
+        timer.seconds = FASTER if len(rig.device.tapes) <= 2 else SLOWER
+        return timer(replay)
+
+    (item,) = choose_launches({"x": step}, rig.other.cache, rig.device, timer=seconds)
+    assert [len(item["batches"]), item["chosen"]] == [2, ORDINARY]
+    assert not step.launches_dependent
+
+
+@pytest.mark.parametrize("which", ["results", "cache", "once"])
+def test_other_bits_are_not_chosen_however_fast(rig: Rig, which: str) -> None:
+    """In results, in a row of a cache, and in the last of the replays that are compared."""
+    slabs = rig.other.cache.environment
+    slab = next(x for x in slabs.values() if x.is_floating_point())
+
+    def spoil(number: int) -> None:
+        if which == "cache":
+            slab[0, 0, 0, 0] = torch.nextafter(slab[0, 0, 0, 0], torch.tensor(9.0))
+        elif which == "results" or number % chosen._CHECKS == 0:
+            rig.buffers.results[0, 0] += 1
+
+    rig.device.spoil = spoil
+    with pytest.warns(LaunchWarning, match="other results"):
+        report = choose(rig)
+    assert {item["chosen"] for item in report} == {ORDINARY}
+    expected = 1 if which == "once" else chosen._CHECKS
+    assert report[0]["batches"] == [{"batch": 1, "ms": {}, "differ": expected}]
+
+
+def test_a_capture_that_fails_is_a_warning(rig: Rig, tmp_path: Path) -> None:
+    capture = rig.device.capture
+
+    def fail(run: Callable[[], object]) -> Any:
+        if launch.is_dependent():
+            raise RuntimeError("operation not permitted")
+        return capture(run)
+
+    rig.device.capture = fail  # type: ignore[method-assign]
+    kept = KeptLaunches(HERE, "engine", FileCache(tmp_path))
+    with pytest.warns(LaunchWarning, match="not permitted"):
+        report = choose(rig, kept=kept)
+    assert {item["chosen"] for item in report} == {ORDINARY}
+    # the next load tries again
+    assert kept.get(next(iter(rig.steps))) is None
+
+
+def test_a_lost_device_ends_the_load_and_is_noted(rig: Rig, tmp_path: Path) -> None:
+    kept = KeptLaunches(HERE, "engine", FileCache(tmp_path))
+
+    def break_it(number: int) -> None:
+        rig.device.fault = RuntimeError("illegal memory access")
+
+    rig.device.spoil = break_it
+    with pytest.raises(FaultError, match="illegal memory access"):
+        choose(rig, kept=kept)
+    first = next(iter(rig.steps))
+    item = kept.get(first)
+    assert item is not None
+    assert (item["chosen"], item["lost"]) == (ORDINARY, True)
+
+
+def test_caches_and_inputs_are_as_before(rig: Rig) -> None:
+    before = {name: slab.clone() for name, slab in rig.other.cache.environment.items()}
+    inputs = {name: view.clone() for name, view in rig.buffers.inputs.items()}
+    choose(rig)
+    for name, slab in rig.other.cache.environment.items():
+        assert torch.equal(slab, before[name]), name
+    assert set(inputs) == set(rig.buffers.inputs)
+    # a step after that is what it would have been
+    state = rig.state(3)
+    same(rig.advance(next(iter(rig.steps)), state), rig.advance_eager(next(iter(rig.steps)), state))
+
+
+def test_what_was_found_is_kept_for_this_gpu_and_engine(tiny_engine: Path, tmp_path: Path) -> None:
+    def load(seconds: dict[str, float], engine: str = "a", conditions: Conditions = HERE) -> Any:
+        rig = two_plans(tiny_engine)
+        timer = FakeTimer(rig.device, seconds)
+        kept = KeptLaunches(conditions, engine, FileCache(tmp_path))
+        choose_launches(rig.steps, rig.other.cache, rig.device, kept, timer)
+        return timer.asked, {step.launches_dependent for step in rig.steps.values()}
+
+    asked, found = load(FASTER)
+    assert (asked > 0, found) == (True, {True})
+    assert load(SLOWER) == (0, {True})
+    assert load(SLOWER, engine="b")[1] == {False}
+    assert load(FASTER, engine="b") == (0, {False})
+    other = dataclasses.replace(HERE, gpu="NVIDIA H100")
+    assert load(SLOWER, conditions=other)[1] == {False}
+    assert load(SLOWER) == (0, {True})
+
+
+def test_what_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not can_launch_dependent(torch.device("cpu"))
+    facts: dict[str, Any] = {"capability": (9, 0), "cuda": "12.8", "driver": 12040}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: facts["capability"])
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: facts["driver"], raising=False)
+    device = torch.device("cuda", 0)
+    for change, wanted in (
+        ({}, True),
+        ({"capability": (12, 0), "cuda": "13.0", "driver": 13000}, True),
+        ({"capability": (8, 9)}, False),
+        ({"cuda": "12.1"}, False),
+        ({"driver": 12020}, False),
+        ({"cuda": None}, False),
+    ):
+        before = dict(facts)
+        facts.update(change)
+        monkeypatch.setattr(torch.version, "cuda", facts["cuda"])
+        assert can_launch_dependent(device) == wanted, change
+        facts.update(before)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setenv(chosen.SWITCH, "0")
+    assert not can_launch_dependent(device)
+
+
+def test_a_cache_that_is_not_there_is_a_warning(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    kept = KeptLaunches(HERE, "engine", FileCache(tmp_path / "file"))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        report = choose(rig, kept=kept)
+    assert {item["chosen"] for item in report} == {DEPENDENT}
+    assert any("not kept" in str(item.message) for item in found)
+
+
+def test_no_position_is_beyond_those_that_the_engine_serves(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many replays go on from one another: a lookup there is a fault of the device."""
+    for name in ("_CONTEXT", "_ALL_ROWS"):
+        monkeypatch.setattr(chosen, name, 1 << 20)
+    for step in rig.steps.values():
+        trial = chosen._Trial.of(step, rig.other.cache, rig.device, 1)
+        assert trial is not None
+        *_, context = trial._inputs.rows[0]
+        last = context + (chosen._REPLAYS + 1) * step.plan.num_rows
+        assert last == rig.other.cache.shape.max_seq_len
