@@ -276,8 +276,10 @@ def _attention(found: Relations, node: fx.Node) -> None:
         found.same(k, 0, item, dim)
     for item, dim in ((q, 2), (k, 2), (v, 2), (k_cache, 3), (v_cache, 3), (node, 2)):
         found.block(item, dim, "attention goes over it")
-    if (sinks := bind_args(node)["sink_logits"]) is not None:
-        found.same(q, 0, sinks, 0)
+    bound = bind_args(node)
+    for of_heads in (bound["sink_logits"], bound["slopes"]):
+        if of_heads is not None:
+            found.same(q, 0, of_heads, 0)
     found.heads.append(((q, 0), (k, 0)))
 
 

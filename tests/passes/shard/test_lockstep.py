@@ -22,9 +22,9 @@ PROMPTS = [models.prompts()[3], models.prompts()[1]]
 both = cache(Both.make)
 
 
-# sinks are cut with their heads; softcaps and narrow values are not cut
+# sinks and slopes are cut with their heads; softcaps and narrow values are not cut
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "gpt_oss", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "gpt_oss", "gemma2", "deepseek_v3", "mpt"])
 def test_all_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
     """A prompt, then a token, a chain and a tree over the rows that it left."""
     models_ = both(name, num_ranks)
