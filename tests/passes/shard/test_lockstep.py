@@ -82,6 +82,16 @@ def test_a_rank_has_the_heads_of_its_caches(num_ranks: int) -> None:
             assert torch.allclose(joined, wanted[part], atol=1e-5)
 
 
+def test_heads_with_slopes_are_cut() -> None:
+    found = both("mpt", 2)
+    heads = [caches[0][0].shape[2] for caches in found.caches]
+    assert heads == [12, 6, 6]
+    rows = {
+        item.name: [item.value(rank).tolist() for rank in (0, 1)] for item in found.plan.constants
+    }
+    assert rows["rows_of_slopes"] == [list(range(6)), list(range(6, 12))]
+
+
 def test_a_vocabulary_is_padded_and_its_padding_never_wins() -> None:
     """129 tokens on 4 ranks are 33 columns each, the last 3 of which no token has."""
     found = Both.make("qwen3", 4, vocab_size=129)
