@@ -69,7 +69,8 @@ C_SHIMS = {
     "tree_attention": "AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"
-    " AtenTensorHandle*, double, int64_t, int64_t, double, AtenTensorHandle*)",
+    " AtenTensorHandle*, AtenTensorHandle*, double, int64_t, int64_t, double, int32_t,"
+    " AtenTensorHandle*)",
     "block_mass": "AOTITorchError aoti_torch_cpu_block_mass(AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,"
     " AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*)",

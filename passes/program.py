@@ -94,10 +94,24 @@ class AttentionLayer:
     value_dim: int = 0  # columns of a value; 0 is those of a key
     has_sinks: bool = False  # scores of heads that take a share and have no value
     softcap: float = 0.0
+    has_slopes: bool = False  # scores depend on how far a key is
 
     @property
     def columns_of_values(self) -> int:
         return self.value_dim or self.head_dim
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """What a mask adds to scores besides hiding keys, see `tree_attention_reference`.
+
+    Args:
+        values: [H] float32.
+        rounds: positions and products with them are rounded to bfloat16.
+    """
+
+    values: Tensor
+    rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +135,7 @@ class Program:
         caches: placeholder name → (layer, "k" or "v").
         layers: filled by the tree-attention rewrite.
         windows: attention node name → window (0 = none); filled by mask classification.
+        slopes: attention node name → what its mask adds to scores; filled likewise.
         runtime_inputs: names of the inputs that a runtime brings to every pass.
         shard: how it was cut, where it is that of one rank of several.
         constant_keys: placeholder name → name of a constant in the engine's weight file, where that
@@ -137,6 +152,7 @@ class Program:
     caches: dict[str, tuple[int, str]] = field(default_factory=dict)
     layers: list[AttentionLayer] = field(default_factory=list)
     windows: dict[str, int] = field(default_factory=dict)
+    slopes: dict[str, Slopes] = field(default_factory=dict)
     runtime_inputs: tuple[str, ...] = RUNTIME_INPUTS
     shard: ShardPlan | None = None
     constant_keys: dict[str, str] = field(default_factory=dict)
@@ -157,6 +173,7 @@ class Program:
             dict(self.caches),
             list(self.layers),
             dict(self.windows),
+            dict(self.slopes),
             self.runtime_inputs,
             integers=dict(self.integers),
         )

@@ -36,6 +36,27 @@ before anything slow; an empty field was not run by this command (`tests/runtime
 (`--quantize`) are compared with off only: [quantized weights](quantization.md).
 
 """
+_TAIL = """
+## Slopes
+
+BLOOM, MPT and Falcon-RW add slope · position of the key to their scores (ALiBi, arXiv:2108.12409),
+each written in its own way. The compiler evaluates what a mask adds, reads a slope of each head off
+it, and accepts it where nothing else is added at any place. `specc::tree_attention` adds
+slope · (position of the key - position of the token): a row of scores is shifted as a whole, which
+a softmax does not see. A node of a tree stands at the position of its depth, not of its slot; it
+follows from the path that the token sees, so levels of a draft need no further input.
+
+The distance is an integer and exact, so what is added has one rounding, 2^-24 of itself, and is
+exact next to the token. Where models add slope · position, sums round to 2^-24 of that product:
+with slope 0.5 at position 2,000 up to 6e-5 of a score, in float32, which are transformers', and in
+near ties may decide. Falcon-RW rounds positions and products to bfloat16 (8 bits: 257 counts as
+256), which its weights were trained with: attention does the same there, and in no other model.
+
+A view of a self-draft (`--draft self:window=W`) is a window over the whole table with such a
+model, and chosen blocks are refused. Ranks have the slopes of their heads. A mask that has both a
+bias and numbers of tokens beyond 2,048, a bias that is no multiple of the distance, and a table of
+biases that is a buffer are refused by name.
+"""
 
 
 def read_results() -> list[dict[str, Any]]:
@@ -56,7 +77,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         first = next(iter(own.values()))
         cells = [_cell(backend, own.get(backend), first["extras"]) for backend in backends]
         lines.append(f"| {name} | {first['attention']} | " + " | ".join(cells) + " |")
-    return _HEAD + "\n".join(lines) + "\n"
+    return _HEAD + "\n".join(lines) + "\n" + _TAIL
 
 
 def _cell(backend: str, row: dict[str, Any] | None, extras: list[str]) -> str:
@@ -111,6 +132,7 @@ def _extras(graph: Any) -> list[str]:
     found = {
         "sinks": any(arguments["sink_logits"] is not None for arguments in bound),
         "softcap": any(arguments["softcap"] for arguments in bound),
+        "slopes": any(arguments["slopes"] is not None for arguments in bound),
     }
     return [name for name, is_there in found.items() if is_there]
 

@@ -158,6 +158,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}
         | {"alibi": False, "max_position_embeddings": POSITIONS, "ffn_hidden_size": 96},
     ),
+    # heads that are no power of two have slopes that are not, either
+    "bloom": ("BloomConfig", {"hidden_size": 96, "n_layer": 2, "n_head": 12} | _UNTIED),
+    "mpt": (
+        "MptConfig",
+        {
+            "d_model": 96,
+            "n_layers": 2,
+            "n_heads": 12,
+            "max_seq_len": POSITIONS,
+            "expansion_ratio": 2,
+        }
+        | {"no_bias": True}
+        | _UNTIED,
+    ),
+    "falcon_rw": (
+        "FalconConfig",
+        {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12, "alibi": True}
+        | {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False}
+        | {"max_position_embeddings": POSITIONS, "ffn_hidden_size": 128, "bias": True}
+        | _UNTIED,
+    ),
     "gemma2": (
         "Gemma2Config",
         _WITH_DIM
@@ -206,8 +227,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # those of the default tier: no positions at all, buffers that a checkpoint holds and a router by
-# groups, neighboring places by a list, sinks, a softcap, values narrower than keys
-COVERING = ("granitemoehybrid", "glm4_moe", "falcon", "gpt_oss", "gemma2", "deepseek_v3")
+# groups, neighboring places by a list, sinks, a softcap, values narrower than keys,
+# slopes
+COVERING = ("granitemoehybrid", "glm4_moe", "falcon", "gpt_oss", "gemma2", "deepseek_v3", "mpt")
 
 # of those where the noise of the others makes a draft that is always right, or never
 DRAFT_NOISE: dict[str, float] = {}

@@ -43,6 +43,8 @@ struct TreeAttention {
   int64_t window, sink;      // 0 = none
   const void* sink_logits;   // [H] in dtype, or null
   float softcap;             // 0 = none
+  const float* slopes;       // [H], or null
+  bool rounds_bias;          // positions and their products with slopes are bfloat16
   void* out;                 // [H, Nt, DV]
   int64_t out_head_stride, out_token_stride;
 };

@@ -65,8 +65,9 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
                                 AtenTensorHandle cache_len_handle,
                                 AtenTensorHandle ancestors_handle,
                                 AtenTensorHandle block_table_handle,
-                                AtenTensorHandle sink_logits_handle, double scale, int64_t window,
-                                int64_t sink, double softcap) {
+                                AtenTensorHandle sink_logits_handle, AtenTensorHandle slopes_handle,
+                                double scale, int64_t window, int64_t sink, double softcap,
+                                bool rounds_bias) {
   const View q(q_handle), k(k_handle), v(v_handle), k_cache(k_cache_handle),
       v_cache(v_cache_handle), q_start(q_start_handle), position(position_handle),
       slot(slot_handle), cache_len(cache_len_handle), block_table(block_table_handle);
@@ -127,6 +128,13 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
     check_index(sink_logits, 1, q.dtype, "sink_logits is [H] in the dtype of q");
     check(sink_logits.sizes[0] == heads, "sink_logits is [H]");
     a.sink_logits = sink_logits.data;
+  }
+  if (slopes_handle != nullptr) {
+    const View slopes(slopes_handle);
+    check_index(slopes, 1, aoti_torch_dtype_float32(), "slopes is [H] float32");
+    check(slopes.sizes[0] == heads, "slopes is [H]");
+    a.slopes = slopes.as<float>();
+    a.rounds_bias = rounds_bias;
   }
   specc::check_bounds(a);
   // [Nt, H, DV] in memory: what follows is a projection over all heads of a token
@@ -252,12 +260,13 @@ AtenTensorHandle handle_of(const std::optional<Tensor>& tensor) {
 Tensor boxed_tree_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache,
                             Tensor q_start, Tensor position, Tensor slot, Tensor cache_len,
                             std::optional<Tensor> ancestors, Tensor block_table,
-                            std::optional<Tensor> sink_logits, double scale, int64_t window,
-                            int64_t sink, double softcap) {
+                            std::optional<Tensor> sink_logits, std::optional<Tensor> slopes,
+                            double scale, int64_t window, int64_t sink, double softcap,
+                            bool rounds_bias) {
   return Tensor(tree_attention(q.get(), k.get(), v.get(), k_cache.get(), v_cache.get(),
                                q_start.get(), position.get(), slot.get(), cache_len.get(),
                                handle_of(ancestors), block_table.get(), handle_of(sink_logits),
-                               scale, window, sink, softcap));
+                               handle_of(slopes), scale, window, sink, softcap, rounds_bias));
 }
 
 void boxed_block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot,
@@ -284,8 +293,8 @@ STABLE_TORCH_LIBRARY(specc_cpu, library) {
   library.def(
       "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors, "
-      "Tensor block_table, Tensor? sink_logits=None, *, float scale, int window=0, int sink=0, "
-      "float softcap=0.0) -> Tensor");
+      "Tensor block_table, Tensor? sink_logits=None, Tensor? slopes=None, *, float scale, "
+      "int window=0, int sink=0, float softcap=0.0, bool rounds_bias=False) -> Tensor");
   library.def(
       "block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot, "
       "Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor(a!) mass, *, float scale) "
@@ -309,13 +318,15 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_tree_attent
     AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle k_cache,
     AtenTensorHandle v_cache, AtenTensorHandle q_start, AtenTensorHandle position,
     AtenTensorHandle slot, AtenTensorHandle cache_len, AtenTensorHandle* ancestors,
-    AtenTensorHandle block_table, AtenTensorHandle* sink_logits, double scale, int64_t window,
-    int64_t sink, double softcap, AtenTensorHandle* result) {
+    AtenTensorHandle block_table, AtenTensorHandle* sink_logits, AtenTensorHandle* slopes,
+    double scale, int64_t window, int64_t sink, double softcap, int32_t rounds_bias,
+    AtenTensorHandle* result) {
   return specc::guarded([&] {
     *result = tree_attention(q, k, v, k_cache, v_cache, q_start, position, slot, cache_len,
                              ancestors == nullptr ? nullptr : *ancestors, block_table,
-                             sink_logits == nullptr ? nullptr : *sink_logits, scale, window, sink,
-                             softcap);
+                             sink_logits == nullptr ? nullptr : *sink_logits,
+                             slopes == nullptr ? nullptr : *slopes, scale, window, sink, softcap,
+                             rounds_bias != 0);
   });
 }
 

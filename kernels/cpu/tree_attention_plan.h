@@ -35,6 +35,26 @@ inline uint64_t ancestor_bits(const int64_t* words, int64_t num_words, int64_t n
   return shift ? word(w) >> shift | word(w + 1) << (64 - shift) : word(w);
 }
 
+// Positions of the keys of the tile from column `tile` on, as a token sees them: region nodes that
+// it sees are its path from the root, and count back from it. What it does not see has any.
+inline void key_positions(const TreeAttention& a, int64_t sequence, int64_t token, int64_t tile,
+                          float* to) {
+  const int64_t length = a.ancestors ? a.cache_len[sequence] : tile + kTile;
+  const int64_t prefix = std::clamp<int64_t>(length - tile, 0, kTile);
+  for (int64_t i = 0; i < prefix; ++i) to[i] = static_cast<float>(tile + i);
+  if (prefix == kTile) return;
+  const int64_t* words = a.ancestors + token * a.num_words;
+  // nodes of the path from the first one of this tile on
+  int64_t after = 0;
+  for (int64_t node = tile + prefix - length; node < 64 * a.num_words; node += 64)
+    after += __builtin_popcountll(ancestor_bits(words, a.num_words, node));
+  const uint64_t bits = ancestor_bits(words, a.num_words, tile - length);
+  for (int64_t i = prefix; i < kTile; ++i) {
+    after -= bits >> i & 1;
+    to[i] = static_cast<float>(a.position[token] - after);
+  }
+}
+
 // A sequence's block of query rows: some tokens, times the query heads of one KV head.
 struct Item {
   int32_t sequence;

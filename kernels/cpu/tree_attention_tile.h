@@ -151,6 +151,34 @@ inline bool softmax(float* scores, uint64_t bits, float factor, float* max, floa
   return now > before;
 }
 
+// Replaces a row's kTile scores by score * factor + slope * (key - token), of positions of keys.
+inline void add_distances(float* scores, float factor, float slope, const float* keys,
+                          float token) {
+  using namespace vec;
+  for (int j = 0; j < kTile; j += kWidth) {
+    const Float distance = load(keys + j) - splat(token);
+    store(scores + j, load(scores + j) * splat(factor) + splat(slope) * distance);
+  }
+}
+
+inline vec::Float rounded_to_bfloat16(vec::Float x) {
+  using namespace vec;
+  const UInt bits = reinterpret_cast<UInt>(x);
+  return reinterpret_cast<Float>((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+}
+
+// As add_distances, of positions and products that are rounded to bfloat16, and then scaled.
+inline void add_rounded_distances(float* scores, float factor, float slope, float scale,
+                                  const float* keys, float token) {
+  using namespace vec;
+  const Float own = rounded_to_bfloat16(splat(slope) * rounded_to_bfloat16(splat(token)));
+  for (int j = 0; j < kTile; j += kWidth) {
+    const Float place = rounded_to_bfloat16(load(keys + j));
+    const Float of_key = rounded_to_bfloat16(splat(slope) * place);
+    store(scores + j, load(scores + j) * splat(factor) + (of_key - own) * splat(scale));
+  }
+}
+
 // Replaces a row's kTile scores by tanh(score * factor).
 inline void squash(float* scores, float factor) {
   using namespace vec;

@@ -53,7 +53,8 @@ class Worker {
     static thread_local std::vector<float> storage;
     const int64_t dim = std::max(a.head_dim, width_) + kTile;
     const int64_t parts[] = {round_up(dim, 16), plan.max_rows * kTile,
-                             round_up(partial_size_, 16), tile_.scratch()};
+                             round_up(partial_size_, 16), a.slopes ? kMaxRows * kTile : 0,
+                             tile_.scratch()};
     int64_t total = 16;
     for (int64_t part : parts) total += part;
     if (static_cast<int64_t>(storage.size()) < total) storage.resize(total);
@@ -63,7 +64,8 @@ class Worker {
     std::memset(zeros_, 0, parts[0] * sizeof(float));
     scores_ = zeros_ + parts[0];
     own_ = scores_ + parts[1];
-    tile_.bind(own_ + parts[2]);
+    places_ = own_ + parts[2];
+    tile_.bind(places_ + parts[3]);
   }
 
   // Write K and V of tokens [first, last) to the cache, and the output of dead tokens.
@@ -95,6 +97,18 @@ class Worker {
     else
       store_row(row, dim, to);
   }
+  // Adds what slopes give a row's scores; returns the factor that is left to multiply them by.
+  float with_distances(const Unit& unit, int64_t head, int64_t r, float factor, float* row) const {
+    if (a_.slopes == nullptr) return factor;
+    const float slope = a_.slopes[head * group_ + r % group_];
+    const float* keys = places_ + r / group_ * kTile;
+    const auto token = static_cast<float>(a_.position[plan_.live[unit.item.first + r / group_]]);
+    if (a_.rounds_bias)
+      add_rounded_distances(row, factor, slope, a_.scale, keys, token);
+    else
+      add_distances(row, factor, slope, keys, token);
+    return 1;
+  }
   void clear_output(int64_t token) {
     T* out = static_cast<T*>(a_.out) + token * a_.out_token_stride;
     for (int64_t h = 0; h < a_.num_heads; ++h)
@@ -125,6 +139,7 @@ class Worker {
   const int64_t group_, width_, partial_size_;
   Tile tile_;
   float *zeros_, *scores_, *own_;
+  float* places_;  // of keys, as each token of an item sees them; where there are slopes
   uint64_t bits_[kMaxRows];
   Rows rows_[2];  // of this tile and of the next
 };
@@ -216,7 +231,7 @@ void Worker<T, Tile>::attend_tile(const Unit& unit, int64_t head, const Rows& ro
     if (bits && a_.softcap != 0) squash(row, a_.scale / a_.softcap);
     if (!bits) {
       std::memset(row, 0, kTile * sizeof(float));
-    } else if (softmax(row, bits, factor, to.max + r, to.sum + r * kWidth, &alpha)) {
+    } else if (softmax(row, bits, with_distances(unit, head, r, factor, row), to.max + r, to.sum + r * kWidth, &alpha)) {
       float* values = to.values + r * width_;
       for (int64_t j = 0; j < width_; j += kWidth)
         store(values + j, load(values + j) * splat(alpha));
@@ -247,6 +262,9 @@ void Worker<T, Tile>::tiles(const Unit& unit, int64_t first, int64_t last, Accum
     for (int64_t i = 0; i < item.tokens; ++i)
       seen |= bits_[i] = visible(item, plan_.live[item.first + i], tile);
     if (!seen) continue;
+    if (a_.slopes != nullptr)
+      for (int64_t i = 0; i < item.tokens; ++i)
+        key_positions(a_, item.sequence, plan_.live[item.first + i], tile, places_ + i * kTile);
     Rows of_head, next_of_head;
     next_of_head.count = next.count;
     for (int64_t head = unit.head; head < unit.head + unit.heads; ++head) {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.weight_layout import from_blocks
-from specc.kernels.reference.dense import capped, softmax_beside
+from specc.kernels.reference.dense import capped, position_bias, softmax_beside
 from specc.kernels.reference.kv_rows import columns_of, read_rows, store_rows
 from specc.speculation.tree import WORD_BITS
 
@@ -32,11 +32,13 @@ def tree_attention_reference(
     ancestors: Tensor | None,
     block_table: Tensor,
     sink_logits: Tensor | None = None,
+    slopes: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
     sink: int = 0,
     softcap: float = 0.0,
+    rounds_bias: bool = False,
 ) -> Tensor:
     """Write the in-flight K and V to the paged cache, then attend to prefix and tree ancestors.
 
@@ -60,11 +62,17 @@ def tree_attention_reference(
         sink: the first `sink` keys are never cut.
         sink_logits: [H] in the dtype of q: a score of each head that takes its share of the
             softmax and has no value, or None.
+        slopes: [H] float32: scores of head h get slopes[h] · (position of the key - position of
+            the token), after the softcap; or None. A key's position is not its slot: region nodes
+            that a token sees are its path from the root, and count back from it.
         softcap: scores are softcap · tanh(score / softcap), after the scale; 0 is none.
+        rounds_bias: positions are rounded to bfloat16, so are their products with slopes, and
+            their difference is scaled as scores are:
+            scale · (bf16(slope · bf16(key)) - bf16(slope · bf16(token))).
     Returns:
         [H, Nt, DV] in the dtype of q, laid out as [Nt, H, DV], which the next projection reads in
         one piece; softmax and accumulation are in float32.
-    Source: tree attention of SpecInfer, arXiv:2305.09781 §4.
+    Source: tree attention of SpecInfer, arXiv:2305.09781 §4; slopes of ALiBi, arXiv:2108.12409 §3.
     """
     write_kv_reference(k, v, k_cache, v_cache, q_start, slot, block_table)
     return attend_reference(
@@ -78,10 +86,12 @@ def tree_attention_reference(
         ancestors,
         block_table,
         sink_logits,
+        slopes,
         scale=scale,
         window=window,
         sink=sink,
         softcap=softcap,
+        rounds_bias=rounds_bias,
     )
 
 
@@ -124,11 +134,13 @@ def attend_reference(
     ancestors: Tensor | None,
     block_table: Tensor,
     sink_logits: Tensor | None = None,
+    slopes: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
     sink: int = 0,
     softcap: float = 0.0,
+    rounds_bias: bool = False,
 ) -> Tensor:
     """Attend to prefix and tree ancestors, all of them in the cache by now.
 
@@ -157,6 +169,7 @@ def attend_reference(
         for begin in range(first, last, step):
             end = min(begin + step, last)
             positions = position[begin:end, None]
+            key_positions = columns
             if ancestors is None:
                 allowed = columns <= positions  # [T, S]
                 in_prefix = torch.ones_like(columns, dtype=torch.bool)
@@ -164,7 +177,11 @@ def attend_reference(
                 node = (columns - lens[b]).clamp(min=0)
                 words = ancestors[begin:end][:, node // WORD_BITS]
                 in_prefix = columns < lens[b]
-                allowed = in_prefix | ((words >> (node % WORD_BITS)) & 1).bool()
+                on_path = ((words >> (node % WORD_BITS)) & 1).bool()
+                allowed = in_prefix | on_path
+                # on the path from a node to the token, the token itself not counted
+                after = (on_path & ~in_prefix).flip(-1).cumsum(-1).flip(-1) - 1
+                key_positions = torch.where(in_prefix, columns, positions - after)
             if window:
                 allowed = allowed & ((columns > positions - window) | (columns < sink) | ~in_prefix)
             live = slot[begin:end] >= 0
@@ -174,6 +191,10 @@ def attend_reference(
             queries = q[:, begin:end].float().reshape(num_kv_heads, -1, head_dim)  # [HK, G·T, D]
             scores = capped((queries @ keys) * scale, softcap)
             scores = scores.view(num_kv_heads, group, end - begin, length)
+            if slopes is not None:
+                own = scale if rounds_bias else None
+                bias = position_bias(slopes, key_positions, positions, own)
+                scores = scores + bias.view(num_kv_heads, group, *bias.shape[1:])
             scores = scores.masked_fill(~allowed, float("-inf"))
             probs = softmax_beside(scores, beside).view(num_kv_heads, -1, length)
             result = (probs @ values).view(num_heads, end - begin, -1)

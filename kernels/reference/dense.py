@@ -30,6 +30,31 @@ def softmax_beside(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
     return torch.softmax(torch.cat([scores, beside], dim=-1), dim=-1)[..., :-1]
 
 
+def position_bias(
+    slopes: Tensor, keys: Tensor, tokens: Tensor, rounded_scale: float | None
+) -> Tensor:
+    """What scores get for how far a key is from a token.
+
+    The distance is exact, so there is one rounding, and none for what is near: models that add
+    slope · position of the key round to half a unit of that product's last place.
+
+    Args:
+        slopes: [H] float32.
+        keys: [T, S] or [S] positions.
+        tokens: [T, 1] positions.
+        rounded_scale: what products of slopes and positions are multiplied by, where positions
+            and products were rounded to bfloat16; None where nothing is rounded.
+    Returns:
+        [H, T, S] float32.
+    Source: ALiBi, arXiv:2108.12409 §3.
+    """
+    slopes = slopes[:, None, None]
+    if rounded_scale is None:
+        return slopes * (keys - tokens).float()
+    ends = ((slopes * x.bfloat16().float()).bfloat16().float() for x in (keys, tokens))
+    return (next(ends) - next(ends)) * rounded_scale
+
+
 def dense_attention_reference(
     query: Tensor,
     key: Tensor,

@@ -175,7 +175,13 @@ def max_position(config: Any, rope_length: int | None = None) -> int | None:
     """
     if (length := constant_length(config, rope_length)) is not None:
         return length
-    for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
+    for key in (
+        "max_position_embeddings",
+        "n_positions",
+        "max_sequence_length",
+        "max_seq_len",
+        "n_ctx",
+    ):
         if isinstance(value := getattr(config, key, None), int):
             return value
     return None

@@ -158,7 +158,9 @@ def _add_layers(program: Program, layers: Sequence[tuple[str, int]]) -> None:
         own = 0 if values.shape[2] == head_dim else int(values.shape[2])
         sizes = name, heads, kv_heads, head_dim, window, bound["sink"], own
         beside = bound["sink_logits"] is not None
-        program.layers.append(AttentionLayer(*sizes, beside, bound["softcap"]))
+        has_slopes = bound["slopes"] is not None
+        layer = AttentionLayer(*sizes, beside, bound["softcap"], has_slopes)
+        program.layers.append(layer)
 
 
 def _put_in_order(program: Program, keys: Sequence[str]) -> None:

@@ -332,9 +332,10 @@ class _Proof:
                 place, what = ((0, 2), "[tokens, columns]")
             if not is_in_order(state) or (state.dim, state.ndim) != place:
                 raise self._refuse(node, f"{item.name} is not {what}")
-        sinks = bind_args(node).get("sink_logits")
-        if sinks is not None and self._states[sinks] is not None:
-            raise self._mixes(node)
+        bound = bind_args(node)
+        for of_heads in (bound.get("sink_logits"), bound.get("slopes")):
+            if of_heads is not None and self._states[of_heads] is not None:
+                raise self._mixes(node)
         if node.meta["val"] is None:
             return None
         state = self._states[node.args[0]]

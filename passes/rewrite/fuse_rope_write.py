@@ -138,6 +138,7 @@ def _attend(node: fx.Node, q: fx.Node, bound: dict) -> None:
     # RequireAttention ran before
     assert bound["sink_logits"] is None, "the operator knows no sinks"
     assert not bound["softcap"], "the operator knows no softcap"
+    assert bound["slopes"] is None, "the operator knows no slopes"
     options = {name: bound[name] for name in ("scale", "window", "sink")}
     with node.graph.inserting_before(node):
         attended = emit_call(

@@ -10,7 +10,7 @@ from specc.passes.program import AttentionLayer, Program
 
 
 class RequireAttention(Pass):
-    """No layer has sinks, a softcap or values of a width of their own that the backend lacks.
+    """No layer has what the backend lacks: sinks, a softcap, slopes, values of another width.
 
     Args:
         facts: of the backend.
@@ -42,6 +42,8 @@ def _extras(layer: AttentionLayer) -> dict[str, str]:
         found["sinks"] = "attention sinks (scores without values)"
     if layer.softcap:
         found["softcap"] = f"a softcap of {layer.softcap:g}"
+    if layer.has_slopes:
+        found["slopes"] = "a bias by the distance of keys (ALiBi)"
     if layer.columns_of_values != layer.head_dim:
         found["value width"] = f"keys of {layer.head_dim} columns and values of {layer.value_dim}"
     return found

@@ -20,6 +20,7 @@ from specc.passes.facts import (
 from specc.passes.program import (
     AttentionLayer,
     Program,
+    Slopes,
     add_placeholder,
     bind_args,
     emit_call,
@@ -27,8 +28,10 @@ from specc.passes.program import (
     module_path,
     replace,
 )
+from specc.passes.rewrite.classify_masks import scale_of
 
 aten = torch.ops.aten
+_SLOPES = "slopes"
 _RESHAPES = (
     aten.reshape.default,
     aten.view.default,
@@ -41,7 +44,8 @@ _RESHAPES = (
 class RewriteTreeAttention(Pass):
     """`aten.scaled_dot_product_attention(q, k, v, mask)` → `specc.tree_attention(q, k, v, …)`.
 
-    So does `specc.dense_attention`, with its sinks and its softcap.
+    So does `specc.dense_attention`, with its sinks and its softcap. What a mask adds by distance
+    becomes slopes, a constant.
 
     Repeated key and value heads are followed back to the HK heads that the model computes, so the
     cache holds those. The replaced node is erased by hand: it is tagged nondeterministic and
@@ -73,7 +77,14 @@ class RewriteTreeAttention(Pass):
                     node.name, "repeated heads are not a plain repeat_kv: cached as they are"
                 )
             description = _describe(program, node, q, k, v)
-            description = replace_fields(description, softcap=softcap, has_sinks=sinks is not None)
+            slopes = program.slopes.pop(node.name, None)
+            description = replace_fields(
+                description,
+                softcap=softcap,
+                has_sinks=sinks is not None,
+                has_slopes=slopes is not None,
+            )
+            tilt = None if slopes is None else _slopes_input(program, slopes)
             caches = []
             for part in ("k", "v"):
                 columns = description.head_dim if part == "k" else description.columns_of_values
@@ -91,10 +102,12 @@ class RewriteTreeAttention(Pass):
                     *flat,
                     *caches,
                     *inputs,
-                    *(() if sinks is None else (sinks,)),
+                    *(() if sinks is None and tilt is None else (sinks,)),
+                    *(() if tilt is None else (tilt,)),
                     scale=scale,
                     window=description.window,
                     **({"softcap": softcap} if softcap else {}),
+                    **({"rounds_bias": True} if slopes is not None and slopes.rounds else {}),
                 )
                 output = emit_call(graph, aten.unsqueeze.default, attended, 0)
             attended.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
@@ -105,6 +118,21 @@ class RewriteTreeAttention(Pass):
         graph.erase_node(geometry)
         graph.eliminate_dead_code()
         return result
+
+
+def _slopes_input(program: Program, slopes: Slopes) -> fx.Node:
+    """The constant that holds slopes; layers with the same ones share it."""
+    for name, value in program.constants.items():
+        if name.startswith(_SLOPES) and torch.equal(value, slopes.values):
+            return program.placeholder(name)
+    count = sum(name.startswith(_SLOPES) for name in program.constants)
+    name = f"{_SLOPES}_{count}" if count else _SLOPES
+    stored = program.weights.keys() | program.constants.keys()
+    before = [x for x in program.graph.find_nodes(op="placeholder") if x.target in stored]
+    like = program.placeholder("geometry").meta["val"]
+    value = like.new_empty(slopes.values.shape, dtype=torch.float32)
+    program.constants[name] = slopes.values
+    return add_placeholder(program, name, value, before[-1])
 
 
 def fold_repeat(node: fx.Node) -> fx.Node | None:
@@ -131,10 +159,7 @@ def fold_repeat(node: fx.Node) -> fx.Node | None:
 def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, float]:
     """Queries, keys, values and scale of dense attention."""
     bound = bind_args(node)
-    scale = bound["scale"]
-    if scale is None:
-        scale = float(bound["query"].meta["val"].shape[-1]) ** -0.5
-    return bound["query"], bound["key"], bound["value"], float(scale)
+    return bound["query"], bound["key"], bound["value"], scale_of(node)
 
 
 def _check_operands(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from specc.kernels import ops
 from specc.passes.program import Program, bind_args
 from specc.passes.proof.token_routing import CONVERSIONS, POINTWISE, name_of
 from specc.passes.shard.relations import Relations, is_tensor
@@ -43,8 +44,16 @@ def _input(program: Program, found: Relations, node: fx.Node, by_key: dict[str, 
         if first is not node:
             for dim in range(node.meta["val"].dim()):
                 found.same(first, dim, node, dim)
-    elif node.target not in program.caches:
+    elif node.target not in program.caches and not _is_of_heads(program, node):
         found.block_all(node, f"{node.target} is the same on every rank")
+
+
+def _is_of_heads(program: Program, node: fx.Node) -> bool:
+    """A constant of which a rank reads its own heads' values, see `Shard`."""
+    return node.target in program.constants and all(
+        user.target is ops.tree_attention and bind_args(user)["slopes"] is node
+        for user in node.users
+    )
 
 
 def _call(found: Relations, node: fx.Node) -> None:
@@ -276,8 +285,10 @@ def _attention(found: Relations, node: fx.Node) -> None:
         found.same(k, 0, item, dim)
     for item, dim in ((q, 2), (k, 2), (v, 2), (k_cache, 3), (v_cache, 3), (node, 2)):
         found.block(item, dim, "attention goes over it")
-    if (sinks := bind_args(node)["sink_logits"]) is not None:
-        found.same(q, 0, sinks, 0)
+    bound = bind_args(node)
+    for of_heads in (bound["sink_logits"], bound["slopes"]):
+        if of_heads is not None:
+            found.same(q, 0, of_heads, 0)
     found.heads.append(((q, 0), (k, 0)))
 
 

@@ -24,6 +24,7 @@ from specc.passes.shard.relations import is_tensor
 from specc.sharding.shard_plan import (
     ALL_REDUCE,
     FIRST_ROW,
+    OWN_ROWS,
     PADDING,
     Collective,
     RankConstant,
@@ -178,6 +179,7 @@ class _Cut:
                     node.update_arg(place, value)
         self._cut_inputs()
         self._infer()
+        self._take_own_rows()
         for node in self._lookups:
             self._mask_lookup(node)
         self._insert_reduces()
@@ -225,6 +227,26 @@ class _Cut:
                     raise AssertionError(
                         f"{node.name} has shape {found} after the cut, not {self._shapes[node]}"
                     )
+
+    def _take_own_rows(self) -> None:
+        """Constants stay whole on every rank; of one that is cut, a rank reads its rows."""
+        graph = self._program.graph
+        for node in graph.find_nodes(op="placeholder"):
+            if node.target not in self._program.constants or not self._choice.cut_dims(node):
+                continue
+            (cut,) = self._choice.cut((node, 0))
+            total = int(node.meta["val"].shape[0])
+            if (
+                node.meta["val"].dim() != 1
+                or cut.copies != 1
+                or (cut.start, cut.stop) != (0, total)
+            ):
+                raise AssertionError(f"constant {node.target} is cut by {cut}")
+            name = f"rows_of_{node.target}"
+            rows = self._constant(RankConstant(name, OWN_ROWS, cut.local_size, total), node)
+            with graph.inserting_before(min(node.users)):
+                own = emit_call(graph, aten.index_select.default, node, 0, rows)
+            node.replace_all_uses_with(own, lambda user, own=own: user is not own)
 
     def _mask_lookup(self, node: fx.Node) -> None:
         """Rows that another rank holds count as zeros here."""

@@ -49,7 +49,7 @@ class BackendFacts:
         offloads_weights: what its programs may run without in memory: `segments` are read from
             files, pass by pass, and single `weights` copied from the host to a GPU.
         attention_extras: what its attention computes besides masked products of keys and values of
-            one width: `sinks`, `softcap`, `value width`.
+            one width: `sinks`, `softcap`, `slopes`, `value width`.
         quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8` and
             `mxfp4`.
         quantizes_experts: products of the experts of mixtures read quantized weights, too.
@@ -108,7 +108,7 @@ class BackendFacts:
 
 
 _TWO_DTYPES = ("float32", "bfloat16")
-_EXTRAS = ("sinks", "softcap", "value width")
+_EXTRAS = ("sinks", "softcap", "slopes", "value width")
 _QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
 _DTYPES = (*_TWO_DTYPES, "float16")
 _known: dict[str, BackendFacts] = {}

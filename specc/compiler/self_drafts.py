@@ -157,7 +157,9 @@ def _entry_of(
     kept = every if draft.layers is None else draft.layers.kept(len(layers))
     windows = [layers[number].window for number in kept]
     slides = [0 < window < max_seq_len for window in windows]
-    is_windowed = view is not None and any(slides)
+    has_slopes = any(layer.has_slopes for layer in target.program.layers)
+    # over a table of a part of the blocks, distances would be other ones
+    is_windowed = view is not None and (any(slides) or has_slopes)
     if draft.weights is not None and target.source.scheme is not None:
         raise ConfigError(
             f"--draft {draft.option}, and a quantized checkpoint ({target.source.scheme})",
@@ -169,6 +171,12 @@ def _entry_of(
             f"--draft {draft.option}, and a target whose weights are in {quantization}, too",
             "weights that differ from the target's",
             "leave out --quantize, or choose another draft",
+        )
+    if view is not None and view.chosen and has_slopes:
+        raise ConfigError(
+            f"--draft {draft.option}, and scores that depend on how far a key is (ALiBi)",
+            "a window alone: chosen blocks would lie side by side, at other distances",
+            "leave out blocks",
         )
     if view is not None and view.chosen and (is_windowed or draft.layers is not None):
         raise ConfigError(

@@ -22,7 +22,7 @@ from specc.artifact.tensor_part import Range
 from specc.errors import EngineError
 from specc.system.json_file import read_json
 
-FIRST_ROW, PADDING = "first_row", "padding"
+FIRST_ROW, OWN_ROWS, PADDING = "first_row", "own_rows", "padding"
 ALL_REDUCE = "all_reduce"
 
 
@@ -162,7 +162,8 @@ class RankConstant:
 
     Args:
         name: of the input.
-        kind: `first_row`: [1] int64, the first row of a table that the rank holds. `padding`:
+        kind: `first_row`: [1] int64, the first row of a table that the rank holds. `own_rows`:
+            [rows] int64, all rows that it reads of a constant that is whole everywhere. `padding`:
             [rows], 0 for columns of logits that there are, -inf for those after the last one.
         rows: that each rank holds.
         total: that there are.
@@ -179,6 +180,8 @@ class RankConstant:
         first = rank * self.rows
         if self.kind == FIRST_ROW:
             return torch.tensor([first])
+        if self.kind == OWN_ROWS:
+            return torch.arange(first, first + self.rows)
         value = torch.zeros(self.rows, dtype=getattr(torch, self.dtype))
         value[max(0, self.total - first) :] = -torch.inf
         return value

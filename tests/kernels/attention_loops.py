@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -111,12 +112,14 @@ class World:
             cache[sorted(nobody)] = CANARY
             self.caches.append(cache)
         self.rows: dict[tuple[int, int], list[list[list[float]]]] = {}
+        self.positions: dict[tuple[int, int], int] = {}
         for b, length in enumerate(lengths):
             for slot in range(length):
                 block, row = self.place(b, slot)
                 for cache in self.caches:
                     cache[block, row] = torch.randn(cache.shape[2:]).to(cache.dtype)
                 self.rows[b, slot] = [cache[block, row].tolist() for cache in self.caches]
+                self.positions[b, slot] = slot
 
     def place(self, b: int, slot: int) -> tuple[int, int]:
         return self.table[b][slot // self.block_size], slot % self.block_size
@@ -134,6 +137,8 @@ class World:
         atol: float | None = None,
         sinks: list[float] | None = None,
         softcap: float = 0.0,
+        slopes: list[float] | None = None,
+        rounds_bias: bool = False,
     ) -> torch.Tensor:
         """Run the operator, check outputs and caches against the oracle, return the outputs."""
         flat = [(b, token) for b, sequence in enumerate(tokens) for token in sequence]
@@ -172,10 +177,15 @@ class World:
                     cache[block, row] = source[:, index].to(cache.dtype)
                     written.append(cache[block, row].tolist())
                 self.rows[b, token.slot] = written
+                self.positions[b, token.slot] = token.position
 
         options = {"scale": scale, "window": window, "sink": sink, "softcap": softcap}
+        options["rounds_bias"] = rounds_bias
         beside = None if sinks is None else torch.tensor(sinks, dtype=self.dtype)
-        out = self.attention(q, k, v, *self.caches, *inputs, beside, **options)
+        tilt = None if slopes is None else torch.tensor(slopes)
+        if tilt is not None and rounds_bias:
+            tilt = tilt.bfloat16().float()
+        out = self.attention(q, k, v, *self.caches, *inputs, beside, tilt, **options)
         assert out.dtype == self.dtype
         assert out.shape == (self.heads, count, self.dims[1])
         for cache, expected in zip(self.caches, expected_caches, strict=True):
@@ -191,7 +201,14 @@ class World:
                 seen = self.visible(b, token, causal, window, sink)
                 for head in range(self.heads):
                     own = () if sinks is None else (sinks[head],)
-                    row = self.attend(b, head, queries[head][index], seen, scale, own, softcap)
+                    added = [0.0] * len(seen)
+                    if slopes is not None:
+                        ends = [self.positions[b, slot] for slot in seen]
+                        own_scale = scale if rounds_bias else None
+                        added = biases(slopes[head], ends, token.position, own_scale)
+                    row = self.attend(
+                        b, head, queries[head][index], seen, scale, own, softcap, added
+                    )
                     expected[head, index] = torch.tensor(row, dtype=torch.float64)
         rtol, least = TOLERANCE[self.dtype]
         torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol or least)
@@ -220,14 +237,16 @@ class World:
         scale: float,
         sinks: tuple[float, ...] = (),
         softcap: float = 0.0,
+        added: Sequence[float] | None = None,
     ) -> list[float]:
         kv_head = head * self.kv_heads // self.heads
         scores = []
-        for slot in seen:
+        for slot, bias in zip(seen, added or [0.0] * len(seen), strict=True):
             key = self.rows[b, slot][0][kv_head]
             scores.append(scale * sum(x * y for x, y in zip(query, key, strict=True)))
             if softcap:
                 scores[-1] = softcap * math.tanh(scores[-1] / softcap)
+            scores[-1] += bias
         top = max(*scores, *sinks) if sinks else max(scores)
         weights = [math.exp(score - top) for score in scores]
         total = math.fsum([*weights, *(math.exp(sink - top) for sink in sinks)])
@@ -236,6 +255,15 @@ class World:
             for d, value in enumerate(self.rows[b, slot][1][kv_head]):
                 result[d] += weight / total * value
         return result
+
+
+def biases(slope: float, keys: list[int], token: int, scale: float | None) -> list[float]:
+    """What scores get; with a scale, of positions and products that are rounded to bfloat16."""
+    if scale is None:
+        return [slope * (key - token) for key in keys]
+    ends = torch.tensor([*keys, token]) * torch.tensor(slope, dtype=torch.bfloat16)
+    *of_keys, own = ends.double().tolist()
+    return [scale * (key - own) for key in of_keys]
 
 
 def random_parents(num_nodes: int, seed: int = 0) -> list[int]:

@@ -129,6 +129,49 @@ def test_sinks_and_softcap(attention, sinks, softcap, dtype, causal):
     world.call(tokens, causal=causal, window=16, sink=1, scale=0.3, sinks=sinks, softcap=softcap)
 
 
+# of heads, and none that is another's
+SLOPES = [0.5, 0.25, 0.03125, 0.7]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rounds_bias", [False, True], ids=["", "rounded"])
+@pytest.mark.parametrize("softcap", [0.0, 3.0], ids="softcap{}".format)
+def test_slopes(attention, softcap, rounds_bias, dtype, causal):
+    """Nodes of a tree stand at the positions of their depths, and not at those of their slots."""
+    lengths = (0, 5, 17)
+    world = World(attention, list(lengths), dim=8, value_dim=6, dtype=dtype)
+    if causal:
+        tokens = [causal_tokens(n, n + 5) for n in lengths]
+    else:
+        trees = zip((STAR, BUSHY, random_parents(20)), lengths, strict=True)
+        tokens = [tree_tokens(tree, n) for tree, n in trees]
+    options = {"slopes": SLOPES, "rounds_bias": rounds_bias, "softcap": softcap}
+    world.call(tokens, causal=causal, window=16, sink=1, scale=0.3, **options)
+
+
+def test_rounded_slopes_of_far_keys(attention):
+    """From position 256 on bfloat16 does not hold every one."""
+    world = World(attention, [700], capacity=720)
+    world.call([tree_tokens(BUSHY, 700)], slopes=[0.01, 0.002, 0.0003, 0.005], rounds_bias=True)
+
+
+def test_slopes_of_one_level_of_a_draft(attention):
+    """Nodes of levels before are in the cache, and not in the pass: their positions are known."""
+    world = World(attention, [5, 9])
+    trees = (BUSHY, random_parents(12))
+    for nodes in ([0, 1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11]):
+        tokens = [tree_tokens(tree, n, nodes) for tree, n in zip(trees, (5, 9), strict=True)]
+        world.call(tokens, slopes=SLOPES)
+
+
+def test_slopes_of_trees_of_several_words(attention):
+    tree = random_parents(150, seed=3)
+    chain = list(range(-1, 139))
+    world = World(attention, [7, 60], capacity=220)
+    world.call([tree_tokens(tree, 7), tree_tokens(chain, 60)], slopes=SLOPES)
+
+
 def paths_of(parents: list[int]) -> list[frozenset[int]]:
     return [root_path(parents, node) for node in range(len(parents))]
 

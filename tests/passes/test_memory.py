@@ -13,8 +13,10 @@ from specc.artifact.backends import NATIVE, SPLIT, WHOLE, facts_of
 from specc.artifact.manifest_entries import LimitsEntry
 from specc.bench.synthetic.shapes import SHAPES, Shape
 from specc.compiler.model_entries import plan_model_memory
+from specc.kernels import ops
 from specc.passes.frontend.hf_model import build_on_meta
 from specc.passes.frontend.trace import trace
+from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.memory import ModelMemory, PassShape, peak_bytes, plan_memory
 from specc.passes.pipeline import Pipeline
@@ -191,3 +193,19 @@ def test_products_with_norms_need_what_they_are_made_of():
         peaks.append(peak_bytes(program, many))
     separate, fused = peaks
     assert separate < fused < 2 * separate
+
+
+def test_products_decode_only_so_much_of_a_weight_at_a_time():
+    """What a backend decodes of the largest weight, and what comes of that part for each row."""
+    program = compiled(build_model("llama"))[0]
+    Pipeline(quantize_phases("int8")).run(program)
+    nodes = program.calls(ops.linear_q)
+    wholes = sorted({4 * node.args[3] * node.args[0].meta["val"].shape[1] for node in nodes})
+    largest = max(nodes, key=lambda n: n.args[3] * n.args[0].meta["val"].shape[1])
+    size = int(largest.args[0].meta["val"].shape[1])
+    # few values live beside them, so that the largest weight decides
+    few, part = PassShape(3, 1, 1, 3, 8), wholes[-1] * 9 // 10
+    assert wholes[-2] < part
+    none, whole, half = (peak_bytes(program, few, SPLIT, decoded) for decoded in (0, 1 << 40, part))
+    assert none < half < whole
+    assert whole - half == wholes[-1] - (part + 3 * part // size)

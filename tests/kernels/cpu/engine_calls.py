@@ -87,16 +87,19 @@ def _tree_attention(rng: random.Random) -> Arguments:
         "ancestors": None if words is None else torch.randint(-(2**63), 2**63 - 1, (tokens, words)),
         "block_table": paged.table,
         "sink_logits": rng.choice((None, torch.randn(kv_heads * group).to(dtype))),
+        "slopes": rng.choice((None, torch.rand(kv_heads * group))),
         "scale": 0.125,
         "window": rng.choice((0, 0, 1, 20, 64)),
         "sink": rng.choice((0, 0, 1, 4, 70)),
         "softcap": rng.choice((0.0, 0.0, 30.0)),
+        "rounds_bias": rng.choice((False, True)),
     }
 
 
 def _block_mass(rng: random.Random) -> Arguments:
     made = _tree_attention(rng)
-    for name in ("k", "v", "v_cache", "sink_logits", "window", "sink", "softcap"):
+    left_out = ("k", "v", "v_cache", "sink_logits", "slopes", "window", "sink", "softcap")
+    for name in (*left_out, "rounds_bias"):
         made.pop(name)
     batch, columns = made["block_table"].shape
     mass = torch.zeros(batch + rng.choice((0, 2)), rng.choice((columns, columns, columns + 3, 0)))

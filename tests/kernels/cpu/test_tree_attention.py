@@ -65,6 +65,8 @@ class Problem:
     int8: bool = False  # what caches hold
     sinks: float | None = None  # what the sinks of heads are around
     softcap: float = 0.0
+    slopes: float = 0.0  # the largest of the heads
+    rounds_bias: bool = False
 
     def check(self) -> None:
         """Call the kernel and the oracle; compare outputs and caches."""
@@ -79,7 +81,11 @@ class Problem:
         sinks = None
         if self.sinks is not None:
             sinks = (torch.randn(self.heads) + self.sinks).to(self.dtype)
-        table = (table, sinks)
+        slopes = None
+        if self.slopes:
+            slopes = self.slopes * 0.7 ** torch.arange(self.heads, dtype=torch.float32)
+            options["rounds_bias"] = self.rounds_bias
+        table = (table, sinks, slopes)
         expected = tree_attention_reference(q, k, v, *expected_caches, *rest, *table, **options)
         torch.set_num_threads(self.threads)
         out = torch.ops.specc_cpu.tree_attention(q, k, v, *caches, *rest, *table, **options)
@@ -220,6 +226,8 @@ def problems(draw) -> Problem:
         int8=draw(st.booleans()),
         sinks=draw(st.sampled_from([None, None, 0.0, 60.0, -60.0])),
         softcap=draw(st.sampled_from([0.0, 0.0, 0.5, 20.0])),
+        slopes=draw(st.sampled_from([0.0, 0.0, 0.5, 0.01])),
+        rounds_bias=draw(st.booleans()),
         seed=seed,
     )
 
@@ -252,6 +260,18 @@ def test_threads_share_sequences_with_sinks(threads, sinks):
         options = {"threads": threads, "sinks": sinks, "softcap": 5.0}
         Problem(4, 1, 64, 48, 16, lengths, parents, **options).check()
         Problem(4, 2, 64, 64, 16, lengths, parents, int8=True, **options).check()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rounds_bias", [False, True], ids=["", "rounded"])
+@pytest.mark.parametrize("int8", [False, True], ids=["rows", "int8"])
+def test_threads_share_sequences_with_slopes(int8, rounds_bias, threads):
+    """Distances are those of a tile's own keys, whoever has which piece."""
+    lengths = (0, 2500, 64, 700)
+    parents = tuple(random_tree(70, seed=b) for b in range(len(lengths)))
+    for slopes in (0.5, 0.004):
+        options = {"threads": threads, "slopes": slopes, "rounds_bias": rounds_bias, "int8": int8}
+        Problem(4, 2, 64, 48, 16, lengths, parents, **options).check()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

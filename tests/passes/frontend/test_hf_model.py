@@ -18,6 +18,7 @@ from specc.passes.frontend import hf_model
 from specc.passes.frontend.trace import trace
 from specc.passes.rewrite.classify_masks import ClassifyMasks
 from specc.passes.rewrite.normalize import Normalize
+from specc.passes.rewrite.recover_attention import RecoverAttention
 from tests.models import tiny_config
 
 _SMALL = {
@@ -139,36 +140,36 @@ def test_rotary_scalings_are_accepted(tmp_path, key, scaling):
     assert hf_model.load_config(rope(tmp_path, **{key: value})).model_type == "llama"
 
 
-FOREIGN = {
-    "bloom": (
-        {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 40},
-        "transformer.h.0.self_attention",
-        "ALiBi",
-    ),
-    "mpt": (
-        {"d_model": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 40, "max_seq_len": 64},
-        "transformer.blocks.0.attn",
-        "softmax outside scaled_dot_product_attention",
-    ),
-    "falcon": (
-        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 40}
-        | {"alibi": True},
-        "transformer.h.0.self_attention",
-        "ALiBi",
-    ),
+BY_DISTANCE = {
+    "bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 40},
+    "mpt": {"d_model": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 40, "max_seq_len": 64},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    | {"vocab_size": 40, "alibi": True},
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_other_attention_is_refused_with_layer_and_reason(kind):
-    fields, layer, reason = FOREIGN[kind]
-    config = AutoConfig.for_model(kind, **fields)
+@pytest.mark.parametrize("kind", BY_DISTANCE)
+def test_what_models_add_by_distance_is_found(kind):
+    """Three ways to write it: in one product, after a product, in a mask."""
+    config = AutoConfig.for_model(kind, **BY_DISTANCE[kind])
+    program = trace(hf_model.build_on_meta(config, torch.float32), "target")
+    for item in (Normalize(), RecoverAttention(), ClassifyMasks()):
+        item.run(program)
+    (slopes,) = program.slopes.values()
+    assert list(program.windows.values()) == [0]
+    assert torch.equal(slopes.values, 0.25 ** torch.arange(1, 5))
+    assert slopes.rounds == (kind == "falcon")
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt"])
+def test_attention_that_is_spelled_out_is_refused_where_it_is_not_recovered(kind):
+    config = AutoConfig.for_model(kind, **BY_DISTANCE[kind])
     program = trace(hf_model.build_on_meta(config, torch.float32), "target")
     Normalize().run(program)
     with pytest.raises(UnsupportedAttentionError) as caught:
         ClassifyMasks().run(program)
+    layer = {"bloom": "transformer.h.0.self_attention", "mpt": "transformer.blocks.0.attn"}[kind]
     assert f"layer {layer}" in caught.value.found
-    assert reason in caught.value.found
 
 
 def test_built_on_meta_in_the_dtype_asked_for():

@@ -22,9 +22,9 @@ PROMPTS = [models.prompts()[3], models.prompts()[1]]
 both = cache(Both.make)
 
 
-# sinks are cut with their heads; softcaps and narrow values are not cut
+# sinks and slopes are cut with their heads; softcaps and narrow values are not cut
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "gpt_oss", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "gpt_oss", "gemma2", "deepseek_v3", "mpt"])
 def test_all_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
     """A prompt, then a token, a chain and a tree over the rows that it left."""
     models_ = both(name, num_ranks)
@@ -84,6 +84,16 @@ def test_a_rank_has_the_heads_of_its_caches(num_ranks: int) -> None:
                 assert torch.equal(piece, pieces[rank // copies * copies])
             joined = torch.cat(pieces[::copies], 2)
             assert torch.allclose(joined, wanted[part], atol=1e-5)
+
+
+def test_heads_with_slopes_are_cut() -> None:
+    found = both("mpt", 2)
+    heads = [caches[0][0].shape[2] for caches in found.caches]
+    assert heads == [12, 6, 6]
+    rows = {
+        item.name: [item.value(rank).tolist() for rank in (0, 1)] for item in found.plan.constants
+    }
+    assert rows["rows_of_slopes"] == [list(range(6)), list(range(6, 12))]
 
 
 def test_a_vocabulary_is_padded_and_its_padding_never_wins() -> None:
