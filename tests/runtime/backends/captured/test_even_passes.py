@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 
 from specc.kernels.cuda.launch import even_tokens, is_even
 from specc.passes.step.fuse_step import fuse_step
-from specc.runtime.backends.captured import bound_step
-from specc.runtime.backends.captured.bound_step import BoundStep
+from specc.runtime.backends.captured.bound_step import BoundStep, is_even_pass
 from tests.runtime.backends.test_step_constants import PLANS
 
 
@@ -22,7 +21,7 @@ def test_every_pass_of_a_step_is_even(plan, tile) -> None:
     step = fuse_step(plan, {"target": 1, **dict.fromkeys(plan.models, 1)})
     passes = [node for g in step.stages.values() for node in g.nodes if node.op == "call_module"]
     assert passes
-    assert all(bound_step._is_even(node) for node in passes)
+    assert all(is_even_pass(node) for node in passes)
 
 
 class Model(nn.Module):
