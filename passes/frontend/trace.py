@@ -317,7 +317,7 @@ def buffer_values(model: nn.Module, paths: set[str]) -> dict[str, Tensor]:
                 key: None if value is None else _unset(value)
                 for key, value in owner._buffers.items()
             }
-            initialize: Any = getattr(model, "_init_weights", None)
+            initialize = _initializer(model, owner_path)
             if initialize is not None:
                 with torch.no_grad():
                     initialize(clone)
@@ -333,6 +333,15 @@ def buffer_values(model: nn.Module, paths: set[str]) -> dict[str, Tensor]:
                 clone.get_buffer(name).detach().cpu().clone()
             )
     return values
+
+
+def _initializer(model: nn.Module, path: str) -> Any:
+    """`_init_weights` of the innermost model around a module, which transformers calls for it."""
+    found, at = getattr(model, "_init_weights", None), model
+    for name in filter(None, path.split(".")):
+        at = at.get_submodule(name)
+        found = getattr(at, "_init_weights", found)
+    return found
 
 
 def _unset(value: Tensor) -> Tensor:

@@ -251,6 +251,40 @@ def test_a_buffer_of_the_checkpoint_is_a_weight(device):
     assert not program.constants
 
 
+class Text(nn.Module):
+    """A model in a model; its `_init_weights` reads what the outer one does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 3.0
+        self.register_buffer("scale", torch.tensor(3.0), persistent=False)
+
+    def _init_weights(self, module):
+        if isinstance(module, Text):
+            module.scale.fill_(self.factor)
+
+
+class Outer(Tiny):
+    """Has its buffer in a model of its own, as Gemma 3n has."""
+
+    def __init__(self):
+        super().__init__()
+        self.text = Text()
+
+    def after(self, x, positions):
+        return x * self.text.scale
+
+    def _init_weights(self, module):
+        raise AttributeError("transformers asks the innermost model")
+
+
+def test_the_innermost_model_fills_its_buffers():
+    with torch.device("meta"):
+        on_meta = Outer()
+    (value,) = trace(on_meta, "target").constants.values()
+    assert value.tolist() == 3.0
+
+
 class NeighboringPlaces(Tiny):
     """Takes places by lists, which torch makes tensors of, on the device of the model."""
 
