@@ -106,8 +106,9 @@ def choose_launches(
                 if kept:
                     kept.add(name, item | {"chosen": ORDINARY, "lost": True})
                 raise
-            # what did not run is tried again by the next load
-            if kept and all(found["ms"] or found["differ"] for found in item["batches"]):
+            # what did not run, or had no room in the cache, is tried again by the next load
+            batches = item["batches"]
+            if kept and batches and all(found["ms"] or found["differ"] for found in batches):
                 kept.add(name, item)
             report.append(item)
         step.launches_dependent = item["chosen"] == DEPENDENT

@@ -181,6 +181,18 @@ def test_a_capture_that_fails_is_a_warning(rig: Rig, tmp_path: Path) -> None:
     assert kept.get(next(iter(rig.steps))) is None
 
 
+def test_a_cache_without_room_leaves_it_to_the_next_load(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load with more memory may measure what this one could not."""
+    kept = KeptLaunches(HERE, "engine", FileCache(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(chosen, "_ALL_ROWS", 0)
+        report = choose(rig, kept=kept)
+    assert [(item["batches"], item["chosen"]) for item in report] == [([], ORDINARY)] * 2
+    assert {item["chosen"] for item in choose(rig, kept=kept)} == {DEPENDENT}
+
+
 def test_a_lost_device_ends_the_load_and_is_noted(rig: Rig, tmp_path: Path) -> None:
     kept = KeptLaunches(HERE, "engine", FileCache(tmp_path))
 
