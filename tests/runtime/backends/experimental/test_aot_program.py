@@ -16,7 +16,6 @@ from specc.artifact.directory import read_manifest
 from specc.config import CompileConfig
 from specc.errors import EngineError
 from specc.passes.lower.experimental import aot_inductor
-from specc.runtime.backends.captured import backend as captured_backend
 from specc.runtime.backends.captured.captured_step import CaptureWarning
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.experimental import aot_program as aot_cuda_program
@@ -30,7 +29,6 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
-from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
 # no GPU has run it, and no default path uses it
 pytestmark = pytest.mark.slow
@@ -113,15 +111,6 @@ def aot_engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
         )
         build(str(tiny_models.target), str(tiny_models.draft), path, config)
     return path
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
-    """Stands for the GPU of this machine."""
-    simulated = SimulatedDevice()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(captured_backend, "cuda_device", lambda: simulated)
-    return simulated
 
 
 def generate(llm: LLM) -> list[list[int]]:
