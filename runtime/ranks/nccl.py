@@ -56,7 +56,9 @@ class NcclRankGroup:
         self.descriptor: int | None = None
         self._pid = os.getpid()
         self._processes = processes
+        # what aborts, by whichever thread it was asked for; all of them are waited for at the end
         self._aborting: list[threading.Thread] = []
+        self._lock = threading.Lock()
         self._warm_up(device)
         use_group(self)
         atexit.register(self.close)
@@ -75,24 +77,33 @@ class NcclRankGroup:
 
     def abort(self, reason: str) -> None:
         """Wake all ranks that wait in a collective: they end without a result."""
-        if self._processes is not None:
-            self._aborting.append(_in_background(self._processes.abort))
+        with self._lock:
+            if self._processes is not None:
+                self._aborting.append(_in_background(self._processes.abort))
 
     def close(self) -> None:
-        """Leave the group. More than once is once."""
-        atexit.unregister(self.close)
-        processes, self._processes = self._processes, None
-        if processes is None or self._pid != os.getpid():
+        """Leave the group. More than once is once, and each waits until the group is left.
+
+        The thread that watches the ranks may be about to do so while the main thread exits.
+        """
+        if self._pid != os.getpid():
+            atexit.unregister(self.close)
             return
-        use_group(None)
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-        # it waits for graphs that hold collectives, which may live as long as the process
-        self._aborting.append(_in_background(processes.abort))
+        with self._lock:
+            if self._processes is not None:
+                use_group(None)
+                if self.descriptor is not None:
+                    os.close(self.descriptor)
+                # In a thread: it waits for graphs that hold collectives, which may live as long as
+                # the process. That thread has the last reference, so that what torch does when it
+                # destroys the object is over, too, when the thread is.
+                self._aborting.append(_in_background(self._processes.abort))
+                self._processes = None
         end_s = time.monotonic() + _CLOSE_S
         for thread in self._aborting:
             # one that outlives the interpreter, within torch, may end the process with SIGABRT
             thread.join(max(end_s - time.monotonic(), 0.0))
+        atexit.unregister(self.close)
 
     # what follows is `Ranks`, of which this process is one
 
