@@ -1,13 +1,15 @@
 // One SIMD register of floats, on GCC's vector extensions: the compiler maps it to AVX-512, AVX2,
-// SSE or NEON. Only dot products of bfloat16 need an intrinsic, and have a fallback without it.
+// SSE or NEON. Only products that are added need intrinsics, and have a fallback without them.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_FMA)
+#include <arm_neon.h>
 #endif
 
 namespace specc::vec {
@@ -58,7 +60,22 @@ inline Float load(const BFloat16* p) {
 }
 inline void store(float* p, Float x) { std::memcpy(p, &x, sizeof x); }
 inline Float splat(float x) { return x - Float{}; }
-inline void multiply_add(Float& sum, Float a, Float b) { sum += a * b; }
+// Rounds once wherever the machine can. The compiler must not choose: tuned for a processor with
+// slow chains of such instructions, it takes two for some blocks of rows and one for others, and a
+// row's bits depend on the rows beside it.
+inline void multiply_add(Float& sum, Float a, Float b) {
+#if defined(__AVX512F__)
+  sum = (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX__) && defined(__FMA__)
+  sum = (Float)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__FMA__)
+  sum = (Float)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)sum);
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_FMA)
+  sum = (Float)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+  sum += a * b;
+#endif
+}
 
 // Two neighboring bfloat16 of a row; a multiply_add of pairs adds both products.
 struct Pair {
