@@ -56,7 +56,9 @@ build/decode: examples/decode.cpp $(VENV)/.compile
 		$< -o $@ -I$$torch/include -L$$torch/lib \
 		-Wl,-rpath,$$torch/lib,--allow-shlib-undefined -ltorch_cpu -lc10
 
-test: lint build/triton-server/.installed
+# checks of one thread each, side by side
+test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j3 lint build/triton-server/.installed build/.rewritten
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-full: lint build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
@@ -130,6 +132,13 @@ build/triton-server/.installed: $(VENV)/.dev tests/runtime/triton/environment.py
 	@echo "specc: installing a Triton Inference Server (for tests)"
 	@$(BIN)/python tests/runtime/triton/environment.py $(@D)
 	@mkdir -p $(@D) && touch $@
+
+# Pytest rewrites the assertions of all tests and keeps their byte code: once, and not in each worker.
+build/.rewritten: $(VENV)/.dev $(shell find tests -name '*.py')
+	@mkdir -p $(@D)
+	@$(RUN) env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest --collect-only -qq > $(@D)/collected \
+		|| { cat $(@D)/collected; exit 1; }
+	@touch $@
 
 # torch comes first and alone: nothing that depends on it may choose another build
 $(VENV)/.torch: $(VENV)/.python constraints.txt
