@@ -3,13 +3,14 @@
     LD_PRELOAD=shim.so BROKEN_DISK=FILE BROKEN_NAME=TEXT python broken_disk.py ENGINE BUDGET KINDS
 
 The shim (`SHIM`) lets reads past the page cache, of files with this text in their path, fail where
-FILE holds an `e`, and never return where it holds an `h`.
+FILE holds an `e`, never return where it holds an `h`, and take 5 ms longer where it holds an `s`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,7 @@ ssize_t pread(int file, void *data, size_t count, off_t offset) {
     char found = state();
     if (found == 'e') { errno = EIO; return -1; }
     if (found == 'h') for (;;) pause();
+    if (found == 's') usleep(5000);
   }
   return real(file, data, count, offset);
 }
@@ -57,6 +59,14 @@ ssize_t pread64(int file, void *data, size_t count, off_t offset) {
   return pread(file, data, count, offset);
 }
 """
+
+
+def build_shim(directory: Path) -> Path:
+    """The compiled shim, for LD_PRELOAD."""
+    source, shim = directory / "shim.c", directory / "shim.so"
+    source.write_text(SHIM)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+    return shim
 
 
 def main(engine_dir: str, budget: str, kinds: str) -> None:

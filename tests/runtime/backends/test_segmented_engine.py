@@ -192,10 +192,8 @@ def on_a_broken_disk(
     engine: Path, root: Path, budget: int, name: str, kinds: str
 ) -> dict[str, Any]:
     """What `broken_disk` says; skips where the file system takes no O_DIRECT."""
-    source, shim = root / "shim.c", root / "shim.so"
-    source.write_text(broken_disk.SHIM)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
-    extra = {"LD_PRELOAD": str(shim), "BROKEN_DISK": str(root / "switch"), "BROKEN_NAME": name}
+    shim = str(broken_disk.build_shim(root))
+    extra = {"LD_PRELOAD": shim, "BROKEN_DISK": str(root / "switch"), "BROKEN_NAME": name}
     done = subprocess.run(
         [sys.executable, "-P", broken_disk.__file__, str(engine), str(budget), kinds],
         env=os.environ | extra,
