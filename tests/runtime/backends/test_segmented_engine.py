@@ -23,7 +23,9 @@ from specc.speculation.plans import SpecPlan
 from specc.system.json_file import read_json
 from tests import models
 from tests.engines import build
+from tests.interleavings import Figures, NearTies, Solo, run_interleaving
 from tests.runtime.backends import broken_disk
+from tests.runtime.ranks.test_micro_batches import draw
 
 PROMPTS = models.prompts()[1:4]
 PLAN = SpecPlan.from_widths((3, 2, 1))
@@ -137,6 +139,29 @@ def test_offloaded_weights_give_the_same_tokens(compiled: Path) -> None:
     assert kept[0] == (7, 0)
     assert kept[-1] == (0, 7)
     assert 0 < kept[1][0] < 7
+
+
+@pytest.mark.slow
+def test_interleavings_with_offloaded_weights(compiled: Path) -> None:
+    """Requests join, leave, give way, share prefixes, by trees, dice, grammars, log probabilities.
+
+    Some layers in memory, and none; against solo runs with all of them.
+    """
+    room: dict[str, Any] = {"kv_cache_tokens": 160}
+    solo, ties = Solo(Engine.load(compiled)), NearTies(Engine.load(compiled))
+    for budget in (BUDGET, 300_000):
+        engine, figures = Engine.load(compiled, offload_weights=budget, **room), Figures()
+        prompts = [list(prompt[:40]) for prompt in models.prompts()]
+        for seed in range(4):
+            run_interleaving(
+                engine, solo, seed, prompts, figures, ties,
+                draw=draw, max_tokens=70, num_requests=9,
+            )  # fmt: skip
+        assert figures.num_ties <= figures.num_compared // 20
+        assert figures.num_preemptions > 0
+        assert figures.num_cached_tokens > 0
+        assert figures.num_cancelled > 0
+        assert set(figures.steps) == set(engine.plans)
 
 
 @pytest.mark.slow
