@@ -1,5 +1,7 @@
 """Run an engine of two ranks on two hosts: here, two network namespaces of one Linux machine.
 
+The ranks share each layer (`-tp 2`), or are two stages of some layers each (`-pp 2`):
+
     specc compile --target examples/pair/target --draft examples/pair/draft -tp 2 -o out/two-ranks
     sudo python examples/two_hosts.py out/two-ranks "def fibonacci(n):" --max-tokens 32
 

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.directory import open_engine, unreplaced
-from specc.artifact.manifest import PROFILE_FILE
 from specc.errors import EngineError
 
 # importing this registers the operators that programs call
@@ -22,12 +21,13 @@ from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.engine_cache import DTYPES
 from specc.runtime.backends.offload_budget import check_offload, least_of
-from specc.runtime.backends.program_files import MappedWeights, read_json
+from specc.runtime.backends.program_files import MappedWeights
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.constraints.grammars import Grammars
 from specc.runtime.execution.device_link import DeviceLink, HostLink
 from specc.runtime.execution.draws import DrawnPrograms, StagedModel
+from specc.runtime.profile import load_profile
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.shared_loop import FairLock
@@ -212,10 +212,17 @@ class Engine:
                 from specc.runtime.ranks.launch import load_led
 
                 loaded = load_led(path, manifest, backend, limits, ranks, verify, num_threads)
-            return cls._bind(path, manifest, backend, loaded)
+            return cls._bind(path, manifest, backend, loaded, offload_weights)
 
     @classmethod
-    def _bind(cls, path: Path, manifest: Manifest, backend: str, loaded: LoadedPrograms) -> Engine:
+    def _bind(
+        cls,
+        path: Path,
+        manifest: Manifest,
+        backend: str,
+        loaded: LoadedPrograms,
+        offload_weights: int | str | None,
+    ) -> Engine:
         """Add what goes with the programs."""
         _check_plans(manifest, loaded.steps)
         target, *drafts = loaded.models.values()
@@ -239,7 +246,7 @@ class Engine:
             backend=backend,
             operators=loaded.operators,
             mapped_weights=loaded.mapped_weights,
-            profile=_load_profile(path, manifest, loaded.steps),
+            profile=load_profile(path, manifest, loaded.steps, offload_weights),
             directory=path,
             link=loaded.link,
             drawn=loaded.drawn,
@@ -263,22 +270,6 @@ def _check_plans(manifest: Manifest, steps: Mapping[str, Step]) -> None:
             raise EngineError(f"{plan.file} holds {step.plan}", f"plan {plan.name}", _DO)
     if OFF.name not in steps:
         raise EngineError(f"plans {', '.join(steps)}", f"plan {OFF.name} among them", _DO)
-
-
-def _load_profile(path: Path, manifest: Manifest, steps: Mapping[str, Step]) -> dict[str, Any]:
-    """Raises EngineError: a profile that names plans which the engine does not have."""
-    if PROFILE_FILE not in manifest.files:
-        return {}
-    profile = read_json(path / PROFILE_FILE)
-    plans = profile.get("plans")
-    family = plans if isinstance(plans, dict) and all(map(str.isdigit, plans)) else {}
-    if not family or not set(family.values()) <= steps.keys():
-        raise EngineError(
-            f"{path / PROFILE_FILE} with plans {plans}",
-            f"batch sizes, and plans of this engine: {', '.join(steps)}",
-            "run specc tune again",
-        )
-    return profile
 
 
 def _load_tokenizer(directory: Path, file: str | None) -> Tokenizer | None:

@@ -193,7 +193,12 @@ class CompileConfig:
             "--kv-cache-dtype": (self.kv_cache_dtype, AS_MODEL),
         }
         given = [f"{name} {value}" for name, (value, none) in others.items() if value != none]
-        given += ["--segments"] * self.segments
+        if self.segments:
+            raise ConfigError(
+                f"--segments and --pipeline-parallel-size {stages}",
+                "one of the two: a stage is one program, whose weights stay in memory",
+                "leave out --segments, or --pipeline-parallel-size",
+            )
         given += [f"--draft {own.option}" for plan in self.plans for own in plan.self_drafts]
         if given:
             raise ConfigError(

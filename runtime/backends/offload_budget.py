@@ -26,8 +26,8 @@ def check_offload(manifest: Manifest, backend: str, offload_weights: int | str |
     """Refuse what cannot be, before anything is loaded.
 
     Raises:
-        ConfigError: a backend that keeps weights in memory, an engine without segments, or one
-            whose drafts are programs of the target.
+        ConfigError: a backend that keeps weights in memory, an engine in stages or without
+            segments, or one whose drafts are programs of the target.
     """
     if offload_weights is None:
         return
@@ -45,6 +45,12 @@ def check_offload(manifest: Manifest, backend: str, offload_weights: int | str |
             "an engine of one rank: what follows orders would copy weights, too, which nothing has"
             " shown",
             "leave it out, or compile for one rank",
+        )
+    if manifest.stages:
+        raise ConfigError(
+            f"{found} of an engine in {len(manifest.stages)} stages",
+            "an engine of segments: a stage is one program, whose weights stay in memory",
+            "leave it out, or compile with --segments in place of --pipeline-parallel-size",
         )
     if facts.offloads_weights == "segments" and manifest.segments is None:
         raise ConfigError(

@@ -259,5 +259,7 @@ class Job:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, SpeccError):
+        return error.found
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

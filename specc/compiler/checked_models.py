@@ -22,6 +22,7 @@ from specc.compiler.checks import (
 )
 from specc.compiler.engine_plans import check_voters
 from specc.compiler.quantized_models import check_quantized
+from specc.compiler.stages import check_num_stages
 from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -35,6 +36,7 @@ _SIZES = {
     "inner features": ("intermediate_size", "ffn_dim", "n_inner"),
     "inner features of experts": ("moe_intermediate_size",),
 }
+_LAYERS = ("num_hidden_layers", "n_layer")
 _KV_HEADS = "num_key_value_heads"
 
 
@@ -88,6 +90,8 @@ class CheckedModels:
         for candidate in candidates:
             is_draft = candidate is not candidates[0]
             check_ranks(config, candidate.config, candidate.name, is_draft=is_draft)
+        if num_layers := _named_size(candidates[0].config, _LAYERS):
+            check_num_stages(config.pipeline_parallel_size, num_layers)
         tokens = check_tokenizers(candidates, tokenizer)
         windows = config.kv_windows_of(len(drafts))
         told = [*tokens.warnings, *told]
@@ -135,11 +139,7 @@ def check_ranks(
     num_ranks = config.draft_tensor_parallel_size if is_draft else config.tensor_parallel_size
     if num_ranks == 1 or model is None:
         return
-    found = {
-        what: size
-        for what, names in _SIZES.items()
-        if (size := next((_size(model, name) for name in names if _size(model, name)), None))
-    }
+    found = {what: size for what, names in _SIZES.items() if (size := _named_size(model, names))}
     for what, size in found.items():
         if size % num_ranks:
             raise _indivisible(num_ranks, f"{size} {what}", [size], name, is_draft)
@@ -147,6 +147,11 @@ def check_ranks(
     if kv_heads and kv_heads % num_ranks and num_ranks % kv_heads:
         what = f"{kv_heads} key and value heads"
         raise _indivisible(num_ranks, what, list(found.values()), name, is_draft)
+
+
+def _named_size(model: Any, names: Sequence[str]) -> int | None:
+    """The size that a configuration gives under the first of these names that it knows."""
+    return next((size for name in names if (size := _size(model, name))), None)
 
 
 def _size(model: Any, name: str) -> int | None:

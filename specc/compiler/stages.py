@@ -22,6 +22,23 @@ if TYPE_CHECKING:
     from specc.compiler.compiled_model import CompiledModel
 
 
+def check_num_stages(num_stages: int, num_layers: int) -> None:
+    """Compare the stages of a target with its layers, before anything is traced.
+
+    Args:
+        num_stages: that were asked for.
+        num_layers: of the target.
+    Raises:
+        ConfigError: a stage would have no layer.
+    """
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {num_stages}, and a target of {num_layers} layers",
+            f"a layer or more in each stage: at most {num_layers}",
+            "choose a smaller --pipeline-parallel-size",
+        )
+
+
 def cut_stages(program: Program, num_stages: int) -> tuple[Segment, ...]:
     """The parts of a program, after its last phase.
 
@@ -29,13 +46,15 @@ def cut_stages(program: Program, num_stages: int) -> tuple[Segment, ...]:
         program: of the target, or of a rank's part of it.
         num_stages: 2 or more.
     Raises:
-        ConfigError: the model has fewer places to be cut at, or a stage would have no layer.
+        ConfigError: a stage would have no layer, also where other weights are so large that the
+            most equal stages have none.
     """
+    check_num_stages(num_stages, len(program.layers))
     stages = tuple(cut_segments(program, stage_places(program, num_stages)))
     if empty := [stage.number for stage in stages if not stage.layers]:
         raise ConfigError(
             f"--pipeline-parallel-size {num_stages}, and a target of {len(program.layers)} layers:"
-            f" stage {empty[0]} would have none of them",
+            f" stages as equal in bytes as can be leave none of them to stage {empty[0]}",
             "a layer or more in each stage",
             "choose a smaller --pipeline-parallel-size",
         )

@@ -20,6 +20,7 @@ from specc.runtime.backends.cpu.compiled_program import (
     unpacked_package,
     with_ancestors,
 )
+from specc.runtime.backends.cpu.stream_error import stream_error
 from specc.runtime.backends.program_files import takes_mass
 
 _log = logging.getLogger(__name__)
@@ -84,8 +85,15 @@ class CompiledSegments:
             self.native.add(program.native, pieces.get(number, -1))
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:
-        """Run over flat tokens; inputs and result are those of `ModelProgram.forward`."""
-        return self.native.run(with_ancestors(inputs))
+        """Run over flat tokens; inputs and result are those of `ModelProgram.forward`.
+
+        Raises:
+            EngineError: weights that stay in the file could not be read.
+        """
+        try:
+            return self.native.run(with_ancestors(inputs))
+        except RuntimeError as error:
+            raise stream_error(error) or error from None
 
     def call_in(self, runner: Any, result: int) -> None:
         """Let a native runner of steps call it; arguments follow."""

@@ -12,6 +12,7 @@ from specc.artifact.graph_io import graph_from_json
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
 from specc.runtime.backends.cpu.compiled_segments import CompiledSegments
 from specc.runtime.backends.cpu.step_encoder import StepEncoder
+from specc.runtime.backends.cpu.stream_error import stream_error
 from specc.runtime.backends.program_files import plan_of
 from specc.runtime.backends.step import StagedStep
 from specc.runtime.backends.step_constants import step_constants
@@ -94,10 +95,10 @@ class CompiledStep:
         # Python between two steps finds its code evicted by the weights: few calls, plain slices
         rows, block_table = inputs.rows, inputs.block_table
         flat_rows = [value for row in rows for value in row]
-        native, first = self._native, 0
+        first = 0
         if self.before_accept is not None:
             first = self._accept
-            native.step(flat_rows, block_table, [], 0, first, [])
+            self._step(flat_rows, block_table, [], 0, first, [])
             with torch.inference_mode():
                 self.before_accept(self._values)
         return self._finish(flat_rows, block_table, first, reads)
@@ -108,7 +109,7 @@ class CompiledStep:
         self._encoder.bind_rows(inputs)
         verify = self._stages.index("verify")
         flat_rows = [value for row in inputs.rows for value in row]
-        self._native.step(flat_rows, inputs.block_table, [], 0, verify, [])
+        self._step(flat_rows, inputs.block_table, [], 0, verify, [])
 
         def accept(values: Mapping[str, Tensor], reads: Sequence[str]) -> StepResult:
             for name, value in values.items():
@@ -131,7 +132,7 @@ class CompiledStep:
         native = self._native
         slots, last = self._encoder.host_slots, len(self._stages)
         kept = [self._encoder.slot_of(name) for name in reads]
-        ints, seconds = native.step(flat_rows, block_table, slots, first, last, kept)
+        ints, seconds = self._step(flat_rows, block_table, slots, first, last, kept)
         batch = block_table.shape[0]
         width = self._width
         end = batch * (1 + width)
@@ -151,6 +152,17 @@ class CompiledStep:
             dict(zip(self._stages, seconds)),  # noqa: B905
             {name: native.get(slot) for name, slot in zip(reads, kept)},  # noqa: B905
         )
+
+    def _step(self, *arguments: Any) -> Any:
+        """Run some stages; see `StepRunner.step` of kernels/cpu/step.cpp.
+
+        Raises:
+            EngineError: weights that stay in their file could not be read.
+        """
+        try:
+            return self._native.step(*arguments)
+        except RuntimeError as error:
+            raise stream_error(error) or error from None
 
     def _run_stages(self, inputs: list[Tensor]) -> None:
         native, last = self._native, len(self._stages)

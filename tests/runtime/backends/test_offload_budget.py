@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from specc.artifact.directory import read_manifest
+from specc.artifact.manifest_entries import StageEntry
 from specc.config import CompileConfig
+from specc.errors import ConfigError
 from specc.runtime.backends import offload_budget
 from specc.runtime.backends.base import LoadLimits
-from specc.runtime.backends.offload_budget import budget_of, offload_bytes
+from specc.runtime.backends.offload_budget import budget_of, check_offload, offload_bytes
 from specc.runtime.ranks import follower
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
@@ -64,3 +66,15 @@ def test_a_follower_leaves_room_for_the_drafts_of_rank_0(path, monkeypatch) -> N
 def test_what_is_said_in_bytes_is_taken(path, given) -> None:
     limits = LoadLimits(None, None, offload_weights=given, num_local=2)
     assert offload_bytes(read_manifest(path), limits) == given
+
+
+def test_stages_are_told_to_be_segments_instead(path) -> None:
+    """Told to add --segments, a user would be refused by the compiler."""
+    manifest = read_manifest(path)
+    stage = StageEntry((0,), "float32", (None, 64), manifest.memory_plan["target"])
+    assert manifest.parallel is not None
+    staged = replace(manifest, parallel=replace(manifest.parallel, stages=(stage, stage)))
+    with pytest.raises(ConfigError) as caught:
+        check_offload(staged, "cpu", "auto")
+    assert caught.value.found == "--offload-weights of an engine in 2 stages"
+    assert caught.value.do.endswith("with --segments in place of --pipeline-parallel-size")

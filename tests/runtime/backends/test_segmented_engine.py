@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,9 @@ from specc.speculation.plans import SpecPlan
 from specc.system.json_file import read_json
 from tests import models
 from tests.engines import build
+from tests.interleavings import Figures, NearTies, Solo, run_interleaving
 from tests.runtime.backends import broken_disk
+from tests.runtime.ranks.test_micro_batches import draw
 
 PROMPTS = models.prompts()[1:4]
 PLAN = SpecPlan.from_widths((3, 2, 1))
@@ -62,6 +65,11 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("cpu"), "cpu")
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("cut"), "cpu", tensor_parallel_size=2)
 
 
 def whole_of(path: Path, root: Path) -> Path:
@@ -134,6 +142,29 @@ def test_offloaded_weights_give_the_same_tokens(compiled: Path) -> None:
 
 
 @pytest.mark.slow
+def test_interleavings_with_offloaded_weights(compiled: Path) -> None:
+    """Requests join, leave, give way, share prefixes, by trees, dice, grammars, log probabilities.
+
+    Some layers in memory, and none; against solo runs with all of them.
+    """
+    room: dict[str, Any] = {"kv_cache_tokens": 160}
+    solo, ties = Solo(Engine.load(compiled)), NearTies(Engine.load(compiled))
+    for budget in (BUDGET, 300_000):
+        engine, figures = Engine.load(compiled, offload_weights=budget, **room), Figures()
+        prompts = [list(prompt[:40]) for prompt in models.prompts()]
+        for seed in range(4):
+            run_interleaving(
+                engine, solo, seed, prompts, figures, ties,
+                draw=draw, max_tokens=70, num_requests=9,
+            )  # fmt: skip
+        assert figures.num_ties <= figures.num_compared // 20
+        assert figures.num_preemptions > 0
+        assert figures.num_cached_tokens > 0
+        assert figures.num_cancelled > 0
+        assert set(figures.steps) == set(engine.plans)
+
+
+@pytest.mark.slow
 def test_a_pass_reads_what_stays_in_the_file_once(compiled: Path) -> None:
     engine = Engine.load(compiled, offload_weights=300_000)
     target = engine.target
@@ -182,41 +213,70 @@ def test_a_file_that_is_cut_ends_open_requests_and_nothing_else(compiled: Path) 
     assert tokens(engine, PLAN.name) == wanted
 
 
+def on_a_broken_disk(
+    engine: Path, root: Path, budget: int, name: str, kinds: str
+) -> dict[str, Any]:
+    """What `broken_disk` says; skips where the file system takes no O_DIRECT."""
+    shim = str(broken_disk.build_shim(root))
+    extra = {"LD_PRELOAD": shim, "BROKEN_DISK": str(root / "switch"), "BROKEN_NAME": name}
+    done = subprocess.run(
+        [sys.executable, "-P", broken_disk.__file__, str(engine), str(budget), kinds],
+        env=os.environ | extra,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if not report["direct"]:
+        pytest.skip("the file system of temporary files takes no O_DIRECT")
+    return report
+
+
+FAILED = r"\S+weights\.safetensors cannot be read at byte \d+: Input/output error"
+STOPPED = r"\S+weights\.safetensors: no byte of the weights was read for 8 seconds"
+
+
 @pytest.mark.slow
 def test_a_disk_that_fails_or_stops_is_named_within_ten_seconds(
     compiled: Path, tmp_path: Path
 ) -> None:
     """An error of a read, and one that never returns; after the first the engine goes on."""
-    source, shim = tmp_path / "shim.c", tmp_path / "shim.so"
-    source.write_text(broken_disk.SHIM)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
-    script = [sys.executable, "-P", broken_disk.__file__, str(compiled), "300000"]
-    switch = tmp_path / "switch"
-    extra = {"LD_PRELOAD": str(shim), "BROKEN_DISK": str(switch)}
-    done = subprocess.run(
-        script, env=os.environ | extra, stdout=subprocess.PIPE, text=True, check=True, timeout=120
-    )
-    report = json.loads(done.stdout.splitlines()[-1])
-    if not report["direct"]:
-        pytest.skip("the file system of temporary files takes no O_DIRECT")
-    assert "Error" in report["e"]
-    assert re.search(r"weights.safetensors cannot be read at byte \d+: Input/output", report["e"])
+    report = on_a_broken_disk(compiled, tmp_path, 300_000, "weights", "eh")
+    assert re.match(r"EngineError: found:  " + FAILED, report["e"])
     assert report["after"]
-    assert re.search(r"no byte of the weights was read for 8 seconds", report["h"])
+    assert re.match(r"EngineError: found:  " + STOPPED, report["h"])
     assert report["e_s"] < 5
     assert report["h_s"] < 10
+    assert not report["lost"]
 
 
 @pytest.mark.slow
-def test_ranks_read_their_own_parts(tmp_path: Path) -> None:
+def test_ranks_read_their_own_parts(cut: Path) -> None:
     """Two ranks, each with some of its layers in memory: the tokens of both with all of them."""
-    engine_dir = make(tmp_path, "cpu", tensor_parallel_size=2)
     found = []
     for budget in (None, 200_000):
-        engine = Engine.load(engine_dir, offload_weights=budget, oversubscribes=True)
+        engine = Engine.load(cut, offload_weights=budget, oversubscribes=True)
         try:
             found.append([tokens(engine, plan) for plan in ("off", PLAN.name)])
         finally:
             engine.close()
     assert found[0] == found[1]
     assert found[0][0] == found[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "kind", "told"),
+    [(0, "e", FAILED), (1, "h", STOPPED)],
+    ids=["rank-0-fails", "rank-1-stops"],
+)
+def test_a_disk_of_one_rank_ends_the_engine_and_is_named(
+    cut: Path, tmp_path: Path, rank: int, kind: str, told: str
+) -> None:
+    """The others wait in a sum of the same pass, so there is no next one."""
+    report = on_a_broken_disk(cut, tmp_path, 200_000, f"rank-{rank}.weights", kind)
+    begins = rf"RankError: found:  rank {rank} \(pid \d+\) failed( in order \d+)?: "
+    assert re.match(begins + told, report[kind]), report[kind]
+    assert report[f"{kind}_s"] < 10
+    assert report["lost"]

@@ -1,4 +1,4 @@
-"""`examples/two_hosts.py`: an engine of two ranks in two network namespaces, by torchrun."""
+"""`examples/two_hosts.py`: two ranks, or two stages, in two network namespaces, by torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from tests import models
 from tests.lossless import Zoo
-from tests.runtime.ranks.test_sharded_engine import path_of
+from tests.runtime.ranks.test_stages import staged_path
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "two_hosts.py"
 
@@ -30,10 +30,13 @@ def refusal() -> str | None:
 
 
 @pytest.mark.slow
-def test_two_namespaces_generate_what_one_process_does(zoo: Zoo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["two-ranks", "two-stages"])
+def test_two_namespaces_generate_what_one_process_does(
+    zoo: Zoo, tmp_path: Path, shape: tuple[int, int]
+) -> None:
     if (why := refusal()) is not None:
         pytest.skip(f"no network namespaces here: {why}")
-    path, given = path_of(zoo, "llama", "eager", 2), models.prompts()[1]
+    path, given = staged_path(zoo, *shape), models.prompts()[1]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_token_ids": given}) + "\n", encoding="utf-8")
     options = ["--prompts", str(prompts), "--max-tokens", "12", "--ignore-eos", "--json"]
@@ -44,7 +47,7 @@ def test_two_namespaces_generate_what_one_process_does(zoo: Zoo, tmp_path: Path)
         timeout=200,
     )
     assert run.returncode == 0, run.stderr
-    llm = LLM(path_of(zoo, "llama", "eager", 1), plan="tree-3-2-1")
+    llm = LLM(staged_path(zoo, 1, 1), plan="tree-3-2-1")
     (wanted,) = llm.generate([given], SamplingParams(max_tokens=12, ignore_eos=True))
     found = json.loads(run.stdout)["outputs"][0]["token_ids"]
     assert found == list(wanted.outputs[0].token_ids)

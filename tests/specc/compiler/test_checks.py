@@ -110,6 +110,19 @@ def test_logits_that_do_not_fit(models, tmp_path):
         assert error.do == "pass --max-logits-mb 3, or lower --max-batch-size"
 
 
+def test_more_stages_than_layers(models, tmp_path):
+    config = options(pipeline_parallel_size=3)
+    error = refused(ConfigError, tmp_path / "engine", models / "full", None, config)
+    assert error.found == "--pipeline-parallel-size 3, and a target of 1 layers"
+    assert error.needed == "a layer or more in each stage: at most 1"
+
+
+def test_stages_that_are_segments():
+    with pytest.raises(ConfigError) as caught:
+        options(pipeline_parallel_size=2, segments=True)
+    assert caught.value.needed.startswith("one of the two: a stage is one program")
+
+
 def test_the_context_is_longer_than_the_models(models, tmp_path):
     error = refused(
         ConfigError, tmp_path / "e", models / "full", None, options(max_seq_len=100_000)

@@ -25,6 +25,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.engine_args import EngineArgs
 from specc.runtime.llm import LLM
 from specc.runtime.policies.named import ProfilePolicy
+from specc.runtime.profile import load_profile
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, OFF, DynamicTree, SpecPlan
@@ -236,6 +237,30 @@ def test_a_profile_of_unknown_plans_is_refused(engine_copy: Path):
     with pytest.raises(EngineError, match="chain-77") as error:
         Engine.load(engine_copy)
     assert error.value.do == "run specc tune again"
+
+
+@pytest.mark.parametrize(
+    ("tuned", "loaded", "told"),
+    [
+        (None, None, None),
+        (4096, 4096, None),
+        ("auto", "auto", None),
+        (4096, None, "for 4.0 KiB of memory for weights, and it runs with all weights in memory"),
+        (None, "auto", "all weights in memory, and it runs with auto of memory for weights: run"),
+        (4096, 8192, "runs with 8.0 KiB of memory for weights: run specc tune with --offload-"),
+    ],
+)
+def test_a_profile_of_another_budget_is_said_aloud(
+    engine_copy: Path, caplog: pytest.LogCaptureFixture, tuned: object, loaded: object, told: str
+):
+    """Its plans are those that pay where passes read weights, or where they do not."""
+    with extend_engine(engine_copy, open_engine(engine_copy)) as extension:
+        given = {} if tuned is None else {"offload_weights": tuned}
+        extension.commit([OFF], "profile", {"plans": {"1": "off"}, **given})
+    profile = load_profile(engine_copy, open_engine(engine_copy), {"off": None}, loaded)  # type: ignore[dict-item]
+    assert profile["plans"] == {"1": "off"}
+    said = [record.getMessage() for record in caplog.records]
+    assert [told in text for text in said] == [True] if told else said == []
 
 
 def test_what_cannot_be_tuned(zoo: Zoo, compiled: Path, tmp_path: Path):

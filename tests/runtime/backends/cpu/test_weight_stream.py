@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from specc.artifact.offload import PAGE, Piece
 from specc.kernels import native
 from specc.runtime.backends.cpu.compiled_segments import open_stream
+from specc.runtime.backends.cpu.stream_error import stream_error
 
 # offsets that are no pages, sizes from a part of a page to several reads
 SIZES = (5 * PAGE + 12, 100, 9 * 1024 * 1024 + 4, 3 * PAGE, 77 * PAGE + 64)
@@ -110,9 +112,16 @@ def test_a_file_that_is_cut_is_named_and_read_again_when_it_is_whole(tmp_path: P
         use(stream, data, piece)
     os.truncate(path, pieces[2].offset + 5 * PAGE)
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"weights ends at byte .* it was cut while"):
+    with pytest.raises(RuntimeError, match=r"weights ends at byte .* it was cut while") as caught:
         use_all(stream, data, pieces * 2)
     assert time.monotonic() - begin < 5
+    error = stream_error(caught.value)
+    assert error is not None
+    assert re.fullmatch(
+        rf"{re.escape(str(path))} ends at byte \d+, within the weights: it was cut while the engine"
+        " was using it",
+        error.found,
+    )
     with open(path, "r+b") as file:
         file.write(data.tobytes())
     for piece in pieces:
@@ -132,3 +141,20 @@ def test_reading_goes_on_while_a_piece_is_used(tmp_path: Path) -> None:
         stream.release(piece.segment)
     reading, waited = stream.seconds()
     assert waited - before < 0.05, (reading, waited - before)
+
+
+def test_other_errors_are_none_of_a_stream() -> None:
+    assert stream_error(RuntimeError("weights of shape [2, 3], not [3, 2]")) is None
+
+
+def test_a_device_that_gives_no_byte_is_named(tmp_path: Path) -> None:
+    """As of a device that stops, nothing is read: the buffer of the third piece is in use."""
+    _, pieces = make(tmp_path / "weights", SIZES)
+    stream = open_stream(tmp_path / "weights", pieces)
+    stream.acquire(0)
+    stream.set_patience(0.3)
+    with pytest.raises(RuntimeError, match="no byte of the weights was read for") as caught:
+        stream.acquire(2)
+    error = stream_error(caught.value)
+    assert error is not None
+    assert error.found.endswith("the device does not answer")
