@@ -80,7 +80,9 @@ def do(engine: Engine, device: SimulatedDevice, job: dict[str, Any]) -> dict[str
         outputs = llm.generate(job["prompts"], params)
     target: Any = engine.target
     slabs = [slab for name in engine.manifest.led_models for slab in engine.cache.slabs[name]]
-    sums = target._program.leader.checksums(slabs)
+    # a rank alone leads nobody
+    leader = getattr(target._program, "leader", None)
+    sums = leader.checksums(slabs) if leader is not None else []
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "accepted": llm.get_metrics().num_accepted_tokens,
@@ -96,14 +98,36 @@ def main() -> None:
     if (fault := options.get("fault")) is not None and os.environ["RANK"] == "1":
         break_follower(fault)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if (path := options.get("rows")) is not None and os.environ["RANK"] == "1":
+        keep_lone_rows(path)
     engine = load(sys.argv[1], options, num_ranks)
-    for job in options["jobs"]:
+    for number, job in enumerate(options["jobs"]):
         try:
             say(**do(engine, device, job))
+            if path is not None and num_ranks == 1:
+                torch.save(engine.cache.slabs, f"{path}-{number}")
         except Exception as error:
             say(error=f"{type(error).__name__}: {error}")
             break
     say(done=True)
+
+
+def keep_lone_rows(path: str) -> None:
+    """Write the caches of drafts that this rank alone has whenever rank 0 asks for sums.
+
+    Args:
+        path: of the files, without the number of the job.
+    """
+    checksum = followed_device.FollowedDevice.checksum
+    count = 0
+
+    def keep(self: Any) -> bytes:
+        nonlocal count
+        torch.save({name: self._slabs[name] for name in self._lone}, f"{path}-{count}")
+        count += 1
+        return checksum(self)
+
+    followed_device.FollowedDevice.checksum = keep  # type: ignore[method-assign]
 
 
 def break_follower(fault: str) -> None:

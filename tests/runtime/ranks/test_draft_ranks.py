@@ -53,7 +53,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def path_of(zoo: Zoo, backend: str, num_ranks: int, plans: tuple[SpecPlan, ...] = PLANS) -> Path:
+def path_of(
+    zoo: Zoo,
+    backend: str,
+    num_ranks: int,
+    plans: tuple[SpecPlan, ...] = PLANS,
+    dtype: str | None = None,
+) -> Path:
+    # a device's kernels round halves elsewhere than what they are compared with
+    own = dtype or ("bfloat16" if plans is PLANS else "float32")
+
     def make(path: Path) -> Path:
         config = CompileConfig(
             plans=plans,
@@ -64,13 +73,12 @@ def path_of(zoo: Zoo, backend: str, num_ranks: int, plans: tuple[SpecPlan, ...] 
             probe=False,
             tensor_parallel_size=num_ranks,
             draft_ranks=num_ranks,
-            # a device's kernels round halves elsewhere than what they are compared with
-            draft_dtypes=("float32", "bfloat16" if plans is PLANS else "float32"),
+            draft_dtypes=("float32", own),
         )
         drafts = [zoo.checkpoint("llama", draft=name) for name in ("noisy", "target")]
         return engines.build(zoo.checkpoint("llama"), drafts, path, config)
 
-    return zoo.once(f"draft-ranks-{backend}-{num_ranks}-{len(plans)}", make)
+    return zoo.once(f"draft-ranks-{backend}-{num_ranks}-{len(plans)}-{own}", make)
 
 
 class Pair:
@@ -137,6 +145,39 @@ def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
         # with filters and without
         assert found["captured"] == [2 * (len(CAPTURED) + 1)] * 2
         assert found["warnings"] == 0
+
+
+def test_a_captured_bfloat16_draft_is_the_same_to_the_bit_elsewhere(
+    zoo: Zoo, tmp_path: Path
+) -> None:
+    """Its passes read integers, which all ranks have alike: no rounding excuses a difference.
+
+    All rows of its caches are compared, and how much is accepted, with the same kernels on one
+    rank. Other kernels (`eager`) round elsewhere: with the first plan two tokens tie exactly there,
+    and one more is accepted.
+    """
+    # one whose accepted rows move: merged plans feed them anew
+    plans = CAPTURED[1:2]
+    jobs = [job(plan.name, "greedy") for plan in plans]
+    said = {}
+    for num_ranks in (1, 2):
+        path = path_of(zoo, "cuda", num_ranks, plans, "bfloat16")
+        # graphs are captured when they are first needed: these alone
+        options = {"jobs": jobs, "capture": [4], "max_seconds": -1}
+        options["rows"] = str(tmp_path / f"rows-{num_ranks}")
+        with Launch(path, num_ranks, options) as launch:
+            said[num_ranks] = launch.said()
+            assert launch.codes == [0] * num_ranks, launch.errors
+    for number, (one, two) in enumerate(zip(said[1], said[2], strict=True)):
+        assert "error" not in one, one
+        assert two["tokens"] == one["tokens"]
+        assert two["accepted"] == one["accepted"] > 0
+        whole, cut = (torch.load(tmp_path / f"rows-{n}-{number}") for n in (1, 2))
+        assert list(cut) == ["draft_1"]
+        for mine, other in zip(cut["draft_1"], whole["draft_1"], strict=True):
+            assert mine.dtype == torch.bfloat16
+            assert mine.count_nonzero() > 0
+            assert torch.equal(mine, other)
 
 
 def test_a_draft_rank_that_is_lost_between_replays_is_named(zoo: Zoo) -> None:
