@@ -58,7 +58,7 @@ build/decode: examples/decode.cpp $(VENV)/.compile
 
 # checks of one thread each, side by side
 test: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -j3 lint build/triton-server/.installed build/.rewritten
+	@$(MAKE) -s --no-print-directory -j3 lint build/triton-server/.installed build/.rewritten
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-full: lint build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
