@@ -267,6 +267,10 @@ def add_norm_head(
     return x.new_empty(*x.shape[:-2], rows.shape[0], weight.shape[0])
 
 
+def skinny_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return input.new_empty(*input.shape[:-1], weight.shape[0])
+
+
 def all_reduce(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 

@@ -258,6 +258,11 @@ add_norm_head = _define(
     reference_products.add_norm_head_reference,
     fakes.add_norm_head,
 )
+skinny_linear = _define(
+    "skinny_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
+    reference_products.skinny_linear_reference,
+    fakes.skinny_linear,
+)
 act_and_mul = _define(
     "act_and_mul(Tensor gate_up, str activation) -> Tensor",
     reference_fused.act_and_mul_reference,

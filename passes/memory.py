@@ -20,6 +20,8 @@ _FLOAT_BYTES = _INT_BYTES = 4
 _SPLIT_ROWS = 4 * 160 * 128
 # tiles of attention in C++: keys, rows, floats of a vector, and threads that a machine may have
 _NATIVE_TILE, _NATIVE_ROWS, _LANES, _THREADS = 64, 128, 16, 64
+# rows of the parts of a product of few rows: 16 rows, 4 programs a block (kernels/cuda/few_rows.py)
+_SHARED_ROWS = 16 * 4
 # with many rows they run the operators that they were made of
 _PRODUCTS = (
     ops.add_norm_linear, ops.add_norm_gate_up, ops.add_norm_rope_write,
@@ -201,6 +203,9 @@ class _Sizes:
             return self._decoded_part(node)
         if node.target in _PRODUCTS:
             return self._inside_product(node)
+        if node.target is ops.skinny_linear:
+            # parts of sums that programs hand to each other
+            return _FLOAT_BYTES * _SHARED_ROWS * int(node.args[1].meta["val"].shape[0])
         if node.target is ops.attend:
             head_dim = int(node.args[2].meta["val"].shape[3])
             return _FLOAT_BYTES * _SPLIT_ROWS * (head_dim + 1)

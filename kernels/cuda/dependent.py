@@ -95,15 +95,23 @@ def wait_for_earlier(IS_DEPENDENT: tl.constexpr):
 def ask_and_wait(weight, o_a, o_b, K, IS_DEPENDENT: tl.constexpr):
     """Ask for the first lines of rows o_a and o_b [BN] of a weight, then wait."""
     if IS_DEPENDENT:
-        _ask(weight, o_a, K)
-        _ask(weight, o_b, K)
+        _ask(weight, o_a, 0, K)
+        _ask(weight, o_b, 0, K)
     wait_for_earlier(IS_DEPENDENT)
 
 
 @triton.jit
-def _ask(weight, o_n, K):
+def ask_part_and_wait(weight, o_n, begin, K, IS_DEPENDENT: tl.constexpr):
+    """Ask for lines of rows o_n [BN] of a weight from this column on, then wait."""
+    if IS_DEPENDENT:
+        _ask(weight, o_n, begin, K)
+    wait_for_earlier(IS_DEPENDENT)
+
+
+@triton.jit
+def _ask(weight, o_n, begin, K):
     COLUMNS: tl.constexpr = LINE_BYTES * 8 // weight.dtype.element_ty.primitive_bitwidth
-    o_k = tl.minimum(tl.arange(0, LINES) * COLUMNS, K - 1)  # inside the row
+    o_k = tl.minimum(begin + tl.arange(0, LINES) * COLUMNS, K - 1)  # inside the row
     p_line = weight + o_n.to(tl.int64)[:, None] * K + o_k[None, :]  # [BN, LINES]
     # Triton wants a result of every inline assembly; nothing writes or reads it
     tl.inline_asm_elementwise(

@@ -37,16 +37,19 @@ class Tile:
     """Launch parameters.
 
     Args:
-        block_n: rows of each of a program's two blocks of the weight.
+        block_n: rows of each of a program's blocks of the weight, of which those with a norm have
+            two.
         block_k: columns of a step.
         num_warps: of a program.
         num_stages: steps in flight.
+        splits: programs that share the columns of a block between them.
     """
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    splits: int = 1
 
     def copies(self, dtype: torch.dtype) -> int:
         """Copies of a step's gamma that a load has: 4 bytes a thread, fewer are not prefetched."""
@@ -60,6 +63,21 @@ TILES = {
     torch.float16: (Tile(16, 128, 4, 5),),
     torch.float32: (Tile(16, 32, 4, 3),),
 }
+
+SKINNY = "skinny_linear"
+# tiles of products that nothing stands around: of 4096 rows of a weight 32 at a time are a program
+# for nearly every multiprocessor of a large GPU, of 2048 rows 16 are, or 32 in two parts
+_HALF_TILES = (
+    Tile(32, 128, 4, 5), Tile(16, 128, 4, 6), Tile(64, 128, 4, 4),
+    Tile(32, 128, 4, 5, 2), Tile(32, 128, 4, 5, 4),
+)  # fmt: skip
+LINEAR_TILES = {
+    torch.bfloat16: _HALF_TILES,
+    torch.float16: _HALF_TILES,
+    torch.float32: (Tile(32, 32, 4, 3), Tile(32, 32, 4, 3, 4)),
+}
+# programs that share the columns of a block, at most
+MAX_SPLITS = max(tile.splits for tiles in LINEAR_TILES.values() for tile in tiles)
 
 # of quantized weights: rows of one launch, and layouts that have kernels; others are decoded
 MAX_QUANTIZED_ROWS = 64
@@ -129,7 +147,8 @@ class Product:
         """What its kernel may be launched with; none of more rows than it takes."""
         if self.layout:
             return quantized_tiles(self.layout, self.dtype, self.rows)
-        return TILES[self.dtype] if self.rows <= MAX_ROWS else ()
+        tiles = LINEAR_TILES if self.operator == SKINNY else TILES
+        return tiles[self.dtype] if self.rows <= MAX_ROWS else ()
 
 
 # what was measured in this process, or read from what was measured before: tile, None for the
@@ -195,16 +214,14 @@ def check_product(
         bias: of the product.
         name: of x among the operator's arguments.
     """
-    size = x.shape[-1] if x.dim() else 0
-    needed = f"that of {name}, {x.dtype} {list(x.shape)}"
-    found = f"{name} {x.dtype} {list(x.shape)}"
-    check(x.dtype in FLOATS and size > 0, operator, found, "rows of floats")
+    check_linear(operator, x, weight, bias, name)
+    size = x.shape[-1]
     if residual is not None:
         check(
             residual.shape == x.shape and residual.dtype == x.dtype,
             operator,
             f"residual {residual.dtype} {list(residual.shape)}",
-            needed,
+            f"that of {name}, {x.dtype} {list(x.shape)}",
         )
     check(
         gamma.shape == (size,) and gamma.dtype in FLOATS and gamma.is_contiguous(),
@@ -212,6 +229,15 @@ def check_product(
         f"gamma {gamma.dtype} {list(gamma.shape)}",
         f"a contiguous [{size}]",
     )
+
+
+def check_linear(
+    operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "x"
+) -> None:
+    """As `check_product`, of a product without a norm."""
+    size = x.shape[-1] if x.dim() else 0
+    found = f"{name} {x.dtype} {list(x.shape)}"
+    check(x.dtype in FLOATS and size > 0, operator, found, "rows of floats")
     is_matrix = weight.dim() == 2 and weight.shape[1] == size and weight.is_contiguous()
     check(
         is_matrix and weight.dtype == x.dtype,

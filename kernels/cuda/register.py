@@ -33,6 +33,7 @@ from specc.kernels.cuda.node_winners import node_winners
 from specc.kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from specc.kernels.cuda.rope_write import rope_write
 from specc.kernels.cuda.rows import commit_rows, next_tokens, tree_rows
+from specc.kernels.cuda.skinny_linear import skinny_linear
 from specc.kernels.cuda.tree_expand import tree_expand
 from specc.kernels.cuda.trees import image_slots, record_tokens, vote_chain
 from specc.kernels.cuda.write_kv import write_kv
@@ -89,7 +90,7 @@ KERNELS: dict[str, Callable] = {
         ancestor_words, image_slots, lookup, merge_trees, record_tokens, rerank_tree, vote_chain,
         accept, draft_children, leave_step, node_winners,
         add_norm_gate_up, add_norm_linear, add_norm_rope_write,
-        add_norm_head, embed_norm_rope_write, experts, linear_q,
+        add_norm_head, embed_norm_rope_write, experts, linear_q, skinny_linear,
     )
 }  # fmt: skip
 _registered: dict[str, torch.library.Library] = {}

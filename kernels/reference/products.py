@@ -178,6 +178,20 @@ def add_norm_head_reference(
     return _add_norm_linear(x, residual, gamma, eps, unit_offset, weight, bias)[0].to(x.dtype)
 
 
+def skinny_linear_reference(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product that nothing stands around, of few rows or many.
+
+    Args:
+        input: [..., K].
+        weight: [N, K].
+        bias: [N] or None.
+    Returns:
+        [..., N] in the dtype of the input, summed in float32 and rounded once.
+    """
+    wide = functional.linear(input.float(), weight.float(), None if bias is None else bias.float())
+    return wide.to(input.dtype)
+
+
 def _rope_write(
     y: Tensor,
     dtype: torch.dtype,

@@ -69,7 +69,8 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # what of these operands is a parameter
 PARAMETERS = ("gamma", "weight", "bias", "embedding", "gate_up", "down")
-PRODUCTS = frozenset(("linear", "linear_q", "mm", "bmm", "matmul", "addmm", "baddbmm"))
+LINEAR = ("linear", "linear_q", "skinny_linear")
+PRODUCTS = frozenset((*LINEAR, "mm", "bmm", "matmul", "addmm", "baddbmm"))
 # element by element, and yet without the tag; `repeat` of tokens would change their number
 POINTWISE = frozenset(
     (

@@ -238,8 +238,8 @@ class _Proof:
     def _product(self, node: fx.Node, name: str) -> Any:
         """Contract over static dims; tokens in both factors only as a common batch dimension."""
         bound = bind_args(node)
-        is_linear = name in ("linear", "linear_q")
-        names = dict.fromkeys(("linear", "linear_q"), ("input", "weight"))
+        is_linear = name in routing.LINEAR
+        names = dict.fromkeys(routing.LINEAR, ("input", "weight"))
         names |= {"addmm": ("mat1", "mat2")}
         names |= {"baddbmm": ("batch1", "batch2"), "matmul": ("self", "other")}
         first, second = (bound[key] for key in names.get(name, ("self", "mat2")))

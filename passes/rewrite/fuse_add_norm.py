@@ -145,11 +145,21 @@ def require_parameters(
     bias: fx.Node | None,
 ) -> None:
     """Raises NoMatch: a product of another dtype than x, or of what is no parameter."""
+    if gamma.target not in program.weights:
+        raise NoMatch(f"{gamma.name} is computed, not a parameter")
+    require_linear(program, dtype, weight, bias)
+
+
+def require_linear(
+    program: Program, dtype: torch.dtype, weight: fx.Node, bias: fx.Node | None
+) -> None:
+    """As `require_parameters`, of a product without a norm."""
     if dtype not in _DTYPES:
         raise NoMatch(f"the product is of {dtype}")
-    for item in (gamma, weight, bias):
-        if item is not None and item.target not in program.weights:
-            raise NoMatch(f"{item.name} is computed, not a parameter")
     for item in (weight, bias):
-        if item is not None and item.meta["val"].dtype != dtype:
+        if item is None:
+            continue
+        if item.target not in program.weights:
+            raise NoMatch(f"{item.name} is computed, not a parameter")
+        if item.meta["val"].dtype != dtype:
             raise NoMatch(f"{item.name} is {item.meta['val'].dtype}, what it meets is {dtype}")

@@ -303,7 +303,8 @@ def _walk(
     """
     from specc.kernels.cuda import few_rows
 
-    most = max(map(len, few_rows.TILES.values()))
+    tables = (few_rows.TILES, few_rows.LINEAR_TILES)
+    most = max(len(tiles) for table in tables for tiles in table.values())
     for number in (None, *range(most)):
         for step in engine.steps.values():
             for bucket, early in itertools.product(step.buckets, launches):

@@ -36,7 +36,8 @@ SHARDS = {"test_attend": 4, "test_accept": 3, "test_add_norm": 3}
 # of kernel tests; the others are about the interpreter, the compiler and TensorRT's plugins
 NOT_ON_A_GPU = ("test_interpreter", "test_budgets")
 SANITIZED = (
-    "commit_kv", "write_kv", "attend", "rope_write", "add_norm", "accept", "node_winners",
+    "commit_kv", "write_kv", "attend", "rope_write", "add_norm", "skinny_linear", "accept",
+    "node_winners",
 )  # fmt: skip
 # what memcheck says of the probe
 PLANTED_FAULT = "Invalid __global__ write"

@@ -22,6 +22,7 @@ from specc.passes.rewrite.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.rewrite.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
 from specc.passes.rewrite.fuse_swiglu import FuseSwiGLU
 from specc.passes.rewrite.tabulate_rotary import TabulateRotary
+from specc.passes.rewrite.use_skinny_linear import UseSkinnyLinear
 
 # what to count with, for every dynamic size; one token would make some copies look like none
 _ENTRIES = 8
@@ -36,6 +37,7 @@ def cuda_phases(num_positions: int) -> Phases:
         # from here on operators communicate through the caches, in the order of the graph
         ("caches", (FuseRopeWrite, SplitTreeAttention)),
         ("products", (FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
+        ("few rows", (UseSkinnyLinear,)),
         ("tables", (partial(TabulateRotary, num_positions),)),
     )
 

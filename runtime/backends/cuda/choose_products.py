@@ -1,10 +1,10 @@
 """Which product runs for which shape: measured while an engine loads, before anything is captured.
 
-The operators `add_norm_*` and `embed_norm_rope_write` have kernels for few rows beside the
-library's product, and `linear_q` beside that of the decoded weight. Nobody knows which is faster on
-a GPU before it has run both, so each shape is timed with each number of rows, over the weights of
-all layers in turn, as a step reads them: a kernel takes the library's place only where it was
-faster.
+The operators `add_norm_*`, `embed_norm_rope_write` and `skinny_linear` have kernels for few rows
+beside the library's product, and `linear_q` beside that of the decoded weight. Nobody knows which
+is faster on a GPU before it has run both, so each shape is timed with each number of rows, over the
+weights of all layers in turn, as a step reads them: a kernel takes the library's place only where
+it was faster.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from torch import Tensor, fx
 
 from specc.errors import FaultError
 from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.cuda.linear_calls import NAME as LINEAR
+from specc.runtime.backends.cuda.linear_calls import LinearCall, linear_call
 from specc.runtime.backends.cuda.quantized_calls import NAME as QUANTIZED
 from specc.runtime.backends.cuda.quantized_calls import QuantizedCall, quantized_call
 
 # those that end with rotation and cache write, and all
 _WRITERS = ("add_norm_rope_write", "embed_norm_rope_write")
-OPERATORS = ("add_norm_linear", "add_norm_gate_up", "add_norm_head", *_WRITERS, QUANTIZED)
+OPERATORS = (
+    "add_norm_linear", "add_norm_gate_up", "add_norm_head", *_WRITERS, LINEAR, QUANTIZED,
+)  # fmt: skip
 # rows of products with a norm that are measured; others are rounded up to one of them
 ROWS = (1, 2, 4, 8, 16)
 # a kernel that saves less than this share may be as fast as the library's: it is not chosen
@@ -147,7 +151,10 @@ class ProductCall:
         return lambda: operator(*args)
 
 
-def calls_of(program: GraphProgram) -> Iterator[ProductCall | QuantizedCall]:
+Call = ProductCall | LinearCall | QuantizedCall
+
+
+def calls_of(program: GraphProgram) -> Iterator[Call]:
     """Calls of the operators in a model's graph, in order."""
     tensors = program.tensors
 
@@ -161,6 +168,9 @@ def calls_of(program: GraphProgram) -> Iterator[ProductCall | QuantizedCall]:
             continue
         if name == QUANTIZED:
             yield quantized_call(node, tensors, program.quantized_shapes, program.dtype)
+            continue
+        if name == LINEAR:
+            yield linear_call(node, tensors)
             continue
         _, second, gamma, eps, unit_offset, weight, last = node.args[:7]
         caches = node.args[9:11] if name in _WRITERS else ()
@@ -259,7 +269,7 @@ def _choose(
     # Triton is optional where an engine runs on any other backend
     from specc.kernels.cuda import few_rows
 
-    groups: dict[tuple[Any, ...], list[ProductCall | QuantizedCall]] = {}
+    groups: dict[tuple[Any, ...], list[Call]] = {}
     for program in programs:
         for call in calls_of(program):
             groups.setdefault(call.kind, []).append(call)

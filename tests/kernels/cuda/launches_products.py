@@ -18,6 +18,7 @@ from specc.kernels.cuda import (
     experts,
     few_rows,
     linear_q,
+    skinny_linear,
 )
 from specc.kernels.reference.fused import ACTIVATIONS
 from tests.kernels.cuda.cases_linear_q import ALL
@@ -120,6 +121,17 @@ def _linear_q_calls() -> Iterator[Any]:
                             yield linear_q.linear_q(x, weight, bias, size, *facts)
 
 
+def _skinny_linear_calls() -> Iterator[Any]:
+    # outputs that align nothing, as those of routers
+    for dtype in FLOATS:
+        for num_rows, size in ((1, 4096), (_TOKENS, 50257), (16, 8)):
+            x, weight = (_meta(n, _HIDDEN, dtype=dtype) for n in (num_rows, size))
+            for bias in (None, _meta(size, dtype=dtype)):
+                for number in range(len(few_rows.LINEAR_TILES[dtype])):
+                    with few_rows.forced(number):
+                        yield skinny_linear.skinny_linear(x, weight, bias)
+
+
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "add_norm_gate_up": _gate_up_calls,
     "add_norm_head": _head_calls,
@@ -128,4 +140,5 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "embed_norm_rope_write": _embed_calls,
     "experts": _experts_calls,
     "linear_q": _linear_q_calls,
+    "skinny_linear": _skinny_linear_calls,
 }

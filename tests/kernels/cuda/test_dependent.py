@@ -109,11 +109,13 @@ def test_both_sides_of_a_branch_may_wait() -> None:
     assert found(f"{sides}$L__BB0_3:\n{START}{STORE}") == []
 
 
-# one that reads rows before its product, one that leaves early without work, one that writes caches
+# one that reads rows before its product, one that leaves early without work, one that writes
+# caches, one whose programs share sums
 SAMPLED = (
     "sm_90/add_norm_head/bf16-n16-dependent",
     "sm_100/attend/attend-bf16-d64-rows16-page0-causal-dependent",
     "sm_120/add_norm_rope_write/bf16-n16-dependent",
+    "sm_90/skinny_linear/bf16-n32-split-dependent",
 )
 
 
@@ -153,10 +155,11 @@ def test_ordinary_kernels_know_nothing_of_it() -> None:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_what_ships(capability: int) -> None:
-    """From 9.0 on, in bfloat16, every product with a norm and attention of few rows."""
+    """From 9.0 on, in bfloat16, every product of few rows and attention of few rows."""
     items = {module: aot.items(module, capability) for module in aot.MODULES}
     has = {name for name, own in items.items() if any(item.is_dependent for item in own)}
     products = {name for name in aot.MODULES if "add_norm" in name or name.startswith("embed")}
+    products.add("skinny_linear")
     assert has == (products | {"attend"} if capability >= 90 else set())
     for item in (item for own in items.values() for item in own):
         assert item.constexprs.get("IS_DEPENDENT", False) == item.is_dependent

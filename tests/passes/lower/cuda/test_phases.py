@@ -149,9 +149,9 @@ def test_layer_of_a_llama_is_five_launches():
     nodes = [node.target for node in launches(program)]
     first = nodes.index(ops.attend)
     assert nodes[first + 1 : first + 6] == [
-        aten.linear.default,
+        ops.skinny_linear,
         ops.add_norm_gate_up,
-        aten.linear.default,
+        ops.skinny_linear,
         ops.add_norm_rope_write,
         ops.attend,
     ]
@@ -162,11 +162,11 @@ def test_a_pass_of_a_llama_is_two_launches_besides_its_layers():
     _, _, program, pipeline = lower(build_model("llama", num_hidden_layers=3))
     assert [node.target for node in launches(program)] == [
         aten.embedding.default, ops.embed_norm_rope_write, ops.attend,
-        aten.linear.default, ops.add_norm_gate_up, aten.linear.default,
+        ops.skinny_linear, ops.add_norm_gate_up, ops.skinny_linear,
         ops.add_norm_rope_write, ops.attend,
-        aten.linear.default, ops.add_norm_gate_up, aten.linear.default,
+        ops.skinny_linear, ops.add_norm_gate_up, ops.skinny_linear,
         ops.add_norm_rope_write, ops.attend,
-        aten.linear.default, ops.add_norm_gate_up, aten.linear.default, ops.add_norm_head,
+        ops.skinny_linear, ops.add_norm_gate_up, ops.skinny_linear, ops.add_norm_head,
     ]  # fmt: skip
     assert rewrites(pipeline, "TabulateRotary") == 1
 

@@ -41,6 +41,7 @@ KERNELS_OF = {
     ops.add_norm_rope_write: ("_rms_norm_kernel", "_rope_write_kernel"),
     ops.add_norm_head: ("_rms_norm_kernel",),
     ops.embed_norm_rope_write: ("_rms_norm_kernel", "_rope_write_kernel"),
+    ops.skinny_linear: (),
     # of few pairs of token and expert
     ops.experts: ("experts_gate_up_kernel", "experts_down_kernel", "experts_sum_kernel"),
 }

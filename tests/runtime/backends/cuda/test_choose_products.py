@@ -19,8 +19,14 @@ from tests.models import POSITIONS, build_model
 from tests.passes.modules import Runner, compiled
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
-# operators of a llama
-NAMES = ("embed_norm_rope_write", "add_norm_gate_up", "add_norm_rope_write", "add_norm_head")
+# operators of a llama, each shape once: those of attention and of a gate are without a norm
+NAMES = (
+    "embed_norm_rope_write", "skinny_linear", "add_norm_gate_up", "skinny_linear",
+    "add_norm_rope_write", "add_norm_head",
+)  # fmt: skip
+# candidates of each: the library's product, and the tiles of float32
+CANDIDATES = tuple([None, 0, 1] if name == "skinny_linear" else [None, 0] for name in NAMES)
+NUM_CANDIDATES = sum(map(len, CANDIDATES))
 
 
 class Lowered:
@@ -60,7 +66,8 @@ class FakeTimer:
         self.asked.append(forced[0])
         if self.runs:
             run()
-        value = self.seconds[forced[0]]
+        # other tiles are as fast as the first
+        value = self.seconds.get(forced[0], self.seconds[0])
         if value < 0:
             raise RuntimeError("out of resources")
         return value
@@ -73,22 +80,39 @@ def tile(operator: str, program: Lowered, rows: int) -> Any:
 
 def test_calls_of_a_llama(program) -> None:
     calls = list(calls_of(program))
+    layer = ("skinny_linear", "add_norm_gate_up", "skinny_linear")
     assert [c.operator for c in calls] == [
-        "embed_norm_rope_write", "add_norm_gate_up",
-        "add_norm_rope_write", "add_norm_gate_up", "add_norm_head",
+        "embed_norm_rope_write", *layer, "add_norm_rope_write", *layer, "add_norm_head",
     ]  # fmt: skip
-    assert [len(c.caches) for c in calls] == [2, 0, 2, 0, 0]
-    assert [c.embedding is None for c in calls] == [False, True, True, True, True]
-    assert calls[1].kind == calls[3].kind
+    with_norm = [c for c in calls if isinstance(c, chosen.ProductCall)]
+    assert [len(c.caches) for c in with_norm] == [2, 0, 2, 0, 0]
+    assert [c.embedding is None for c in with_norm] == [False, True, True, True, True]
+    # of two layers; what has gone through attention, and through a gate
+    assert [c.kind for c in calls[1:4]] == [c.kind for c in calls[5:8]]
+    assert [c.weight.shape for c in calls[1:4:2]] == [(64, 64), (64, 96)]
     assert len({c.kind for c in calls}) == len(NAMES)
-    assert calls[1].weight is not calls[3].weight
+    assert calls[1].weight is not calls[5].weight
+
+
+def test_calls_of_layer_norms() -> None:
+    """No product has an RMS norm; those of a layer have biases, that of logits has none."""
+    program = Lowered("opt", num_hidden_layers=1)
+    *layer, head = calls_of(program)
+    assert all(isinstance(call, chosen.LinearCall) for call in (*layer, head))
+    assert [call.bias is None for call in layer] == [False] * 4
+    assert head.bias is None
+    for call in (*layer, head):
+        wanted = torch.nn.functional.linear(torch.ones(3, call.weight.shape[1]), call.weight)
+        assert call.bind(3)().shape == wanted.shape
+    # biases that differ belong to one kind, a bias and none do not
+    assert head.kind[-1] != layer[0].kind[-1]
 
 
 def test_the_fastest_is_chosen(program) -> None:
     timer = FakeTimer({None: 2.0, 0: 1.0})
     report = choose_products([program], SimulatedDevice(), timer, rows=(1, 4))
     # every operator, every number of rows, every candidate, once
-    assert timer.asked == [None, 0] * len(NAMES) * 2
+    assert timer.asked == [number for own in CANDIDATES for number in 2 * own]
     assert {(item["operator"], item["rows"], item["chosen"]) for item in report} == {
         (name, rows, "tile-0") for name in NAMES for rows in (1, 4)
     }
@@ -96,6 +120,7 @@ def test_the_fastest_is_chosen(program) -> None:
     assert chosen.measured[-len(report) :] == report
     assert tile("add_norm_gate_up", program, 4) == few_rows.TILES[torch.float32][0]
     assert tile("add_norm_gate_up", program, 3) == few_rows.TILES[torch.float32][0]
+    assert tile("skinny_linear", program, 3) == few_rows.LINEAR_TILES[torch.float32][0]
     # what was not measured is the library's
     assert tile("add_norm_gate_up", program, 8) is None
     assert tile("add_norm_gate_up", program, 40) is None
@@ -164,14 +189,14 @@ def test_a_library_that_fails_is_an_error(program) -> None:
 def test_nothing_is_measured_twice(program) -> None:
     timer = FakeTimer({None: 2.0, 0: 1.0})
     choose_products([program, program], SimulatedDevice(), timer, rows=(1,))
-    assert len(timer.asked) == 2 * len(NAMES)
+    assert len(timer.asked) == NUM_CANDIDATES
     assert choose_products([program], SimulatedDevice(), timer, rows=(1,)) == []
-    assert len(timer.asked) == 2 * len(NAMES)
+    assert len(timer.asked) == NUM_CANDIDATES
 
 
 def test_real_calls_run_and_write_no_row(program) -> None:
-    """Both candidates of every call, through the interpreter, on the caches of the engine."""
-    caches = [c for call in calls_of(program) for c in call.caches]
+    """All candidates of every call, through the interpreter, on the caches of the engine."""
+    caches = [c for call in calls_of(program) for c in getattr(call, "caches", ())]
     before = [cache.clone() for cache in caches]
     timer = FakeTimer({None: 2.0, 0: 1.0}, runs=True)
     register("CPU")
@@ -181,7 +206,7 @@ def test_real_calls_run_and_write_no_row(program) -> None:
             choose_products([program], SimulatedDevice(), timer, rows=(2,))
     finally:
         unregister("CPU")
-    assert len(timer.asked) == 2 * len(NAMES)
+    assert len(timer.asked) == NUM_CANDIDATES
     assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
 
 

@@ -17,12 +17,12 @@ from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts, 
 from specc.system import file_cache
 from specc.system.file_cache import FileCache
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
-from tests.runtime.backends.cuda.test_choose_products import NAMES, FakeTimer, Lowered
+from tests.runtime.backends.cuda.test_choose_products import NUM_CANDIDATES, FakeTimer, Lowered
 
 HERE = Conditions("NVIDIA H200", "2.11.0", "3.7.1", "abc")
 FASTER, SLOWER = {None: 2.0, 0: 1.0}, {None: 1.0, 0: 2.0}
-# every operator, every number of rows, both candidates
-ALL = 2 * len(NAMES) * len(ROWS)
+# every operator, every number of rows, every candidate
+ALL = NUM_CANDIDATES * len(ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,8 @@ def load(program, cache, seconds=FASTER, conditions=HERE) -> FakeTimer:
 def test_the_second_load_measures_nothing_and_chooses_the_same(program, cache, new_process):
     assert len(load(program, cache).asked) == ALL
     chosen = dict(few_rows.choices)
-    assert set(chosen.values()) == {few_rows.TILES[torch.float32][0]}
+    tables = (few_rows.TILES, few_rows.LINEAR_TILES)
+    assert set(chosen.values()) == {tiles[torch.float32][0] for tiles in tables}
     new_process()
     # were it measured again, the library would be chosen
     assert load(program, cache, SLOWER).asked == []
@@ -88,8 +89,8 @@ def test_shapes_that_are_not_kept_are_measured(program, cache, new_process):
     new_process()
     wide = Lowered(intermediate_size=160)
     asked = load(wide, cache).asked
-    # its gates are of another shape
-    assert len(asked) == 2 * len(ROWS)
+    # its gates are of another shape, and what reads them
+    assert len(asked) == (2 + 3) * len(ROWS)
     new_process()
     assert load(wide, cache).asked == load(program, cache).asked == []
 

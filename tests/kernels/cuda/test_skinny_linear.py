@@ -1,0 +1,99 @@
+"""Products without a norm equal their oracle: whole sums, and sums that programs share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specc.kernels.cuda import few_rows
+from specc.kernels.cuda.few_rows import LINEAR_TILES, SKINNY, Product, forced, tile_for
+from specc.kernels.cuda.skinny_linear import skinny_linear
+from specc.passes import memory
+from tests.kernels.cuda import cases_skinny_linear as cases
+from tests.kernels.cuda.cases_add_norm import BF16, F16, F32
+from tests.kernels.cuda.test_add_norm import ids
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.mark.parametrize("case", cases.QUICK, ids=ids(cases.QUICK))
+def test_tiles(case, device):
+    cases.check(*case, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.EVERY, ids=ids(cases.EVERY))
+def test_tiles_with_every_shape_and_number_of_rows(case, device):
+    cases.check(*case, device)
+
+
+@pytest.mark.parametrize(("dtype", "number"), cases.TILES, ids=ids(cases.TILES))
+def test_rows_do_not_depend_on_others(dtype, number, device):
+    cases.check_rows_apart(dtype, number, device)
+
+
+def test_the_library(device):
+    cases.check((1, 5), 200, 70, F32, None, True, device)
+    # more rows than a kernel takes
+    cases.check((17,), 200, 70, F32, 0, False, device)
+
+
+def test_rows_of_a_transposed_tensor(device):
+    """As what attention returns, in the order of heads."""
+    operands = cases.make_operands((4, 6), 32, 20, F32, device)
+    operands["input"] = operands["input"].transpose(0, 1)
+    with forced(0):
+        found = skinny_linear(**operands)
+    torch.testing.assert_close(found, operands["input"] @ operands["weight"].T)
+
+
+@pytest.mark.parametrize("number", range(len(LINEAR_TILES[F32])))
+def test_no_rows(number, device):
+    operands = cases.make_operands((0,), 8, 6, F32, device)
+    with forced(number):
+        assert skinny_linear(**operands).shape == (0, 6)
+
+
+def test_tiles_are_of_this_operator(device):
+    """A choice of a product with a norm says nothing of one without."""
+    weight = torch.zeros(8, 16, dtype=BF16, device=device)
+    product = Product.of(SKINNY, 4, weight)
+    assert product.tiles == LINEAR_TILES[BF16]
+    assert Product.of("add_norm_linear", 4, weight).tiles == few_rows.TILES[BF16]
+    assert Product.of(SKINNY, 17, weight).tiles == ()
+    few_rows.choices[product] = product.tiles[3]
+    try:
+        assert tile_for(SKINNY, 3, weight) == product.tiles[3]
+        assert tile_for("add_norm_linear", 3, weight) is None
+    finally:
+        del few_rows.choices[product]
+
+
+def test_memory_of_parts_is_planned():
+    assert memory._SHARED_ROWS == few_rows.MAX_ROWS * few_rows.MAX_SPLITS
+
+
+def test_configurations_of_a_dtype_are_told_by_rows_and_splits():
+    """What `shipped` lists once is launched for every number of splits."""
+    for tiles in LINEAR_TILES.values():
+        kinds = {}
+        for tile in tiles:
+            own = (tile.block_k, tile.num_warps, tile.num_stages)
+            assert kinds.setdefault((tile.block_n, tile.splits > 1), own) == own
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"weight": torch.zeros(8, 15)}, "found weight"),
+        ({"weight": torch.zeros(16, 8).T}, "found weight"),
+        ({"weight": torch.zeros(8, 16, dtype=F16)}, "found weight"),
+        ({"bias": torch.zeros(7)}, "found bias"),
+        ({"input": torch.zeros(1, 4, 16, dtype=torch.float64)}, "found input"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_refused(change, found, device):
+    operands = cases.make_operands((1, 4), 16, 8, F32, device)
+    with pytest.raises(ValueError, match=found):
+        skinny_linear(**(operands | {k: v.to(device) for k, v in change.items()}))
