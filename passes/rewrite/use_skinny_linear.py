@@ -32,7 +32,7 @@ class UseSkinnyLinear(Pass):
 
 def _use(program: Program, linear: fx.Node) -> None:
     bound = bind_args(linear)
-    x, weight, bias = (bound.get(name) for name in ("input", "weight", "bias"))
+    x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
     require_linear(program, x.meta["val"].dtype, weight, bias)
     with program.graph.inserting_before(linear):
         found = emit_call(program.graph, ops.skinny_linear, x, weight, bias)
