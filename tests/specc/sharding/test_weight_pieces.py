@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specc.artifact import safetensors_io
 from specc.artifact.directory import read_manifest
 from specc.artifact.weight_spec import Source, WeightSpec
 from specc.artifact.weights import MemoryReader, check_spec
+from specc.compiler import weights
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
@@ -45,8 +48,32 @@ def compiled(checkpoint: Path, path: Path, num_ranks: int) -> Path:
     return path
 
 
+Reads = dict[str, list[tuple[str, int, int]]]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """Name of a file of weights → what is read while it is written: file, first byte, end."""
+    found: Reads = {}
+    plain_read, plain_write = safetensors_io.read_exactly, weights.write_weights
+
+    def write(specs: Any, reader: Any, path: Path, *rest: Any) -> Any:
+        found[path.name] = []
+        return plain_write(specs, reader, path, *rest)
+
+    def read(file: Any, target: memoryview, offset: int, malformed: Any) -> None:
+        list(found.values())[-1].append((file.name, offset, offset + len(target)))
+        plain_read(file, target, offset, malformed)
+
+    monkeypatch.setattr(weights, "write_weights", write)
+    monkeypatch.setattr(safetensors_io, "read_exactly", read)
+    return found
+
+
 @pytest.mark.parametrize(("name", "num_ranks"), every(2, [*SOME, *REST]))
-def test_files_of_ranks_are_pieces_of_the_whole(tmp_path: Path, name: str, num_ranks: int) -> None:
+def test_files_of_ranks_are_pieces_of_the_whole(
+    tmp_path: Path, name: str, num_ranks: int, reads: Reads
+) -> None:
     # 126 tokens are padded for 4 ranks
     changes = {"vocab_size": 126} if name == "phi3" else {}
     checkpoint = models.save_tiny(name, tmp_path / "checkpoint", **changes)
@@ -66,6 +93,12 @@ def test_files_of_ranks_are_pieces_of_the_whole(tmp_path: Path, name: str, num_r
             else:
                 assert torch.equal(value, whole[key])
         assert sum(own[key].nbytes for key in plan.by_key) == plan.local_bytes
+        # no byte of the checkpoint is read twice for a rank, and none that it does not hold
+        taken = sorted(reads[f"rank-{rank}.weights.safetensors"])
+        for (file, _, end), (next_file, start, _) in itertools.pairwise(taken):
+            assert file != next_file or end <= start
+        stored = sum(end - start for _, start, end in taken)
+        assert 0 < stored <= sum(own[key].nbytes for key in own.keys() - constants.keys())
     manifest = read_manifest(cut)
     entry = manifest.models[0]
     assert (entry.vocab_size, manifest.num_ranks) == (changes.get("vocab_size", 128), num_ranks)
