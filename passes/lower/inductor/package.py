@@ -120,12 +120,20 @@ def lower(program: Mapping[str, Any], package: Path, num_tokens: int | None = No
         inputs, dynamic = _example_inputs(module, num_tokens)
         exported = torch.export.export(module, inputs, dynamic_shapes=dynamic, strict=False)
         torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(package), inductor_configs=_inductor_options()
+            exported, package_path=str(package), inductor_configs=inductor_options(exported.graph)
         )
 
 
-def _inductor_options() -> dict[str, Any]:
-    shims = {getattr(ops, name): [text] for name, text in native.C_SHIMS.items()}
+def inductor_options(graph: torch.fx.Graph) -> dict[str, Any]:
+    """Options for a graph. Its code declares the C functions that it calls, and no others, so that
+    it does not change with operators that come for other programs.
+    """
+    called = {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    shims = {
+        getattr(ops, name): [text]
+        for name, text in native.C_SHIMS.items()
+        if f"specc.{name}.default" in called
+    }
     return {
         # weights come from the engine's own file
         "aot_inductor.package_constants_in_so": False,

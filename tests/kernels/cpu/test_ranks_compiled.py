@@ -49,8 +49,9 @@ def compile_layer(path: Path, directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, symbolic_shapes.patch(backed_size_oblivious=True):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
         exported = torch.export.export(Layer(), inputs, dynamic_shapes=(rows, rows), strict=False)
+        options = package.inductor_options(exported.graph)
         torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(path), inductor_configs=package._inductor_options()
+            exported, package_path=str(path), inductor_configs=options
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from specc.kernels import fakes
+from specc.kernels import fakes, native
 from specc.passes.lower.inductor import package as lower_aot_inductor
-from specc.passes.lower.inductor.package import BoundProgram, _content_key
+from specc.passes.lower.inductor.package import BoundProgram, _content_key, compile_package
 from specc.runtime.backends.program_files import read_json
 from specc.system.cxx_compiler import find_compiler
 from specc.system.warm_process import WarmProcess
@@ -31,6 +32,20 @@ def test_inductor_has_nothing_to_copy(program) -> None:
     assert list(module.buffers()) == []
     assert [name for name, _ in module.named_parameters()] == [f"w{i}" for i in range(num_weights)]
     assert not any(weight.requires_grad for weight in module.parameters())
+
+
+def test_code_declares_the_functions_that_it_calls(program, tmp_path) -> None:
+    """And none of operators that only other programs have, such as sums over ranks."""
+    package = tmp_path / "program.pt2"
+    package.write_bytes(compile_package(program))
+    with zipfile.ZipFile(package) as archive:
+        (source,) = (name for name in archive.namelist() if name.endswith(".wrapper.cpp"))
+        code = archive.read(source).decode()
+    declared = re.findall(r"extern AOTITorchError aoti_torch_cpu_(\w+)\(", code)
+    calls = set(re.findall(r"(?<!extern AOTITorchError )aoti_torch_cpu_(\w+)\(", code))
+    called = {name for name in native.C_SHIMS if f"specc.{name}.default" in json.dumps(program)}
+    assert called
+    assert called == set(declared) == calls & native.C_SHIMS.keys()
 
 
 def test_the_cache_knows_all_that_a_package_is_made_of(program, monkeypatch, tmp_path) -> None:
