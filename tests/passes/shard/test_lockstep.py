@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -23,21 +22,9 @@ PROMPTS = [models.prompts()[3], models.prompts()[1]]
 both = cache(Both.make)
 
 
-def some_of_four(names: Iterable[str]) -> list[Any]:
-    """Each architecture with two ranks; with four, most of them in the slow tier."""
-    usual = ("llama", "gpt_oss")
-    return [
-        pytest.param(name, count, marks=[] if count == 2 or name in usual else [pytest.mark.slow])
-        for name in names
-        for count in (2, 4)
-    ]
-
-
 # sinks and slopes are cut with their heads; softcaps and narrow values are not cut
-@pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    some_of_four([*ARCHITECTURES, "gpt_oss", "gemma2", "deepseek_v3", "mpt"]),
-)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "gpt_oss", "gemma2", "deepseek_v3", "mpt"])
 def test_all_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
     """A prompt, then a token, a chain and a tree over the rows that it left."""
     models_ = both(name, num_ranks)
@@ -53,7 +40,8 @@ def test_all_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
         assert_alike(models_.logits(inputs), wanted)
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), some_of_four(ARCHITECTURES))
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_sums_and_bytes_are_as_few_as_they_can_be(name: str, num_ranks: int) -> None:
     found = both(name, num_ranks)
     layers = len(found.caches[0])
