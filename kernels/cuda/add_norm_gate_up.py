@@ -13,7 +13,6 @@ from specc.kernels.cuda.act_and_mul import act_and_mul, activate
 from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
 from specc.kernels.cuda.few_rows import (
     BLOCK_TOTAL,
-    MAX_ROWS,
     TILES,
     Tile,
     check_product,
@@ -78,15 +77,12 @@ def _launch(
         x, residual, gamma, weight, out, total,
         x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
         ACTIVATION=activation,
-        BM=MAX_ROWS,
-        BN=tile.block_n,
-        BK=tile.block_k,
+        **tile.sizes,
         BT=BLOCK_TOTAL,
         COPIES=tile.copies(gamma.dtype),
         PRECISION=precision(x.dtype),
         **launch_options(x.dtype),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )  # fmt: skip
 
 
@@ -104,10 +100,9 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     | dict.fromkeys(("num_rows", "size", "K"), "i32")
                     | {"eps": "fp32", "offset": "fp32"},
                     constexprs={"ACTIVATION": activation, "PRECISION": precision(dtype)}
-                    | {"BM": MAX_ROWS, "BN": tile.block_n, "BK": tile.block_k, "BT": BLOCK_TOTAL}
-                    | {"COPIES": tile.copies(dtype)},
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
+                    | tile.sizes
+                    | {"BT": BLOCK_TOTAL, "COPIES": tile.copies(dtype)},
+                    **tile.options,
                     divisible=(*given, "size", "K"),
                 )
                 yield from with_dependent(item, capability, dtype)

@@ -17,7 +17,6 @@ from torch.nn import functional
 from specc.kernels.cuda.add_norm_linear import store_pair
 from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
 from specc.kernels.cuda.few_rows import (
-    MAX_ROWS,
     TILES,
     check_product,
     in_rows,
@@ -65,14 +64,11 @@ def add_norm_head(
         launcher(_add_norm_head_kernel)[(triton.cdiv(size, 2 * tile.block_n),)](
             x, residual, gamma, weight, bias, rows, out,
             rows.shape[0], x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
-            BM=MAX_ROWS,
-            BN=tile.block_n,
-            BK=tile.block_k,
+            **tile.sizes,
             COPIES=tile.copies(gamma.dtype),
             PRECISION=precision(x.dtype),
             **launch_options(x.dtype),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.options,
         )  # fmt: skip
     return out
 
@@ -93,11 +89,10 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     | dict.fromkeys(("num_rows", "num_tokens", "size", "K"), "i32")
                     | {"eps": "fp32", "offset": "fp32"},
                     constexprs=({} if has_bias else {"bias": None})
-                    | {"BM": MAX_ROWS, "BN": tile.block_n, "BK": tile.block_k}
+                    | tile.sizes
                     | {"COPIES": tile.copies(dtype)}
                     | {"PRECISION": precision(dtype)},
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
+                    **tile.options,
                     divisible=(*given, "rows", "K"),
                 )
                 yield from with_dependent(item, capability, dtype)

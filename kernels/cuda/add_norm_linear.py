@@ -12,7 +12,6 @@ from torch.nn import functional
 from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
 from specc.kernels.cuda.few_rows import (
     BLOCK_TOTAL,
-    MAX_ROWS,
     TILES,
     Tile,
     check_product,
@@ -68,15 +67,12 @@ def _launch(
     launcher(_add_norm_linear_kernel)[(triton.cdiv(size, 2 * tile.block_n),)](
         x, residual, gamma, weight, bias, out, total,
         x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
-        BM=MAX_ROWS,
-        BN=tile.block_n,
-        BK=tile.block_k,
+        **tile.sizes,
         BT=BLOCK_TOTAL,
         COPIES=tile.copies(gamma.dtype),
         PRECISION=precision(x.dtype),
         **launch_options(x.dtype),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )  # fmt: skip
 
 
@@ -95,11 +91,10 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     | dict.fromkeys(("num_rows", "size", "K"), "i32")
                     | {"eps": "fp32", "offset": "fp32"},
                     constexprs=({} if has_bias else {"bias": None})
-                    | {"BM": MAX_ROWS, "BN": tile.block_n, "BK": tile.block_k, "BT": BLOCK_TOTAL}
-                    | {"COPIES": tile.copies(dtype)}
+                    | tile.sizes
+                    | {"BT": BLOCK_TOTAL, "COPIES": tile.copies(dtype)}
                     | {"PRECISION": precision(dtype)},
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
+                    **tile.options,
                     divisible=(*given, "size", "K"),
                 )
                 yield from with_dependent(item, capability, dtype)

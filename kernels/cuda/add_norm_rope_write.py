@@ -16,7 +16,6 @@ from torch.nn import functional
 from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
 from specc.kernels.cuda.few_rows import (
     BLOCK_TOTAL,
-    MAX_ROWS,
     TILES,
     Tile,
     check_product,
@@ -161,16 +160,13 @@ def _launch(
         x.shape[0], num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,
         block_table.stride(0), head_dim, x.shape[1], float(eps), float(unit_offset),
         cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        BM=MAX_ROWS,
-        BN=tile.block_n,
-        BK=tile.block_k,
+        **tile.sizes,
         BT=BLOCK_TOTAL,
         COPIES=tile.copies(gamma.dtype),
         BB=SEARCH,
         PRECISION=precision(x.dtype),
         **launch_options(x.dtype),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )  # fmt: skip
 
 
@@ -191,11 +187,10 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     | dict.fromkeys((*COUNTS, "D", "K", *STRIDES), "i32")
                     | {"eps": "fp32", "offset": "fp32"},
                     constexprs=({} if has_bias else {"bias": None})
-                    | {"BM": MAX_ROWS, "BN": tile.block_n, "BK": tile.block_k, "BT": BLOCK_TOTAL}
-                    | {"COPIES": tile.copies(dtype)}
+                    | tile.sizes
+                    | {"BT": BLOCK_TOTAL, "COPIES": tile.copies(dtype)}
                     | {"BB": SEARCH, "PRECISION": precision(dtype)},
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
+                    **tile.options,
                     divisible=(*given, *places, "D", "K", *STRIDES),
                 )
                 yield from with_dependent(item, capability, dtype)

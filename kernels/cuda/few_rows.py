@@ -51,6 +51,16 @@ class Tile:
     num_stages: int
     splits: int = 1
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Constants of every kernel of few rows, by the names of its parameters."""
+        return {"BM": MAX_ROWS, "BN": self.block_n, "BK": self.block_k}
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton is told beside them."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
     def copies(self, dtype: torch.dtype) -> int:
         """Copies of a step's gamma that a load has: 4 bytes a thread, fewer are not prefetched."""
         return max(1, 4 * 32 * self.num_warps // (self.block_k * dtype.itemsize))

@@ -66,8 +66,7 @@ def linear_q(
             x, *_parts(weight, layout), x if bias is None else bias, out,
             x.shape[0], out_features, 0 if bias is None else out_features, x.shape[1],
             **_constexprs(layout, tile, _block_rows(x.shape[0])),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.options,
         )  # fmt: skip
     return out
 
@@ -182,8 +181,7 @@ def _product(dtype: torch.dtype, layout: QuantizedLayout, tile: Tile, rows: int)
         kernel=linear_q_kernel,
         signature=pointers | dict.fromkeys(("num_rows", "size", "bias_size", "K"), "i32"),
         constexprs=_absent(layout) | _constexprs(layout, tile, rows),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
         divisible=(*pointers, "K"),
     )
 

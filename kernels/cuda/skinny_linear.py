@@ -14,7 +14,6 @@ from specc.kernels.cuda.arrivals import counters, is_last
 from specc.kernels.cuda.dependent import ask_part_and_wait, launch_options, with_dependent
 from specc.kernels.cuda.few_rows import (
     LINEAR_TILES,
-    MAX_ROWS,
     SKINNY,
     Tile,
     check_linear,
@@ -49,12 +48,9 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: T
     launcher(_skinny_linear_kernel)[(blocks, splits)](
         x, weight, bias, out, partial, arrived,
         num_rows, size, width, triton.cdiv(triton.cdiv(width, tile.block_k), splits),
-        BM=MAX_ROWS,
-        BN=tile.block_n,
-        BK=tile.block_k,
+        **tile.sizes,
         **launch_options(x.dtype),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )  # fmt: skip
 
 
@@ -74,10 +70,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     name=f"{name}{'-split' if is_split else ''}{'-bias' if has_bias else ''}",
                     kernel=_skinny_linear_kernel,
                     signature=given | dict.fromkeys(("num_rows", "size", "K", "steps"), "i32"),
-                    constexprs=dict.fromkeys(absent)
-                    | {"BM": MAX_ROWS, "BN": block_n, "BK": tile.block_k},
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
+                    constexprs=dict.fromkeys(absent) | tile.sizes,
+                    **tile.options,
                     divisible=(*given, "K"),
                 )
                 yield from with_dependent(item, capability, dtype)
