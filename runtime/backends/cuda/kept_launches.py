@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 from typing import Any
 
-from specc.runtime.backends.cuda.choose_products import ProductWarning
-from specc.runtime.backends.cuda.kept_products import FAILURES, Conditions
+from specc.runtime.backends.cuda.kept_file import KeptFile
+from specc.runtime.backends.cuda.kept_products import Conditions
 from specc.system.file_cache import FileCache
 
 
@@ -21,9 +19,9 @@ class KeptLaunches:
     """
 
     def __init__(self, conditions: Conditions, engine: str, cache: FileCache | None = None) -> None:
-        self._name = conditions.file_name.replace("products/", "launches/", 1)
+        name = conditions.file_name.replace("products/", "launches/", 1)
+        self._file = KeptFile(name, "dependent launches", cache)
         self._engine = engine
-        self._cache = cache
 
     def get(self, plan: str) -> dict[str, Any] | None:
         """What was found of a plan; None where that is not known."""
@@ -34,27 +32,7 @@ class KeptLaunches:
         """Keep what was found; a cache that cannot be written is a warning."""
         kept = self._read()
         kept.setdefault(self._engine, {})[plan] = item
-        try:
-            self._open().write(self._name, (json.dumps(kept, indent=1) + "\n").encode())
-        except FAILURES as error:
-            self._warn("is not kept", error)
-
-    def _open(self) -> FileCache:
-        if self._cache is None:
-            self._cache = FileCache()
-        return self._cache
+        self._file.write(kept)
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            data = self._open().read(self._name)
-        except FAILURES as error:
-            self._warn("is not read", error)
-            return {}
-        return {} if data is None else dict(json.loads(data))
-
-    def _warn(self, what: str, error: Exception) -> None:
-        warnings.warn(
-            f"what was measured of dependent launches {what}: {error}",
-            ProductWarning,
-            stacklevel=3,
-        )
+        return dict(self._file.read() or {})

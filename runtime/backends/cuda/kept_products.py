@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import json
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -20,14 +19,11 @@ from typing import Any
 
 import torch
 
-from specc.errors import SpeccError
-from specc.runtime.backends.cuda.choose_products import ProductWarning
+from specc.runtime.backends.cuda.kept_file import KeptFile
 from specc.system.file_cache import FileCache
 
 SCHEMA_VERSION = 1
 _LIBRARY = "library"
-# of a cache that is not there for this user; an engine loads all the same (RuntimeError: no home)
-FAILURES = (SpeccError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,7 @@ class KeptProducts:
     """
 
     def __init__(self, conditions: Conditions, cache: FileCache | None = None) -> None:
-        self._name = conditions.file_name
-        self._cache = cache
+        self._file = KeptFile(conditions.file_name, "products", cache)
 
     def take(self) -> int:
         """Choose as was measured earlier, what this process has not measured itself.
@@ -112,28 +107,11 @@ class KeptProducts:
             return
         # another process may have written meanwhile; what this one has measured replaces that
         kept = {_key(item): item for item in (*self._read(), *found)}
-        content = {"schema_version": SCHEMA_VERSION, "products": list(kept.values())}
-        try:
-            self._open().write(self._name, (json.dumps(content, indent=1) + "\n").encode())
-        except FAILURES as error:
-            _warn("what was measured of products is not kept", error)
-
-    def _open(self) -> FileCache:
-        """The cache; where it lies may be unknown."""
-        if self._cache is None:
-            self._cache = FileCache()
-        return self._cache
+        self._file.write({"schema_version": SCHEMA_VERSION, "products": list(kept.values())})
 
     def _read(self) -> list[dict[str, Any]]:
-        try:
-            data = self._open().read(self._name)
-        except FAILURES as error:
-            _warn("what was measured of products earlier is not read", error)
-            return []
-        if data is None:
-            return []
-        # its hash was right: what is in it, this version of specc has written
-        return list(json.loads(data)["products"])
+        content = self._file.read()
+        return [] if content is None else list(content["products"])
 
 
 def _choices(items: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, int | None]]:
@@ -161,7 +139,3 @@ def _product(item: Mapping[str, Any]) -> Any:
 
 def _key(item: Mapping[str, Any]) -> tuple[Any, ...]:
     return item["operator"], item["dtype"], *item["shape"], item["rows"], item.get("layout", "")
-
-
-def _warn(what: str, error: Exception) -> None:
-    warnings.warn(f"{what}: {error}", ProductWarning, stacklevel=4)
