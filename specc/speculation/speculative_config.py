@@ -18,6 +18,7 @@ from specc.errors import ConfigError, TreeError
 from specc.speculation.choose_plans import split_drafts
 from specc.speculation.plans import SUFFIX
 from specc.speculation.tree import TokenTree
+from specc.system.json_file import JsonError, parse_json
 
 OPTION = "--speculative-config"
 _MODEL, _NGRAM = "draft_model", "ngram"
@@ -161,23 +162,13 @@ class SpeculativeConfig:
 
 def _parse(text: str) -> Mapping[str, Any]:
     try:
-        return cast(Mapping[str, Any], json.loads(text, object_pairs_hook=_without_repetition))
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at character {error.pos + 1}"
-    except (ValueError, RecursionError):
-        reason = "lists too deep or numbers too long"
-    raise ConfigError(
-        f"{OPTION} {_shown(text)}, which is no JSON: {reason}",
-        "an object of JSON, in quotes of the shell",
-        f"""for example {OPTION} '{{"model": "D/", "num_speculative_tokens": 4}}'""",
-    )
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise _refused(f"the key {twice[0]} twice", "every key once", "leave one of them out")
-    return dict(pairs)
+        return cast(Mapping[str, Any], parse_json(text, exact=True))
+    except JsonError as error:
+        raise ConfigError(
+            f"{OPTION} {_shown(text)}: no JSON ({error})",
+            "an object of JSON, in quotes of the shell",
+            f"""for example {OPTION} '{{"model": "D/", "num_speculative_tokens": 4}}'""",
+        ) from error
 
 
 def _known(given: Any) -> dict[str, Any]:

@@ -76,11 +76,12 @@ def test_a_tree_of_child_numbers(tree, wanted):
     ("given", "found", "do"),
     [
         # JSON
-        ('{"model": "D/"', "Expecting ',' delimiter at character 15", "for example"),
-        ("{'model': 'D/'}", "at character 2", "for example"),
-        ("[" * 100_000, "lists too deep", "for example"),
+        ('{"model": "D/"', "Expecting ',' delimiter", "for example"),
+        ("{'model': 'D/'}", "column 2", "for example"),
+        ("[" * 100_000, "64 levels deep", "for example"),
         ("[1]", "[1], a list", "for example"),
-        ('{"model": "D/", "model": "E/"}', "model twice", "leave one"),
+        ('{"model": "D/", "model": "E/"}', "model", "for example"),
+        ('{"model": "D/", "max_model_len": NaN}', "NaN", "for example"),
         # keys
         ('{"modle": "D/"}', "modle", "write model"),
         ({"model": "D/", "num_speculative_token": 3}, "num_speculative_token", "_tokens"),
