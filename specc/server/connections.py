@@ -29,6 +29,8 @@ from specc.server.strict_http import StrictConnection
 
 # over the limit, connections that are answered here only: whoever watches the server needs them
 EXTRA_CONNECTIONS = 64
+# until TLS has come to its end: `look` is earlier, and cuts nobody who still reads
+_LOOKED_AT_S = 86400.0
 _STATUS_PATHS = frozenset(("/health", "/ping", "/metrics"))
 _log = logging.getLogger("specc.serve")
 
@@ -172,7 +174,7 @@ class Handshake(asyncio.Protocol):
                 self._context,
                 server_side=True,
                 ssl_handshake_timeout=limits.head_timeout_s,
-                ssl_shutdown_timeout=limits.rest_timeout_s,
+                ssl_shutdown_timeout=_LOOKED_AT_S,
             )
         except OSError as error:
             # whoever speaks something else, knows another authority, or comes too late
@@ -273,11 +275,17 @@ class StrictProtocol(H11Protocol):
         seconds = now_s - self._stage_s
         is_late = stage[0] == "head" and seconds > limits.head_timeout_s
         is_late |= stage[0] == "rest" and seconds > limits.rest_timeout_s
+        # all is said; TLS would wait for the client to say so, too, which few do
+        is_late |= stage[0] == "closing" and not num_unread and seconds > limits.look_every_s
         if is_late or now_s - self._unread_s > limits.unread_timeout_s:
             self.transport.abort()
 
     def _name_stage(self) -> str:
-        """`head`: of a request; `rest`: of a body that was answered; `idle`: kept alive; `busy`."""
+        """`head`: of a request; `rest`: of a body that was answered; `idle`: kept alive; `closing`;
+        or `busy`.
+        """
+        if self.transport.is_closing():
+            return "closing"
         if self.conn.their_state is h11.IDLE:
             return "idle" if self.timeout_keep_alive_task is not None else "head"
         has_answered = self.cycle is not None and self.cycle.response_complete

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from specc.errors import ConfigError
 from specc.server.config import ConnectionLimits, Tls
+from specc.server.connections import StrictProtocol
 from specc.server.tls import make_context
 from tests.command_line import assert_refused, invoke
 from tests.specc.server.serving import GREEDY, Server, greedy_text, serve, wait_for
@@ -53,6 +55,26 @@ def trusting(**options: Any) -> ssl.SSLContext:
 def connect_safely(server: Server, context: ssl.SSLContext | None = None) -> ssl.SSLSocket:
     client = connect(server)
     return (context or trusting()).wrap_socket(client, server_hostname="localhost")
+
+
+def slow_reader(server: Server) -> ssl.SSLSocket:
+    """The only connection, whose sockets hold little."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(10)
+    client.connect(address(server))
+    safe = trusting().wrap_socket(client, server_hostname="localhost")
+    connections = server.http_server.connections
+
+    def speaks_http() -> bool:
+        return [type(one) for one in connections._open] == [StrictProtocol]
+
+    wait_for(speaks_http, "there is no connection")
+    (connection,) = connections._open
+    connection.transport.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+    )
+    return safe
 
 
 def test_a_client_that_trusts_the_certificate(server) -> None:
@@ -157,23 +179,57 @@ def test_a_stream_that_nobody_reads() -> None:
     """Less than TLS keeps to itself: what is counted has to be what the socket has not taken."""
     limits = dataclasses.replace(QUICK, keep_alive_s=75)
     with serve(limits=limits, tls=make_context(OWN)) as server:
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(10)
-        client.connect(address(server))
-        safe = trusting().wrap_socket(client, server_hostname="localhost")
+        safe = slow_reader(server)
         connections = server.http_server.connections
-        wait_for(lambda: len(connections) == 1, "there is no connection")
-        (connection,) = connections._open
-        connection.transport.get_extra_info("socket").setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
-        )
-        body = {"prompt": "ab", "max_tokens": 90, "stream": True, "ignore_eos": True, "logprobs": 5}
+        body = {
+            "prompt": "ab",
+            "max_tokens": 50,
+            "stream": True,
+            "ignore_eos": True,
+            "logprobs": 20,
+        }
         data = json.dumps(body).encode()
         safe.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(data) + data)
         wait_for(lambda: not len(connections), "the connection stays", 30)
         server.wait_until_idle()
         safe.close()
+
+
+def test_a_client_that_does_not_say_goodbye() -> None:
+    """TLS would wait for it, at the end of the process, too."""
+    with serve(tls=make_context(OWN)) as server:
+        client = connect_safely(server)
+        client.sendall(GET[:-2] + b"Connection: close\r\n\r\n")
+        idle = connect_safely(server)
+        idle.sendall(GET)
+        assert idle.recv(100).startswith(b"HTTP/1.1 200")
+        wait_for(lambda: len(server.http_server.connections) == 1, "it stays", 5)
+        begin_s = time.monotonic()
+    assert time.monotonic() - begin_s < 4
+    client.close()
+    idle.close()
+
+
+def test_a_client_that_reads_late_misses_nothing() -> None:
+    limits = dataclasses.replace(QUICK, unread_timeout_s=30)
+    with serve(limits=limits, tls=make_context(OWN)) as server:
+        client = slow_reader(server)
+        body = {
+            "prompt": "ab",
+            "max_tokens": 50,
+            "stream": True,
+            "ignore_eos": True,
+            "logprobs": 20,
+        }
+        data = json.dumps(body).encode()
+        client.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        (connection,) = server.http_server.connections._open
+        wait_for(connection.transport.is_closing, "the answer does not end", 30)
+        assert connection.below.get_write_buffer_size() > 0, "the sockets hold all of it"
+        # longer than anything but the time for those that read nothing
+        time.sleep(0.8)
+        found, _ = until_closed(client)
+        assert found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_clients_with_certificates() -> None:
